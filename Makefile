@@ -1,0 +1,52 @@
+# Two commands for a newcomer; each makes .venv and installs what it needs, once.
+#   make train   train a small language model in low precision, beside bf16
+#   make test    run the whole test suite
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-gpu lint types docs check-example ci clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "lpq needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12 …")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	touch $(READY)
+
+install: $(READY)  ## make .venv with lpq and the tools of development
+
+train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16 (ARGS="--recipe nvfp4 --steps 50" for more)
+	$(BIN)/lpq train $(ARGS)
+
+test: $(READY)  ## run the whole test suite (ARGS="tests/core -x" for a part)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup $(ARGS)
+
+test-gpu: $(READY)  ## run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(READY)  ## ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## mypy, strict
+	$(BIN)/mypy
+
+docs: $(READY)  ## build the site into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+check-example: $(READY)  ## install the example plugin, check it and train with it
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable examples/lpq-mxfp4
+	$(BIN)/lpq check mxfp4
+	$(BIN)/lpq train --recipe "fprop=mxfp4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
+	$(BIN)/python -m pip uninstall --quiet --yes lpq-mxfp4
+
+ci: test lint types docs check-example  ## everything that must pass
+
+clean:  ## remove .venv and what was built
+	rm -rf $(VENV) dist build site runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,24 @@
+"""The core: layouts, operands, quantizers, quantized tensors and the five operations on them."""
+
+from lpq.core.layout import Buffer, Stat, StateBuffer
+from lpq.core.operations import gemm, transpose
+from lpq.core.philox import RandomBits
+from lpq.core.quantize import encode_operands, remember
+from lpq.core.quantizer import Quantizer
+from lpq.core.storage import Storage
+from lpq.core.tensor import PrecisionWarning, QuantizedTensor
+
+__all__ = [
+    "Buffer",
+    "PrecisionWarning",
+    "QuantizedTensor",
+    "Quantizer",
+    "RandomBits",
+    "Stat",
+    "StateBuffer",
+    "Storage",
+    "encode_operands",
+    "gemm",
+    "remember",
+    "transpose",
+]

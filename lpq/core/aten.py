@@ -1,0 +1,381 @@
+"""What PyTorch's operators do with a QuantizedTensor, written once over the declared layout.
+
+Three kinds. *Views and moves* act on the buffers (the table below). *Writes* (any operator whose schema mutates an
+argument: ``copy_``, ``lerp_``, ``_foreach_add_``, a fused optimizer …) run on the decoded tensor, which is then encoded
+again. *Everything else* decodes, and says so once: the result is an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+
+from lpq.core.quantize import as_matrix, encode_operands
+from lpq.core.quantizer import DTYPES
+from lpq.core.storage import Storage
+from lpq.core.tensor import PrecisionWarning, QuantizedTensor
+
+aten = torch.ops.aten
+Handler = Callable[..., Any]
+_HANDLERS: dict[Any, Handler] = {}
+
+
+def implements(*functions: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            _HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that got a QuantizedTensor. A handler returns NotImplemented for what buffers cannot express."""
+    handler = _HANDLERS.get(func)
+    result = handler(*args, **kwargs) if handler is not None else NotImplemented
+    if result is not NotImplemented:
+        if func in _VIEWS:
+            return return_and_correct_aliasing(func, args, kwargs, result)
+        return result
+    if func._schema.is_mutable:
+        return _write(func, args, kwargs)
+    return _read(func, args, kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- views
+
+
+def _natural(t: QuantizedTensor) -> bool:
+    """Whether the last dimension is the matrix's columns, so that the leading ones are its rows."""
+    return t.dim() >= 1 and t.shape[-1] == _matrix(t)[1]
+
+
+def _matrix(t: QuantizedTensor) -> tuple[int, int]:
+    direction, storage = t.operands[0]
+    rows, cols = storage.shape
+    return (rows, cols) if direction == "row" else (cols, rows)
+
+
+def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
+    """Rows (0) or columns (1) ``[start, stop)`` of the matrix, as a tensor of ``shape``."""
+    row = t.row.narrow(dim, start, stop) if t.row is not None else None
+    col = t.col.narrow(1 - dim, start, stop) if t.col is not None else None
+    if (row is None) != (t.row is None) or (col is None) != (t.col is None):
+        return NotImplemented
+    return t.with_operands(row, col, torch.Size(shape), t.dtype)
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _alias(t: QuantizedTensor) -> Any:
+    return t.map(aten.alias.default)
+
+
+@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(t: QuantizedTensor, size: Sequence[int]) -> Any:
+    size = list(size)
+    if -1 in size:
+        known = math.prod(s for s in size if s != -1)
+        size[size.index(-1)] = t.numel() // known if known else 0
+    if math.prod(size) != t.numel():
+        return NotImplemented  # the operator itself says what is wrong
+    return t.with_operands(t.row, t.col, torch.Size(size), t.dtype)
+
+
+@implements(aten.unsqueeze.default)
+def _unsqueeze(t: QuantizedTensor, dim: int) -> Any:
+    shape = list(t.shape)
+    shape.insert(dim + t.dim() + 1 if dim < 0 else dim, 1)
+    return t.with_operands(t.row, t.col, torch.Size(shape), t.dtype)
+
+
+@implements(aten.slice.Tensor)
+def _slice(
+    t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    if step != 1 or t.dim() == 0:
+        return NotImplemented
+    dim = dim % t.dim()
+    begin, stop, _ = slice(start, end).indices(t.shape[dim])
+    stop = max(begin, stop)
+    shape = [*t.shape[:dim], stop - begin, *t.shape[dim + 1 :]]
+    cols = _matrix(t)[1]
+    if _natural(t) and dim == t.dim() - 1:
+        return _narrow(t, 1, begin, stop, shape)
+    if _natural(t) and all(s == 1 for s in t.shape[:dim]):  # the outermost dimension that has a size
+        inner = math.prod(t.shape[dim + 1 : -1])
+        return _narrow(t, 0, begin * inner, stop * inner, shape)
+    if t.dim() == 1 and cols and begin % cols == 0 and stop % cols == 0:  # a flattened matrix, whole rows
+        return _narrow(t, 0, begin // cols, stop // cols, shape)
+    return NotImplemented
+
+
+@implements(aten.split.Tensor)
+def _split(t: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    length = t.shape[dim]
+    sizes = [min(size, length - at) for at in range(0, length, size)] if size else []
+    return _split_with_sizes(t, sizes or [length], dim)
+
+
+@implements(aten.split_with_sizes.default)
+def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> Any:
+    if sum(sizes) != t.shape[dim]:
+        return NotImplemented
+    pieces, at = [], 0
+    for size in sizes:
+        piece = _slice(t, dim, at, at + size)
+        if piece is NotImplemented:
+            return NotImplemented
+        pieces.append(piece)
+        at += size
+    return pieces
+
+
+@implements(aten.as_strided.default)
+def _as_strided(
+    t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    contiguous, step = True, 1
+    for length, jump in zip(reversed(size), reversed(stride), strict=True):
+        contiguous, step = contiguous and (length == 1 or jump == step), step * length
+    if not contiguous or not t.is_contiguous():
+        return NotImplemented
+    begin, count = offset or 0, math.prod(size)
+    flat = _view(t, [-1])
+    piece = flat if (begin, count) == (0, t.numel()) else _slice(flat, 0, begin, begin + count)
+    if piece is NotImplemented or piece.numel() != count:
+        return NotImplemented
+    return _view(piece, size)
+
+
+@implements(aten.t.default)
+def _t(t: QuantizedTensor) -> Any:
+    flipped = t.quantizer.flipped()
+    if t.dim() != 2 or not _natural(t) or flipped is None:
+        return NotImplemented
+    shape = torch.Size((t.shape[1], t.shape[0]))
+    return QuantizedTensor(t.col, t.row, flipped, shape, t.dtype)
+
+
+@implements(aten.transpose.int)
+def _transpose(t: QuantizedTensor, first: int, second: int) -> Any:
+    if t.dim() == 2 and first % 2 != second % 2:
+        return _t(t)
+    return _alias(t) if first % t.dim() == second % t.dim() else NotImplemented
+
+
+_VIEWS = {
+    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.as_strided.default, aten.t.default,
+    aten.transpose.int,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- moves and copies
+
+
+@implements(aten.clone.default)
+def _clone(t: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    return t.map(torch.clone)
+
+
+@implements(aten._to_copy.default)
+def _to_copy(
+    t: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, layout: Any = None,
+    pin_memory: bool | None = None, non_blocking: bool = False, memory_format: Any = None,
+) -> Any:  # fmt: skip
+    dtype = dtype or t.dtype
+    if dtype not in DTYPES:
+        return NotImplemented
+    moved = t.map(lambda b: b.to(device=device or b.device, non_blocking=non_blocking, copy=True))
+    if dtype == t.dtype:
+        return moved
+    row, col = (s.astype(dtype) if s is not None else None for s in (moved.row, moved.col))
+    return t.with_operands(row, col, t.shape, dtype)
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(t: QuantizedTensor, device: Any = None) -> Any:
+    return t.map(lambda b: b.pin_memory())
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(t: QuantizedTensor, device: Any = None) -> Any:
+    return all(b.is_pinned() for _, s in t.operands for b in s.tensors())
+
+
+@implements(aten.record_stream.default)
+def _record_stream(t: QuantizedTensor, stream: Any) -> None:
+    for _, storage in t.operands:
+        for buffer in storage.tensors():
+            buffer.record_stream(stream)
+
+
+@implements(aten.empty_like.default)
+def _empty_like(t: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+    return _new_empty(t, t.shape, dtype=dtype, device=device)
+
+
+@implements(aten.new_empty.default)
+def _new_empty(
+    t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Any:
+    device = torch.device(device) if device is not None else t.device
+    if dtype not in (None, t.dtype):
+        return torch.empty(size, dtype=dtype, device=device)
+    rows, cols = as_matrix(torch.empty(size, device="meta")).shape
+    sides = {
+        d: s.quantizer.storage.empty(s.quantizer, (rows, cols) if d == "row" else (cols, rows), t.dtype, device)
+        for d, s in t.operands
+    }
+    return t.with_operands(sides.get("row"), sides.get("col"), torch.Size(size), t.dtype)
+
+
+@implements(aten.new_zeros.default)
+def _new_zeros(
+    t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Any:
+    """A tensor to hold another piece of this one."""
+    made = _new_empty(t, size, dtype=dtype, device=device)
+    return made.zero_()
+
+
+def _values_like(function: Any) -> Handler:
+    """``zeros_like`` and its kin make an ordinary tensor of values, such as an optimizer's state."""
+
+    def make(t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+        return function(torch.empty(t.shape, dtype=t.dtype, device=t.device), *args, **kwargs)
+
+    return make
+
+
+for _like in (aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like):
+    _HANDLERS[_like.default] = _values_like(_like.default)
+
+
+@implements(aten.cat.default)
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    first = tensors[0]
+    if not all(_joins(first, t) for t in tensors):
+        return NotImplemented
+    dim = dim % first.dim()
+    along = 1 if dim == first.dim() - 1 else 0
+    if along == 0 and dim != 0:
+        return NotImplemented
+    row, col = None, None
+    if first.row is not None:
+        row = Storage.cat([t.row for t in tensors], along)
+    if first.col is not None:
+        col = Storage.cat([t.col for t in tensors], 1 - along)
+    if (row is None) != (first.row is None) or (col is None) != (first.col is None):
+        return NotImplemented
+    shape = [*first.shape]
+    shape[dim] = sum(t.shape[dim] for t in tensors)
+    return first.with_operands(row, col, torch.Size(shape), first.dtype)
+
+
+def _joins(first: Any, other: Any) -> bool:
+    return (
+        isinstance(first, QuantizedTensor)
+        and isinstance(other, QuantizedTensor)
+        and _natural(first)
+        and _natural(other)
+        and (first.dim(), first.dtype) == (other.dim(), other.dtype)
+        and [(d, s.quantizer) for d, s in first.operands] == [(d, s.quantizer) for d, s in other.operands]
+    )
+
+
+# ---------------------------------------------------------------------------------------------- writes
+
+
+@implements(aten.copy_.default)
+def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(source.dequantize(target.dtype), non_blocking)
+    if isinstance(source, QuantizedTensor):
+        if _same_layout(target, source):
+            _overwrite(target, source.row, source.col)
+            return target
+        source = source.dequantize()
+    source = source.to(target.device).expand(target.shape)
+    matrix = source.reshape(_matrix(target))
+    with torch.no_grad():
+        row, col, _ = encode_operands(
+            target.quantizer, matrix, row=target.row is not None, col=target.col is not None, group=target.amax_group
+        )
+    _overwrite(target, row, col)
+    return target
+
+
+def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    def described(t: QuantizedTensor) -> list[Any]:
+        return [(d, s.quantizer, tuple(s.shape), s.dtype) for d, s in t.operands]
+
+    return a.shape == b.shape and described(a) == described(b)
+
+
+def _overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
+    for old, new in ((target.row, row), (target.col, col)):
+        if old is not None and new is not None:
+            for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
+                buffer.copy_(written)
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a mutating operator on decoded tensors and encode what it wrote."""
+    decoded: dict[int, tuple[QuantizedTensor, Tensor]] = {}
+    written: set[int] = set()
+
+    def decode(value: Any) -> Any:
+        if not isinstance(value, QuantizedTensor):
+            return value
+        if id(value) not in decoded:
+            decoded[id(value)] = (value, _owned(value))
+        return decoded[id(value)][1]
+
+    schema = func._schema.arguments
+    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    for argument, value in given:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.update(id(v) for v in (value if isinstance(value, list | tuple) else [value]))
+    out = func(*tree_map(decode, args), **tree_map(decode, kwargs))
+    for original, plain in decoded.values():
+        if id(original) in written:
+            original.copy_(plain)
+    originals = {id(plain): original for original, plain in decoded.values()}
+    return tree_map(lambda v: originals.get(id(v), v), out)
+
+
+def _owned(t: QuantizedTensor) -> Tensor:
+    plain = t.dequantize()
+    buffers = {b.untyped_storage()._cdata for _, s in t.operands for b in s.tensors()}
+    return plain.clone() if plain.untyped_storage()._cdata in buffers else plain
+
+
+# ---------------------------------------------------------------------------------------------- everything else
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on decoded tensors."""
+    told: list[str] = []
+
+    def decode(value: Any) -> Any:
+        if not isinstance(value, QuantizedTensor):
+            return value
+        told.append(str(value.quantizer))
+        return value.dequantize()
+
+    args, kwargs = tree_map(decode, args), tree_map(decode, kwargs)
+    warnings.warn(  # Python shows the same text from the same place once
+        f"{func} has no form on the buffers of {told[0] if told else 'a quantized tensor'}: "
+        "it runs on the decoded tensor, in high precision",
+        PrecisionWarning,
+        stacklevel=1,
+    )
+    return cast("Any", func(*args, **kwargs))

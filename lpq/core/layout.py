@@ -1,0 +1,91 @@
+"""A layout is data: what each buffer of an encoded matrix holds, said once.
+
+An encoded matrix of logical shape ``[rows, cols]`` (``cols`` is the contraction) is a few named buffers. One element
+of a buffer covers a block of ``block[0] x block[1]`` logical elements; ``None`` is the whole dimension. Packing needs
+no second notion: two 4-bit values in a byte are a buffer of bytes with block ``(1, 2)``. Allocation, fake tensors,
+slicing, moving, saving and gathering all follow from these declarations and are written once, in the core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Block = tuple[int | None, int | None]
+
+
+def blocks(size: int, block: int | None) -> int:
+    """How many blocks cover a dimension of ``size``; the last one may be ragged."""
+    return 1 if block is None else -(-size // block)
+
+
+class Covering:
+    """A named tensor each of whose elements covers a block of a matrix."""
+
+    name: str
+    block: Block
+
+    def grid(self, rows: int, cols: int) -> tuple[int, ...]:
+        """The shape of the tensor for a matrix ``[rows, cols]``; a value for the whole matrix is 0-dimensional."""
+        if self.block == (None, None):
+            return ()
+        return blocks(rows, self.block[0]), blocks(cols, self.block[1])
+
+
+@dataclass(frozen=True)
+class Buffer(Covering):
+    """One buffer of a storage class."""
+
+    name: str
+    dtype: torch.dtype | None
+    """Its dtype; None: the dtype of the tensor that is encoded."""
+    block: Block = (1, 1)
+    """Logical rows and columns that one element covers; None: the whole dimension."""
+    pad: int = 1
+    """Columns are padded to a multiple of this (a multiple of ``block[1]``)."""
+
+    def grid(self, rows: int, cols: int) -> tuple[int, ...]:
+        return super().grid(rows, blocks(cols, self.pad) * self.pad)
+
+    def empty(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(self.grid(rows, cols), dtype=self.dtype or dtype, device=device)
+
+    def unit(self, dim: int) -> int | None:
+        """Logical rows or columns that cannot be cut apart; None: the whole dimension."""
+        step = self.block[dim]
+        return step if step is None or dim == 0 else max(step, self.pad)
+
+    def narrow(self, tensor: Tensor, dim: int, start: int, stop: int, size: int) -> Tensor | None:
+        """The elements that cover ``[start, stop)`` of a logical dimension; None where that would cut a unit."""
+        step, unit = self.block[dim], self.unit(dim)
+        if step is None or unit is None:
+            return tensor
+        if start % unit or (stop % unit and stop != size):
+            return None
+        return tensor.narrow(dim, start // step, blocks(stop - start, unit) * unit // step)
+
+
+@dataclass(frozen=True)
+class Stat(Covering):
+    """One statistic that a format needs of the matrix that it encodes.
+
+    A non-negative fp32 value for each block, such as an amax, combined across ranks by MAX; NaN is larger than
+    every number.
+    """
+
+    name: str
+    block: Block = (None, None)
+    """Logical rows and columns that one element covers; None: the whole dimension."""
+
+    def zeros(self, rows: int, cols: int, device: torch.device) -> Tensor:
+        return torch.zeros(self.grid(rows, cols), dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class StateBuffer:
+    """One fp32 tensor that lives across steps (an amax history, a calibrated amax); it starts as zeros."""
+
+    name: str
+    shape: tuple[int, ...] = ()

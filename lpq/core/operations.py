@@ -1,0 +1,344 @@
+"""The five operations on operands: measure, quantize, decode, transpose and gemm.
+
+Each is a ``torch.library`` operator over plain tensors and quantizer strings, so that ``torch.compile`` and fake tensors
+see one node with a known result. Its body asks the kernel table, and the reference, made of what the format wrote,
+serves whatever no kernel serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.core.layout import Stat
+from lpq.core.philox import RandomBits
+from lpq.core.storage import Storage
+from lpq.ops import choose
+
+if TYPE_CHECKING:
+    from lpq.core.quantizer import Quantizer
+
+_library = torch.library.Library("lpq", "DEF")
+
+
+def _quantizer(text: str) -> Quantizer | None:
+    return cast("Quantizer", registry.quantizer(text)) if text else None
+
+
+def _text(side: Quantizer | None) -> str:
+    return side.text if side is not None else ""
+
+
+def shared(row: Quantizer | None, col: Quantizer | None) -> bool:
+    """Whether the column operand follows from the row operand."""
+    return row is not None and row == col and row.transposable
+
+
+def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, int]]:
+    """The statistics that these operands need, in order, and which of their dimensions is the tensor's first."""
+    first = [(stat, 0) for stat in row.stats] if row is not None else []
+    if shared(row, col) or col is None:
+        return first
+    return first + [(stat, 1) for stat in col.stats]
+
+
+# ---------------------------------------------------------------------------------------------- measure
+
+_library.define("measure(Tensor x, str row, str col) -> Tensor[]")
+
+
+def measure(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    """The local statistics of the matrix ``x`` that its operands need, in the order of ``declared``."""
+    return cast("list[Tensor]", torch.ops.lpq.measure(x, _text(row), _text(col)))
+
+
+def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    measured = _measure_side(row, x) if row is not None else []
+    if col is None or shared(row, col):
+        return measured
+    return measured + _measure_side(col, x.t())
+
+
+def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
+    if x.numel() == 0:
+        return [s.zeros(*x.shape, x.device) for s in side.stats]
+    stats = side.measure(x) if side.stats else {}
+    return [stats[s.name] for s in side.stats]
+
+
+def _measure(x: Tensor, row: str, col: str) -> list[Tensor]:
+    impl = choose("measure", tuple(t for t in (row, col) if t), x.device).impl or measure_reference
+    return _distinct(impl(x, _quantizer(row), _quantizer(col)), ())
+
+
+@torch.library.register_fake("lpq::measure", lib=_library)
+def _measure_fake(x: Tensor, row: str, col: str) -> list[Tensor]:
+    return _empty_stats(x, _quantizer(row), _quantizer(col))
+
+
+def _empty_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    rows, cols = x.shape
+    return [
+        x.new_empty(stat.grid(rows, cols) if dim == 0 else stat.grid(cols, rows), dtype=torch.float32)
+        for stat, dim in declared(row, col)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- quantize
+
+_library.define(
+    "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure) -> Tensor[]"
+)
+
+
+def quantize(
+    x: Tensor,
+    stats: Sequence[Tensor | None] | None,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None = None,
+    offset: int = 0,
+    *,
+    measure: bool = False,
+) -> tuple[Storage | None, Storage | None, list[Tensor]]:
+    """The wanted operands of the matrix ``x``, and the statistics it measured if ``measure``.
+
+    A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
+    an operator may not return a view of its input.
+    """
+    plain_row = row if row is not None and row.plain else None
+    plain_col = col if col is not None and col.plain else None
+    row_storage = _encode_side(plain_row, x, {}, None) if plain_row is not None else None
+    col_storage = _encode_side(plain_col, x.t(), {}, None) if plain_col is not None else None
+    row, col = (None if plain_row else row), (None if plain_col else col)
+    if row is None and col is None:
+        return row_storage, col_storage, []
+    if seed is None and any(side is not None and side.stochastic for side in (row, col)):
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=x.device)
+    out: list[Tensor] = torch.ops.lpq.quantize(x, stats or [], _text(row), _text(col), seed, offset, measure)
+    rows, cols = x.shape
+    at = 0
+    if row is not None:
+        at = len(row.storage.layout_for(row))
+        row_storage = row.storage.wrap(out[:at], row, (rows, cols), x.dtype)
+    if col is not None:
+        end = at + len(col.storage.layout_for(col))
+        col_storage = col.storage.wrap(out[at:end], col, (cols, rows), x.dtype)
+        at = end
+    return row_storage, col_storage, out[at:]
+
+
+def quantize_reference(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
+    known = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
+    out: list[Tensor] = []
+    encoded = None
+    if row is not None:
+        bits = RandomBits(seed, 0, (offset, 0)) if row.stochastic and seed is not None else None
+        encoded = _encode_side(row, x, _named(row, known), bits)
+        out += encoded.tensors()
+    if col is not None:
+        if encoded is not None and shared(row, col):
+            out += transpose_reference(encoded).tensors()
+        else:
+            bits = RandomBits(seed, 1, (0, offset)) if col.stochastic and seed is not None else None
+            named = _named(col, known[len(known) - len(col.stats) :])
+            out += _encode_side(col, x.t(), named, bits).tensors()
+    return out + (measured if measure else [])
+
+
+def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    return {s.name: cast("Tensor", t) for s, t in zip(side.stats, stats, strict=False)}
+
+
+def _encode_side(side: Quantizer, x: Tensor, stats: dict[str, Tensor], bits: RandomBits | None) -> Storage:
+    storage = side.encode(x, stats) if bits is None else side.encode_stochastic(x, stats, bits)
+    rows, cols = x.shape
+    return storage.bind(side, (rows, cols), x.dtype)
+
+
+def _quantize(
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool
+) -> list[Tensor]:
+    operands = tuple(t for t in (row, col) if t)
+    impl = choose("quantize", operands, x.device).impl or quantize_reference
+    return _distinct(impl(x, stats, _quantizer(row), _quantizer(col), seed, offset, measure), stats)
+
+
+def _distinct(made: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
+    """What an operator may return: contiguous buffers, and neither an input nor a tensor twice. A format need not
+    care: a value for the whole matrix can be a statistic as it came, and can serve both operands."""
+    seen = {id(t) for t in given}
+    out: list[Tensor] = []
+    for tensor in made:
+        out.append(tensor.clone() if id(tensor) in seen else tensor.contiguous())
+        seen.add(id(tensor))
+    return out
+
+
+@torch.library.register_fake("lpq::quantize", lib=_library)
+def _quantize_fake(
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool
+) -> list[Tensor]:
+    rows, cols = x.shape
+    out: list[Tensor] = []
+    for side, shape in ((_quantizer(row), (rows, cols)), (_quantizer(col), (cols, rows))):
+        if side is not None:
+            out += side.storage.empty(side, shape, x.dtype, x.device).tensors()
+    return out + (_empty_stats(x, _quantizer(row), _quantizer(col)) if measure else [])
+
+
+# ---------------------------------------------------------------------------------------------- decode
+
+_library.define(
+    "decode(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored, ScalarType dtype) -> Tensor"
+)
+
+
+def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that an operand stands for."""
+    if operand.quantizer.plain:
+        return operand.decode().to(dtype)
+    return cast(
+        "Tensor",
+        torch.ops.lpq.decode(operand.tensors(), operand.quantizer.text, operand.shape, operand.dtype, dtype),
+    )
+
+
+def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
+    return operand.decode().to(dtype)
+
+
+def _decode(
+    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    operand = _operand(buffers, quantizer, shape, stored)
+    impl = choose("decode", (quantizer,), buffers[0].device).impl or decode_reference
+    return cast("Tensor", impl(operand, dtype))
+
+
+@torch.library.register_fake("lpq::decode", lib=_library)
+def _decode_fake(
+    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    return buffers[0].new_empty(shape, dtype=dtype)
+
+
+def _operand(buffers: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
+    quantizer = cast("Quantizer", registry.quantizer(text))
+    return quantizer.storage.wrap(buffers, quantizer, (shape[0], shape[1]), dtype)
+
+
+# ---------------------------------------------------------------------------------------------- transpose
+
+_library.define("transpose(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored) -> Tensor[]")
+
+
+def transpose(operand: Storage) -> Storage:
+    """The operand of the transposed matrix; the quantizer must be transposable."""
+    quantizer, (rows, cols) = operand.quantizer, operand.shape
+    if quantizer.plain:
+        return transpose_reference(operand)
+    out = torch.ops.lpq.transpose(operand.tensors(), quantizer.text, operand.shape, operand.dtype)
+    return quantizer.storage.wrap(out, quantizer, (cols, rows), operand.dtype)
+
+
+def transpose_reference(operand: Storage) -> Storage:
+    return operand.transposed().bind(operand.quantizer, operand.shape[::-1], operand.dtype)
+
+
+def _transpose(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype) -> list[Tensor]:
+    operand = _operand(buffers, quantizer, shape, stored)
+    impl = choose("transpose", (quantizer,), buffers[0].device).impl or transpose_reference
+    return _distinct(impl(operand).tensors(), buffers)
+
+
+@torch.library.register_fake("lpq::transpose", lib=_library)
+def _transpose_fake(
+    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype
+) -> list[Tensor]:
+    side = cast("Quantizer", registry.quantizer(quantizer))
+    return side.storage.empty(side, (shape[1], shape[0]), stored, buffers[0].device).tensors()
+
+
+# ---------------------------------------------------------------------------------------------- gemm
+
+_library.define(
+    "gemm(Tensor[] a, Tensor[] b, Tensor? bias, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
+    "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype) -> Tensor"
+)
+
+
+def gemm(a: Storage, b: Storage, *, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """``decode(a) @ decode(b)ᵀ + bias``, summed in fp32, as ``dtype`` (default: the dtype of ``a``)."""
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"gemm: the contractions differ: a is {list(a.shape)} and b is {list(b.shape)} "
+            "(both operands have the contraction along their columns)"
+        )
+    dtype = dtype or a.dtype
+    if a.quantizer.plain and b.quantizer.plain:
+        return _plain_gemm(a.tensors()[0], b.tensors()[0], bias, dtype)
+    return cast(
+        "Tensor",
+        torch.ops.lpq.gemm(
+            a.tensors(), b.tensors(), bias, a.quantizer.text, b.quantizer.text,
+            a.shape, b.shape, a.dtype, b.dtype, dtype,
+        ),
+    )  # fmt: skip
+
+
+def _plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    common = torch.promote_types(a.dtype, b.dtype)
+    bias = bias.to(common) if bias is not None else None
+    return torch.nn.functional.linear(a.to(common), b.to(common), bias).to(dtype)
+
+
+def gemm_reference(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if a.quantizer.rotation == b.quantizer.rotation:  # a rotation of both drops out of the product
+        left, right = a.decode_rotated(), b.decode_rotated()
+    else:
+        left, right = a.decode(), b.decode()
+    product = left.float() @ right.float().t()
+    if bias is not None:
+        product += bias.float()
+    return product.to(dtype)
+
+
+def _gemm(
+    a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    impl = choose("gemm", (qa, qb), a[0].device).impl or gemm_reference
+    left, right = _operand(a, qa, shape_a, dtype_a), _operand(b, qb, shape_b, dtype_b)
+    return cast("Tensor", impl(left, right, bias, dtype))
+
+
+@torch.library.register_fake("lpq::gemm", lib=_library)
+def _gemm_fake(
+    a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return a[0].new_empty((shape_a[0], shape_b[0]), dtype=dtype)
+
+
+for _name, _body in (
+    ("measure", _measure),
+    ("quantize", _quantize),
+    ("decode", _decode),
+    ("transpose", _transpose),
+    ("gemm", _gemm),
+):
+    _library.impl(_name, _body, "CompositeExplicitAutograd")

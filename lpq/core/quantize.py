@@ -1,0 +1,172 @@
+"""Encoding a tensor: measure → reduce → encode, for both directions at once.
+
+This is the one place where statistics meet a process group, state meets a step and random bits meet an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.core import operations
+from lpq.core.quantizer import DTYPES, Quantizer
+from lpq.core.reduce import check_shard, reduce_stats, spans
+from lpq.core.storage import Storage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lpq.core.tensor import QuantizedTensor
+
+State = Mapping[str, Tensor]
+
+
+class Operands(NamedTuple):
+    """The wanted operands of one tensor, and the statistics measured on the way if they were asked for."""
+
+    row: Storage | None
+    col: Storage | None
+    measured: list[Tensor]
+
+
+def encode_operands(
+    quantizer: Quantizer,
+    x: Tensor,
+    *,
+    row: bool = True,
+    col: bool = True,
+    group: ProcessGroup | None = None,
+    state: State | None = None,
+    seed: Tensor | None = None,
+    offset: int = 0,
+) -> Operands:
+    """Encode the matrix ``x``. The state is read, never written: see ``remember``."""
+    row_side = quantizer.side("row") if row else None
+    col_side = quantizer.side("col") if col else None
+    if quantizer.col_source == "original" or col_side is None:
+        return _encode(quantizer, x, row_side, col_side, group, state, seed, offset)
+    first = _encode(quantizer, x, quantizer.side("row"), None, group, state, seed, offset)
+    assert first.row is not None
+    decoded = first.row.dequantize(torch.float32)
+    second = _encode(quantizer, decoded, None, col_side, group, state, seed, offset)
+    assert second.col is not None
+    second.col.dtype = x.dtype
+    return Operands(first.row if row else None, second.col, first.measured + second.measured)
+
+
+def _encode(
+    quantizer: Quantizer,
+    x: Tensor,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    group: ProcessGroup | None,
+    state: State | None,
+    seed: Tensor | None,
+    offset: int,
+) -> Operands:
+    known = recall(quantizer, row, col, state) if state else []
+    declared = operations.declared(row, col)
+    if group is not None:
+        check_shard(declared, x.shape[0])
+        if not state or any(k is None and spans(d) for k, d in zip(known, declared, strict=True)):
+            stats = operations.measure(x, row, col)
+            reduce_stats(declared, stats, group)
+            use = [s if k is None else k for k, s in zip(known or [None] * len(stats), stats, strict=True)]
+            row_operand, col_operand, _ = operations.quantize(x, use, row, col, seed, offset)
+            return Operands(row_operand, col_operand, stats)
+    return Operands(*operations.quantize(x, known, row, col, seed, offset, measure=bool(state)))
+
+
+def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
+    """State prefix and quantizer of each set of statistics that encoding these directions measures."""
+    state = quantizer.state_branches()
+    if "" in state:
+        return [("", state[""])]
+    wanted = (("row_", row), ("col_", col))
+    return [(prefix, side) for prefix, side in wanted if side is not None]
+
+
+def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
+    """The statistics to encode with that the state remembers; None where a direction remembers nothing."""
+    known: list[Tensor | None] = []
+    for prefix, side in _branches(quantizer, row, col):
+        if side.state:
+            recalled = side.recall({s.name: state[prefix + s.name] for s in side.state})
+            known += [recalled[s.name] for s in side.stats]
+        else:
+            known += [None for _ in side.stats]
+    return known
+
+
+def remember(
+    quantizer: Quantizer,
+    state: State,
+    measured: list[Tensor],
+    *,
+    row: bool = True,
+    col: bool = True,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
+    sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
+    if group is not None:
+        reduce_stats(operations.declared(*sides), measured, group)
+    rest = iter(measured)
+    for prefix, side in _branches(quantizer, *sides):
+        stats = {s.name: next(rest) for s in side.stats}
+        if side.state:
+            side.remember({s.name: state[prefix + s.name] for s in side.state}, stats)
+
+
+def quantize_tensor(
+    quantizer: Quantizer,
+    x: Tensor,
+    *,
+    row: bool,
+    col: bool,
+    group: ProcessGroup | None,
+    state: State | None,
+    seed: Tensor | int | None,
+    offset: int,
+) -> QuantizedTensor:
+    """``Quantizer.quantize``."""
+    from lpq.core.tensor import wrap_operands  # its in-place writes come back here
+
+    if not (row or col):
+        raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")
+    check_input(x)
+    with torch.no_grad():
+        operands = encode_operands(
+            quantizer, as_matrix(x), row=row, col=col, group=group, state=state,
+            seed=as_seed(seed, x.device), offset=offset,
+        )  # fmt: skip
+        if state:
+            remember(quantizer, state, operands.measured, row=row, col=col, group=group)
+    return wrap_operands(operands.row, operands.col, quantizer, x.shape, x.dtype, group)
+
+
+def check_input(x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise TypeError(f"quantize: the input is {x.dtype}; lpq encodes {names}: cast it first")
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """All leading dimensions as rows; a vector is one row."""
+    if x.dim() == 2:
+        return x
+    cols = x.shape[-1] if x.dim() else 1
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    return x.reshape(rows, cols)
+
+
+def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
+    if seed is None or isinstance(seed, Tensor):
+        return seed
+    signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    return torch.tensor(signed, dtype=torch.int64, device=device)

@@ -1,0 +1,184 @@
+"""Quantizer: how one operand is encoded, in three steps. ``measure`` → reduce → ``encode``.
+
+A format subclasses it as a frozen dataclass whose fields are its options, and writes ``measure`` and ``encode`` for one
+matrix with the contraction along its columns. Both directions of a tensor, reductions over ranks, state across steps,
+random bits and kernels are the core's business. A quantizer holds no tensor, no group and no flag: it is a constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.core.layout import StateBuffer, Stat
+from lpq.core.storage import Storage
+from lpq.registry.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lpq.core.philox import RandomBits
+    from lpq.core.tensor import QuantizedTensor
+
+Direction = Literal["row", "col"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Quantizer:
+    """The options of a format. Subclasses are frozen dataclasses."""
+
+    # ------------------------------------------------------------------------------ what a format writes
+
+    stats: ClassVar[tuple[Stat, ...]] = ()
+    """The statistics that ``encode`` needs. A property, where options change them."""
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        """The statistics of a matrix, by name. Pure, and local: the core reduces them over the ranks."""
+        return {}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        """The encoded matrix. Pure: whatever depends on a statistic is computed here, after the reduction."""
+        raise NotImplementedError(f"{type(self).__name__} must define encode(self, x, stats)")
+
+    # ------------------------------------------------------------------------------ what a format may say
+
+    transposable: bool = False
+    """``Storage.transposed`` gives the bytes that encoding the transposed matrix would give."""
+    stochastic: bool = False
+    """``encode_stochastic`` is called in place of ``encode``."""
+    rotation: str | None = None
+    """The name of the rotated basis in which the matrix is stored; a group of columns that it mixes is one block."""
+    plain: ClassVar[bool] = False
+    """The operand is an ordinary matrix, its buffer ``data`` a view or a cast: there is nothing to launch."""
+    col_source: Literal["original", "row"] = "original"
+    """What the column operand encodes: the tensor itself, or the decoded row operand."""
+    state: tuple[StateBuffer, ...] = ()
+    """What is remembered across steps; empty for most formats."""
+
+    def side(self, direction: Direction) -> Quantizer:
+        """The quantizer of the operand in this direction: this one, unless the directions differ."""
+        return self
+
+    def flipped(self) -> Quantizer | None:
+        """The quantizer of the transposed tensor, or None if no options describe it."""
+        return self if self.side("row") == self.side("col") else None
+
+    def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> Storage:
+        """As ``encode``, rounding with random bits."""
+        raise NotImplementedError(f"{type(self).__name__} must define encode_stochastic(self, x, stats, bits)")
+
+    def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The statistics to encode with, from what is remembered."""
+        raise NotImplementedError(f"{type(self).__name__} must define recall(self, state)")
+
+    def remember(self, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+        """Take the reduced statistics of this step into the state, in place."""
+
+    # ------------------------------------------------------------------------------ what every format has
+
+    def quantize(
+        self,
+        x: Tensor,
+        *,
+        row: bool = True,
+        col: bool = True,
+        amax_group: ProcessGroup | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        seed: Tensor | int | None = None,
+        offset: int = 0,
+    ) -> QuantizedTensor:
+        """Encode ``x`` in the wanted directions. No gradient flows through it.
+
+        ``amax_group``: ``x`` is one of equal shards along dimension 0, and statistics that cover several shards are
+        reduced over this group. ``state`` (see ``new_state``) is what earlier steps left; it is updated in place.
+        ``seed`` and ``offset`` (the first row of a shard in the whole tensor) determine stochastic rounding; without
+        a seed one is drawn from torch's generator.
+        """
+        from lpq.core.quantize import quantize_tensor  # built on quantizers
+
+        return quantize_tensor(
+            self, x, row=row, col=col, group=amax_group, state=state, seed=seed, offset=offset
+        )
+
+    def new_state(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Fresh state for one tensor, for ``quantize(state=…)``; empty if the format remembers nothing."""
+        return {
+            prefix + s.name: torch.zeros(s.shape, dtype=torch.float32, device=device)
+            for prefix, quantizer in self.state_branches().items()
+            for s in quantizer.state
+        }
+
+    def state_branches(self) -> dict[str, Quantizer]:
+        """The quantizers whose state a tensor needs, by name prefix: one if both directions share all they know."""
+        row, col = self.side("row"), self.side("col")
+        if row == col and row.transposable and self.col_source == "original":
+            return {"": row}
+        return {"row_": row, "col_": col}
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """The quantizer with these options, which may come from a string, a file or a call."""
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in options:
+            if name not in known:
+                raise OptionError.unknown(registry.format_of(cls).name, name, known)
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        hints = _option_types(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, hint = getattr(self, field.name), hints[field.name]
+            if not _fits(value, hint):
+                raise OptionError.invalid(type(self).__name__, field.name, value, _words(hint))
+
+    @cached_property
+    def text(self) -> str:
+        """The string that ``lpq.quantizer`` makes this quantizer from."""
+        return registry.spec_string(self)
+
+    @cached_property
+    def storage(self) -> type[Storage]:
+        """The storage class of the format."""
+        storage: type[Storage] = registry.resolve(registry.format_of(type(self)).storage)
+        return storage
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@cache
+def _option_types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return any(value is a or (type(value) is type(a) and value == a) for a in get_args(hint))
+    alternatives = get_args(hint)
+    if alternatives and not isinstance(hint, type):
+        return any(_fits(value, a) for a in alternatives)
+    if hint is type(None):
+        return value is None
+    if hint is int:
+        return type(value) is int
+    if hint is float:
+        return type(value) in (int, float)
+    return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return " or ".join(repr(a) for a in get_args(hint))
+    alternatives = get_args(hint)
+    if alternatives:
+        return " or ".join(_words(a) for a in alternatives)
+    return "none" if hint is type(None) else str(getattr(hint, "__name__", hint))

@@ -1,0 +1,52 @@
+"""Combining statistics across ranks: one MAX over whatever covers data of more than one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lpq.core.layout import Stat
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Declared = tuple[Stat, int]
+"""A statistic and the dimension of its operand that the ranks share out: 0 for a row operand, 1 for a column operand."""
+
+
+def spans(declared: Declared) -> bool:
+    """Whether one element of the statistic covers data of several ranks."""
+    stat, dim = declared
+    return stat.block[dim] is None
+
+
+def reduce_stats(declared: Sequence[Declared], stats: list[Tensor], group: ProcessGroup) -> None:
+    """Reduce, in one collective, those statistics whose elements span ranks; ``stats`` is changed in place.
+
+    A non-negative float orders as its bits do, and NaN above infinity: so the bits are reduced, as integers, because
+    a floating-point MAX may lose a NaN.
+    """
+    import torch.distributed as dist
+
+    spanning = [i for i, d in enumerate(declared) if spans(d)]
+    if not spanning:
+        return
+    flat = torch.cat([stats[i].reshape(-1) for i in spanning]).abs().view(torch.int32)
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    reduced = flat.view(torch.float32)
+    for i, part in zip(spanning, reduced.split([stats[i].numel() for i in spanning]), strict=True):
+        stats[i] = part.view(stats[i].shape)
+
+
+def check_shard(declared: Sequence[Declared], rows: int) -> None:
+    """Refuse equal shards of ``rows`` rows that cut a block. Every rank has as many, so every rank refuses."""
+    for stat, dim in declared:
+        block = stat.block[dim]
+        if block is not None and rows % block:
+            raise ValueError(
+                f"a shard of {rows} rows cuts the blocks of {block} rows that statistic {stat.name!r} covers: "
+                f"shard by multiples of {block} rows, or quantize before sharding"
+            )

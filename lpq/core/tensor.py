@@ -1,0 +1,239 @@
+"""QuantizedTensor: a tensor held as one or two encoded operands.
+
+``row`` encodes the tensor as a matrix ``[M, K]`` (all leading dimensions are rows), ``col`` its transpose ``[K, M]``;
+either may be absent. To PyTorch it is a tensor of the shape, dtype and device it stands for; ``lpq.core.aten`` says what
+each operator does with the buffers. Pickled and saved, it is its quantizer's string and its plain buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.core.operations import transpose
+from lpq.core.quantizer import Direction, Quantizer
+from lpq.core.storage import Storage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class PrecisionWarning(UserWarning):
+    """An operation that the buffers cannot express was done on the decoded tensor."""
+
+
+class QuantizedTensor(Tensor):
+    """A tensor that is stored quantized; made by ``Quantizer.quantize``."""
+
+    row: Storage | None
+    """The operand ``X``, or None."""
+    col: Storage | None
+    """The operand ``Xᵀ``, or None."""
+    quantizer: Quantizer
+    """What encodes it again when it is written to."""
+    amax_group: ProcessGroup | None
+    """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        row: Storage | None,
+        col: Storage | None,
+        quantizer: Quantizer,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        amax_group: ProcessGroup | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        operand = row if row is not None else col
+        assert operand is not None, "a QuantizedTensor has at least one operand"
+        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
+        )
+        self.row, self.col, self.quantizer, self.amax_group = row, col, quantizer, amax_group
+        return cast("QuantizedTensor", self)
+
+    @property
+    def operands(self) -> list[tuple[Direction, Storage]]:
+        """The operands that are there."""
+        sides: list[tuple[Direction, Storage | None]] = [("row", self.row), ("col", self.col)]
+        return [(direction, storage) for direction, storage in sides if storage is not None]
+
+    def operand(self, direction: Direction) -> Storage:
+        """The operand in this direction, derived from the other one where the format can."""
+        here, other = (self.row, self.col) if direction == "row" else (self.col, self.row)
+        if here is not None:
+            return here
+        assert other is not None
+        if not other.quantizer.transposable or self.quantizer.side(direction) != other.quantizer:
+            raise ValueError(
+                f"the {direction} operand of this {list(self.shape)} tensor is absent and {self.quantizer} cannot "
+                f"derive it: quantize with {direction}=True"
+            )
+        return transpose(other)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there."""
+        if self.row is not None:
+            return self.row.dequantize(dtype or self.dtype).reshape(self.shape)
+        assert self.col is not None
+        return self.col.dequantize(dtype or self.dtype).t().contiguous().reshape(self.shape)
+
+    def with_operands(
+        self, row: Storage | None, col: Storage | None, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """A tensor like this one over other operands."""
+        return QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """The same tensor over ``function`` of each buffer."""
+        row, col = (s.map(function) if s is not None else None for s in (self.row, self.col))
+        return self.with_operands(row, col, self.shape, self.dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all its buffers."""
+        return sum(storage.nbytes for _, storage in self.operands)
+
+    # ------------------------------------------------------------------------------ to PyTorch
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = [f"{d}_{name}" for d, storage in self.operands for name in storage.buffers()]
+        sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.operands)
+        return names, (self.quantizer, sides, self.dtype, _Group(self.amax_group))
+
+    def __getattr__(self, name: str) -> Tensor:
+        direction, _, buffer = name.partition("_")
+        if direction in ("row", "col") and buffer:
+            storage = self.__dict__.get(direction)
+            if storage is not None:
+                return cast("Tensor", getattr(storage, buffer))
+        raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
+    ) -> QuantizedTensor:
+        quantizer, sides, dtype, group = context
+        operands: dict[str, Storage] = {}
+        for direction, side, shape, stored in sides:
+            tensors = [inner[f"{direction}_{b.name}"] for b in side.storage.layout_for(side)]
+            operands[direction] = side.storage.wrap(tensors, side, shape, stored)
+        return QuantizedTensor(
+            operands.get("row"), operands.get("col"), quantizer, outer_size, dtype, amax_group=group.value
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from lpq.core.aten import dispatch  # written over this class
+
+        return dispatch(func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        held = ", ".join(f"{d}={s!r}" for d, s in self.operands)
+        return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {held})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        sides = {
+            d: (s.quantizer.text, {n: _as_bytes(b) for n, b in s.buffers().items()}, tuple(s.shape), s.dtype)
+            for d, s in self.operands
+        }
+        is_param = bool(getattr(self, "_is_param", False))
+        state = (self.quantizer.text, sides, tuple(self.shape), self.dtype, self.requires_grad, is_param)
+        return rebuild, state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        copy = self.map(torch.clone).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copy._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = copy
+        return cast("QuantizedTensor", copy)
+
+
+class _Group:
+    """A process group in a place that PyTorch compares and hashes, but must neither copy nor save."""
+
+    def __init__(self, value: ProcessGroup | None) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Group) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _as_bytes(buffer: Tensor) -> Tensor:
+    """A buffer as Python's pickle can take it: it refuses 8-bit floats, which torch.save would not."""
+    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+
+
+def rebuild(
+    quantizer: str,
+    sides: dict[str, tuple[str, dict[str, Tensor], tuple[int, int], torch.dtype]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_param: bool,
+) -> QuantizedTensor:
+    """A saved QuantizedTensor. The format's plugin is looked up now, so a missing one is an error in words."""
+    operands: dict[str, Storage] = {}
+    for direction, (text, buffers, matrix, stored) in sides.items():
+        side: Quantizer = registry.quantizer(text)
+        tensors = [buffers[b.name].view(b.dtype or stored) for b in side.storage.layout_for(side)]
+        operands[direction] = side.storage.wrap(tensors, side, matrix, stored)
+    tensor = QuantizedTensor(
+        operands.get("row"), operands.get("col"), registry.quantizer(quantizer), shape, dtype,
+        requires_grad=requires_grad,
+    )  # fmt: skip
+    if is_param:
+        tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor
+
+
+torch.serialization.add_safe_globals([rebuild])
+
+
+def wrap_operands(
+    row: Storage | None,
+    col: Storage | None,
+    quantizer: Quantizer,
+    shape: torch.Size | tuple[int, ...],
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+) -> QuantizedTensor:
+    """A tensor over these operands; also inside ``torch.compile``, where only tensors and constants may meet."""
+    if not torch.compiler.is_compiling() or group is not None:
+        return QuantizedTensor(row, col, quantizer, shape, dtype, amax_group=group)
+    operands = [(d, s) for d, s in (("row", row), ("col", col)) if s is not None]
+    tensors = [t for _, s in operands for t in s.tensors()]
+    sides = [(d, s.quantizer.text, s.shape[0], s.shape[1], s.dtype) for d, s in operands]
+    return _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype)
+
+
+@torch.compiler.allow_in_graph
+def _wrap_in_graph(
+    tensors: list[Tensor],
+    sides: list[tuple[str, str, int, int, torch.dtype]],
+    quantizer: str,
+    shape: list[int],
+    dtype: torch.dtype,
+) -> QuantizedTensor:
+    operands: dict[str, Storage] = {}
+    for direction, text, rows, cols, stored in sides:
+        side: Quantizer = registry.quantizer(text)
+        count = len(side.storage.layout_for(side))
+        operands[direction] = side.storage.wrap(tensors[:count], side, (rows, cols), stored)
+        tensors = tensors[count:]
+    return QuantizedTensor(
+        operands.get("row"), operands.get("col"), registry.quantizer(quantizer), torch.Size(shape), dtype
+    )

@@ -1,0 +1,271 @@
+"""Linear: an ``nn.Linear`` whose three GEMMs multiply quantized operands.
+
+    fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
+
+Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
+the high-precision input. State that lives across steps is read in forward and moves in backward only, so that evaluation
+leaves it alone and activation checkpointing, which runs forward twice, computes the same numbers twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lpq import recipes
+from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
+from lpq.core.quantize import as_matrix, draw_seed
+
+if TYPE_CHECKING:
+    from lpq.recipes import Recipe, RecipeLike, Schedule
+
+TENSORS = ("x", "w", "dy")
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one layer does with its three tensors."""
+
+    x: Quantizer
+    w: Quantizer
+    dy: Quantizer
+
+    def stochastic(self, tensor: str) -> bool:
+        quantizer: Quantizer = getattr(self, tensor)
+        return quantizer.side("row").stochastic or quantizer.side("col").stochastic
+
+
+@dataclass(frozen=True, eq=False)
+class HeldWeight:
+    """A weight encoded once for several passes."""
+
+    row: Storage
+    col: Storage
+    version: int
+
+
+class _Multiply(torch.autograd.Function):
+    """The three GEMMs."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: Plan,
+        dtype: torch.dtype,
+        states: dict[str, State],
+        seeds: dict[str, Tensor],
+        held: HeldWeight | None,
+    ) -> Tensor:
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        state_x, state_w = states.get("x"), states.get("w")
+        x_row, x_col, x_stats = encode_operands(plan.x, x, col=needs_dw, state=state_x, seed=seeds.get("x"))
+        if held is not None:
+            w_row, w_col, w_stats = held.row, held.col, []
+        else:
+            w_row, w_col, w_stats = weight_operands(
+                plan.w, weight, col=needs_dx, state=state_w, seed=seeds.get("w")
+            )
+        assert x_row is not None
+        y = gemm(x_row, w_row, bias=bias, dtype=dtype)
+        kept_x, kept_w = (x_col if needs_dw else None), (w_col if needs_dx else None)
+        tensors = [*_tensors(kept_x), *_tensors(kept_w), *x_stats, *w_stats]
+        seed = seeds.get("dy")
+        ctx.save_for_backward(*tensors, *([seed] if seed is not None else []))
+        ctx.plan, ctx.states, ctx.held = plan, states, held is not None
+        ctx.kept_x, ctx.kept_w = _described(kept_x), _described(kept_w)
+        ctx.stats = len(x_stats), len(w_stats)
+        ctx.dtypes = x.dtype, weight.dtype, bias.dtype if bias is not None else None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        plan: Plan = ctx.plan
+        saved = list(ctx.saved_tensors)
+        x_col, saved = _take(ctx.kept_x, saved)
+        w_col, saved = _take(ctx.kept_w, saved)
+        x_stats, w_stats = saved[: ctx.stats[0]], saved[ctx.stats[0] : sum(ctx.stats)]
+        seed = saved[sum(ctx.stats)] if len(saved) > sum(ctx.stats) else None
+        dx = dw = db = None
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        x_dtype, w_dtype, b_dtype = ctx.dtypes
+        if needs_dx or needs_dw:
+            state = ctx.states.get("dy")
+            dy_row, dy_col, dy_stats = encode_operands(
+                plan.dy, dy, row=needs_dx, col=needs_dw, state=state, seed=seed
+            )
+            if needs_dx:
+                assert dy_row is not None
+                assert w_col is not None
+                dx = gemm(dy_row, w_col, dtype=x_dtype)
+            if needs_dw:
+                assert dy_col is not None
+                assert x_col is not None
+                dw = gemm(dy_col, x_col, dtype=w_dtype)
+            if state:
+                remember(plan.dy, state, dy_stats, row=needs_dx, col=needs_dw)
+            if "x" in ctx.states:
+                remember(plan.x, ctx.states["x"], x_stats, col=needs_dw)
+            if "w" in ctx.states and not ctx.held:
+                remember(plan.w, ctx.states["w"], w_stats, col=needs_dx)
+        if needs_db:
+            db = dy.sum(0).to(b_dtype)
+        return dx, dw, db, None, None, None, None, None
+
+
+def weight_operands(
+    quantizer: Quantizer, weight: Tensor, *, col: bool = True, state: State | None = None, seed: Tensor | None = None
+) -> tuple[Storage, Storage | None, list[Tensor]]:
+    """The operands of a weight, which may be stored quantized already."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.operand("row"), weight.operand("col") if col else None, []
+    operands = encode_operands(quantizer, weight, col=col, state=state, seed=seed)
+    assert operands.row is not None
+    return operands.row, operands.col, operands.measured
+
+
+def _tensors(operand: Storage | None) -> list[Tensor]:
+    return operand.tensors() if operand is not None else []
+
+
+def _described(operand: Storage | None) -> tuple[Quantizer, tuple[int, int], torch.dtype] | None:
+    return (operand.quantizer, operand.shape, operand.dtype) if operand is not None else None
+
+
+def _take(described: Any, saved: list[Tensor]) -> tuple[Storage | None, list[Tensor]]:
+    if described is None:
+        return None, saved
+    quantizer, shape, dtype = described
+    count = len(quantizer.storage.layout_for(quantizer))
+    return quantizer.storage.wrap(saved[:count], quantizer, shape, dtype), saved[count:]
+
+
+class Linear(nn.Linear):
+    """``y = x Wᵀ + b`` with the three GEMMs of ``recipe``; with ``recipe=None`` it is ``nn.Linear``.
+
+    The state dict has the keys of ``nn.Linear``. A recipe that remembers statistics across steps (delayed scaling) adds
+    its buffers, ``x_…``, ``w_…`` and ``dy_…``; a checkpoint without them loads too, and starts them afresh.
+    """
+
+    _recipe: Recipe | None
+    _plan: Plan | None
+    _held: HeldWeight | None
+    schedule: Schedule | None
+    """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: RecipeLike | None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._recipe, self._plan, self._held, self.schedule = None, None, None, None
+        self.recipe = recipe
+
+    @classmethod
+    def adopt(cls, module: nn.Linear, recipe: RecipeLike | None) -> Self:
+        """Turn this very ``nn.Linear`` into a ``Linear``: parameters, hooks and references to it stay."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module._recipe, module._plan, module._held, module.schedule = None, None, None, None
+        module.recipe = recipe
+        return module
+
+    # ------------------------------------------------------------------------------ the recipe
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe; assign a name, a string or a ``Recipe`` to change it. Weights and optimizer state stay."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, source: RecipeLike | None) -> None:
+        recipe = recipes.recipe(source) if source is not None else None
+        if recipe == self._recipe:
+            return
+        for name in self._state_names():
+            delattr(self, name)
+        self._recipe = recipe
+        self._plan = Plan(recipe.x, recipe.w, recipe.dy) if recipe is not None else None
+        for tensor in TENSORS if self._plan is not None else ():
+            for name, state in getattr(self._plan, tensor).new_state(self.weight.device).items():
+                self.register_buffer(f"{tensor}_{name}", state)
+
+    def _state_names(self) -> list[str]:
+        if self._plan is None:
+            return []
+        return [f"{t}_{name}" for t in TENSORS for name in getattr(self._plan, t).new_state("meta")]
+
+    def _states(self) -> dict[str, State]:
+        """The state of each tensor that has one, by the names its quantizer knows."""
+        states: dict[str, State] = {}
+        for name, buffer in self._buffers.items():
+            tensor, _, key = name.partition("_")
+            if buffer is not None and tensor in TENSORS:
+                states.setdefault(tensor, {})[key] = buffer
+        return states
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing: list[str] = args[2]
+        for name in self._state_names():
+            if prefix + name in missing:
+                missing.remove(prefix + name)
+
+    # ------------------------------------------------------------------------------ running it
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._plan is None:
+            return super().forward(input)
+        if input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"lpq.nn.Linear({self.in_features}, {self.out_features}): the input is {list(input.shape)}, "
+                f"its last dimension must be {self.in_features}"
+            )
+        x = as_matrix(input)
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            dtype = torch.get_autocast_dtype(input.device.type)
+        seeds = {t: draw_seed(input.device) for t in TENSORS if self._plan.stochastic(t)}
+        y = _Multiply.apply(
+            x, self.weight, self.bias, self._plan, dtype, self._states(), seeds, self._held_weight()
+        )  # type: ignore[no-untyped-call]
+        return y.reshape(*input.shape[:-1], self.out_features)
+
+    def hold_weight(self) -> None:
+        """Encode the weight now, for every pass until ``release_weight``."""
+        if self._plan is None:
+            return
+        state = self._states().get("w")
+        with torch.no_grad():
+            row, col, stats = weight_operands(self._plan.w, self.weight, state=state)
+            if state:
+                remember(self._plan.w, state, stats)
+        assert col is not None
+        self._held = HeldWeight(row, col, self.weight._version)
+
+    def release_weight(self) -> None:
+        self._held = None
+
+    def _held_weight(self) -> HeldWeight | None:
+        held = self._held
+        if held is not None and not torch.compiler.is_compiling() and held.version != self.weight._version:
+            raise RuntimeError(
+                f"{self}: the weight was changed while its encoded form is held; "
+                "leave lpq.hold_weights before the optimizer's step"
+            )
+        return held
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self._recipe}"

@@ -1,0 +1,43 @@
+"""The hooks that lpq calls. A plugin implements any of them; each is called on the cold path only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lpq.registry.specs import FormatSpec, KernelSpec, RecipeSpec
+
+PROJECT = "lpq"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def lpq_register_formats() -> FormatSpec | Sequence[FormatSpec]:
+    """Return the formats that this plugin brings."""
+    raise AssertionError("a hook specification is never called")
+
+
+@hookspec
+def lpq_register_recipes() -> RecipeSpec | Sequence[RecipeSpec]:
+    """Return the named recipes that this plugin brings."""
+    raise AssertionError("a hook specification is never called")
+
+
+@hookspec
+def lpq_register_kernels() -> KernelSpec | Sequence[KernelSpec]:
+    """Return kernels for formats of other plugins; ``KernelSpec.formats`` names them."""
+    raise AssertionError("a hook specification is never called")
+
+
+@hookspec(firstresult=True)
+def lpq_convert_module(module: Any, fqn: str, recipe: Any) -> Any:
+    """Return the low-precision form of ``module``, or None to leave it to the next plugin.
+
+    ``fqn`` is the module's dotted name in the model and ``recipe`` the ``lpq.recipes.Recipe`` that the policy
+    gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` is asked last.
+    """

@@ -1,0 +1,76 @@
+"""What a plugin says about itself: frozen data, with import strings in place of imports.
+
+Listing formats must need neither torch nor a GPU, so nothing here refers to a tensor. An import string is
+``"package.module:attribute"``; it is imported when its format, recipe or kernel is first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+API_VERSION = 1
+"""The version of the plugin interface. A plugin written for another one is refused with words, not with a crash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """One faster implementation of one operation, for some format on some hardware.
+
+    ``impl`` must equal the format's reference bit for bit (a GEMM: up to the order of its sums).
+    """
+
+    op: str
+    """The operation it serves: ``measure``, ``quantize``, ``decode``, ``transpose`` or ``gemm``."""
+    impl: str
+    """Import string of the callable. It has the signature of the operation's reference."""
+    backend: str
+    """What runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
+    formats: tuple[str, ...] = ()
+    """The format it serves, or for ``gemm`` the formats of both operands; empty: the format that lists it."""
+    device: str = "cuda"
+    """The type of the device it runs on."""
+    min_sm: int | None = None
+    """The least compute capability, as ``90`` for 9.0; None: any."""
+    max_sm: int | None = None
+    """The greatest compute capability; None: any."""
+    requires: tuple[str, ...] = ()
+    """Modules that must be importable, as ``("triton",)``."""
+    priority: int = 0
+    """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
+    why_not: str | None = None
+    """Import string of ``f(*quantizers) -> str | None``: why these options are not served, or None when they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatSpec:
+    """One number format."""
+
+    name: str
+    """Its name, in the namespace of the plugin: plugin ``acme`` may register ``acme`` and ``acme_*``."""
+    summary: str
+    """One line for ``lpq formats``."""
+    quantizer: str
+    """Import string of the ``Quantizer`` class, one for each format."""
+    storage: str
+    """Import string of the ``Storage`` class."""
+    effective_bits: float | None
+    """Bits that one element costs in memory, scales included, with the default options; None: it depends."""
+    kernels: tuple[KernelSpec, ...] = ()
+    """Faster implementations; the reference needs no line here."""
+    api_version: int = API_VERSION
+    """The interface version that the plugin was written for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSpec:
+    """One named recipe: which quantizer each operand of the three GEMMs gets."""
+
+    name: str
+    """Its name: plugin ``acme`` may register ``acme``, ``acme-*`` and ``acme_*``."""
+    summary: str
+    """One line for ``lpq recipes``."""
+    recipe: str | Mapping[str, object]
+    """Anything that ``lpq.recipe`` takes: the grammar, or a mapping as a TOML file would give it."""
+    api_version: int = API_VERSION
+    """The interface version that the plugin was written for."""

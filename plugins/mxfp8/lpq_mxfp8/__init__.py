@@ -1,0 +1,31 @@
+"""MXFP8: 8-bit floats in blocks of 32 along the contraction, with a power-of-two scale for each block."""
+
+from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+
+
+@hookimpl
+def lpq_register_formats() -> FormatSpec:
+    return FormatSpec(
+        name="mxfp8",
+        summary="E4M3 or E5M2, one E8M0 scale for 32 elements along the contraction",
+        quantizer="lpq_mxfp8.quantizer:MXFP8Quantizer",
+        storage="lpq_mxfp8.storage:MXFP8Storage",
+        effective_bits=8.25,
+    )
+
+
+@hookimpl
+def lpq_register_recipes() -> list[RecipeSpec]:
+    return [
+        RecipeSpec(name="mxfp8", summary="MXFP8 for all three GEMMs", recipe="mxfp8()"),
+        RecipeSpec(
+            name="mxfp8-fwd-nvfp4-bwd",
+            summary="MXFP8 forward, NVFP4 in both gradient GEMMs",
+            recipe="fprop=mxfp8, dgrad=nvfp4, wgrad=nvfp4",
+        ),
+        RecipeSpec(
+            name="mxfp8-fwd-bf16-bwd",
+            summary="MXFP8 forward, bf16 gradients",
+            recipe="fprop=mxfp8, dgrad=bf16, wgrad=bf16",
+        ),
+    ]

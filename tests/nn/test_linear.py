@@ -1,0 +1,335 @@
+"""lpq.nn.Linear: what it multiplies, what it keeps, and that it is otherwise an nn.Linear."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lpq
+from lpq.core import encode_operands, gemm
+
+RECIPES = [
+    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
+    "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+]  # fmt: skip
+EVERY = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def layer(recipe: str | None, fan_in: int = 48, fan_out: int = 32, dtype: torch.dtype = torch.float32) -> lpq.nn.Linear:
+    torch.manual_seed(3)
+    return lpq.nn.Linear(fan_in, fan_out, dtype=dtype, recipe=recipe)
+
+
+def run(module: nn.Module, x: torch.Tensor, seed: int = 5) -> tuple[torch.Tensor, ...]:
+    """Output and every gradient, from a fixed state of the generator."""
+    torch.manual_seed(seed)
+    x = x.detach().clone().requires_grad_()
+    module.zero_grad()
+    y = module(x)
+    (y.float().square().sum() / 7).backward()
+    return (y.detach(), x.grad, *(p.grad.clone() for p in module.parameters()))
+
+
+def equal(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_three_gemms_multiply_the_encoded_operands(recipe: str, dtype: torch.dtype) -> None:
+    module = layer(recipe, dtype=dtype)
+    r = module.recipe
+    x, dy = torch.randn(40, 48, dtype=dtype), torch.randn(40, 32, dtype=dtype)
+    torch.manual_seed(9)
+    leaf = x.clone().requires_grad_()
+    y = module(leaf)
+    y.backward(dy)
+    torch.manual_seed(9)
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64)
+    states = {t: getattr(r, t).new_state() or None for t in ("x", "w", "dy")}
+    ex = encode_operands(r.x, x, state=states["x"])
+    ew = encode_operands(r.w, module.weight.detach(), state=states["w"])
+    edy = encode_operands(r.dy, dy, state=states["dy"], seed=seed)
+    assert torch.equal(y, gemm(ex.row, ew.row, bias=module.bias.detach(), dtype=dtype))
+    assert torch.equal(leaf.grad, gemm(edy.row, ew.col, dtype=dtype))
+    assert torch.equal(module.weight.grad, gemm(edy.col, ex.col, dtype=dtype))
+    assert torch.equal(module.bias.grad, dy.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_unquantized_recipe_is_nn_linear_bit_for_bit(dtype: torch.dtype, bias: bool) -> None:
+    plain = nn.Linear(48, 32, bias=bias, dtype=dtype)
+    ours = lpq.convert(copy.deepcopy(plain), "identity")
+    assert isinstance(ours, lpq.nn.Linear)
+    x = torch.randn(2, 5, 48, dtype=dtype)
+    assert equal(run(plain, x), run(ours, x))
+    assert not equal(run(plain, x), run(lpq.convert(ours, "mxfp8"), x))
+
+
+def test_bf16_under_autocast_is_nn_linear_bit_for_bit() -> None:
+    plain = nn.Linear(48, 32)
+    ours = lpq.convert(copy.deepcopy(plain), "bf16")
+    x = torch.randn(6, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b = run(plain, x), run(ours, x)
+    assert equal(a, b)
+    assert a[0].dtype == b[0].dtype == torch.bfloat16
+
+
+@EVERY
+def test_autocast_gives_the_autocast_dtype_and_parameter_gradients(recipe: str) -> None:
+    module = layer(recipe)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, dx, dw, db = run(module, torch.randn(6, 48))
+    assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (torch.bfloat16, *[torch.float32] * 3)
+    reference = layer(None)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(reference, torch.randn(6, 48, generator=torch.Generator().manual_seed(0)))
+    assert expected[0].shape == y.shape
+
+
+def saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that autograd holds for backward, parameters and their views aside."""
+    own = {p.untyped_storage()._cdata for p in module.parameters()}
+    held: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage()._cdata not in own:
+            held[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(x.requires_grad_())
+    return sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x_bytes", "w_bytes"),
+    [
+        ("bf16", 2, 2), ("fp8-current", 1, 1), ("fp8-delayed", 1, 1), ("fp8-row", 1, 1), ("fp8-block", 1 + 4 / 128, 1),
+        ("mxfp8", 1 + 1 / 32, 1 + 1 / 32), ("nvfp4", 0.5 + 1 / 16, 0.5 + 1 / 256),
+        ("fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", 2, 0.5 + 1 / 256),
+    ],
+)  # fmt: skip
+def test_backward_holds_the_encoded_operands_and_nothing_else(recipe: str, x_bytes: float, w_bytes: float) -> None:
+    module = layer(recipe, 256, 512, torch.bfloat16)
+    held = saved_bytes(module, torch.randn(1024, 256, dtype=torch.bfloat16))
+    expected = 1024 * 256 * x_bytes + 512 * 256 * w_bytes
+    assert expected <= held <= expected + 4096 + 4 * 256  # a few scalars, and one scale a row for fp8-row
+
+
+def test_every_recipe_is_counted() -> None:
+    counted = {"bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4"}
+    assert counted <= set(lpq.registry.recipes())
+
+
+@EVERY
+def test_checkpointing_gives_the_same_gradients(recipe: str) -> None:
+    x = torch.randn(24, 48)
+    plain = nn.Sequential(layer(recipe), nn.ReLU(), layer(recipe, 32, 16))
+    wrapped = copy.deepcopy(plain)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = wrapped
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    again = Checkpointed()
+    for step in range(3):
+        assert equal(run(plain, x, step), run(again, x, step))
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), wrapped.buffers(), strict=True))
+
+
+@EVERY
+def test_compiled_without_a_break_is_bitwise_eager(recipe: str) -> None:
+    eager = nn.Sequential(layer(recipe), nn.ReLU(), layer(recipe, 32, 16))
+    module = copy.deepcopy(eager)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        x = torch.randn(24, 48)
+        torch.manual_seed(step)
+        a = run(eager, x, step)
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        torch.manual_seed(step)
+        y = compiled(leaf)
+        (y.float().square().sum() / 7).backward()
+        assert equal(a, (y.detach(), leaf.grad, *(p.grad for p in module.parameters())))
+    assert all(torch.equal(p, q) for p, q in zip(eager.buffers(), module.buffers(), strict=True))
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor_agrees() -> None:
+    for recipe in ("fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "fp8-delayed"):
+        eager = layer(recipe)
+        compiled = torch.compile(copy.deepcopy(eager), fullgraph=True)
+        x = torch.randn(24, 48)
+        for a, b in zip(run(eager, x), run(compiled, x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@EVERY
+def test_frozen_tensors_cost_no_gemm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lpq.nn import linear
+
+    calls: list[str] = []
+    monkeypatch.setattr(linear, "gemm", lambda *a, **k: calls.append("gemm") or gemm(*a, **k))
+
+    def count(x_grad: bool, w_grad: bool) -> int:
+        calls.clear()
+        module = layer(recipe)
+        module.weight.requires_grad_(w_grad)
+        x = torch.randn(8, 48, requires_grad=x_grad)
+        module(x).sum().backward()
+        assert (x.grad is not None) == x_grad
+        assert (module.weight.grad is not None) == w_grad
+        return len(calls)
+
+    assert count(True, True) == 3
+    assert count(True, False) == 2
+    assert count(False, True) == 2
+    assert count(False, False) == 1  # the bias alone
+    with torch.no_grad():
+        calls.clear()
+        layer(recipe)(torch.randn(8, 48))
+        assert len(calls) == 1
+
+
+@EVERY
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (33, 17, 65), (0, 16, 16), (128, 96, 160)])
+def test_any_shape_trains(recipe: str, shape: tuple[int, int, int]) -> None:
+    tokens, fan_in, fan_out = shape
+    module = layer(recipe, fan_in, fan_out)
+    y, dx, dw, db = run(module, torch.randn(tokens, fan_in))
+    assert (y.shape, dx.shape, dw.shape) == ((tokens, fan_out), (tokens, fan_in), (fan_out, fan_in))
+    assert all(t.isfinite().all() for t in (y, dx, dw, db))
+
+
+@EVERY
+def test_leading_dimensions_are_rows(recipe: str) -> None:
+    x = torch.randn(4, 6, 48)
+    a, b = run(layer(recipe), x), run(layer(recipe), x.reshape(24, 48))
+    assert a[0].shape == (4, 6, 32)
+    assert torch.equal(a[0].reshape(24, 32), b[0])
+    assert torch.equal(a[1].reshape(24, 48), b[1])
+    assert equal(a[2:], b[2:])
+    assert layer(recipe)(torch.randn(48)).shape == (32,)
+
+
+@EVERY
+def test_held_weights_change_nothing_and_are_encoded_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lpq.nn import linear
+
+    x = torch.randn(3, 8, 48)
+    plain, held = layer(recipe), layer(recipe)
+
+    def accumulate(module: lpq.nn.Linear) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        for micro in x:
+            module(micro).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+
+    expected = accumulate(plain)
+    calls: list[int] = []
+    original = linear.weight_operands
+    monkeypatch.setattr(linear, "weight_operands", lambda *a, **k: calls.append(1) or original(*a, **k))
+    with lpq.hold_weights(held):
+        got = accumulate(held)
+        assert len(calls) == 1
+        if recipe != "fp8-delayed":  # whose history counts a held weight once
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        with torch.no_grad():
+            held.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="changed while its encoded form is held"):
+            held(x[0])
+    held(x[0])
+    assert len(calls) == 2
+
+
+def test_delayed_scaling_resumes_bitwise() -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(layer("fp8-delayed"), nn.ReLU(), layer("fp8-delayed", 32, 16))
+
+    def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(16, 48, generator=generator) * (1 + step)
+            module(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole = model()
+    optimizer = torch.optim.AdamW(whole.parameters())
+    train(whole, optimizer, range(3))
+    saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    assert {"0.weight", "0.bias", "0.x_amax_history", "0.w_amax_history", "0.dy_amax_history"} <= set(saved[0])
+    train(whole, optimizer, range(3, 6))
+    resumed = model()
+    resumed.load_state_dict(saved[0])
+    optimizer = torch.optim.AdamW(resumed.parameters())
+    optimizer.load_state_dict(saved[1])
+    train(resumed, optimizer, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True))
+    forgetful = model()
+    forgetful.load_state_dict({k: v for k, v in saved[0].items() if "amax" not in k})
+    optimizer = torch.optim.AdamW(forgetful.parameters())
+    optimizer.load_state_dict(saved[1])
+    train(forgetful, optimizer, range(3, 6))
+    assert not torch.equal(whole[0].weight, forgetful[0].weight)  # the history matters
+
+
+def test_the_history_moves_in_backward_only() -> None:
+    module = layer("fp8-delayed")
+    x = torch.randn(8, 48)
+    with torch.no_grad():
+        module(x)
+    y = module(x)
+    assert all(not b.any() for b in module.buffers())
+    y.sum().backward()
+    assert module.x_amax_history[0] == x.abs().max()
+    assert module.w_amax_history[0] == module.weight.abs().max()
+    assert module.dy_amax_history[0] == 1
+
+
+@EVERY
+def test_state_dict_keys_are_those_of_nn_linear(recipe: str) -> None:
+    module = layer(recipe)
+    keys = set(module.state_dict())
+    state = {k for k in keys if k.startswith(("x_", "w_", "dy_"))}
+    assert keys - state == set(nn.Linear(2, 2).state_dict())
+    assert bool(state) == (recipe == "fp8-delayed")
+    module.load_state_dict(nn.Linear(48, 32).state_dict())
+
+
+def test_switching_the_recipe_keeps_weights_and_optimizer_state() -> None:
+    module = layer("mxfp8")
+    optimizer = torch.optim.AdamW(module.parameters())
+    weight = module.weight
+    for recipe in ("mxfp8", "fp8-delayed", "nvfp4", None):
+        module.recipe = recipe
+        module(torch.randn(8, 48)).sum().backward()
+        optimizer.step()
+    assert module.weight is weight
+    assert optimizer.state[weight]["step"] == 4
+    assert set(module.state_dict()) == {"weight", "bias"}
+
+
+def test_a_wrong_width_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"Linear\(48, 32\).*\[3, 47\].*must be 48"):
+        layer("mxfp8")(torch.randn(3, 47))
+
+
+def test_non_finite_inputs_are_not_hidden() -> None:
+    for recipe in RECIPES:
+        for value in (float("nan"), float("inf")):
+            x = torch.randn(8, 48)
+            x[3, 5] = value
+            assert not layer(recipe)(x)[3].isfinite().all(), recipe
