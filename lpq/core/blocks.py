@@ -1,7 +1,11 @@
-"""Blocks of a matrix in plain PyTorch: a ragged edge behaves as if padded with zeros."""
+"""Blocks of a matrix in plain PyTorch: a ragged edge behaves as if padded with zeros.
+
+A transposed view is worked on in the order in which it lies in memory.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,12 +22,28 @@ def pad_blocks(x: Tensor, block: Block) -> Tensor:
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
     """The largest magnitude of every block, fp32, NaN if the block has one; 0-dimensional for the whole matrix."""
+    # The bits of non-negative floats order as the floats do, NaN above infinity, and integers reduce faster.
+    bits = x.float().abs().view(torch.int32)
+    amax = bits.amax() if block == (None, None) else _amax(bits, block)
+    return amax.view(torch.float32)
+
+
+def _amax(bits: Tensor, block: Block) -> Tensor:
+    if _is_transposed(bits):
+        return _amax(bits.t(), block[::-1]).t().contiguous()
+    return _blocked(bits, block).amax(1).amax(2)
+
+
+def scale_blocks(x: Tensor, values: Tensor, block: Block) -> Tensor:
+    """``x`` times the value (fp32) of each element's block, in fp32."""
+    x = x.float()
     if block == (None, None):
-        return x.abs().amax().float()
-    x = pad_blocks(x, block)
+        return x * values
+    if _is_transposed(x):
+        return scale_blocks(x.t(), values.t(), block[::-1]).t()
     rows, cols = x.shape
-    high, wide = block[0] or rows, block[1] or cols
-    return x.abs().reshape(rows // high, high, cols // wide, wide).amax(dim=(1, 3)).float()
+    scaled = _blocked(x, block) * values.contiguous()[:, None, :, None]
+    return scaled.flatten(2).flatten(0, 1)[:rows, :cols]
 
 
 def expand_blocks(values: Tensor, block: Block, rows: int, cols: int) -> Tensor:
@@ -36,3 +56,14 @@ def expand_blocks(values: Tensor, block: Block, rows: int, cols: int) -> Tensor:
         elif step > 1:
             values = values.repeat_interleave(step, dim)
     return values[:rows, :cols]
+
+
+def _is_transposed(x: Tensor) -> bool:
+    return x.stride(0) < x.stride(1)
+
+
+def _blocked(x: Tensor, block: Block) -> Tensor:
+    """``x`` as ``[blocks down, rows of a block, blocks across, columns of a block]``."""
+    x = pad_blocks(x, block)
+    high, wide = (step or max(size, 1) for step, size in zip(block, x.shape, strict=True))
+    return x.unflatten(1, (x.shape[1] // wide, wide)).unflatten(0, (x.shape[0] // high, high))

@@ -1,11 +1,14 @@
 """Element types: exact casts between fp32 and the 8-bit and 4-bit floats that formats are made of.
 
 Every function is plain PyTorch, rounds to nearest even, saturates finite values and never turns a non-finite value
-into a finite one where the element type has a NaN. ``Tensor.to(torch.float8_e4m3fn)`` saturates in torch 2.13 and
-gives NaN from 465 on in torch 2.11; going through these functions, nobody has to know.
+into a finite one where the element type has a NaN; a NaN has one code, whatever its sign and payload were. Elsewhere
+``Tensor.to(torch.float8_e4m3fn)`` saturates or does not, depending on the version of torch. Casts are by arithmetic and
+tables rather than by masks: a comparison costs several times a multiplication on a CPU.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,59 +17,115 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 FLT_MAX = torch.finfo(torch.float32).max
 
+# ---------------------------------------------------------------------------------------------- 8-bit floats
+
 
 def cast_float8(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` (fp32) as an 8-bit float, saturating. NaN is 0x7f; an infinity is an infinity, or NaN in E4M3."""
-    limit = torch.finfo(dtype).max
-    code = x.clamp(-limit, limit).to(dtype).view(torch.uint8)  # clamp passes NaN on
-    if dtype == E5M2:
-        code = torch.where(x == torch.inf, 0x7C, torch.where(x == -torch.inf, 0xFC, code))
-        code = torch.where(x.isnan(), 0x7F, code)
-    else:
-        code = torch.where(x.isfinite(), code, 0x7F)
-    return code.to(torch.uint8).view(dtype)
+    return _saturate(x, x, dtype)
 
 
 def scale_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * scale`` as an 8-bit float: a product too large for fp32 saturates, a non-finite ``x`` stays so."""
+    return _saturate(x * scale, x, dtype)
+
+
+def _saturate(product: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
-    product = x * scale
-    return cast_float8(torch.where(x.isfinite(), product.clamp(-limit, limit), x), dtype)
+    # What vanishes beside every finite product, and is NaN (in E5M2 as infinite as x is) for every other x.
+    trace = x * 0 if dtype == E4M3 else x * 2**-100 * 2**-100
+    code = trace.add_(product.clamp(-limit, limit)).to(dtype).view(torch.uint8)
+    # A NaN may come out as 0xff. That code alone wraps to 0: it loses the 128 that every other code gets back.
+    return (code + 1).clamp_(max=1).mul_(128).add_(code).add_(128).view(dtype)
+
+
+def decode_float8(x: Tensor) -> Tensor:
+    """8-bit floats in fp32: ``x.float()``, by a table."""
+    table = torch.arange(256, dtype=torch.uint8, device=x.device).view(x.dtype).float()
+    return _look_up(table, x.view(torch.uint8))
+
+
+def _look_up(table: Tensor, code: Tensor) -> Tensor:
+    return table.index_select(0, code.reshape(-1).int()).view(code.shape)
+
+
+# ---------------------------------------------------------------------------------------------- E2M1
 
 
 def cast_e2m1(x: Tensor) -> Tensor:
-    """``x`` (fp32) as E2M1 codes, one in each byte: sign bit 3, magnitude bits 0-2. NaN gives the largest magnitude."""
+    """``x`` (fp32) as E2M1 codes, one in each byte: sign bit 3, magnitude bits 0-2. NaN is 7, that is 6.0."""
+    x = _number(x)
+    return _signed(_e2m1_code(x.abs(), Tensor.round_), x)
+
+
+def cast_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
+    """As ``cast_e2m1``, rounded up with a probability in proportion, decided by one random byte for each element.
+
+    ``t = |x| + r / 256 · step``, rounded once to fp32 and then down to the grid, where the step is that of the grid at
+    ``|x|``. The product is exact, so this is one fused multiply-add.
+    """
+    x = _number(x)
     magnitude = x.abs()
-    # The grid is 0 .5 1 1.5 2 3 4 6. A tie goes to the even code, so every second boundary belongs to the upper code.
-    code = (magnitude > 0.25).to(torch.uint8)
-    for boundary, upper_on_tie in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
-        code += (magnitude >= boundary) if upper_on_tie else (magnitude > boundary)
-    code = torch.where(x.isnan(), 7, code)
-    return (code | (torch.signbit(x).to(torch.uint8) << 3)).to(torch.uint8)
+    step = (magnitude.clamp(1, 4).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(1 / 512)
+    return _signed(_e2m1_code(magnitude.add_(step.mul_(bits)), Tensor.floor_), x)
+
+
+def _number(x: Tensor) -> Tensor:
+    """A copy of ``x`` in which a NaN is a large positive number."""
+    return torch.nan_to_num(x, nan=FLT_MAX)
+
+
+def _e2m1_code(magnitude: Tensor, round_: Callable[[Tensor], Tensor]) -> Tensor:
+    """The codes of non-negative numbers. ``round_`` rounds to an integer in place, to the nearest even or down.
+
+    The values 0 .5 1 1.5 2 3 4 6 are three uniform grids of steps 1/2, 1 and 2. Counted in its steps, a value's code is
+    n, n + 2 or n + 4, and the least of the three is right everywhere. So are ties: an even count is an even code.
+    """
+    code = round_(magnitude * 2)
+    other = round_(magnitude.clone()).add_(2)
+    torch.minimum(code, other, out=code)
+    torch.mul(magnitude, 0.5, out=other)
+    torch.minimum(code, round_(other).add_(4), out=code)
+    return code.clamp_(max=7).int()
+
+
+def _signed(code: Tensor, x: Tensor) -> Tensor:
+    return code.bitwise_or_((x.view(torch.int32) >> 28).bitwise_and_(8)).to(torch.uint8)
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
     """The fp32 values of E2M1 codes, one in each byte."""
-    grid = torch.tensor(
-        [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float32, device=code.device
-    )
-    return grid[code.int()]
+    # The bits of E2M1 are the top bits of an fp16 whose exponent is 14 too low, subnormals included.
+    bits = code.short()
+    return (((bits & 7) << 9) | ((bits & 8) << 12)).view(torch.float16).float().mul_(2.0**14)
+
+
+def decode_e2m1_pairs(packed: Tensor) -> Tensor:
+    """``decode_e2m1(unpack_nibbles(packed))``, by a table of both values of a byte."""
+    every = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    pairs = decode_e2m1(unpack_nibbles(every)).view(torch.int64)
+    return _look_up(pairs, packed).view(torch.float32)
 
 
 def pack_nibbles(code: Tensor) -> Tensor:
     """Two 4-bit codes in a byte along the last dimension, the even column in the low nibble."""
-    return code[..., 0::2] | (code[..., 1::2] << 4)
+    pair = code.contiguous().view(torch.int16)
+    return (pair | pair >> 4).to(torch.uint8)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """The inverse of ``pack_nibbles``."""
-    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+    pair = packed.short().contiguous()
+    return ((pair | pair << 4) & 0x0F0F).view(torch.uint8)
+
+
+# ---------------------------------------------------------------------------------------------- E8M0
 
 
 def cast_e8m0(x: Tensor) -> Tensor:
     """The smallest power of two that is at least ``x`` (fp32, non-negative), as a biased exponent byte.
 
-    Zero gives 0 (that is 2^-127), NaN and infinity give 255, which stands for NaN.
+    Zero gives 0 (that is 2^-127), what is above 2^127 gives 254, NaN and infinity give 255, which stands for NaN.
     """
     bits = x.view(torch.int32)
     exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF

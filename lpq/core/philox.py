@@ -18,17 +18,23 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 GROUP = 16
 
+Counter = tuple[Tensor, Tensor, Tensor, Tensor]
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four 32-bit words (in int64) for each counter."""
+
+def philox(counter: Counter, key: tuple[Tensor, Tensor]) -> Counter:
+    """Four 32-bit words (in int64) for each counter; the counter's words may be of any shapes that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         # A 64-bit product wraps in int64, but its two halves are right: the shift's sign bits are masked away.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (p1 >> 32) & MASK ^ c1 ^ k0, p1 & MASK, (p0 >> 32) & MASK ^ c3 ^ k1, p0 & MASK
+        c0, c1, c2, c3 = _high(p1) ^ (c1 ^ k0), p1 & MASK, _high(p0) ^ (c3 ^ k1), p0 & MASK
         k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
     return c0, c1, c2, c3
+
+
+def _high(product: Tensor) -> Tensor:
+    return (product >> 32).bitwise_and_(MASK)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +49,13 @@ class RandomBits:
     """The place of this shard's first element in the whole operand."""
 
     def bytes(self, rows: int, cols: int) -> Tensor:
-        """One random byte for each element of a matrix ``[rows, cols]``, as int32."""
+        """One random byte for each element of a matrix ``[rows, cols]``."""
         device = self.seed.device
-        first = self.offset[1] // GROUP
-        skip = self.offset[1] - first * GROUP
+        first, skip = divmod(self.offset[1], GROUP)
         groups = -(-(skip + cols) // GROUP)
-        c0 = torch.arange(first, first + groups, device=device).expand(rows, groups)
-        c1 = torch.arange(self.offset[0], self.offset[0] + rows, device=device)[:, None].expand(rows, groups)
-        zero = torch.zeros_like(c0)
-        words = torch.stack(
-            philox((c0, c1, zero + self.direction, zero), (self.seed & MASK, (self.seed >> 32) & MASK)), dim=-1
-        )
-        shifts = torch.arange(0, 32, 8, device=device)
-        bits = (words[..., None] >> shifts) & 0xFF
-        return bits.reshape(rows, groups * GROUP)[:, skip : skip + cols].int()
+        group = torch.arange(first, first + groups, device=device)
+        row = torch.arange(self.offset[0], self.offset[0] + rows, device=device)[:, None]
+        direction, zero = torch.full_like(self.seed, self.direction), torch.zeros_like(self.seed)
+        words = philox((group, row, direction, zero), (self.seed & MASK, (self.seed >> 32) & MASK))
+        drawn = torch.stack([word.int() for word in words], dim=-1).view(torch.uint8)
+        return drawn.view(rows, groups * GROUP)[:, skip : skip + cols]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 API_VERSION = 1
-"""The version of the plugin interface. A plugin written for another one is refused with words, not with a crash."""
+"""The version of the plugin interface. A plugin written for another one is refused, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class KernelSpec:
     priority: int = 0
     """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
     why_not: str | None = None
-    """Import string of ``f(*quantizers) -> str | None``: why these options are not served, or None when they are."""
+    """Import string of ``f(*quantizers) -> str | None``: why these options are not served; None: they are."""
 
 
 @dataclass(frozen=True, kw_only=True)

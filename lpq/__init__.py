@@ -1,0 +1,59 @@
+"""lpq: low-precision training and calibration for PyTorch in which a number format is a plugin.
+
+The public names are imported when they are first used (PEP 562): ``import lpq`` needs no torch and no plugin.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lpq.core import QuantizedTensor, Quantizer, Storage, gemm
+    from lpq.nn import convert, hold_weights, report, set_step
+    from lpq.recipes import Policy, Recipe, policy, recipe
+    from lpq.registry import quantizer
+
+    __version__: str
+
+_HOME = {
+    "lpq.core": ("QuantizedTensor", "Quantizer", "Storage", "gemm"),
+    "lpq.nn": ("convert", "hold_weights", "report", "set_step"),
+    "lpq.recipes": ("Policy", "Recipe", "policy", "recipe"),
+    "lpq.registry": ("quantizer",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_SUBMODULES = ("core", "distributed", "nn", "ops", "recipes", "registry")
+
+__all__ = [
+    "Policy",
+    "QuantizedTensor",
+    "Quantizer",
+    "Recipe",
+    "Storage",
+    "convert",
+    "gemm",
+    "hold_weights",
+    "policy",
+    "quantizer",
+    "recipe",
+    "report",
+    "set_step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    elif name in _SUBMODULES:
+        value = import_module(f"lpq.{name}")
+    elif name == "__version__":
+        value = metadata.version("lpq")
+    else:
+        raise AttributeError(f"module 'lpq' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF, *_SUBMODULES, "__version__"})

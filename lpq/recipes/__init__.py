@@ -1,0 +1,21 @@
+"""Recipes and policies: which quantizer each operand gets, in which layer, at which step. Frozen data."""
+
+from lpq.recipes.errors import PluginRecipeError, RecipeError
+from lpq.recipes.gemms import Gemm, Recipe
+from lpq.recipes.policy_sources import PolicyLike, policy
+from lpq.recipes.recipe_sources import RecipeLike, recipe
+from lpq.recipes.rules import Policy, Rule, Schedule
+
+__all__ = [
+    "Gemm",
+    "PluginRecipeError",
+    "Policy",
+    "PolicyLike",
+    "Recipe",
+    "RecipeError",
+    "RecipeLike",
+    "Rule",
+    "Schedule",
+    "policy",
+    "recipe",
+]

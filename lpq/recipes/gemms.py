@@ -1,0 +1,191 @@
+"""Recipe: which quantizer each operand of a linear layer's three GEMMs gets.
+
+    fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
+
+A quantizer speaks of a whole tensor, so an operand is one side of its quantizer, and the two operands of a tensor
+make one quantizer again: ``recipe.x``, ``recipe.w`` and ``recipe.dy`` are what a layer encodes its tensors with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from lpq import registry
+from lpq.core.quantizer import Direction, Quantizer
+from lpq.recipes import toml
+from lpq.recipes.errors import RecipeError, place
+
+
+class Operand(NamedTuple):
+    """One operand of one GEMM."""
+
+    gemm: str
+    tensor: str
+    side: Direction
+
+    def __str__(self) -> str:
+        return f"{self.gemm}.{self.tensor}"
+
+    def belongs_to(self, key: str) -> bool:
+        """Whether a key of a recipe speaks of it: ``wgrad``, ``dy`` and ``wgrad.dy`` speak of ``wgrad.dy``."""
+        return key in (self.gemm, self.tensor, str(self))
+
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+TENSORS = ("x", "w", "dy")
+OPERANDS = (
+    Operand("fprop", "x", "row"),
+    Operand("fprop", "w", "row"),
+    Operand("dgrad", "dy", "row"),
+    Operand("dgrad", "w", "col"),
+    Operand("wgrad", "dy", "col"),
+    Operand("wgrad", "x", "col"),
+)
+"""The operands in the order in which the GEMMs multiply them. Of every tensor the row operand comes first."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM: the quantizers of its operands, in the order of ``OPERANDS``, and how it sums."""
+
+    a: Quantizer
+    b: Quantizer
+    fast_accumulate: bool | None = None
+    """Whether products may be summed in less than fp32 where the hardware offers it; None: in fprop only."""
+
+    def __post_init__(self) -> None:
+        for quantizer in (self.a, self.b):
+            if not isinstance(quantizer, Quantizer):
+                raise RecipeError(
+                    f"an operand of a Gemm must be a quantizer, not {quantizer!r}: lpq.quantizer makes one"
+                )
+        if not isinstance(self.fast_accumulate, bool | None):
+            raise RecipeError(f"fast_accumulate must be true or false, not {self.fast_accumulate!r}")
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """The three GEMMs. Recipes with the same GEMMs are equal; ``name`` is only what to call this one."""
+
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+    name: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in GEMMS:
+            if not isinstance(gemm := self.gemm(name), Gemm):
+                raise RecipeError(f"{name} must be a Gemm, not {gemm!r}: lpq.recipe takes strings")
+        if not isinstance(self.name, str | None):
+            raise RecipeError(f"name must be a string, not {self.name!r}")
+        for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True):
+            _check_bases((a, self.operands[a].side(a.side)), (b, self.operands[b].side(b.side)))
+        for tensor in TENSORS:  # what cannot be joined is found now, not when a layer asks
+            with place(tensor):
+                getattr(self, tensor)
+
+    def gemm(self, name: str) -> Gemm:
+        """The GEMM of this name."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
+
+    @cached_property
+    def operands(self) -> Mapping[Operand, Quantizer]:
+        """The quantizer of each operand, as given: the operand is its side ``Operand.side``."""
+        quantizers = (q for gemm in (self.fprop, self.dgrad, self.wgrad) for q in (gemm.a, gemm.b))
+        return dict(zip(OPERANDS, quantizers, strict=True))
+
+    @cached_property
+    def x(self) -> Quantizer:
+        """The quantizer of the layer's input: its row operand for fprop, its column operand for wgrad."""
+        return self._joined("x")
+
+    @cached_property
+    def w(self) -> Quantizer:
+        """The quantizer of the weight: its row operand for fprop, its column operand for dgrad."""
+        return self._joined("w")
+
+    @cached_property
+    def dy(self) -> Quantizer:
+        """The quantizer of the output's gradient: its row operand for dgrad, its column operand for wgrad."""
+        return self._joined("dy")
+
+    def _joined(self, tensor: str) -> Quantizer:
+        """The row side of one quantizer and the column side of another, as one."""
+        row, col = (q for operand, q in self.operands.items() if operand.tensor == tensor)
+        if row.side("row") == col.side("row"):
+            return col
+        if row.side("col") == col.side("col") and row.col_source == col.col_source:
+            return row
+        sides = {"row": row.side("row"), "col": col.side("col")}
+        joined: Quantizer = registry.quantizer("hybrid", **sides, col_source=col.col_source)
+        return joined
+
+    @property
+    def title(self) -> str:
+        """What to call it: its name, or else its text."""
+        return self.name or self.text
+
+    @cached_property
+    def text(self) -> str:
+        """A short text that ``lpq.recipe`` makes this recipe from, whatever recipes are installed."""
+        sums = {f"{gemm}.fast_accumulate": self.gemm(gemm).fast_accumulate for gemm in GEMMS}
+        given = {key: str(fast).lower() for key, fast in sums.items() if fast is not None}
+        if len(set(self.operands.values())) == 1 and not given:
+            return explicit(self.fprop.a)
+        for keys in (GEMMS, TENSORS, tuple(map(str, OPERANDS))):
+            used = {key: {q for o, q in self.operands.items() if o.belongs_to(key)} for key in keys}
+            if all(len(quantizers) == 1 for quantizers in used.values()):
+                break
+        values = {key: explicit(quantizer) for key, (quantizer,) in used.items()} | given
+        return ", ".join(f"{key}={value}" for key, value in values.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that ``lpq.recipe`` makes this recipe from: strings, booleans and dicts of them."""
+        table: dict[str, Any] = {"name": self.name} if self.name is not None else {}
+        for gemm in GEMMS:
+            table[gemm] = {o.tensor: explicit(q) for o, q in self.operands.items() if o.gemm == gemm}
+            if (fast := self.gemm(gemm).fast_accumulate) is not None:
+                table[gemm]["fast_accumulate"] = fast
+        return table
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, object]) -> Recipe:
+        """The recipe that such data describes."""
+        from lpq.recipes.recipe_sources import recipe  # reads names, which are recipes again
+
+        return recipe(table)
+
+    def to_toml(self) -> str:
+        """The text of a TOML file that ``lpq.recipe`` makes this recipe from."""
+        return toml.written(self.to_dict())
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"lpq.recipe({self.text!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def explicit(quantizer: Quantizer) -> str:
+    """The text of a quantizer in a recipe: with parentheses, since a bare name is a recipe's."""
+    return quantizer.text if quantizer.text.endswith(")") else f"{quantizer.text}()"
+
+
+def _check_bases(a: tuple[Operand, Quantizer], b: tuple[Operand, Quantizer]) -> None:
+    """Refuse to multiply a rotated matrix by one that is not rotated alike: only equal rotations cancel."""
+    if a[1].rotation == b[1].rotation:
+        return
+    first, second = (
+        f"{o.tensor}.{o.side} = {q} is {f'rotated by {q.rotation}' if q.rotation else 'not rotated'}"
+        for o, q in (a, b)
+    )
+    raise RecipeError(
+        f"{a[0].gemm} cannot multiply its operands: {first}, {second}. "
+        f"Give both the same rotation or neither, by another quantizer for {a[0]} or {b[0]}."
+    )

@@ -1,0 +1,40 @@
+"""Patterns for the dotted names of modules: ``*`` is any characters, dots too; ``?`` is one; ``[ab]`` is a or b."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+_TOKEN = re.compile(r"\[!?\]?[^\]]*\]|.", re.DOTALL)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether the pattern matches the whole name."""
+    return fnmatchcase(name, pattern)
+
+
+def covers(a: str, b: str) -> bool:
+    """Whether ``a`` is sure to match every name that ``b`` matches. When in doubt, False."""
+    return _covers(_TOKEN.findall(a), _TOKEN.findall(b))
+
+
+def _covers(a: list[str], b: list[str]) -> bool:
+    # How many tokens of a may have been used up by the tokens of b read so far, as in a finite automaton.
+    reached = _skip_stars(a, {0})
+    for token in b:
+        stay = {i for i in reached if i < len(a) and a[i] == "*"}
+        step = {i + 1 for i in reached if i < len(a) and token != "*" and _takes(a[i], token)}
+        reached = _skip_stars(a, stay | step)
+    return len(a) in reached
+
+
+def _skip_stars(a: list[str], reached: set[int]) -> set[int]:
+    for i, token in enumerate(a):
+        if i in reached and token == "*":
+            reached = reached | {i + 1}
+    return reached
+
+
+def _takes(a: str, b: str) -> bool:
+    """Whether the one-character token ``a`` matches whatever the one-character token ``b`` matches."""
+    return a in ("?", b) or (b != "?" and len(b) == 1 and fnmatchcase(b, a))

@@ -1,0 +1,80 @@
+"""Making policies: from mappings and TOML files with rules, and from whatever makes a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+from lpq.recipes import toml
+from lpq.recipes.errors import RecipeError, place
+from lpq.recipes.recipe_sources import RecipeLike, recipe
+from lpq.recipes.rules import SKIP, Policy, Rule
+from lpq.registry.errors import suggestion
+
+PolicyLike: TypeAlias = "Policy | RecipeLike"
+
+RULES = "rules"
+REMEDIES = {"match": "'*' is every layer", "recipe": f"{SKIP!r} leaves a layer alone"}
+KEYS = (*REMEDIES, "until")
+
+
+def policy(source: PolicyLike) -> Policy:
+    """Make a policy. ``source`` is one of these:
+
+    - a mapping: ``{"rules": [{"match": "lm_head", "recipe": "skip"}, {"match": "*", "recipe": "nvfp4"}]}``; ``match``
+      may be a list of patterns, and ``until`` ends a rule: before a step, or at a fraction of the run
+    - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``
+    - anything that ``lpq.recipe`` takes: that recipe for all layers
+    - a policy, which is returned as it is
+    """
+    if isinstance(source, Policy):
+        return source
+    path = toml.path(source)
+    table = toml.read(path) if path else source
+    if not isinstance(table, Mapping) or not _has_rules(table):
+        return Policy((Rule(("*",), recipe(source)),))
+    if path is None:
+        return _from_table(table, Path())
+    with place(str(path)):
+        return _from_table(table, path.parent)
+
+
+def _has_rules(table: Mapping[str, object]) -> bool:
+    """Whether this is a policy and not a recipe: no recipe has a list in it, however its key is spelt."""
+    return RULES in table or any(isinstance(value, list) for value in table.values())
+
+
+def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
+    """``folder``: what the paths of recipe files in the rules are relative to."""
+    _check_keys(table, (RULES,))
+    entries = table[RULES]
+    if not isinstance(entries, list | tuple):
+        raise RecipeError(f"{RULES} must be a list of rules, not {entries!r}")
+    rules: list[Rule] = []
+    for number, entry in enumerate(entries, 1):
+        with place(f"rule {number}"):
+            rules.append(entry if isinstance(entry, Rule) else _rule(entry, folder))
+    return Policy(tuple(rules))
+
+
+def _rule(entry: object, folder: Path) -> Rule:
+    if not isinstance(entry, Mapping):
+        raise RecipeError(f"a rule is a table with {', '.join(KEYS)}, not {entry!r}")
+    _check_keys(entry, KEYS)
+    for key, remedy in REMEDIES.items():
+        if key not in entry:
+            raise RecipeError(f"it has no {key}: {remedy}")
+    match, source = entry["match"], entry["recipe"]
+    patterns = (match,) if isinstance(match, str) else match
+    if path := toml.path(source):
+        source = folder / path
+    with place("recipe"):
+        made = None if source in (None, SKIP) else recipe(source)
+    return Rule(tuple(patterns) if isinstance(patterns, list) else patterns, made, entry.get("until"))
+
+
+def _check_keys(table: Mapping[str, object], known: tuple[str, ...]) -> None:
+    for key in table:
+        if key not in known:
+            raise RecipeError(f"unknown key {key!r}: {suggestion(str(key), known)}")

@@ -1,0 +1,168 @@
+"""Making recipes: from names, from text, from mappings and from TOML files, all by the same rules.
+
+A recipe in parts is keys and values. A key says which operands: ``wgrad`` (both of a GEMM), ``dy`` (both of a
+tensor) or ``wgrad.dy`` (this one, whatever a wider key says). A value says what they get: the name of a recipe (what
+that recipe gives them), or else a quantizer; with parentheses, as in ``mxfp8()``, it is always a quantizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from lpq import registry
+from lpq.core.quantizer import Quantizer
+from lpq.recipes import toml
+from lpq.recipes.errors import PluginRecipeError, RecipeError, place
+from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS, Gemm, Operand, Recipe
+from lpq.registry import RecipeSpec
+from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
+from lpq.registry.grammar import NAME, split_items
+
+RecipeLike: TypeAlias = "Recipe | Quantizer | str | Path | Mapping[str, object]"
+
+SUMS = {f"{gemm}.fast_accumulate": gemm for gemm in GEMMS}
+KEYS = (*GEMMS, *TENSORS, *map(str, OPERANDS), *SUMS, "name")
+
+
+def recipe(source: RecipeLike) -> Recipe:
+    """Make a recipe. ``source`` is one of these:
+
+    - the name of a recipe, ``"nvfp4"``, or a quantizer for every operand, ``"mxfp8(dtype=e5m2)"``
+    - the grammar: ``"fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"``
+    - a mapping with the same keys, nested or not: ``{"fprop": "mxfp8", "dgrad": {"dy": "mxfp8", "w": …}, …}``
+    - a TOML file with such a table: a ``Path``, or a string that ends in ``.toml``
+    - a recipe, which is returned as it is
+    """
+    return _recipe(source, ())
+
+
+def _recipe(source: object, within: tuple[str, ...]) -> Recipe:
+    """``within``: the named recipes that are being made, of which this is a part."""
+    if isinstance(source, Mapping):
+        return _from_items(_flat(source), None, within)
+    if path := toml.path(source):
+        table = toml.read(path)
+        with place(str(path)):
+            return _from_items(_flat(table), path.stem, within)
+    if isinstance(source, str) and "=" in source.partition("(")[0]:
+        return _from_items(split_items(source), source.strip(), within)
+    value = _value(source, within)
+    if isinstance(value, Recipe):
+        return value
+    gemm = Gemm(value, value)
+    return Recipe(gemm, gemm, gemm, name=str(source).strip())
+
+
+def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple[str, ...]) -> Recipe:
+    quantizers: dict[Operand, Quantizer] = {}
+    givers: dict[Operand, str] = {}
+    sums: dict[str, bool | None] = {}
+    for key, value in sorted(items, key=lambda item: "." in item[0]):  # the wide keys first
+        _check_key(key)
+        if key == "name":
+            name = value
+            continue
+        with place(key):
+            if key in SUMS:
+                sums[SUMS[key]] = _flag(value)
+                continue
+            given = _value(value, within)
+        for operand in OPERANDS:
+            if operand.belongs_to(key):
+                giver = givers.get(operand)
+                if giver is not None and ("." in giver or "." not in key):
+                    raise RecipeError(f"{giver} and {key} both give {operand}: let one of them leave it out")
+                givers[operand] = key
+                quantizers[operand] = given.operands[operand] if isinstance(given, Recipe) else given
+        if key in GEMMS and isinstance(given, Recipe):
+            sums[key] = given.gemm(key).fast_accumulate
+    _check_complete(quantizers)
+    fprop, dgrad, wgrad = (
+        Gemm(quantizers[a], quantizers[b], sums.get(a.gemm))
+        for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)
+    )
+    return Recipe(fprop, dgrad, wgrad, name=cast("str | None", name))
+
+
+def _check_key(key: str) -> None:
+    if key == "rules":
+        raise RecipeError("this is a policy, since it has rules: lpq.policy takes it")
+    if key not in KEYS:
+        raise RecipeError(f"unknown key {key!r}: {suggestion(key, KEYS)}")
+
+
+def _check_complete(given: Container[Operand]) -> None:
+    missing: list[str] = []
+    for gemm in GEMMS:
+        absent = [str(operand) for operand in OPERANDS if operand.gemm == gemm and operand not in given]
+        missing += [gemm] if len(absent) == 2 else absent
+    if missing:
+        raise RecipeError(
+            f"nothing is said of {' and '.join(missing)}: add {', '.join(f'{key}=…' for key in missing)} "
+            "with the name of a recipe or a quantizer"
+        )
+
+
+def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:
+    """What a name or a quantizer string stands for."""
+    if isinstance(value, Recipe | Quantizer):
+        return value
+    if not isinstance(value, str):
+        raise RecipeError(f"expected the name of a recipe or a quantizer, not {value!r}")
+    name = value.strip()
+    if not NAME.fullmatch(name):
+        return cast("Quantizer", registry.quantizer(name))
+    try:
+        spec = registry.recipe_spec(name)
+    except UnknownRecipe:
+        return _format(name)
+    return _from_spec(spec, within)
+
+
+def _format(name: str) -> Quantizer:
+    """The default quantizer of a format, for a name that no recipe has."""
+    try:
+        return cast("Quantizer", registry.quantizer(name))
+    except UnknownFormat:
+        known = {*registry.recipes(), *registry.formats()}
+        raise UnknownRecipe(
+            f"there is no recipe and no format {name!r} here: {suggestion(name, known)} "
+            f"(it would come with a plugin whose name it begins with; `lpq plugins` lists those installed)"
+        ) from None
+
+
+def _from_spec(spec: RecipeSpec, within: tuple[str, ...]) -> Recipe:
+    """The recipe that a plugin brings."""
+    try:
+        if spec.name in within:
+            circle = " → ".join((*within[within.index(spec.name) :], spec.name))
+            raise RecipeError(f"it is made of itself ({circle}); the format would be {spec.name}()")
+        return replace(_recipe(spec.recipe, (*within, spec.name)), name=spec.name)
+    except PluginRecipeError:
+        raise  # this one is at fault, and not what is made of it
+    except LpqError as error:
+        plugin = next(p for p in registry.plugins() if spec.name in p.recipes)
+        raise PluginRecipeError(
+            f"recipe {spec.name} of plugin {plugin.name} ({f'{plugin.distribution} {plugin.version}'.strip()}) "
+            f"cannot be built: {error}\nRemedy: install what it needs, or correct it; other recipes still work."
+        ) from error
+
+
+def _flat(table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The items of a table, ``{"wgrad": {"dy": …}}`` as ``wgrad.dy``."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", v) for inner, v in value.items())
+        else:
+            yield str(key), value
+
+
+def _flag(value: object) -> bool:
+    if value in ("true", "false"):  # as the grammar spells it
+        return value == "true"
+    if not isinstance(value, bool):
+        raise RecipeError(f"it must be true or false, not {value!r}")
+    return value

@@ -1,0 +1,159 @@
+"""Policy: which recipe each layer has at each step. Ordered rules, of which the first that matches wins.
+
+A rule speaks of the layers whose dotted names match one of its patterns, and of the steps before ``until``; after
+those the rules below it take over. A layer that no rule speaks of is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from lpq.recipes import toml
+from lpq.recipes.errors import RecipeError, place
+from lpq.recipes.gemms import Recipe
+from lpq.recipes.globs import covers, matches
+
+SKIP = "skip"
+"""What a file says in place of a recipe for a layer that is left alone."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One recipe for some layers and some steps."""
+
+    match: tuple[str, ...]
+    """Patterns for a layer's dotted name: ``*`` is any characters, ``?`` is one, ``[ab]`` is one of these."""
+    recipe: Recipe | None
+    """None: leave the layer alone."""
+    until: float | int | None = None
+    """The rule holds before this step; a float is a fraction of the run's steps; None: to the end."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.match, tuple) and self.match and all(isinstance(p, str) for p in self.match)):
+            raise RecipeError(f"match must be a tuple of one or more patterns, not {self.match!r}")
+        if not isinstance(self.recipe, Recipe | None):
+            raise RecipeError(f"recipe must be a Recipe or None, not {self.recipe!r}: lpq.policy takes names")
+        whole = type(self.until) is int and self.until >= 1
+        fraction = type(self.until) is float and 0 < self.until <= 1
+        if not (whole or fraction or self.until is None):
+            raise RecipeError(
+                "until must be a step (a whole number from 1 on) or a fraction of the run "
+                f"(a float above 0.0, up to 1.0), not {self.until!r}"
+            )
+
+    def matches(self, name: str) -> bool:
+        """Whether it speaks of the layer of this name."""
+        return any(matches(pattern, name) for pattern in self.match)
+
+    def outlasts(self, other: Rule) -> bool:
+        """Whether it is sure to hold at every step at which ``other`` holds."""
+        if self.until is None or other.until is None:
+            return self.until is None
+        return type(self.until) is type(other.until) and self.until >= other.until
+
+    def end(self, steps: int | None) -> int | None:
+        """The first step at which it no longer holds, in a run of ``steps``."""
+        if not isinstance(self.until, float):
+            return self.until
+        if steps is None:
+            raise RecipeError(
+                f"until = {self.until} is a fraction of the run, and the run's length is not known: "
+                "say it, as in lpq.convert(model, policy, steps=10_000), or give until as a step"
+            )
+        return math.ceil(Fraction(str(self.until)) * steps)  # as it was written: 0.55 of 100 is 55 and not 56
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that a rule of ``lpq.policy`` is made from."""
+        until = {} if self.until is None else {"until": self.until}
+        return {"match": list(self.match), **until, "recipe": self.recipe.text if self.recipe else SKIP}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one layer has, step by step."""
+
+    pieces: tuple[tuple[int | None, Recipe | None], ...]
+    """Recipes in their order (None: left alone), each with the step before which it holds; the last has None."""
+
+    def at(self, step: int) -> Recipe | None:
+        """The recipe at this step, counted from 0; None: the layer is left alone."""
+        return next(recipe for until, recipe in self.pieces if until is None or step < until)
+
+    def __str__(self) -> str:
+        titles = [recipe.title if recipe else "left alone" for _, recipe in self.pieces]
+        ends = [f" until step {until}" if until is not None else "" for until, _ in self.pieces]
+        return ", then ".join(f"{title}{end}" for title, end in zip(titles, ends, strict=True))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules in their order."""
+
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self) -> None:
+        given = self.rules
+        if not (isinstance(given, tuple) and given and all(isinstance(rule, Rule) for rule in given)):
+            raise RecipeError(f"a policy's rules must be a tuple of one or more Rules, not {given!r}")
+        for number, rule in enumerate(self.rules, 1):
+            for pattern in rule.match:
+                self._check_reachable(number, rule, pattern)
+
+    def _check_reachable(self, number: int, rule: Rule, pattern: str) -> None:
+        for earlier, other in enumerate(self.rules[: number - 1], 1):
+            cover = next((p for p in other.match if covers(p, pattern) and other.outlasts(rule)), None)
+            if cover is not None:
+                raise RecipeError(
+                    f"rule {earlier} ({cover!r}) hides rule {number} ({pattern!r}): the first match wins, so the "
+                    f"latter never applies. Put rule {number} before rule {earlier}, or drop the pattern."
+                )
+
+    def rules_for(self, name: str) -> tuple[Rule, ...]:
+        """The rules that speak of the layer of this name."""
+        return tuple(rule for rule in self.rules if rule.matches(name))
+
+    def schedule(self, name: str, steps: int | None = None) -> Schedule:
+        """What the layer of this name has at each step of a run; fractions need to know of how many ``steps``."""
+        pieces: list[tuple[int | None, Recipe | None]] = []
+        reached = 0
+        for number, rule in enumerate(self.rules, 1):
+            if not rule.matches(name):
+                continue
+            with place(f"rule {number}"):
+                until = rule.end(steps)
+            if until is not None and until <= reached:
+                continue
+            if pieces and pieces[-1][1] == rule.recipe:
+                pieces.pop()  # goes on with the same recipe
+            pieces.append((until, rule.recipe))
+            if until is None:
+                return Schedule(tuple(pieces))
+            reached = until
+        if pieces and pieces[-1][1] is None:
+            pieces.pop()
+        return Schedule((*pieces, (None, None)))
+
+    def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The patterns that match none of these layers."""
+        layers = tuple(names)
+        patterns = dict.fromkeys(pattern for rule in self.rules for pattern in rule.match)
+        return tuple(p for p in patterns if not any(matches(p, name) for name in layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that ``lpq.policy`` makes this policy from."""
+        return {"rules": [rule.to_dict() for rule in self.rules]}
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, object]) -> Policy:
+        """The policy that such data describes."""
+        from lpq.recipes.policy_sources import policy  # reads recipes by name
+
+        return policy(table)
+
+    def to_toml(self) -> str:
+        """The text of a TOML file that ``lpq.policy`` makes this policy from."""
+        return toml.written(self.to_dict())

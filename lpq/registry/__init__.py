@@ -1,0 +1,100 @@
+"""The registry: which formats, recipes and kernels there are, who brings them, and how they are named.
+
+Plugins are found in the metadata of installed distributions (entry-point group ``lpq.plugins``) and imported
+only when something of theirs is asked for. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lpq.registry.errors import LpqError, PluginError
+from lpq.registry.grammar import split_items
+from lpq.registry.hookspecs import hookimpl
+from lpq.registry.loader import PluginInfo, resolve
+from lpq.registry.lookup import cached, default, refresh
+from lpq.registry.quantizers import format_of, quantizer, spec_string
+from lpq.registry.specs import API_VERSION, FormatSpec, KernelSpec, RecipeSpec
+
+__all__ = [
+    "API_VERSION",
+    "FormatSpec",
+    "KernelSpec",
+    "LpqError",
+    "PluginError",
+    "PluginInfo",
+    "RecipeSpec",
+    "cached",
+    "convert_module",
+    "format",
+    "format_of",
+    "formats",
+    "hookimpl",
+    "kernels",
+    "plugins",
+    "quantizer",
+    "quantizer_class",
+    "recipe_spec",
+    "recipes",
+    "refresh",
+    "register",
+    "resolve",
+    "spec_string",
+    "split_items",
+    "storage_class",
+]
+
+
+def plugins() -> tuple[PluginInfo, ...]:
+    """All plugins, lpq's own first; those that cannot be used carry their error."""
+    return default().plugins()
+
+
+def formats() -> dict[str, FormatSpec]:
+    """All formats that can be used, by name."""
+    return default().formats()
+
+
+def format(name: str) -> FormatSpec:
+    """The format of this name. Raises ``UnknownFormat`` or, if its plugin is broken, ``PluginError``."""
+    return default().format(name)
+
+
+def recipes() -> dict[str, RecipeSpec]:
+    """All named recipes that plugins bring, by name."""
+    return default().recipes()
+
+
+def recipe_spec(name: str) -> RecipeSpec:
+    """The recipe of this name. Raises ``UnknownRecipe`` or, if its plugin is broken, ``PluginError``."""
+    return default().recipe(name)
+
+
+@cached
+def kernels(op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
+    """The kernels of all usable plugins for this operation on exactly these formats, the preferred first."""
+    return default().kernels(op, formats)
+
+
+def quantizer_class(name: str) -> Any:
+    """The quantizer class of a format, imported."""
+    return default().load_class(name, "quantizer")
+
+
+def storage_class(name: str) -> Any:
+    """The storage class of a format, imported."""
+    return default().load_class(name, "storage")
+
+
+def convert_module(module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
+    """Call ``lpq_convert_module`` of all usable plugins and of ``own``, which holds lpq's implementation."""
+    return default().convert_module(module, fqn, recipe, own=own)
+
+
+def register(plugin: object, *, name: str) -> PluginInfo:
+    """Take a module, or any object with hooks, as the plugin ``name``, without packaging it.
+
+    In a notebook the import strings of its specs begin with ``__main__:``. Registering the name again replaces
+    it; ``refresh`` forgets it.
+    """
+    return default().register(plugin, name)

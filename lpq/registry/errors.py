@@ -1,0 +1,86 @@
+"""The errors that lpq raises on purpose. Each says in words what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar, Self
+
+
+class LpqError(Exception):
+    """The base of them all."""
+
+
+class UnknownFormat(LpqError, LookupError):
+    """No installed plugin has a format of this name."""
+
+
+class UnknownRecipe(LpqError, LookupError):
+    """No installed plugin has a recipe of this name."""
+
+
+class OptionError(LpqError, ValueError):
+    """An option of a quantizer that does not exist, or a value that it cannot take."""
+
+    @classmethod
+    def unknown(cls, owner: str, option: str, known: Iterable[str]) -> Self:
+        """``owner`` has no such option."""
+        return cls(f"{owner} has no option {option!r}: {suggestion(option, known)}")
+
+    @classmethod
+    def invalid(cls, owner: str, option: str, value: object, wanted: str) -> Self:
+        """The option exists and cannot take this value."""
+        return cls(f"{owner}: option {option!r} must be {wanted}, not {value!r}")
+
+
+class GrammarError(OptionError):
+    """A quantizer string, or a list of items, that cannot be read; ``position`` is where reading stopped."""
+
+    def __init__(self, text: str, position: int, problem: str) -> None:
+        super().__init__(text, position, problem)
+        self.text, self.position, self.problem = text, position, problem
+
+    def __str__(self) -> str:
+        found = repr(self.text[self.position :]) if self.position < len(self.text) else "the end"
+        marked = "" if "\n" in self.text else f"\n  {self.text}\n  {' ' * self.position}^"
+        return f"cannot read {self.text!r}: {self.problem} at {found}{marked}"
+
+
+class ImportStringError(LpqError, ImportError):
+    """An import string (``"package.module:attribute"``) that cannot be imported; ``__cause__`` says why."""
+
+
+class PluginError(LpqError):
+    """A plugin that cannot be used. Raised when something of this plugin is asked for, and only then."""
+
+    status: ClassVar[str] = "broken"
+
+    def __init__(self, plugin: str, distribution: str, version: str, cause: str, remedy: str) -> None:
+        super().__init__(plugin, distribution, version, cause, remedy)
+        self.plugin, self.distribution, self.version = plugin, distribution, version
+        self.cause, self.remedy = cause, remedy
+
+    def __str__(self) -> str:
+        origin = f"{self.distribution} {self.version}".strip()
+        return f"plugin {self.plugin} ({origin}) cannot be used: {self.cause}. Remedy: {self.remedy}."
+
+
+class PluginHidden(PluginError):
+    """A plugin that is installed and that ``LPQ_LOAD_PLUGINS`` leaves out."""
+
+    status = "hidden"
+
+
+class PluginMissing(PluginError):
+    """A plugin that ``LPQ_LOAD_PLUGINS`` names and that is not installed."""
+
+    status = "missing"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by ``name``: ``did you mean 'nvfp4'?``, or else all there is."""
+    spelling = {k.lower(): k for k in sorted(set(known))}
+    close = difflib.get_close_matches(name.lower(), spelling, n=2)
+    if close:
+        return f"did you mean {' or '.join(repr(spelling[c]) for c in close)}?"
+    return f"choose from {', '.join(spelling.values())}" if spelling else "there are none"

@@ -1,0 +1,146 @@
+"""The one grammar in which quantizers are written, and its inverse.
+
+``NAME`` or ``NAME(option=value, …)``, as in ``nvfp4(block=16x16, rht=true)``. A value is ``true``, ``false``,
+``none``, a number, a bare word, a quoted string or another quantizer: ``hybrid(row=mxfp8, col=nvfp4(rht=true))``.
+What ``str`` of a ``Call`` writes, ``parse`` reads back to the same values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lpq.registry.errors import GrammarError, OptionError
+
+Value: TypeAlias = "bool | int | float | str | Call | None"
+
+NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+_WORD = re.compile(r"[\w.+-]+", re.ASCII)
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|' r"'(?:[^'\\]|\\.)*'", re.DOTALL)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_FLOAT = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|nan)", re.ASCII | re.IGNORECASE)
+_CONSTANTS: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A format's name with the options given to it; ``str`` is its text."""
+
+    name: str
+    options: tuple[tuple[str, Value], ...] = ()
+
+    def __str__(self) -> str:
+        inside = ", ".join(f"{key}={_written(value)}" for key, value in self.options)
+        return f"{self.name}({inside})" if inside else self.name
+
+
+def parse(text: str) -> Call:
+    """Read a quantizer string."""
+    reader = _Reader(text)
+    call = reader.call(reader.take(NAME, "expected the name of a format"))
+    if not reader.done:
+        raise reader.error("expected nothing more")
+    return call
+
+
+def split_items(text: str) -> list[tuple[str, str]]:
+    """Split ``"fprop=mxfp8, dgrad=nvfp4(rht=true)"`` into keys and the texts of their values."""
+    reader = _Reader(text)
+    found = [(key, text[start:end].strip()) for key, _, start, end in reader.items()]
+    if not reader.done:
+        raise reader.error("expected ',' or the end")
+    return found
+
+
+class _Reader:
+    """A position in a text, which every method moves past what it reads and the blanks behind it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.move(0)
+
+    def move(self, position: int) -> None:
+        self.position = len(self.text) - len(self.text[position:].lstrip())
+
+    @property
+    def done(self) -> bool:
+        return self.position == len(self.text)
+
+    def error(self, problem: str) -> GrammarError:
+        return GrammarError(self.text, self.position, problem)
+
+    def match(self, pattern: re.Pattern[str]) -> str | None:
+        found = pattern.match(self.text, self.position)
+        if found is None:
+            return None
+        self.move(found.end())
+        return found[0]
+
+    def symbol(self, character: str) -> bool:
+        """Whether this character comes next."""
+        found = self.text.startswith(character, self.position)
+        if found:
+            self.move(self.position + 1)
+        return found
+
+    def take(self, pattern: re.Pattern[str], problem: str) -> str:
+        found = self.match(pattern)
+        if found is None:
+            raise self.error(problem)
+        return found
+
+    def call(self, name: str) -> Call:
+        """The options that follow a name, if any do."""
+        options: list[tuple[str, Value]] = []
+        if self.symbol("(") and not self.symbol(")"):
+            options = [(key, value) for key, value, _, _ in self.items()]
+            if not self.symbol(")"):
+                raise self.error("expected ',' or ')'")
+        return Call(name, tuple(options))
+
+    def items(self) -> Iterator[tuple[str, Value, int, int]]:
+        """``key=value, …`` with the span of each value."""
+        seen: set[str] = set()
+        while True:
+            key_start = self.position
+            key = self.take(NAME, "expected 'key=value'")
+            if key in seen:
+                raise GrammarError(self.text, key_start, f"{key!r} is given twice")
+            seen.add(key)
+            if not self.symbol("="):
+                raise self.error(f"expected '=' after {key!r}")
+            start = self.position
+            yield key, self.value(), start, self.position
+            if not self.symbol(","):
+                return
+
+    def value(self) -> Value:
+        quoted = self.match(_QUOTED)
+        if quoted is not None:
+            return re.sub(r"\\(.)", r"\1", quoted[1:-1], flags=re.DOTALL)
+        word = self.take(_WORD, "expected a value")
+        if self.text.startswith("(", self.position) and NAME.fullmatch(word):
+            return self.call(word)
+        return _meaning(word)
+
+
+def _meaning(word: str) -> bool | int | float | str | None:
+    if word.lower() in _CONSTANTS:
+        return _CONSTANTS[word.lower()]
+    if _INTEGER.fullmatch(word):
+        return int(word)
+    return float(word) if _FLOAT.fullmatch(word) else word
+
+
+def _written(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float | Call):
+        return str(value)
+    if not isinstance(value, str):
+        raise OptionError(f"{value!r} is a {type(value).__name__}, which no quantizer string can hold")
+    if _WORD.fullmatch(value) and _meaning(value) == value:
+        return value
+    return '"' + re.sub(r'["\\]', r"\\\g<0>", value) + '"'

@@ -1,0 +1,231 @@
+"""From metadata to one plugin's specs, or to the one error that says why there are none.
+
+``installed`` reads metadata and imports nothing. ``load`` imports one plugin, asks its hooks and checks the
+answers; whatever goes wrong in there becomes a ``PluginError``, so that no plugin can break another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module, metadata
+from operator import attrgetter
+from typing import Any, Literal, TypeVar
+
+import pluggy
+
+from lpq.registry import hookspecs
+from lpq.registry.errors import ImportStringError, PluginError, suggestion
+from lpq.registry.grammar import NAME
+from lpq.registry.specs import API_VERSION, FormatSpec, KernelSpec, RecipeSpec
+
+GROUP = "lpq.plugins"
+OWN = "lpq"
+HERE = "registered in this process"
+HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("lpq_"))
+SEPARATORS = {"formats": "_", "recipes": "-_"}
+
+Kind = Literal["formats", "recipes"]
+Spec = TypeVar("Spec", FormatSpec, RecipeSpec, KernelSpec)
+Named = TypeVar("Named", FormatSpec, RecipeSpec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginInfo:
+    """One plugin: where it comes from, and what it brings or why it cannot be used."""
+
+    name: str
+    distribution: str
+    version: str
+    formats: Mapping[str, FormatSpec] = field(default_factory=dict)
+    recipes: Mapping[str, RecipeSpec] = field(default_factory=dict)
+    kernels: tuple[KernelSpec, ...] = ()
+    error: PluginError | None = None
+
+    @property
+    def builtin(self) -> bool:
+        """Whether it ships with lpq."""
+        return self.distribution == OWN
+
+    @property
+    def status(self) -> str:
+        """``ok``, ``broken``, ``hidden`` (by ``LPQ_LOAD_PLUGINS``) or ``missing`` (named there only)."""
+        return self.error.status if self.error else "ok"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a plugin comes from; known before it is imported."""
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    load: Callable[[], object]
+
+    @property
+    def other_version(self) -> str:
+        """The remedy where the plugin itself is at fault."""
+        if self.distribution == HERE:
+            return "fix it and register it again"
+        return f"pip install --upgrade {self.distribution}, or report it to its authors"
+
+    def error(self, cause: str, remedy: str) -> PluginError:
+        return PluginError(self.name, self.distribution, self.version, cause, remedy)
+
+    def import_error(self, what: str, error: BaseException | None) -> PluginError:
+        """The error of a plugin of which ``what``, an import string, cannot be imported."""
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.partition(".")[0]
+            if package != self.module.partition(".")[0]:
+                cause = f"{what} needs the module {error.name}, which is not installed"
+                return self.error(cause, f"pip install {package}")
+        return self.error(f"importing {what} raised {_words(error)}", self.other_version)
+
+
+def installed() -> dict[str, list[Source]]:
+    """The plugins in the metadata of all distributions, by entry-point name. Two of one name are a clash.
+
+    A distribution that is on the path twice counts once, as it does for ``import``.
+    """
+    found: dict[str, list[Source]] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        assert entry.dist is not None, "an entry point that was discovered belongs to a distribution"
+        source = Source(entry.name, entry.dist.name, entry.dist.version, entry.module, entry.load)
+        found.setdefault(entry.name, []).append(source)
+    return found
+
+
+def owns(plugin: str, name: str, kind: Kind) -> bool:
+    """Whether a format or recipe of this name lies in the namespace of the plugin."""
+    return name == plugin or name.startswith(tuple(plugin + separator for separator in SEPARATORS[kind]))
+
+
+def resolve(string: str) -> Any:
+    """What an import string, ``"package.module:attribute"``, names."""
+    module, colon, attribute = string.partition(":")
+    if not (module and colon and attribute):
+        raise ImportStringError(f"{string!r} is not an import string: write it as 'package.module:attribute'")
+    try:
+        return attrgetter(attribute)(import_module(module))
+    except Exception as error:
+        raise ImportStringError(f"{string!r} cannot be imported: {_words(error)}") from error
+
+
+def load(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
+    """Import a plugin, register its hooks, read its specs; or raise ``PluginError``, with no hook left."""
+    try:
+        plugin = source.load()
+    except (Exception, SystemExit) as error:
+        raise source.import_error(source.module, error) from error
+    try:
+        _register(source, plugin, manager)
+        return _read(source, manager)
+    except (Exception, SystemExit) as error:
+        if manager.has_plugin(source.name):
+            manager.unregister(name=source.name)
+        if isinstance(error, PluginError):
+            raise
+        raise source.error(f"reading its specs raised {_words(error)}", source.other_version) from error
+
+
+def _register(source: Source, plugin: object, manager: pluggy.PluginManager) -> None:
+    """Hand the hooks of a plugin to pluggy, which checks their names and arguments."""
+    twin = manager.get_name(plugin)
+    if twin is not None:
+        raise source.error(f"it is the same module as plugin {twin}", "give each entry point its own module")
+    try:
+        manager.register(plugin, source.name)
+    except pluggy.PluginValidationError as error:
+        remedy = "give the hook the arguments that lpq.registry.hookspecs gives it"
+        raise source.error(" ".join(str(error).split()), remedy) from error
+    implemented = [caller.name for caller in manager.get_hookcallers(plugin) or ()]
+    try:
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        unknown = next(name for name in implemented if name not in HOOKS)
+        remedy = f"rename it ({suggestion(unknown, HOOKS)})"
+        raise source.error(f"it implements {unknown}, which is not a hook", remedy) from error
+    if not set(implemented) & set(HOOKS):
+        remedy = f"decorate one of {', '.join(HOOKS)} with @lpq.registry.hookimpl"
+        raise source.error("it implements no hook", remedy)
+
+
+def _read(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
+    """The specs of a registered plugin, checked."""
+    formats = _by_name(source, "formats", _answers(source, manager, "lpq_register_formats", FormatSpec))
+    recipes = _by_name(source, "recipes", _answers(source, manager, "lpq_register_recipes", RecipeSpec))
+    kernels = [kernel for spec in formats.values() for kernel in _own_kernels(source, spec)]
+    kernels += _answers(source, manager, "lpq_register_kernels", KernelSpec)
+    for kernel in kernels:
+        if not kernel.formats or isinstance(kernel.formats, str):
+            raise source.error(
+                f"kernel {kernel.impl} has formats={kernel.formats!r}",
+                "name the formats that it serves, as in KernelSpec(formats=('acme',))",
+            )
+    return PluginInfo(
+        name=source.name,
+        distribution=source.distribution,
+        version=source.version,
+        formats=formats,
+        recipes=recipes,
+        kernels=tuple(kernels),
+    )
+
+
+def _answers(source: Source, manager: pluggy.PluginManager, hook: str, kind: type[Spec]) -> list[Spec]:
+    """What this plugin returns from a hook, checked. Not called through pluggy, which would drop a None."""
+    specs: list[Spec] = []
+    for implementation in getattr(manager.hook, hook).get_hookimpls():
+        if implementation.plugin_name != source.name:
+            continue
+        try:
+            answer = implementation.function()
+        except (Exception, SystemExit) as error:
+            raise source.error(f"{hook} raised {_words(error)}", source.other_version) from error
+        found = [answer] if isinstance(answer, kind) else answer
+        if not isinstance(found, Sequence) or not all(isinstance(spec, kind) for spec in found):
+            raise source.error(f"{hook} returned {answer!r}", f"return a {kind.__name__} or a list of them")
+        specs += found
+    return specs
+
+
+def _by_name(source: Source, kind: Kind, specs: Sequence[Named]) -> dict[str, Named]:
+    found: dict[str, Named] = {}
+    for spec in specs:
+        if spec.api_version != API_VERSION:
+            older = source.distribution if spec.api_version < API_VERSION else OWN
+            raise source.error(
+                f"{spec.name} is for plugin interface {spec.api_version}, and this lpq has {API_VERSION}",
+                f"pip install --upgrade {older}",
+            )
+        if not owns(source.name, spec.name, kind):
+            allowed = " or ".join([source.name, *(f"{source.name}{sep}*" for sep in SEPARATORS[kind])])
+            raise source.error(
+                f"it registers {spec.name!r}, outside its namespace",
+                f"name it {allowed}, or name the entry point after it",
+            )
+        if not NAME.fullmatch(spec.name):
+            raise source.error(f"{spec.name!r} is not a name", "use letters, digits, '_', '-' and '.'")
+        if spec.name in found:
+            raise source.error(f"it registers {spec.name!r} twice", "give each its own name")
+        found[spec.name] = spec
+    return found
+
+
+def _own_kernels(source: Source, spec: FormatSpec) -> list[KernelSpec]:
+    """The kernels that a format lists; those that name no format are for this one."""
+    kernels: list[KernelSpec] = []
+    for kernel in spec.kernels:
+        formats = kernel.formats or (spec.name,) * (2 if kernel.op == "gemm" else 1)
+        if spec.name not in formats:
+            raise source.error(
+                f"format {spec.name} lists kernel {kernel.impl}, which is for {', '.join(formats)}",
+                "return kernels for other formats from lpq_register_kernels",
+            )
+        kernels.append(replace(kernel, formats=formats))
+    return kernels
+
+
+def _words(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,194 @@
+"""Which plugin owns a name, and what it has under it.
+
+The entry-point name owns its namespace, and the longest that fits a name comes first, so a lookup imports one
+plugin. What is derived from the registry and remembered goes through ``cached``: ``refresh`` and ``register``
+empty that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import pluggy
+
+from lpq.registry import hookspecs
+from lpq.registry.errors import (
+    ImportStringError,
+    PluginError,
+    PluginHidden,
+    PluginMissing,
+    UnknownFormat,
+    UnknownRecipe,
+    suggestion,
+)
+from lpq.registry.loader import HERE, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
+from lpq.registry.specs import FormatSpec, KernelSpec, RecipeSpec
+
+LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Registry:
+    """The plugins of one process. ``LPQ_LOAD_PLUGINS`` is read when it is made."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._sources = installed()
+        self._wanted = os.environ.get(LOAD_PLUGINS)
+        self._allowed: set[str] | None = None
+        if self._wanted is not None:
+            self._allowed = {name.strip() for name in self._wanted.split(",")} - {""}
+            for name in self._allowed:
+                self._sources.setdefault(name, [])
+        self._plugins: dict[str, PluginInfo] = {}
+        self._lock = threading.RLock()
+        self.caches: dict[object, Callable[..., Any]] = {}
+
+    def plugin(self, name: str) -> PluginInfo:
+        """The plugin with this entry-point name. It is imported on the first call."""
+        with self._lock:
+            if name not in self._plugins:
+                try:
+                    self._plugins[name] = load(self._source(name), self._manager)
+                except PluginError as error:
+                    self._plugins[name] = PluginInfo(
+                        name=name, distribution=error.distribution, version=error.version, error=error
+                    )
+            return self._plugins[name]
+
+    def plugins(self) -> tuple[PluginInfo, ...]:
+        """All plugins, lpq's own first; those that cannot be used carry their error."""
+        found = [self.plugin(name) for name in sorted(self._sources)]
+        return tuple(sorted(found, key=lambda plugin: not plugin.builtin))
+
+    def formats(self) -> dict[str, FormatSpec]:
+        """All formats that can be used, by name."""
+        return {name: self.format(name) for plugin in self.plugins() for name in plugin.formats}
+
+    def format(self, name: str) -> FormatSpec:
+        """The format of this name."""
+        return self._provider(name, "formats").formats[name]
+
+    def recipes(self) -> dict[str, RecipeSpec]:
+        """All recipes of plugins that can be used, by name."""
+        return {name: self.recipe(name) for plugin in self.plugins() for name in plugin.recipes}
+
+    def recipe(self, name: str) -> RecipeSpec:
+        """The recipe of this name."""
+        return self._provider(name, "recipes").recipes[name]
+
+    def kernels(self, op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
+        """The kernels of all usable plugins for this operation on these very formats, the preferred first."""
+        found = [k for p in self.plugins() for k in p.kernels if k.op == op and tuple(k.formats) == formats]
+        return tuple(sorted(found, key=lambda kernel: -kernel.priority))
+
+    def load_class(self, name: str, role: Literal["quantizer", "storage"]) -> Any:
+        """The quantizer or storage class of a format, imported."""
+        plugin = self._provider(name, "formats")
+        string = getattr(plugin.formats[name], role)
+        try:
+            return resolve(string)
+        except ImportStringError as error:
+            raise self._source(plugin.name).import_error(string, error.__cause__ or error) from error
+
+    def convert_module(self, module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
+        """Call ``lpq_convert_module`` of all usable plugins, and of ``own``."""
+        self.plugins()
+        with self._lock:
+            self._manager.register(own)
+            try:
+                return self._manager.hook.lpq_convert_module(module=module, fqn=fqn, recipe=recipe)
+            finally:
+                self._manager.unregister(own)
+
+    def register(self, plugin: object, name: str) -> PluginInfo:
+        """Take a module, or any object with hooks, as plugin ``name``; it replaces an earlier one."""
+        with self._lock:
+            for source in self._sources.get(name, ()):
+                if source.distribution != HERE:
+                    raise source.error("it is installed, and its name cannot be taken", "choose another name")
+            self._forget(name)
+            self._sources[name] = [Source(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)]
+            info = self.plugin(name)
+            if info.error is not None:
+                self._forget(name)
+                raise info.error.with_traceback(None)
+            return info
+
+    def _forget(self, name: str) -> None:
+        if self._manager.has_plugin(name):
+            self._manager.unregister(name=name)
+        self._sources.pop(name, None)
+        self._plugins.pop(name, None)
+        self.caches.clear()
+
+    def _provider(self, name: str, kind: Kind) -> PluginInfo:
+        """The plugin with this format or recipe. Only plugins whose namespace fits the name are imported."""
+        owners = sorted((owner for owner in self._sources if owns(owner, name, kind)), key=len, reverse=True)
+        for owner in owners:
+            if name in getattr(self.plugin(owner), kind):
+                return self.plugin(owner)
+        for owner in owners:
+            if (error := self.plugin(owner).error) is not None:
+                raise error.with_traceback(None)
+        known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
+        unknown = UnknownFormat if kind == "formats" else UnknownRecipe
+        raise unknown(
+            f"there is no {kind[:-1]} {name!r} here: {suggestion(name, known)} "
+            f"(it would come with a plugin whose name it begins with; `lpq plugins` lists those installed)"
+        )
+
+    def _source(self, name: str) -> Source:
+        """The one distribution that provides a plugin; an error, if there is none or more than one."""
+        found, setting = self._sources[name], f"{LOAD_PLUGINS}={self._wanted}"
+        everyone = self._allowed is None or name in self._allowed
+        usable = [source for source in found if everyone or source.distribution in (OWN, HERE)]
+        if len(usable) == 1:
+            return usable[0]
+        origins = " and ".join(f"{source.distribution} {source.version}" for source in usable or found)
+        if usable:
+            removable = " or ".join(source.distribution for source in usable if source.distribution != OWN)
+            cause = "they bring plugins of the same name"
+            raise PluginError(name, origins, "", cause, f"pip uninstall {removable}")
+        if found:
+            remedy = f"add {name} to {LOAD_PLUGINS}, or unset it"
+            raise PluginHidden(name, origins, "", f"{setting} leaves it out", remedy)
+        remedy = f"pip install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
+        raise PluginMissing(name, "not installed", "", f"{setting} names it", remedy)
+
+
+@functools.cache
+def default() -> Registry:
+    """The registry of this process, made on first use."""
+    return Registry()
+
+
+def refresh() -> None:
+    """Forget all plugins, and what was registered by hand: the next lookup reads the metadata again.
+
+    For notebooks, after a ``pip install``. A module that was imported stays imported.
+    """
+    importlib.invalidate_caches()
+    default.cache_clear()
+
+
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """``functools.cache`` for what is derived from the registry: it is forgotten when the plugins change."""
+
+    @functools.wraps(function)
+    def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
+        caches = default().caches
+        if function not in caches:
+            caches[function] = functools.cache(function)
+        result: T = caches[function](*args, **kwargs)
+        return result
+
+    return remembered

@@ -1,0 +1,32 @@
+"""The buffers of an MXFP8 operand, and what they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.core import Buffer, Storage
+from lpq.core.elements import E4M3, E5M2
+from lpq_mxfp8 import reference
+
+ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+class MXFP8Storage(Storage):
+    """``data``: an 8-bit float for each element. ``scale``: a biased exponent (E8M0) for each block."""
+
+    layout = (Buffer("data", E4M3), Buffer("scale", torch.uint8, block=reference.BLOCK))
+
+    @classmethod
+    def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:
+        return LAYOUTS[quantizer.dtype]
+
+    def decode(self) -> Tensor:
+        return reference.decode(self.data, self.scale)
+
+
+LAYOUTS = {
+    name: (Buffer("data", dtype), Buffer("scale", torch.uint8, block=reference.BLOCK)) for name, dtype in ELEMENTS.items()
+}

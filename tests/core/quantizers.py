@@ -1,0 +1,21 @@
+"""The quantizers that the core is tested with: every built-in format, with the options that change its layout."""
+
+QUANTIZERS = [
+    "fp8",
+    "fp8(dtype=e5m2, pow2=true)",
+    "fp8(scaling=delayed, history=4)",
+    "fp8(scaling=row)",
+    "fp8(scaling=block)",
+    "fp8(scaling=block, block=128x128)",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4(block=16x16)",
+    "nvfp4(rht=true)",
+    "nvfp4(rht=true, stochastic=true)",
+    "identity",
+    "identity(dtype=bfloat16)",
+    "hybrid(row=mxfp8, col=nvfp4(rht=true))",
+    "hybrid(row=fp8, col=fp8(dtype=e5m2))",
+    "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
+]
+SIDES = [(True, False), (False, True), (True, True)]

@@ -1,0 +1,108 @@
+"""Statistics of a tensor that several ranks share: reduced over the group of the call, before anything is derived."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from quantizers import QUANTIZERS
+
+import lpq
+
+RANKS = 2
+
+
+def _enter(rank: int, function: Callable[[int], None], folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    try:
+        function(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(function: Callable[[int], None]) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_enter, (function, folder), RANKS)
+
+
+def _whole() -> torch.Tensor:
+    x = torch.randn(256, 96, generator=torch.Generator().manual_seed(0))
+    x[200, 7] = 1000.0  # an outlier on the last rank
+    return x
+
+
+def _shards_are_pieces_of_the_whole(rank: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    x = _whole()
+    start = rank * 128
+    for text in QUANTIZERS:
+        quantizer = lpq.quantizer(text)
+        whole = quantizer.quantize(x, seed=3)
+        shard = quantizer.quantize(x[start : start + 128], seed=3, offset=start, amax_group=group)
+        expected = whole[start : start + 128]
+        for (_, a), (_, b) in zip(shard.operands, expected.operands, strict=True):
+            for name, tensor in a.buffers().items():
+                same = torch.equal(tensor.view(torch.uint8), b.buffers()[name].contiguous().view(torch.uint8))
+                assert same, (text, name, rank)
+
+
+def _without_the_group_ranks_disagree(rank: int) -> None:
+    x = _whole()[rank * 128 : rank * 128 + 128]
+    local = lpq.quantizer("fp8").quantize(x)
+    scale = [torch.empty(()) for _ in range(RANKS)]
+    dist.all_gather(scale, local.row.scale)
+    assert scale[0] != scale[1]
+
+
+def _nan_reaches_every_rank(rank: int) -> None:
+    x = torch.randn(128, 64)
+    if rank == 1:
+        x[3, 3] = float("nan")
+    t = lpq.quantizer("nvfp4").quantize(x, amax_group=dist.group.WORLD)
+    assert t.row.amax.isnan()
+    assert not t.dequantize().isfinite().any()
+
+
+def _an_update_in_place_uses_the_group(rank: int) -> None:
+    x = _whole()
+    shard = lpq.quantizer("fp8").quantize(x[rank * 128 : rank * 128 + 128], amax_group=dist.group.WORLD)
+    shard.mul_(2)
+    assert shard.row.scale == lpq.quantizer("fp8").quantize(x * 2).row.scale
+
+
+def _cut_blocks_are_refused_on_every_rank(rank: int) -> None:
+    with pytest.raises(ValueError, match="a shard of 24 rows cuts the blocks of 32 rows"):
+        lpq.quantizer("mxfp8").quantize(torch.randn(24, 64), amax_group=dist.group.WORLD)
+
+
+def _delayed_state_is_reduced(rank: int) -> None:
+    quantizer = lpq.quantizer("fp8(scaling=delayed, history=4)")
+    state = quantizer.new_state()
+    x = _whole()[rank * 128 : rank * 128 + 128]
+    quantizer.quantize(x, state=state, amax_group=dist.group.WORLD)
+    assert state["amax_history"][0] == 1000.0
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _shards_are_pieces_of_the_whole,
+        _without_the_group_ranks_disagree,
+        _nan_reaches_every_rank,
+        _an_update_in_place_uses_the_group,
+        _cut_blocks_are_refused_on_every_rank,
+        _delayed_state_is_reduced,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check)

@@ -1,0 +1,316 @@
+"""QuantizedTensor under PyTorch's operators: each does to the buffers what it would do to the tensor they stand for."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from quantizers import QUANTIZERS, SIDES
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lpq
+from lpq.core import PrecisionWarning, QuantizedTensor
+
+every = pytest.mark.parametrize("text", QUANTIZERS)
+sides = pytest.mark.parametrize(("row", "col"), SIDES, ids=["row", "col", "both"])
+ROWS, COLS = 256, 384
+
+
+def make(text: str, row: bool, col: bool, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (ROWS, COLS)):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return lpq.quantizer(text).quantize(x, row=row, col=col, seed=1)
+
+
+def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Equal bytes in equal places."""
+    if [d for d, _ in a.operands] != [d for d, _ in b.operands] or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return all(
+        s.quantizer == t.quantizer and torch.equal(p.view(torch.uint8), q.view(torch.uint8))
+        for (_, s), (_, t) in zip(a.operands, b.operands, strict=True)
+        for p, q in zip(s.tensors(), t.tensors(), strict=True)
+    )
+
+
+def buffers(t: QuantizedTensor) -> set[int]:
+    return {b.untyped_storage()._cdata for _, s in t.operands for b in s.tensors()}
+
+
+@every
+@sides
+def test_it_says_what_it_stands_for(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col, torch.bfloat16, (4, 64, COLS))
+    assert (t.shape, t.dtype, t.device.type) == ((4, 64, COLS), torch.bfloat16, "cpu")
+    assert (t.row is not None, t.col is not None) == (row, col)
+    assert all(s.shape == ((ROWS, COLS) if d == "row" else (COLS, ROWS)) for d, s in t.operands)
+    assert t.dequantize().dtype == torch.bfloat16
+    assert t.dequantize(torch.float32).dtype == torch.float32
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda t: t.detach(),
+    "view": lambda t: t.view(2, ROWS // 2, COLS),
+    "flatten": lambda t: t.view(-1),
+    "rows": lambda t: t[128:256],
+    "narrow": lambda t: t.narrow(0, 0, 128),
+    "columns": lambda t: t[:, 128:256],
+    "negative": lambda t: t[-128:],
+    "rows of a flattened tensor": lambda t: t.view(-1)[128 * COLS :],
+    "rows of a 3-D tensor": lambda t: t.view(2, ROWS // 2, COLS)[1:],
+    "split": lambda t: t.split(128)[1],
+    "ragged split": lambda t: t.split([128, 128])[0],
+    "chunk": lambda t: t.chunk(2)[1],
+    "split columns": lambda t: t.split(128, dim=1)[2],
+    "as_strided": lambda t: t.as_strided((128, COLS), (COLS, 1), 128 * COLS),
+    "empty slice": lambda t: t[128:128],
+    "unsqueeze": lambda t: t.unsqueeze(0),
+}
+
+
+@every
+@sides
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_share_the_buffers(text: str, row: bool, col: bool, view: str) -> None:
+    t = make(text, row, col)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        out = VIEWS[view](t)
+    assert isinstance(out, QuantizedTensor)
+    expected = VIEWS[view](t.dequantize())
+    assert out.shape == expected.shape
+    assert torch.equal(out.dequantize(), expected)
+    assert buffers(out) <= buffers(t)
+
+
+@every
+@sides
+@pytest.mark.parametrize(
+    "operation",
+    [lambda t: t[::2], lambda t: t[1:4], lambda t: t[:, 3:7], lambda t: t + 1, lambda t: t.abs().sum(), lambda t: t[5]],
+    ids=["step", "cut rows", "cut columns", "add", "reduce", "select"],
+)
+def test_what_buffers_cannot_express_decodes_and_says_so(text: str, row: bool, col: bool, operation) -> None:
+    t = make(text, row, col)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        out = operation(t)
+    expected = operation(t.dequantize())
+    if isinstance(out, QuantizedTensor):
+        out = out.dequantize()  # this layout has no block there to cut
+        assert not any(issubclass(w.category, PrecisionWarning) for w in said)
+    else:
+        assert any(issubclass(w.category, PrecisionWarning) for w in said)
+    assert torch.equal(out, expected)
+
+
+def test_it_says_so_once() -> None:
+    t = make("mxfp8", True, True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            t + 1
+    assert len([w for w in said if issubclass(w.category, PrecisionWarning)]) == 1
+
+
+@every
+@sides
+def test_transposing_swaps_the_operands(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col)
+    if t.quantizer.flipped() is None:
+        with pytest.warns(PrecisionWarning):
+            assert torch.equal(t.t(), t.dequantize().t())
+        return
+    for flipped in (t.t(), t.transpose(0, 1), t.T):
+        assert isinstance(flipped, QuantizedTensor)
+        assert flipped.row is None or flipped.row.tensors()[0].data_ptr() == t.col.tensors()[0].data_ptr()
+        assert (flipped.row is not None, flipped.col is not None) == (col, row)
+        assert flipped.shape == (COLS, ROWS)
+        assert same(flipped.t(), t)
+
+
+@every
+@sides
+def test_joining_the_pieces_gives_the_whole(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        for dim in (0, 1):
+            assert same(torch.cat(t.split(128, dim), dim), t)
+
+
+@every
+@sides
+def test_copies_own_their_bytes(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col)
+    for c in (t.clone(), copy.deepcopy(t), t.to("cpu", copy=True), pickle.loads(pickle.dumps(t))):
+        assert isinstance(c, QuantizedTensor)
+        assert same(c, t)
+        assert not buffers(c) & buffers(t)
+        assert c.quantizer == t.quantizer
+
+
+@every
+@sides
+def test_saving_needs_no_unsafe_pickle(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col)
+    file = io.BytesIO()
+    torch.save({"tensor": t, "parameter": nn.Parameter(t)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert same(loaded["tensor"], t)
+    assert isinstance(loaded["parameter"], nn.Parameter)
+    assert loaded["parameter"].requires_grad
+    assert same(loaded["parameter"].detach(), t)
+    deep = copy.deepcopy(loaded["parameter"])
+    assert isinstance(deep, nn.Parameter)
+    assert deep.requires_grad
+
+
+def test_a_group_is_not_saved() -> None:
+    t = make("mxfp8", True, True)
+    t.amax_group = object()
+    assert pickle.loads(pickle.dumps(t)).amax_group is None
+
+
+@every
+@sides
+def test_dtype_and_device_moves(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col)
+    half = t.to(torch.bfloat16)
+    assert isinstance(half, QuantizedTensor)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half.dequantize(), t.dequantize().to(torch.bfloat16))
+    meta = t.to("meta")
+    assert isinstance(meta, QuantizedTensor)
+    assert meta.device.type == "meta"
+    assert meta.dequantize().shape == t.shape
+    with pytest.warns(PrecisionWarning):
+        assert torch.equal(t.to(torch.float64), t.dequantize().double())
+
+
+@every
+@sides
+def test_new_tensors(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col)
+    for made in (torch.empty_like(t), t.new_empty(128, COLS), t.new_zeros(128, COLS)):
+        assert isinstance(made, QuantizedTensor)
+        assert [(d, s.quantizer) for d, s in made.operands] == [(d, s.quantizer) for d, s in t.operands]
+    assert not t.new_zeros(128, COLS).dequantize().any()
+    for state in (torch.zeros_like(t), torch.ones_like(t), torch.full_like(t, 2)):
+        assert type(state) is Tensor
+        assert state.shape == t.shape
+    assert not torch.zeros_like(t).any()
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "copy_": lambda t: t.copy_(torch.linspace(-2, 3, ROWS * COLS).view(ROWS, COLS)),
+    "zero_": lambda t: t.zero_(),
+    "fill_": lambda t: t.fill_(0.5),
+    "add_": lambda t: t.add_(torch.full((ROWS, COLS), 0.25), alpha=2),
+    "mul_": lambda t: t.mul_(3),
+    "lerp_": lambda t: t.lerp_(torch.ones(ROWS, COLS), 0.5),
+    "addcdiv_": lambda t: t.addcdiv_(torch.ones(ROWS, COLS), torch.full((ROWS, COLS), 4.0)),
+    "_foreach_add_": lambda t: torch._foreach_add_([t], 1.0),
+    "_foreach_lerp_": lambda t: torch._foreach_lerp_([t], [torch.ones(ROWS, COLS)], 0.5),
+    "out=": lambda t: torch.add(torch.ones(ROWS, COLS), 1, out=t),
+}
+
+
+@pytest.mark.parametrize("text", [q for q in QUANTIZERS if "stochastic" not in q])
+@sides
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_encode_again(text: str, row: bool, col: bool, write: str) -> None:
+    t = make(text, row, col)
+    before, held = t.dequantize(), buffers(t)
+    version = t._version
+    WRITES[write](t)
+    expected = before.clone()
+    WRITES[write](expected)
+    assert same(t, lpq.quantizer(text).quantize(expected, row=row, col=col))
+    assert not torch.equal(t.dequantize(), before)
+    assert buffers(t) == held
+    assert t._version > version
+
+
+@every
+@sides
+def test_copying_between_equal_layouts_moves_bytes(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col)
+    target = torch.empty_like(t)
+    target.copy_(t)
+    assert same(target, t)
+    plain = torch.empty(ROWS, COLS)
+    plain.copy_(t)
+    assert torch.equal(plain, t.dequantize())
+
+
+@every
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["single", "foreach", "fused"])
+def test_optimizers_step_a_quantized_parameter(text: str, options: dict[str, bool]) -> None:
+    t = make(text, True, True)
+    parameter = nn.Parameter(t)
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, **options)
+    parameter.grad = torch.ones(ROWS, COLS)
+    before = parameter.dequantize().detach()
+    optimizer.step()
+    assert type(optimizer.state[parameter]["exp_avg"]) is Tensor
+    moved = before - parameter.dequantize().detach()
+    assert 0.05 < moved.mean() < 0.15
+
+
+@every
+@sides
+def test_fake_tensors_have_the_real_shapes(text: str, row: bool, col: bool) -> None:
+    real = make(text, row, col)
+    with FakeTensorMode() as mode:
+        made = lpq.quantizer(text).quantize(torch.empty(ROWS, COLS), row=row, col=col)
+        carried = mode.from_tensor(real)
+    for fake in (made, carried):
+        for (_, a), (_, b) in zip(fake.operands, real.operands, strict=True):
+            assert [(x.shape, x.dtype, x.stride()) for x in a.tensors()] == [
+                (x.shape, x.dtype, x.stride()) for x in b.tensors()
+            ]
+    assert made.dequantize().shape == (ROWS, COLS)
+
+
+@every
+def test_it_can_be_made_and_read_inside_a_compiled_function(text: str) -> None:
+    quantizer = lpq.quantizer(text)
+    x = torch.randn(32, 48)
+
+    def function(x: Tensor) -> tuple[Tensor, QuantizedTensor]:
+        t = quantizer.quantize(x, seed=torch.tensor(7))
+        return t.dequantize() * 2, t
+
+    value, t = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    expected, u = function(x)
+    assert torch.equal(value, expected)
+    assert same(t, u)
+
+
+def test_an_absent_operand_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"col operand of this \[256, 384\] tensor is absent.*quantize with col=True"):
+        make("mxfp8", True, False).operand("col")
+    derived = make("fp8", True, False).operand("col")
+    assert torch.equal(derived.data.view(torch.uint8), make("fp8", True, True).col.data.view(torch.uint8))
+    with pytest.raises(ValueError, match="row, col or both"):
+        make("mxfp8", False, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float64, torch.bool])
+def test_other_dtypes_are_refused_in_words(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"{dtype}.*float32, bfloat16, float16"):
+        lpq.quantizer("mxfp8").quantize(torch.zeros(4, 4, dtype=dtype))
+
+
+def test_pinning() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("pinned memory needs a CUDA device")
+    t = make("mxfp8", True, True).pin_memory()
+    assert t.is_pinned()
