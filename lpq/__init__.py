@@ -5,12 +5,12 @@ The public names are imported when they are first used (PEP 562): ``import lpq``
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lpq.core import QuantizedTensor, Quantizer, Storage, gemm
-    from lpq.nn import convert, hold_weights, report, set_step
+    from lpq.nn.conversion import convert, hold_weights, report, set_step
     from lpq.recipes import Policy, Recipe, policy, recipe
     from lpq.registry import quantizer
 
@@ -48,7 +48,9 @@ def __getattr__(name: str) -> Any:
     elif name in _SUBMODULES:
         value = import_module(f"lpq.{name}")
     elif name == "__version__":
-        value = metadata.version("lpq")
+        from importlib.metadata import version  # half of the time that `import lpq` would take
+
+        value = version("lpq")
     else:
         raise AttributeError(f"module 'lpq' has no attribute {name!r}")
     globals()[name] = value

@@ -1,7 +1,8 @@
 """The core: layouts, operands, quantizers, quantized tensors and the five operations on them."""
 
+from lpq.core import aten as _aten  # gives QuantizedTensor its operators
 from lpq.core.layout import Buffer, Stat, StateBuffer
-from lpq.core.operations import gemm, transpose
+from lpq.core.operations import decode, gemm, transpose
 from lpq.core.philox import RandomBits
 from lpq.core.quantize import encode_operands, remember
 from lpq.core.quantizer import Quantizer
@@ -17,6 +18,7 @@ __all__ = [
     "Stat",
     "StateBuffer",
     "Storage",
+    "decode",
     "encode_operands",
     "gemm",
     "remember",

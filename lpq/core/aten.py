@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from lpq.core.quantize import as_matrix, encode_operands
-from lpq.core.quantizer import DTYPES
+from lpq.core.quantize import DTYPES, as_matrix, encode_operands
 from lpq.core.storage import Storage
 from lpq.core.tensor import PrecisionWarning, QuantizedTensor
 
@@ -170,10 +169,18 @@ def _transpose(t: QuantizedTensor, first: int, second: int) -> Any:
     return _alias(t) if first % t.dim() == second % t.dim() else NotImplemented
 
 
+@implements(aten.permute.default)
+def _permute(t: QuantizedTensor, dims: Sequence[int]) -> Any:
+    order = [d % t.dim() for d in dims]
+    if order == list(range(t.dim())):
+        return _alias(t)
+    return _t(t) if order == [1, 0] else NotImplemented
+
+
 _VIEWS = {
     aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
     aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.as_strided.default, aten.t.default,
-    aten.transpose.int,
+    aten.transpose.int, aten.permute.default,
 }  # fmt: skip
 
 
@@ -348,6 +355,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for original, plain in decoded.values():
         if id(original) in written:
             original.copy_(plain)
+            if not original.is_inference():  # autograd counts a write to a tensor, but not to one in a list
+                torch.autograd.graph.increment_version(original)
     originals = {id(plain): original for original, plain in decoded.values()}
     return tree_map(lambda v: originals.get(id(v), v), out)
 
@@ -379,3 +388,6 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stacklevel=1,
     )
     return cast("Any", func(*args, **kwargs))
+
+
+QuantizedTensor.dispatch = staticmethod(dispatch)

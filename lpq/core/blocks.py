@@ -21,7 +21,7 @@ def pad_blocks(x: Tensor, block: Block) -> Tensor:
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """The largest magnitude of every block, fp32, NaN if the block has one; 0-dimensional for the whole matrix."""
+    """The largest magnitude of each block in fp32, NaN if it has one; 0-dimensional for the whole matrix."""
     # The bits of non-negative floats order as the floats do, NaN above infinity, and integers reduce faster.
     bits = x.float().abs().view(torch.int32)
     amax = bits.amax() if block == (None, None) else _amax(bits, block)
@@ -65,5 +65,6 @@ def _is_transposed(x: Tensor) -> bool:
 def _blocked(x: Tensor, block: Block) -> Tensor:
     """``x`` as ``[blocks down, rows of a block, blocks across, columns of a block]``."""
     x = pad_blocks(x, block)
-    high, wide = (step or max(size, 1) for step, size in zip(block, x.shape, strict=True))
-    return x.unflatten(1, (x.shape[1] // wide, wide)).unflatten(0, (x.shape[0] // high, high))
+    rows, cols = x.shape
+    high, wide = block[0] or max(rows, 1), block[1] or max(cols, 1)
+    return x.view(rows // high, high, cols // wide, wide)

@@ -1,9 +1,9 @@
 """Element types: exact casts between fp32 and the 8-bit and 4-bit floats that formats are made of.
 
-Every function is plain PyTorch, rounds to nearest even, saturates finite values and never turns a non-finite value
-into a finite one where the element type has a NaN; a NaN has one code, whatever its sign and payload were. Elsewhere
-``Tensor.to(torch.float8_e4m3fn)`` saturates or does not, depending on the version of torch. Casts are by arithmetic and
-tables rather than by masks: a comparison costs several times a multiplication on a CPU.
+Every function is plain PyTorch, rounds to nearest even, saturates finite values and, where the element type
+has a NaN, never makes a non-finite value finite. A NaN has one code, whatever its sign and payload were. Of
+``Tensor.to(torch.float8_e4m3fn)`` this holds in no version of torch entirely. The casts are arithmetic and tables
+rather than masks, because a comparison costs several times a multiplication on a CPU.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def cast_float8(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` as an 8-bit float: a product too large for fp32 saturates, a non-finite ``x`` stays so."""
+    """``x * scale`` as an 8-bit float. A product too large for fp32 saturates, as any other."""
     return _saturate(x * scale, x, dtype)
 
 
 def _saturate(product: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
-    # What vanishes beside every finite product, and is NaN (in E5M2 as infinite as x is) for every other x.
+    # It vanishes beside the product where x is finite; elsewhere it is NaN or, for E5M2, as infinite as x.
     trace = x * 0 if dtype == E4M3 else x * 2**-100 * 2**-100
     code = trace.add_(product.clamp(-limit, limit)).to(dtype).view(torch.uint8)
-    # A NaN may come out as 0xff. That code alone wraps to 0: it loses the 128 that every other code gets back.
+    # A NaN may have come out as 0xff. Only that code wraps to 0, and so loses 128 for good.
     return (code + 1).clamp_(max=1).mul_(128).add_(code).add_(128).view(dtype)
 
 
@@ -59,15 +59,15 @@ def cast_e2m1(x: Tensor) -> Tensor:
 
 
 def cast_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """As ``cast_e2m1``, rounded up with a probability in proportion, decided by one random byte for each element.
+    """As ``cast_e2m1``, but rounded to either neighbour, as decided by ``bits``: one byte r for each element.
 
-    ``t = |x| + r / 256 · step``, rounded once to fp32 and then down to the grid, where the step is that of the grid at
-    ``|x|``. The product is exact, so this is one fused multiply-add.
+    ``|x| + r / 256 · step``, with the grid's step at ``|x|``, is rounded down to the grid. The product is exact,
+    so that the sum is rounded once, as a fused multiply-add would.
     """
-    x = _number(x)
+    x = _number(x.contiguous())  # as the bits are
     magnitude = x.abs()
-    step = (magnitude.clamp(1, 4).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(1 / 512)
-    return _signed(_e2m1_code(magnitude.add_(step.mul_(bits)), Tensor.floor_), x)
+    step = (magnitude.clamp(1, 4).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(1 / 2)
+    return _signed(_e2m1_code(magnitude.add_(step.mul_(bits.float().mul_(1 / 256))), Tensor.floor_), x)
 
 
 def _number(x: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ def _number(x: Tensor) -> Tensor:
 
 
 def _e2m1_code(magnitude: Tensor, round_: Callable[[Tensor], Tensor]) -> Tensor:
-    """The codes of non-negative numbers. ``round_`` rounds to an integer in place, to the nearest even or down.
+    """The codes of non-negative numbers; ``round_`` rounds to integers in place, to the nearest even or down.
 
-    The values 0 .5 1 1.5 2 3 4 6 are three uniform grids of steps 1/2, 1 and 2. Counted in its steps, a value's code is
-    n, n + 2 or n + 4, and the least of the three is right everywhere. So are ties: an even count is an even code.
+    The values 0 .5 1 1.5 2 3 4 6 make up three uniform grids, of steps 1/2, 1 and 2. Counted in steps, a
+    value's code is n, n + 2 or n + 4. The least of them is right everywhere, and an even n is an even code.
     """
     code = round_(magnitude * 2)
     other = round_(magnitude.clone()).add_(2)
@@ -125,7 +125,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 def cast_e8m0(x: Tensor) -> Tensor:
     """The smallest power of two that is at least ``x`` (fp32, non-negative), as a biased exponent byte.
 
-    Zero gives 0 (that is 2^-127), what is above 2^127 gives 254, NaN and infinity give 255, which stands for NaN.
+    Zero gives 0 (that is 2^-127), what exceeds 2^127 gives 254, NaN and infinity give 255, which means NaN.
     """
     bits = x.view(torch.int32)
     exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.core.layout import Stat
-from lpq.core.philox import RandomBits
+from lpq.core.philox import RandomBits, draw_seed
 from lpq.core.storage import Storage
 from lpq.ops import choose
 
@@ -118,7 +118,7 @@ def quantize(
     if row is None and col is None:
         return row_storage, col_storage, []
     if seed is None and any(side is not None and side.stochastic for side in (row, col)):
-        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=x.device)
+        seed = draw_seed(x.device)
     out: list[Tensor] = torch.ops.lpq.quantize(x, stats or [], _text(row), _text(col), seed, offset, measure)
     rows, cols = x.shape
     at = 0
@@ -180,12 +180,18 @@ def _quantize(
 def _distinct(made: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
     """What an operator may return: contiguous buffers, and neither an input nor a tensor twice. A format need not
     care: a value for the whole matrix can be a statistic as it came, and can serve both operands."""
-    seen = {id(t) for t in given}
+    seen = {_memory(t) for t in given if t is not None}
     out: list[Tensor] = []
     for tensor in made:
-        out.append(tensor.clone() if id(tensor) in seen else tensor.contiguous())
-        seen.add(id(tensor))
+        tensor = tensor.contiguous()
+        out.append(tensor.clone() if _memory(tensor) in seen else tensor)
+        seen.add(_memory(tensor))
     return out
+
+
+def _memory(tensor: Tensor) -> int:
+    """What a tensor and its views have in common."""
+    return cast("int", tensor.untyped_storage()._cdata)
 
 
 @torch.library.register_fake("lpq::quantize", lib=_library)

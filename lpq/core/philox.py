@@ -1,7 +1,7 @@
 """Random bits as a pure function of a seed and an element's place: Philox 4x32-10 in integer operations.
 
 Element ``(row, col)`` of an operand takes byte ``col % 16`` of the 16 bytes that Philox gives for the counter
-``(col // 16, row, direction, 0)`` under the key ``(seed mod 2^32, seed div 2^32)``. So a kernel needs one Philox call
+``(col // 16, row, direction, 0)`` under the key ``(seed mod 2^32, seed div 2^32)``. So a kernel calls Philox once
 for 16 elements along the contraction, a shard that knows its offset draws the bits of the whole, and the two
 directions of a tensor are independent.
 """
@@ -22,11 +22,11 @@ Counter = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Counter, key: tuple[Tensor, Tensor]) -> Counter:
-    """Four 32-bit words (in int64) for each counter; the counter's words may be of any shapes that broadcast."""
+    """Four 32-bit words (in int64) for each counter, whose words may have any shapes that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # A 64-bit product wraps in int64, but its two halves are right: the shift's sign bits are masked away.
+        # A 64-bit product wraps in int64, but its halves are right: the shift's sign bits are masked away.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = _high(p1) ^ (c1 ^ k0), p1 & MASK, _high(p0) ^ (c3 ^ k1), p0 & MASK
         k0, k1 = (k0 + WEYL[0]) & MASK, (k1 + WEYL[1]) & MASK
@@ -35,6 +35,11 @@ def philox(counter: Counter, key: tuple[Tensor, Tensor]) -> Counter:
 
 def _high(product: Tensor) -> Tensor:
     return (product >> 32).bitwise_and_(MASK)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed from torch's default generator, without a host synchronisation."""
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True, eq=False)

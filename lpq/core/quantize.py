@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from lpq.core import operations
-from lpq.core.quantizer import DTYPES, Quantizer
 from lpq.core.reduce import check_shard, reduce_stats, spans
 from lpq.core.storage import Storage
+from lpq.core.tensor import QuantizedTensor, wrap_operands
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lpq.core.tensor import QuantizedTensor
+    from lpq.core.quantizer import Quantizer
 
 State = Mapping[str, Tensor]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):
@@ -50,7 +51,7 @@ def encode_operands(
         return _encode(quantizer, x, row_side, col_side, group, state, seed, offset)
     first = _encode(quantizer, x, quantizer.side("row"), None, group, state, seed, offset)
     assert first.row is not None
-    decoded = first.row.dequantize(torch.float32)
+    decoded = operations.decode(first.row, torch.float32)
     second = _encode(quantizer, decoded, None, col_side, group, state, seed, offset)
     assert second.col is not None
     second.col.dtype = x.dtype
@@ -133,8 +134,6 @@ def quantize_tensor(
     offset: int,
 ) -> QuantizedTensor:
     """``Quantizer.quantize``."""
-    from lpq.core.tensor import wrap_operands  # its in-place writes come back here
-
     if not (row or col):
         raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")
     check_input(x)

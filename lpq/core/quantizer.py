@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lpq.core.tensor import QuantizedTensor
 
 Direction = Literal["row", "col"]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Quantizer:
@@ -35,8 +34,10 @@ class Quantizer:
 
     # ------------------------------------------------------------------------------ what a format writes
 
-    stats: ClassVar[tuple[Stat, ...]] = ()
-    """The statistics that ``encode`` needs. A property, where options change them."""
+    @property
+    def stats(self) -> tuple[Stat, ...]:
+        """The statistics that ``encode`` needs. This and the properties below may be plain class attributes."""
+        return ()
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         """The statistics of a matrix, by name. Pure, and local: the core reduces them over the ranks."""
@@ -48,18 +49,27 @@ class Quantizer:
 
     # ------------------------------------------------------------------------------ what a format may say
 
-    transposable: bool = False
-    """``Storage.transposed`` gives the bytes that encoding the transposed matrix would give."""
+    @property
+    def transposable(self) -> bool:
+        """``Storage.transposed`` gives the bytes that encoding the transposed matrix would give."""
+        return False
+
+    @property
+    def rotation(self) -> str | None:
+        """The name of the rotated basis in which the matrix is stored; columns that it mixes are in one block."""
+        return None
+
+    @property
+    def state(self) -> tuple[StateBuffer, ...]:
+        """What is remembered across steps; empty for most formats."""
+        return ()
+
     stochastic: bool = False
     """``encode_stochastic`` is called in place of ``encode``."""
-    rotation: str | None = None
-    """The name of the rotated basis in which the matrix is stored; a group of columns that it mixes is one block."""
     plain: ClassVar[bool] = False
     """The operand is an ordinary matrix, its buffer ``data`` a view or a cast: there is nothing to launch."""
     col_source: Literal["original", "row"] = "original"
     """What the column operand encodes: the tensor itself, or the decoded row operand."""
-    state: tuple[StateBuffer, ...] = ()
-    """What is remembered across steps; empty for most formats."""
 
     def side(self, direction: Direction) -> Quantizer:
         """The quantizer of the operand in this direction: this one, unless the directions differ."""
@@ -100,7 +110,7 @@ class Quantizer:
         ``seed`` and ``offset`` (the first row of a shard in the whole tensor) determine stochastic rounding; without
         a seed one is drawn from torch's generator.
         """
-        from lpq.core.quantize import quantize_tensor  # built on quantizers
+        from lpq.core.quantize import quantize_tensor  # the one import that points up: it is built on quantizers
 
         return quantize_tensor(
             self, x, row=row, col=col, group=amax_group, state=state, seed=seed, offset=offset
@@ -145,7 +155,7 @@ class Quantizer:
     @cached_property
     def storage(self) -> type[Storage]:
         """The storage class of the format."""
-        storage: type[Storage] = registry.resolve(registry.format_of(type(self)).storage)
+        storage: type[Storage] = registry.storage_class(registry.format_of(type(self)).name)
         return storage
 
     def __getstate__(self) -> dict[str, Any]:

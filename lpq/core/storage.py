@@ -136,12 +136,6 @@ class Storage:
         shape = (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))
         return first.wrap(joined, first.quantizer, shape, first.dtype)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The matrix in its own dtype, or in ``dtype``, by the fastest kernel for this device."""
-        from lpq.core.operations import decode  # the operations are built on storages
-
-        return decode(self, dtype or self.dtype)
-
     @property
     def device(self) -> torch.device:
         return self.tensors()[0].device

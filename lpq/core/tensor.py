@@ -8,13 +8,13 @@ each operator does with the buffers. Pickled and saved, it is its quantizer's st
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.core.operations import transpose
+from lpq.core.operations import decode, transpose
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.core.storage import Storage
 
@@ -37,6 +37,9 @@ class QuantizedTensor(Tensor):
     """What encodes it again when it is written to."""
     amax_group: ProcessGroup | None
     """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved."""
+
+    dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    """What an operator does; ``lpq.core.aten``, which is written over this class, provides it."""
 
     @staticmethod
     def __new__(
@@ -80,9 +83,9 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there."""
         if self.row is not None:
-            return self.row.dequantize(dtype or self.dtype).reshape(self.shape)
+            return decode(self.row, dtype or self.dtype).reshape(self.shape)
         assert self.col is not None
-        return self.col.dequantize(dtype or self.dtype).t().contiguous().reshape(self.shape)
+        return decode(self.col, dtype or self.dtype).t().contiguous().reshape(self.shape)
 
     def with_operands(
         self, row: Storage | None, col: Storage | None, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
@@ -132,9 +135,7 @@ class QuantizedTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from lpq.core.aten import dispatch  # written over this class
-
-        return dispatch(func, args, kwargs or {})
+        return cls.dispatch(func, args, kwargs or {})
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

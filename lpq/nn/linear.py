@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lpq import recipes
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
-from lpq.core.quantize import as_matrix, draw_seed
+from lpq.core.philox import draw_seed
+from lpq.core.quantize import as_matrix
 
 if TYPE_CHECKING:
     from lpq.recipes import Recipe, RecipeLike, Schedule
@@ -222,6 +223,13 @@ class Linear(nn.Linear):
         for name in self._state_names():
             if prefix + name in missing:
                 missing.remove(prefix + name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        state = {name: getattr(self, name) for name in self._state_names()}
+        super()._apply(fn, recurse)
+        for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
+            setattr(self, name, before.to(getattr(self, name).device))
+        return self
 
     # ------------------------------------------------------------------------------ running it
 

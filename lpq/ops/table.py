@@ -11,7 +11,6 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
     return _choose(op, operands, device.type, device.index, os.environ.get(ENVIRONMENT))
 
 
-@lru_cache(maxsize=None)
+@registry.cached
 def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, forced: str | None) -> Choice:
     allowed = _allowed(forced)
     quantizers = tuple(registry.quantizer(text) for text in operands)

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe or a policy, and where: whatever reads a part puts its place before the message."""
+"""What is wrong with a recipe or a policy, and where: whoever reads a part puts its place in front."""
 
 from __future__ import annotations
 

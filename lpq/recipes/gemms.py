@@ -2,8 +2,8 @@
 
     fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
 
-A quantizer speaks of a whole tensor, so an operand is one side of its quantizer, and the two operands of a tensor
-make one quantizer again: ``recipe.x``, ``recipe.w`` and ``recipe.dy`` are what a layer encodes its tensors with.
+A quantizer speaks of a whole tensor, so an operand is one side of its quantizer, and the two operands of a
+tensor make one quantizer again: a layer encodes with ``recipe.x``, ``recipe.w`` and ``recipe.dy``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
         return f"{self.gemm}.{self.tensor}"
 
     def belongs_to(self, key: str) -> bool:
-        """Whether a key of a recipe speaks of it: ``wgrad``, ``dy`` and ``wgrad.dy`` speak of ``wgrad.dy``."""
+        """Whether a key of a recipe speaks of it: of ``wgrad.dy`` do ``wgrad``, ``dy`` and ``wgrad.dy``."""
         return key in (self.gemm, self.tensor, str(self))
 
 

@@ -1,4 +1,4 @@
-"""Patterns for the dotted names of modules: ``*`` is any characters, dots too; ``?`` is one; ``[ab]`` is a or b."""
+"""Patterns for names of modules: ``*`` is any characters, dots too; ``?`` is one; ``[ab]`` is a or b."""
 
 from __future__ import annotations
 

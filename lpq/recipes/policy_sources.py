@@ -22,8 +22,8 @@ KEYS = (*REMEDIES, "until")
 def policy(source: PolicyLike) -> Policy:
     """Make a policy. ``source`` is one of these:
 
-    - a mapping: ``{"rules": [{"match": "lm_head", "recipe": "skip"}, {"match": "*", "recipe": "nvfp4"}]}``; ``match``
-      may be a list of patterns, and ``until`` ends a rule: before a step, or at a fraction of the run
+    - a mapping: ``{"rules": [{"match": "lm_head", "recipe": "skip"}, {"match": "*", "recipe": "nvfp4"}]}``;
+      ``match`` may be a list of patterns, and ``until`` ends a rule, before a step or at a fraction of a run
     - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``
     - anything that ``lpq.recipe`` takes: that recipe for all layers
     - a policy, which is returned as it is

@@ -1,8 +1,8 @@
 """Making recipes: from names, from text, from mappings and from TOML files, all by the same rules.
 
 A recipe in parts is keys and values. A key says which operands: ``wgrad`` (both of a GEMM), ``dy`` (both of a
-tensor) or ``wgrad.dy`` (this one, whatever a wider key says). A value says what they get: the name of a recipe (what
-that recipe gives them), or else a quantizer; with parentheses, as in ``mxfp8()``, it is always a quantizer.
+tensor) or ``wgrad.dy`` (one, whatever a wider key says). A value says what they get: a recipe's name (what
+it gives them there), or else a quantizer; with parentheses, as in ``mxfp8()``, it is always a quantizer.
 """
 
 from __future__ import annotations
@@ -145,9 +145,10 @@ def _from_spec(spec: RecipeSpec, within: tuple[str, ...]) -> Recipe:
         raise  # this one is at fault, and not what is made of it
     except LpqError as error:
         plugin = next(p for p in registry.plugins() if spec.name in p.recipes)
+        origin = f"{plugin.distribution} {plugin.version}".strip()
         raise PluginRecipeError(
-            f"recipe {spec.name} of plugin {plugin.name} ({f'{plugin.distribution} {plugin.version}'.strip()}) "
-            f"cannot be built: {error}\nRemedy: install what it needs, or correct it; other recipes still work."
+            f"recipe {spec.name} of plugin {plugin.name} ({origin}) cannot be built: {error}\n"
+            "Remedy: install what it needs, or correct it; other recipes still work."
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Policy: which recipe each layer has at each step. Ordered rules, of which the first that matches wins.
 
-A rule speaks of the layers whose dotted names match one of its patterns, and of the steps before ``until``; after
-those the rules below it take over. A layer that no rule speaks of is left alone.
+A rule speaks of the layers whose dotted names match one of its patterns, and of the steps before ``until``;
+after those the rules below it take over. A layer that no rule speaks of is left alone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Schedule:
     """What one layer has, step by step."""
 
     pieces: tuple[tuple[int | None, Recipe | None], ...]
-    """Recipes in their order (None: left alone), each with the step before which it holds; the last has None."""
+    """Recipes in order (None: left alone), each with the step before which it holds; the last has None."""
 
     def at(self, step: int) -> Recipe | None:
         """The recipe at this step, counted from 0; None: the layer is left alone."""
@@ -108,8 +108,8 @@ class Policy:
             cover = next((p for p in other.match if covers(p, pattern) and other.outlasts(rule)), None)
             if cover is not None:
                 raise RecipeError(
-                    f"rule {earlier} ({cover!r}) hides rule {number} ({pattern!r}): the first match wins, so the "
-                    f"latter never applies. Put rule {number} before rule {earlier}, or drop the pattern."
+                    f"rule {earlier} ({cover!r}) hides rule {number} ({pattern!r}), since the "
+                    f"first match wins: put rule {number} before rule {earlier}, or drop the pattern"
                 )
 
     def rules_for(self, name: str) -> tuple[Rule, ...]:
@@ -117,7 +117,7 @@ class Policy:
         return tuple(rule for rule in self.rules if rule.matches(name))
 
     def schedule(self, name: str, steps: int | None = None) -> Schedule:
-        """What the layer of this name has at each step of a run; fractions need to know of how many ``steps``."""
+        """What the layer of this name has at each step. Fractions need ``steps``, the length of the run."""
         pieces: list[tuple[int | None, Recipe | None]] = []
         reached = 0
         for number, rule in enumerate(self.rules, 1):

@@ -44,5 +44,5 @@ def _tables(value: object) -> list[Mapping[str, object]]:
 
 
 def _plain(value: object) -> str:
-    # A JSON string, number, boolean or array of these is the same in TOML, but for DEL, which JSON leaves bare.
+    # A JSON string, number, boolean or array of these is TOML too, apart from DEL, which JSON leaves bare.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

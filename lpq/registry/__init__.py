@@ -94,7 +94,7 @@ def convert_module(module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
 def register(plugin: object, *, name: str) -> PluginInfo:
     """Take a module, or any object with hooks, as the plugin ``name``, without packaging it.
 
-    In a notebook the import strings of its specs begin with ``__main__:``. Registering the name again replaces
-    it; ``refresh`` forgets it.
+    In a notebook the import strings of its specs begin with ``__main__:``. Registering a name again replaces
+    the earlier one, and ``refresh`` forgets it.
     """
     return default().register(plugin, name)

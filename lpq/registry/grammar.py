@@ -1,8 +1,8 @@
 """The one grammar in which quantizers are written, and its inverse.
 
 ``NAME`` or ``NAME(option=value, …)``, as in ``nvfp4(block=16x16, rht=true)``. A value is ``true``, ``false``,
-``none``, a number, a bare word, a quoted string or another quantizer: ``hybrid(row=mxfp8, col=nvfp4(rht=true))``.
-What ``str`` of a ``Call`` writes, ``parse`` reads back to the same values.
+``none``, a number, a bare word, a quoted string or another quantizer, as in
+``hybrid(row=mxfp8, col=nvfp4(rht=true))``. What ``str`` of a ``Call`` writes, ``parse`` reads back.
 """
 
 from __future__ import annotations

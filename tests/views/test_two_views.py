@@ -117,6 +117,6 @@ def test_the_authors_format_is_a_tensor(int8: str) -> None:
     assert t.row.buffers()["data"].dtype == torch.int8
     assert t.col.shape == (48, 16)
     assert torch.equal(t[4:8].dequantize(), t.dequantize()[4:8])
-    assert torch.equal(t.t().dequantize(), t.col.dequantize())
+    assert torch.equal(t.t().dequantize(), t.col.decode())
     assert (t.dequantize() - x).abs().max() <= x.abs().max() / 127
     assert str(lpq.quantizer("hybrid", row="int8", col="mxfp8").quantize(x).col.quantizer) == "mxfp8"

@@ -1,7 +1,7 @@
 """MXFP8 in plain PyTorch: this is what defines the format.
 
-A block is 32 elements along the contraction. It has a power of two as its scale, stored as the biased exponent byte
-``e``, and holds ``x · 2^(127 - e)`` as 8-bit floats.
+A block is 32 elements along the contraction. Its scale is a power of two, stored as a biased exponent ``e``;
+its elements are ``x · 2^(127 - e)`` as 8-bit floats.
 """
 
 from __future__ import annotations

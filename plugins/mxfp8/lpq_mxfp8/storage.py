@@ -12,12 +12,14 @@ from lpq.core.elements import E4M3, E5M2
 from lpq_mxfp8 import reference
 
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
+SCALE = Buffer("scale", torch.uint8, block=reference.BLOCK)
+LAYOUTS = {name: (Buffer("data", dtype), SCALE) for name, dtype in ELEMENTS.items()}
 
 
 class MXFP8Storage(Storage):
     """``data``: an 8-bit float for each element. ``scale``: a biased exponent (E8M0) for each block."""
 
-    layout = (Buffer("data", E4M3), Buffer("scale", torch.uint8, block=reference.BLOCK))
+    layout = LAYOUTS["e4m3"]
 
     @classmethod
     def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:
@@ -25,8 +27,3 @@ class MXFP8Storage(Storage):
 
     def decode(self) -> Tensor:
         return reference.decode(self.data, self.scale)
-
-
-LAYOUTS = {
-    name: (Buffer("data", dtype), Buffer("scale", torch.uint8, block=reference.BLOCK)) for name, dtype in ELEMENTS.items()
-}

@@ -1,0 +1,89 @@
+"""The command ``lpq``. Each command lives in a module of its own, which is imported when the command runs.
+
+So ``lpq formats`` needs no torch and ``lpq --help`` needs nothing at all. An ``LpqError`` ends a command with its words on
+stderr: status 2 for a name or an option that does not exist, 1 for everything else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from lpq.registry.errors import LpqError, OptionError, UnknownFormat, UnknownRecipe
+
+COMMANDS = {
+    "train": ("lpq.cli.train", "Train a small GPT by a recipe, next to bf16."),
+    "formats": ("lpq.cli.listing", "List the number formats that are installed."),
+    "recipes": ("lpq.cli.listing", "List the named recipes."),
+    "plugins": ("lpq.cli.listing", "List the plugins: where each comes from, what it brings, what is wrong."),
+    "doctor": ("lpq.cli.doctor", "Say what this machine can run: versions, devices, plugins, kernels."),
+    "explain": ("lpq.cli.explain", "Say what a recipe does: operands, quantizers and kernels of its three GEMMs."),
+    "check": ("lpq.cli.check", "Run the conformance kit on a format."),
+    "new-plugin": ("lpq.cli.new_plugin", "Write a package with a new format, ready to install."),
+}
+"""Each command: the module that has a function of its name, and its line in ``lpq --help``."""
+
+
+def load(name: str) -> Any:
+    """The command, imported."""
+    function = getattr(import_module(COMMANDS[name][0]), name.replace("-", "_"))
+    single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    single.command(name)(function)
+    return typer.main.get_command(single)
+
+
+class Unloaded(TyperCommand):
+    """A command that is listed but not imported; running it, or asking for its help, imports it."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return load(str(self.name)).make_context(info_name, args, parent, **extra)
+
+
+class Commands(TyperGroup):
+    """The commands of the table above."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return Unloaded(cmd_name, help=COMMANDS[cmd_name][1]) if cmd_name in COMMANDS else None
+
+
+app = typer.Typer(
+    name="lpq",
+    cls=Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        import lpq
+
+        typer.echo(f"lpq {lpq.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=show_version, is_eager=True
+    ),
+) -> None:
+    """Low-precision training in which a number format is a plugin."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; what ``lpq`` and ``python -m lpq`` call."""
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name="lpq")
+    except LpqError as error:
+        print(f"lpq: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, OptionError | UnknownFormat | UnknownRecipe) else 1) from None

@@ -1,0 +1,119 @@
+"""``lpq doctor``: what this machine can run, and what is in the way of more."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import lpq
+from lpq import registry
+from lpq.cli.kernels import Served, pick_device, served_by_format
+from lpq.cli.listing import described
+from lpq.cli.output import Json, as_json, table
+from lpq.registry.errors import LpqError, OptionError
+
+ENVIRONMENT = ("LPQ_KERNELS", "LPQ_LOAD_PLUGINS")
+Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
+
+
+def doctor(device: Device = "auto", json: Json = False) -> None:
+    """Say what this machine can run: versions, devices, plugins, and the kernel of each operation.
+
+    A kernel that would be better and cannot run here is listed with the reason. Exit status 1: something is broken.
+    """
+    where = pick_device(device)
+    plugins = [described(plugin) for plugin in registry.plugins()]
+    kernels, broken = examine(where)
+    wrong = [p for p in plugins if p["status"] in ("broken", "missing")]
+    if json:
+        as_json(
+            {
+                "versions": versions(),
+                "devices": devices(),
+                "environment": environment(),
+                "plugins": plugins,
+                "device": str(where),
+                "kernels": [{"format": name, **s.plain()} for name, found in kernels.items() for s in found],
+                "broken_formats": broken,
+            }
+        )
+    else:
+        table("Versions", ("what", "version"), versions().items())
+        table("Devices", ("device", "name", "what it is"), (d.values() for d in devices()))
+        if environment():
+            table("Environment", ("variable", "value"), environment().items())
+        table(
+            "Plugins",
+            ("name", "from", "status", "what is wrong", "remedy"),
+            (
+                (p["name"], f"{p['distribution']} {p['version']}", p["status"], p["cause"], p["remedy"])
+                for p in plugins
+            ),
+        )
+        table(
+            f"Kernels on {where}, default options",
+            ("format", "operation", "runs", "why not a better one"),
+            (
+                (name, s.op, s.impl or s.backend, s.reasons)
+                for name, found in kernels.items()
+                for s in found
+            ),
+        )
+        for name, problem in broken.items():
+            typer.echo(f"lpq: format {name}: {problem}", err=True)
+    if wrong or broken or any(s.error for found in kernels.values() for s in found):
+        raise typer.Exit(1)
+
+
+def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, str]]:
+    """The kernels of each format that has default options, and the formats that cannot be used, with the reason."""
+    kernels: dict[str, list[Served]] = {}
+    broken: dict[str, str] = {}
+    for plugin in registry.plugins():
+        for name in plugin.formats:
+            try:
+                kernels[name] = served_by_format(name, device)
+            except OptionError:
+                continue  # it has options without a default, as one that is made of other formats does
+            except LpqError as error:
+                broken[name] = str(error)
+    return kernels, broken
+
+
+def versions() -> dict[str, str]:
+    cuda: str | None = getattr(torch.version, "cuda", None)
+    return {
+        "lpq": lpq.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "cuda": cuda or "torch is built without it",
+        "cuda-core": installed("cuda-core"),
+    }
+
+
+def installed(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def devices() -> list[dict[str, Any]]:
+    """The devices that torch sees."""
+    found = [{"device": "cpu", "name": platform.machine(), "detail": f"{torch.get_num_threads()} threads"}]
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        detail = f"compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+        found.append({"device": f"cuda:{index}", "name": gpu.name, "detail": detail})
+    return found
+
+
+def environment() -> dict[str, str]:
+    """The variables that lpq reads, where they are set."""
+    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}

@@ -1,0 +1,74 @@
+"""``lpq explain RECIPE``: what the three GEMMs of a recipe multiply, and what runs them here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import lpq
+from lpq.cli.doctor import Device
+from lpq.cli.kernels import Served, pick_device, served
+from lpq.cli.output import Json, as_json, table
+from lpq.core.quantizer import Direction, Quantizer
+from lpq.recipes import Recipe
+from lpq.recipes.gemms import GEMMS, TENSORS
+
+SIDES: tuple[Direction, Direction] = ("row", "col")
+PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
+Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, the grammar, or a TOML file.")]
+
+
+def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None:
+    """Say what a recipe does: the operands of its three GEMMs, their quantizers, and the kernel that runs each.
+
+    A kernel that would be better and cannot run here is listed with the reason.
+    """
+    made, where = lpq.recipe(recipe), pick_device(device)
+    gemms = {gemm: described(made, gemm) for gemm in GEMMS}
+    runs: dict[str, Served] = {
+        gemm: served("gemm", tuple(q.side(o.side) for o, q in made.operands.items() if o.gemm == gemm), where)
+        for gemm in GEMMS
+    }
+    for tensor in TENSORS:
+        runs |= encoding(made, tensor, where)
+    if json:
+        as_json(
+            {
+                "recipe": made.text,
+                "name": made.name,
+                "device": str(where),
+                "gemms": gemms,
+                "runs": {name: s.plain() for name, s in runs.items()},
+            }
+        )
+        return
+    table(
+        f"{made.title}  =  {made.text}" if made.name else made.text,
+        ("GEMM", "computes", "left operand", "right operand"),
+        (
+            (gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values())
+            for gemm, operands in gemms.items()
+        ),
+    )
+    table(
+        f"What runs on {where}",
+        ("step", "runs", "why not a better one"),
+        ((name, s.impl or s.backend, s.reasons) for name, s in runs.items()),
+    )
+
+
+def described(recipe: Recipe, gemm: str) -> dict[str, Any]:
+    """The operands of one GEMM, in order, and the quantizer of each."""
+    return {f"{o.tensor}.{o.side}": q.side(o.side).text for o, q in recipe.operands.items() if o.gemm == gemm}
+
+
+def encoding(recipe: Recipe, tensor: str, device: torch.device) -> dict[str, Served]:
+    """What encodes a tensor: one step for both operands where one read can make them."""
+    quantizer: Quantizer = getattr(recipe, tensor)
+    sides = {f"{tensor}.{side}": quantizer.side(side) for side in SIDES}
+    real = {name: side for name, side in sides.items() if not side.plain}
+    if not real or quantizer.col_source == "row":
+        return {f"quantize {name}": served("quantize", (side,), device) for name, side in sides.items()}
+    return {f"quantize {', '.join(real)}": served("quantize", tuple(real.values()), device)}

@@ -1,0 +1,78 @@
+"""Which kernel serves an operation here and why not a better one, in the words of ``lpq doctor`` and ``lpq explain``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lpq import registry
+from lpq.core.quantizer import Quantizer
+from lpq.ops import KernelError, choose
+
+NOTHING = "none needed"
+"""The kernel of an operation on ordinary matrices: there is nothing to launch."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """An operation and what runs it."""
+
+    op: str
+    operands: tuple[str, ...]
+    backend: str
+    impl: str | None
+    """The kernel; None: the reference, or nothing at all."""
+    why_not: tuple[tuple[str, str], ...]
+    """The kernels that would have been preferred, and why each cannot run here."""
+    error: str | None = None
+    """Why nothing may run: the kernels that ``LPQ_KERNELS`` allows are not there."""
+
+    @property
+    def reasons(self) -> str:
+        if self.error is not None:
+            return self.error
+        return "\n".join(f"{impl}: {reason}" for impl, reason in self.why_not)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {**asdict(self), "why_not": [{"impl": impl, "reason": reason} for impl, reason in self.why_not]}
+
+
+def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Served:
+    """What serves ``op`` on these operands."""
+    texts = tuple(q.text for q in operands)
+    if all(q.plain for q in operands):
+        return Served(op, texts, "torch" if op == "gemm" else NOTHING, None, ())
+    try:
+        choice = choose(op, texts, device)
+    except KernelError as error:
+        return Served(op, texts, "error", None, (), str(error))
+    rejected = tuple((f"{kernel.backend} {kernel.impl}", reason) for kernel, reason in choice.rejected)
+    return Served(op, texts, choice.backend, choice.kernel.impl if choice.kernel else None, rejected)
+
+
+def served_by_format(name: str, device: torch.device) -> list[Served]:
+    """What serves each operation of a format with its default options."""
+    quantizer = registry.quantizer(name)
+    found: list[Served] = []
+    for side in dict.fromkeys((quantizer.side("row"), quantizer.side("col"))):
+        ops = [op for op, has in (("measure", side.stats), ("transpose", side.transposable)) if has]
+        found += [served(op, (side,), device) for op in (*ops, "quantize", "decode")]
+        found.append(served("gemm", (side, side), device))
+    return found
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that ``--device`` names; ``auto`` is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or (device.type == "cuda" and not torch.cuda.is_available()):
+        reason = "is not a device" if device is None else "is not here: torch sees no CUDA device"
+        raise KernelError(f"--device {name}: {name} {reason}; use cpu, cuda, cuda:N or auto")
+    return device

@@ -1,0 +1,112 @@
+"""``lpq formats``, ``lpq recipes``, ``lpq plugins``: what is installed, from what plugins say about themselves.
+
+Nothing here imports a quantizer, so listing needs neither torch nor a GPU. A plugin that cannot be used is reported on
+stderr; the others are listed all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lpq import registry
+from lpq.cli.output import Json, as_json, complain, table
+from lpq.registry.loader import PluginInfo
+
+
+def formats(json: Json = False) -> None:
+    """List the number formats that are installed, those of other packages included."""
+    plugins = registry.plugins()
+    found = [(plugin, spec) for plugin in plugins for spec in plugin.formats.values()]
+    if json:
+        as_json(
+            [
+                {
+                    "name": spec.name,
+                    "summary": spec.summary,
+                    "effective_bits": spec.effective_bits,
+                    "kernels": len(spec.kernels),
+                    **origin(plugin),
+                }
+                for plugin, spec in found
+            ]
+        )
+    else:
+        table(
+            "Formats",
+            ("name", "bits", "from", "summary"),
+            ((s.name, bits(s.effective_bits), f"{p.distribution} {p.version}", s.summary) for p, s in found),
+        )
+    complain(plugins)
+
+
+def recipes(json: Json = False) -> None:
+    """List the named recipes. `lpq explain NAME` says what one does."""
+    plugins = registry.plugins()
+    found = [(plugin, spec) for plugin in plugins for spec in plugin.recipes.values()]
+    if json:
+        as_json(
+            [
+                {"name": spec.name, "summary": spec.summary, "recipe": plain(spec.recipe), **origin(plugin)}
+                for plugin, spec in found
+            ]
+        )
+    else:
+        table(
+            "Recipes",
+            ("name", "from", "summary"),
+            ((s.name, f"{p.distribution} {p.version}", s.summary) for p, s in found),
+        )
+    complain(plugins)
+
+
+def plugins(json: Json = False) -> None:
+    """List the plugins: where each comes from, what it brings, and what is wrong with it."""
+    found = registry.plugins()
+    if json:
+        as_json([described(plugin) for plugin in found])
+        return
+    table(
+        "Plugins",
+        ("name", "from", "status", "formats", "recipes", "kernels"),
+        (
+            (
+                plugin.name,
+                f"{plugin.distribution} {plugin.version}",
+                plugin.status,
+                " ".join(plugin.formats),
+                len(plugin.recipes),
+                len(plugin.kernels),
+            )
+            for plugin in found
+        ),
+    )
+    complain(found)
+
+
+def described(plugin: PluginInfo) -> dict[str, Any]:
+    """A plugin as plain data."""
+    error = plugin.error
+    return {
+        "name": plugin.name,
+        **{key: value for key, value in origin(plugin).items() if key != "plugin"},
+        "builtin": plugin.builtin,
+        "status": plugin.status,
+        "formats": list(plugin.formats),
+        "recipes": list(plugin.recipes),
+        "kernels": [kernel.impl for kernel in plugin.kernels],
+        "cause": error.cause if error else None,
+        "remedy": error.remedy if error else None,
+    }
+
+
+def origin(plugin: PluginInfo) -> dict[str, str]:
+    return {"plugin": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
+
+
+def bits(effective: float | None) -> str:
+    return "depends" if effective is None else f"{effective:g}"
+
+
+def plain(recipe: Any) -> Any:
+    """A recipe's source as JSON can hold it: the grammar, or nested dicts."""
+    return recipe if isinstance(recipe, str) else {key: plain(value) for key, value in recipe.items()}

@@ -1,0 +1,39 @@
+"""How the commands print: a rich table for people, JSON for programs, errors on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lpq.registry.loader import PluginInfo
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table; a title in the singular of what each row is. Cells are plain text."""
+    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for i, column in enumerate(columns):
+        made.add_column(column, overflow="fold", no_wrap=i == 0)
+    for row in rows:
+        made.add_row(*(escape(str(cell)) if cell is not None else "" for cell in row))
+    Console().print(made)
+
+
+def as_json(value: object) -> None:
+    """Print JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def complain(plugins: Iterable[PluginInfo]) -> None:
+    """Say on stderr which plugins cannot be used and what to do about it."""
+    for plugin in plugins:
+        if plugin.error is not None:
+            typer.echo(f"lpq: {plugin.error}", err=True)

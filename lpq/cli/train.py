@@ -1,0 +1,60 @@
+"""``lpq train``: the command line of ``lpq.train``. Its options are the fields of ``TrainConfig``."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from lpq.train import Stopped, TrainConfig, resolve, run
+from lpq.train.config import TYPES
+
+
+def train(config: Path | None, **options: Any) -> None:
+    """Train a small byte-level GPT by recipe, then in bf16 from the same seed, and compare the two.
+
+    The text is Python's own standard library unless --data names another. Ctrl-C saves, and --resume goes on.
+    """
+    given = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None and v != []
+    }
+    try:
+        run(resolve(given, config))
+    except Stopped as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(stopped.exit_code) from None
+
+
+def _signature() -> inspect.Signature:
+    """Every option, None unless it is given: what is not said may come from a file or a resumed run."""
+    file = typer.Option("--config", help="A TOML file with these options; the command line overrules it.")
+    parameters = [_parameter("config", Path, file)]
+    for f in fields(TrainConfig):
+        kind = TYPES[f.name]
+        if get_origin(kind) is tuple:
+            kind = list[str]
+        elif isinstance(kind, UnionType):
+            kind = get_args(kind)[0]
+        flag = f"--{f.name.replace('_', '-')}"
+        name = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+        shown = str(f.default).lower() if kind is bool else str(f.default)
+        default = shown if f.default is not None and f.default != () else False
+        parameters.append(
+            _parameter(f.name, kind, typer.Option(name, help=f.metadata["help"], show_default=default))
+        )
+    return inspect.Signature(parameters)
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    hint = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
+
+# typer reads a command's options from its signature and its annotations.
+_SIGNATURE = _signature()
+train.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+train.__annotations__ = {name: p.annotation for name, p in _SIGNATURE.parameters.items()}

@@ -1,0 +1,91 @@
+"""The two operands of a tensor: the column operand is the row operand of the transpose."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lpq.core import Quantizer, Storage, transpose
+from lpq.testing.conformance.test_layout import few
+from lpq.testing.expect import same, same_operand
+from lpq.testing.operands import SEED, encode, normal, sides
+from lpq.testing.options import only
+
+
+@few
+@given(rows=st.integers(0, 48), cols=st.integers(1, 140))
+@example(rows=0, cols=32)
+@example(rows=5, cols=40)
+def test_operands_are_those_of_the_matrix_and_its_transpose(quantizer: Quantizer, rows: int, cols: int) -> None:
+    """``quantize(x).row`` encodes ``x`` and ``quantize(x).col`` encodes ``xᵀ``, each by its own side of the quantizer."""
+    x = normal(rows, cols, torch.bfloat16)
+    tensor = quantizer.quantize(x, seed=SEED)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    expected_row, expected_col = encode(row, x), column_operand(quantizer, x)
+    assert tensor.row is not None
+    assert tensor.col is not None
+    same_operand(tensor.row, expected_row, f"{row}: the row operand of {[rows, cols]}")
+    same_operand(tensor.col, expected_col, f"{col}: the column operand of {[rows, cols]}")
+
+
+def column_operand(quantizer: Quantizer, x: torch.Tensor) -> Storage:
+    """The column operand of ``x``, encoded on its own."""
+    col = quantizer.side("col")
+    if quantizer.col_source == "row":
+        decoded = encode(quantizer.side("row"), x).decode().float()
+        return encode(col, decoded.t(), direction="col").astype(x.dtype)
+    return encode(col, x.t(), direction="col")
+
+
+def test_one_direction_is_that_of_both(quantizer: Quantizer) -> None:
+    """Asking for one operand gives the bytes that asking for both gives."""
+    x = normal(40, 96)
+    both = quantizer.quantize(x, seed=SEED)
+    row = quantizer.quantize(x, col=False, seed=SEED)
+    col = quantizer.quantize(x, row=False, seed=SEED)
+    assert row.col is None
+    assert col.row is None
+    same_operand(row.operand("row"), both.operand("row"), f"{quantizer}: the row operand alone")
+    same_operand(col.operand("col"), both.operand("col"), f"{quantizer}: the column operand alone")
+
+
+@few
+@given(rows=st.integers(1, 140), cols=st.integers(1, 140))
+@example(rows=1, cols=1)
+@example(rows=33, cols=17)
+@only(lambda quantizer: any(side.transposable for side in sides(quantizer)), "is transposable")
+def test_transposed_is_the_operand_of_the_transpose(quantizer: Quantizer, rows: int, cols: int) -> None:
+    """``transposed`` needs only the buffers and gives the very bytes of encoding the transposed matrix."""
+    x = normal(rows, cols)
+    for side in sides(quantizer):
+        if not side.transposable:
+            continue
+        operand, expected = encode(side, x), encode(side, x.t())
+        wrapped = side.storage.wrap(operand.tensors(), side, (rows, cols), x.dtype)
+        what = f"{side.storage.__name__}.transposed of {[rows, cols]}"
+        same_operand(wrapped.transposed().bind(side, (cols, rows), x.dtype), expected, what)
+        same_operand(transpose(transpose(wrapped)), operand, f"{what}, twice")
+
+
+def test_decoding_agrees_in_both_directions(quantizer: Quantizer) -> None:
+    """Where one quantizer serves both directions and derives one from the other, they stand for the same numbers."""
+    row, col = quantizer.side("row"), quantizer.side("col")
+    if row == col and row.transposable and quantizer.col_source == "original":
+        tensor = quantizer.quantize(normal(40, 96))
+        same(tensor.operand("row").dequantize(), tensor.operand("col").dequantize().t(), f"{quantizer}: the col operand")
+
+
+def test_leading_dimensions_are_rows(quantizer: Quantizer) -> None:
+    """A tensor of more dimensions is the matrix of all its leading ones; a vector is one row."""
+    x = normal(24, 64)
+    matrix = quantizer.quantize(x, seed=SEED)
+    cube = quantizer.quantize(x.view(2, 12, 64), seed=SEED)
+    vector = quantizer.quantize(x[0], seed=SEED)
+    assert cube.shape == (2, 12, 64)
+    assert vector.shape == (64,)
+    for direction, operand in matrix.operands:
+        same_operand(cube.operand(direction), operand, f"{quantizer}: the {direction} operand of a 3-D tensor")
+    first = quantizer.quantize(x[:1], seed=SEED)
+    same_operand(vector.operand("row"), first.operand("row"), f"{quantizer}: the row operand of a vector")
+    same(cube.dequantize().view(24, 64), matrix.dequantize(), f"{quantizer}: a 3-D tensor, decoded")

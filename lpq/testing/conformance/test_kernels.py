@@ -1,0 +1,122 @@
+"""Every kernel of this format that can run here equals the reference bit for bit, whatever its outputs held before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lpq import registry
+from lpq.core import Quantizer, Storage, operations
+from lpq.ops.table import why_not
+from lpq.registry import KernelSpec
+from lpq.testing.expect import relative_error, same
+from lpq.testing.operands import SEED, encode, normal
+from lpq.testing.options import Family, only
+
+POISON = 0xA5
+SHAPES = ((256, 512), (33, 80), (1, 1), (0, 64))
+"""Whole blocks, ragged edges, one element, no rows."""
+DEVICES = ("cpu", "cuda")
+Pair = tuple[Quantizer | None, Quantizer | None]
+
+
+class Poisoned(TorchDispatchMode):
+    """New memory is full of a pattern, so that an element which a kernel never writes shows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+            out.untyped_storage().fill_(POISON)
+        return out
+
+
+def kernels(quantizer: Quantizer) -> list[KernelSpec]:
+    """The kernels in the table that serve this format, on one side at least."""
+    name = registry.format_of(type(quantizer)).name
+    return [kernel for plugin in registry.plugins() for kernel in plugin.kernels if name in kernel.formats]
+
+
+@only(lambda quantizer: bool(kernels(quantizer)), "has a kernel beside its reference")
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_equal_the_reference(family: Family, device: str) -> None:
+    """For all options and awkward shapes, row only, column only and both; a GEMM up to the order of its sums."""
+    own = [kernel for kernel in kernels(family.default) if kernel.device == device]
+    if not own:
+        pytest.skip(f"{family} has no kernel for {device}")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"{len(own)} kernels of {family} need a CUDA device, and there is none here")
+    refused: dict[str, str] = {}
+    served: set[str] = set()
+    for kernel in own:
+        for quantizer in family.quantizers:
+            for row, col in pairs(kernel, quantizer):
+                operands = tuple(side for side in (row, col) if side is not None)
+                reason = why_not(kernel, operands, torch.device(device))
+                if reason is not None:
+                    refused[kernel.impl] = reason
+                    continue
+                served.add(kernel.impl)
+                for shape in SHAPES:
+                    compare(kernel, row, col, normal(*shape, dtype=torch.bfloat16).to(device))
+    if not served:
+        pytest.skip("; ".join(f"{impl}: {reason}" for impl, reason in refused.items()))
+
+
+def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
+    """The operands to try a kernel on: this quantizer wherever its format stands, the default of any other format."""
+    name = registry.format_of(type(quantizer)).name
+    first, last = (
+        quantizer if format == name else registry.quantizer(format) for format in (kernel.formats[0], kernel.formats[-1])
+    )
+    row, col = first.side("row"), last.side("col")
+    if kernel.op in ("measure", "quantize"):
+        yield row, col
+        if len(kernel.formats) == 1:
+            yield from ((row, None), (None, col))
+    elif kernel.op == "gemm":
+        yield row, last.side("row")
+    elif kernel.op == "decode" or row.transposable:
+        yield row, None
+
+
+def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> None:
+    """Run a kernel and the reference of its operation on the same input."""
+    arguments = arguments_of(kernel.op, row, col, x)
+    expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
+    with Poisoned():
+        got = flat(registry.resolve(kernel.impl)(*arguments))
+    what = f"{kernel.backend} kernel {kernel.impl} on {row} and {col}, {list(x.shape)}"
+    assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        if kernel.op == "gemm":
+            assert one.shape == other.shape, f"{what}: {list(one.shape)}, not {list(other.shape)}"
+            assert not other.numel() or relative_error(one, other) < 1e-2, f"{what}: the product is wrong"
+        else:
+            same(one.cpu(), other.cpu(), f"{what}, output {i}")
+
+
+def arguments_of(op: str, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> tuple[Any, ...]:
+    if op == "measure":
+        return x, row, col
+    if op == "quantize":
+        return x, operations.measure_reference(x, row, col), row, col, torch.tensor(SEED, device=x.device), 0, False
+    assert row is not None
+    operand = encode(row, x)
+    if op == "transpose":
+        return (operand,)
+    if op == "decode":
+        return operand, torch.bfloat16
+    assert col is not None
+    return operand, encode(col, x), None, torch.bfloat16
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The tensors that an operation returned."""
+    if isinstance(result, Storage):
+        return result.tensors()
+    return list(result) if isinstance(result, list | tuple) else [result]

@@ -1,0 +1,149 @@
+"""A linear layer of this format: its three GEMMs are the products of the decoded operands, and it trains."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, gemm
+from lpq.nn import Linear
+from lpq.testing.expect import relative_error, same
+from lpq.testing.operands import normal, recipe_of, stochastic
+from lpq.testing.options import Family
+
+M, K, N = 32, 64, 48
+
+
+def layer_and_data(quantizer: Quantizer) -> tuple[Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    layer = Linear(K, N, recipe=recipe_of(quantizer))
+    x = normal(M, K, seed=1).requires_grad_()
+    return layer, x, normal(M, N, seed=2)
+
+
+def operands(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:
+    """What a layer makes of a tensor in its first step."""
+    return quantizer.quantize(x.detach(), state=quantizer.new_state() or None)
+
+
+def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
+    """``y``, ``dx`` and ``dw`` are bit for bit ``gemm`` of the operands, which is decode, multiply, sum in fp32."""
+    layer, x, dy = layer_and_data(quantizer)
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    if stochastic(quantizer):  # the layer draws its own seeds: compare with what is expected of them
+        for got, exact in (
+            (y.detach() - layer.bias.detach(), x.detach() @ layer.weight.detach().t()),
+            (x.grad, dy @ layer.weight.detach()),
+            (layer.weight.grad, dy.t() @ x.detach()),
+        ):
+            assert relative_error(got, exact) < 0.5
+        return
+    recipe = layer.recipe
+    assert recipe is not None
+    qx, qw, qdy = operands(recipe.x, x), operands(recipe.w, layer.weight), operands(recipe.dy, dy)
+    products = {
+        "y": (y.detach(), qx.row, qw.row, layer.bias.detach()),
+        "dx": (x.grad, qdy.row, qw.col, None),
+        "dw": (layer.weight.grad, qdy.col, qx.col, None),
+    }
+    for name, (got, a, b, bias) in products.items():
+        assert a is not None
+        assert b is not None
+        same(got, gemm(a, b, bias=bias), f"{quantizer}: {name} of a linear layer")
+        exact = a.decode().double() @ b.decode().double().t() + (0 if bias is None else bias)
+        assert relative_error(got, exact) < 1e-5, f"{quantizer}: {name} is not the product of its decoded operands"
+    torch.testing.assert_close(layer.bias.grad, dy.sum(0))
+
+
+@pytest.mark.parametrize("shape", [(5, 40, 24), (1, 1, 1), (0, 32, 16), (17, 33, 7)], ids=str)
+def test_any_shape(quantizer: Quantizer, shape: tuple[int, int, int]) -> None:
+    """Ragged shapes and empty batches go forward and backward, 3-D input too."""
+    rows, cols, out = shape
+    layer = Linear(cols, out, recipe=recipe_of(quantizer), dtype=torch.bfloat16)
+    x = normal(rows, cols, torch.bfloat16).requires_grad_()
+    y = layer(x)
+    y.float().sum().backward()
+    assert y.shape == (rows, out)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert (x.grad.shape, x.grad.dtype) == (x.shape, x.dtype)
+    assert layer.weight.grad.isfinite().all()
+    assert layer(x.detach().expand(3, rows, cols)).shape == (3, rows, out)
+
+
+def test_it_trains(quantizer: Quantizer) -> None:
+    """A few steps on a linear task bring the loss well down."""
+    losses = train(Linear(K, N, recipe=recipe_of(quantizer)))
+    assert losses[-1] < 0.6 * losses[0], f"{quantizer}: the loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
+
+
+def train(layer: Linear, steps: int = 12) -> list[float]:
+    with torch.no_grad():
+        layer.weight.copy_(normal(N, K) / K**0.5)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.02, weight_decay=0.0)
+    x = normal(128, K, seed=1)
+    target = x @ normal(K, N, seed=2) / K**0.5
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (layer(x) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_compiled_layer_is_the_layer(family: Family) -> None:
+    """Forward and backward in one graph each (``fullgraph=True``), with the bits of eager execution."""
+    quantizer = family.default
+    results: list[tuple[Any, ...]] = []
+    for compiled in (False, True):
+        layer, x, dy = layer_and_data(quantizer)
+        torch._dynamo.reset()
+        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        torch.manual_seed(3)
+        y = run(x)
+        y.backward(dy)
+        results.append((y.detach(), x.grad, layer.weight.grad))
+    for eager, traced, name in zip(*results, ("y", "dx", "dw"), strict=True):
+        if not stochastic(quantizer):
+            same(traced, eager, f"{quantizer}: {name} of a compiled layer")
+
+
+def test_quantized_weights_work(quantizer: Quantizer) -> None:
+    """A layer whose weight is stored quantized gives what the layer that encodes it gives."""
+    if stochastic(quantizer):
+        weight_quantizer = quantizer.side("row")
+    layer, x, _ = layer_and_data(quantizer)
+    recipe = layer.recipe
+    assert recipe is not None
+    weight_quantizer = recipe.w
+    expected = layer(x)
+    if stochastic(quantizer) or weight_quantizer.new_state():
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        layer.weight = torch.nn.Parameter(weight_quantizer.quantize(layer.weight.detach()), requires_grad=False)
+        same(layer(x).detach(), expected.detach(), f"{quantizer}: y of a layer with a quantized weight")
+
+
+def test_conversion_by_text(quantizer: Quantizer) -> None:
+    """``lpq.convert`` takes the recipe's text, and a checkpoint of the model loads into the converted one."""
+    model = torch.nn.Sequential(torch.nn.Linear(K, N))
+    keys = set(model.state_dict())
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    converted = lpq.convert(model, str(recipe_of(quantizer)))
+    assert converted is model
+    assert isinstance(model[0], Linear)
+    assert keys <= set(model.state_dict())
+    model.load_state_dict(state)
+    assert len(lpq.report(model).converted) == 1

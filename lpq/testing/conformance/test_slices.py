@@ -1,0 +1,73 @@
+"""Cutting and joining: pieces on whole blocks are views of the buffers and the whole again when joined."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, Storage
+from lpq.testing.conformance.test_layout import few
+from lpq.testing.expect import plain, same_operand, same_quantized, same_values
+from lpq.testing.operands import SEED, encode, normal, rotated, sides, unit
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_pieces_of_an_operand(quantizer: Quantizer, dim: int) -> None:
+    """``narrow`` on whole blocks gives views that decode to the piece; ``cat`` of them gives the operand again."""
+    for side in sides(quantizer):
+        step = unit(side, dim)
+        size = [24, 24]
+        size[dim] = 2 * step + max(1, step // 2)
+        operand = encode(side, normal(size[0], size[1]))
+        decoded = operand.decode()
+        pieces: list[Storage] = []
+        for start in range(0, size[dim], step):
+            stop = min(start + step, size[dim])
+            piece = operand.narrow(dim, start, stop)
+            what = f"{side}: {'rows' if dim == 0 else 'columns'} [{start}, {stop}) of {size}"
+            assert piece is not None, f"{what} lie on whole blocks and cannot be taken"
+            for name, tensor in piece.buffers().items():
+                assert tensor.untyped_storage().data_ptr() == operand.buffers()[name].untyped_storage().data_ptr(), (
+                    f"{what}: buffer {name!r} was copied"
+                )
+            expected = decoded.narrow(dim, start, stop - start)
+            same_values(piece.decode(), expected, what, exact=side.rotation is None)
+            pieces.append(piece)
+        joined = Storage.cat(pieces, dim)
+        assert joined is not None, f"{side}: pieces on whole blocks do not join"
+        same_operand(joined, operand, f"{side}: the pieces joined again")
+
+
+@few
+@given(begin=st.integers(0, 39), length=st.integers(0, 40), dim=st.integers(0, 1))
+@example(begin=3, length=5, dim=0)
+@example(begin=1, length=17, dim=1)
+def test_any_slice_has_the_right_values(quantizer: Quantizer, begin: int, length: int, dim: int) -> None:
+    """A slice that cuts blocks is decoded, and correct; one that does not stays quantized, and is correct."""
+    tensor = quantizer.quantize(normal(40, 40), seed=SEED)
+    end = min(begin + length, 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        piece = tensor[begin:end] if dim == 0 else tensor[:, begin:end]
+    expected = tensor.dequantize().narrow(dim, begin, end - begin)
+    assert plain(piece).shape == expected.shape
+    same_values(piece, expected, f"{quantizer}: [{begin}:{end}] of dimension {dim}", exact=not rotated(quantizer))
+
+
+def test_split_and_cat_are_the_whole(quantizer: Quantizer) -> None:
+    """``torch.cat(torch.split(t, …))`` is ``t``, buffer for buffer, with row only, column only and both."""
+    step = math.lcm(unit(quantizer.side("row"), 0), unit(quantizer.side("col"), 1))
+    x = normal(3 * step, 48)
+    for row, col in ((True, False), (False, True), (True, True)):
+        tensor = quantizer.quantize(x, row=row, col=col, seed=SEED)
+        pieces = torch.split(tensor, step)
+        assert len(pieces) == 3
+        assert all(isinstance(piece, QuantizedTensor) for piece in pieces), (
+            f"{quantizer}: pieces of {step} rows lie on whole blocks and were decoded"
+        )
+        same_quantized(torch.cat(pieces), tensor, f"{quantizer}: split in three and joined")

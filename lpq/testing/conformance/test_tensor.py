@@ -1,0 +1,74 @@
+"""A quantized tensor is a tensor that can be copied, pickled, saved and moved; its bytes stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from lpq.core import QuantizedTensor, Quantizer
+from lpq.testing.expect import same, same_quantized
+from lpq.testing.operands import SEED, normal, rotated
+
+HELD = pytest.mark.parametrize("held", ["row", "col", "both"])
+
+
+def quantized(
+    quantizer: Quantizer, held: str, rows: int = 32, cols: int = 48, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> QuantizedTensor:
+    """A tensor that holds the row operand, the column operand or both."""
+    x = normal(rows, cols, dtype, seed)
+    return quantizer.quantize(x, row=held != "col", col=held != "row", seed=SEED)
+
+
+@HELD
+def test_copies_and_pickles(quantizer: Quantizer, held: str) -> None:
+    """``deepcopy``, ``pickle`` and ``torch.save`` with ``weights_only=True`` keep every byte and share none."""
+    tensor = quantized(quantizer, held, dtype=torch.bfloat16)
+    saved = io.BytesIO()
+    torch.save({"weight": tensor}, saved)
+    saved.seek(0)
+    for made, how in (
+        (copy.deepcopy(tensor), "deepcopy"),
+        (tensor.clone(), "clone"),
+        (pickle.loads(pickle.dumps(tensor)), "pickle"),
+        (torch.load(saved, weights_only=True)["weight"], "torch.save and torch.load"),
+    ):
+        same_quantized(made, tensor, f"{quantizer}, {how}")
+        for direction, operand in tensor.operands:
+            for name, buffer in operand.buffers().items():
+                other = made.operand(direction).buffers()[name]
+                assert other.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr() or not buffer.numel(), (
+                    f"{quantizer}, {how}: the {direction} operand shares its buffer {name!r} with the original"
+                )
+
+
+@HELD
+def test_parameters(quantizer: Quantizer, held: str) -> None:
+    """It can be a frozen ``nn.Parameter``: in a state dict, copied and loaded."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(quantized(quantizer, held), requires_grad=False)
+    assert isinstance(module.weight, torch.nn.Parameter)
+    other = copy.deepcopy(module)
+    assert isinstance(other.weight, torch.nn.Parameter)
+    other.weight.zero_()
+    other.load_state_dict(module.state_dict())
+    same_quantized(other.weight.detach(), module.weight.detach(), f"{quantizer}: loaded from a state dict")
+
+
+@HELD
+def test_moves(quantizer: Quantizer, held: str) -> None:
+    """``.to`` another dtype keeps the bytes and changes what they stand for; ``.to("meta")`` keeps the shapes."""
+    tensor = quantized(quantizer, held)
+    half = tensor.to(torch.bfloat16)
+    assert isinstance(half, QuantizedTensor)
+    assert half.dtype == torch.bfloat16
+    if not rotated(quantizer):
+        same(half.dequantize(), tensor.dequantize().bfloat16(), f"{quantizer}: as bf16, decoded")
+    same_quantized(tensor.to("cpu"), tensor, f"{quantizer}: moved to where it is")
+    meta = tensor.to("meta")
+    assert isinstance(meta, QuantizedTensor)
+    assert (meta.shape, meta.dtype, meta.device.type) == (tensor.shape, tensor.dtype, "meta")

@@ -1,0 +1,106 @@
+"""Shapes without numbers, and graphs: meta and fake tensors, ``torch.library.opcheck``, ``torch.compile``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lpq.core import QuantizedTensor, Quantizer, operations
+from lpq.core.operations import declared, shared
+from lpq.testing.expect import same
+from lpq.testing.operands import SEED, encode, normal, sides
+from lpq.testing.options import Family, only
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def described(tensor: QuantizedTensor) -> dict[str, Any]:
+    """Everything about a quantized tensor but its numbers."""
+    buffers = {
+        f"{direction}.{name}": (buffer.dtype, tuple(buffer.shape))
+        for direction, operand in tensor.operands
+        for name, buffer in operand.buffers().items()
+    }
+    return {"tensor": (tensor.dtype, tuple(tensor.shape)), **buffers}
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (0, 32), (64, 128)], ids=str)
+def test_meta_and_fake_tensors(quantizer: Quantizer, shape: tuple[int, int]) -> None:
+    """Without numbers everything has the dtypes and shapes that it has with them."""
+    real = quantizer.quantize(normal(*shape, dtype=torch.bfloat16), seed=SEED)
+    meta = quantizer.quantize(torch.empty(shape, dtype=torch.bfloat16, device="meta"), seed=SEED)
+    assert meta.device.type == "meta"
+    assert described(meta) == described(real)
+    assert meta.dequantize().shape == real.shape
+    with FakeTensorMode():
+        fake = quantizer.quantize(torch.empty(shape, dtype=torch.bfloat16), seed=SEED)
+        assert described(fake) == described(real)
+        assert fake.dequantize().dtype == torch.bfloat16
+
+
+def test_storage_empty_matches(quantizer: Quantizer) -> None:
+    """``Storage.empty`` has room for exactly what ``encode`` returns."""
+    for side in sides(quantizer):
+        for shape in ((0, 32), (1, 1), (5, 40), (64, 128)):
+            x = normal(*shape, dtype=torch.bfloat16)
+            empty = side.storage.empty(side, shape, x.dtype, torch.device("cpu"))
+            encoded = encode(side, x)
+            for name, buffer in empty.buffers().items():
+                made = encoded.buffers()[name]
+                assert (buffer.dtype, buffer.shape) == (made.dtype, made.shape), (
+                    f"{side}: Storage.empty makes {name} {buffer.dtype}{list(buffer.shape)} for a matrix {list(shape)}; "
+                    f"encode returned {made.dtype}{list(made.shape)}"
+                )
+
+
+@only(lambda quantizer: not all(side.plain for side in sides(quantizer)), "has operators: an ordinary matrix needs none")
+def test_operators_pass_opcheck(quantizer: Quantizer) -> None:
+    """Schemas, autograd registration and fake results of measure, quantize, decode, transpose and gemm."""
+    x = normal(32, 48, torch.bfloat16)
+    row, col = (None if s.plain else s for s in (quantizer.side("row"), quantizer.side("col")))
+    texts = [side.text if side is not None else "" for side in (row, col)]
+    seed = torch.tensor(SEED)
+    if declared(row, col):
+        opcheck("measure", x, *texts)
+    stats = operations.measure_reference(x, row, col)
+    opcheck("quantize", x, stats, *texts, seed, 0, False)
+    opcheck("quantize", x, [], *texts, seed, 0, True)
+    for side in (row, col) if not shared(row, col) else (row,):
+        if side is None:
+            continue
+        operand = encode(side, x)
+        buffers = operand.tensors()
+        opcheck("decode", buffers, side.text, operand.shape, x.dtype, torch.bfloat16)
+        if side.transposable:
+            opcheck("transpose", buffers, side.text, operand.shape, x.dtype)
+        bias = torch.zeros(32)
+        opcheck(
+            "gemm", buffers, buffers, bias, side.text, side.text, operand.shape, operand.shape, x.dtype, x.dtype, x.dtype
+        )
+
+
+def opcheck(name: str, *args: Any) -> None:
+    torch.library.opcheck(getattr(torch.ops.lpq, name).default, args, test_utils=CHECKS)
+
+
+def test_compile_without_a_break(family: Family) -> None:
+    """One graph, no break, for quantizing and decoding by every option; the same bits as without ``torch.compile``."""
+    x = normal(32, 48, torch.bfloat16)
+
+    def round_trips(x: Tensor) -> list[Tensor]:
+        decoded: list[Tensor] = []
+        for quantizer in family.quantizers:
+            tensor = quantizer.quantize(x, seed=SEED)
+            decoded += [tensor.dequantize(), tensor.operand("col").dequantize()]
+        return decoded
+
+    torch._dynamo.reset()
+    compiled = torch.compile(round_trips, fullgraph=True, backend="aot_eager")(x)
+    eager = round_trips(x)
+    for i, quantizer in enumerate(family.quantizers):
+        same(compiled[2 * i], eager[2 * i], f"{quantizer}: the row operand, compiled and not")
+        same(compiled[2 * i + 1], eager[2 * i + 1], f"{quantizer}: the column operand, compiled and not")

@@ -1,0 +1,72 @@
+"""In-place writes encode again: the tensor then holds what quantizing the new values gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lpq.core import Quantizer
+from lpq.testing.conformance.test_aten import QUIET
+from lpq.testing.conformance.test_tensor import HELD, quantized
+from lpq.testing.expect import plain, relative_error, same_quantized
+from lpq.testing.operands import normal, rotated, stochastic
+
+WRITES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "copy_": lambda t, x: t.copy_(x),
+    "add_": lambda t, x: t.add_(x, alpha=0.5),
+    "mul_": lambda t, x: t.mul_(0.75),
+    "lerp_": lambda t, x: t.lerp_(x, 0.25),
+    "addcmul_": lambda t, x: t.addcmul_(x, x, value=0.1),
+    "fill_": lambda t, x: t.fill_(0.5),
+    "_foreach_add_": lambda t, x: torch._foreach_add_([t], [x]),
+    "_foreach_mul_": lambda t, x: torch._foreach_mul_([t], 0.75),
+    "_foreach_lerp_": lambda t, x: torch._foreach_lerp_([t], [x], 0.25),
+    "_foreach_copy_": lambda t, x: torch._foreach_copy_([t], [x]),
+}
+
+
+@HELD
+@QUIET
+@pytest.mark.parametrize("op", WRITES)
+def test_writes_encode_again(quantizer: Quantizer, held: str, op: str) -> None:
+    """The operands held are those of the values written, the object and its buffers stay."""
+    tensor, x = quantized(quantizer, held), normal(32, 48, seed=2)
+    values = tensor.dequantize()
+    WRITES[op](values, x)
+    buffers = [b.data_ptr() for _, operand in tensor.operands for b in operand.tensors()]
+    WRITES[op](tensor, x)
+    assert buffers == [b.data_ptr() for _, operand in tensor.operands for b in operand.tensors()], (
+        f"{op} replaced the buffers of {quantizer} ({held}): other references to them would not see the write"
+    )
+    expected = quantizer.quantize(values, row=held != "col", col=held != "row")
+    if stochastic(quantizer):
+        error, allowed = relative_error(plain(tensor), values), 2 * relative_error(plain(expected), values) + 1e-3
+        assert error <= allowed, f"{op} of {quantizer} ({held}): relative error {error:.3f} after the write"
+    else:
+        same_quantized(tensor, expected, f"{op} of {quantizer} ({held})")
+
+
+@QUIET
+def test_optimizers_step(quantizer: Quantizer) -> None:
+    """SGD and AdamW, for-each and not, move a quantized parameter as they move the decoded one."""
+    for make in (
+        lambda p: torch.optim.SGD([p], lr=0.5, foreach=False),
+        lambda p: torch.optim.SGD([p], lr=0.5, momentum=0.9, foreach=True),
+        lambda p: torch.optim.AdamW([p], lr=0.5, foreach=False),
+        lambda p: torch.optim.AdamW([p], lr=0.5, foreach=True),
+    ):
+        start, gradient = quantized(quantizer, "both"), normal(32, 48, seed=3)
+        weight = torch.nn.Parameter(start.clone())
+        decoded = torch.nn.Parameter(start.dequantize())
+        for parameter in (weight, decoded):
+            parameter.grad = gradient.clone()
+            make(parameter).step()
+        expected = quantizer.quantize(decoded.detach())
+        if stochastic(quantizer) or rotated(quantizer):
+            assert relative_error(plain(weight.detach()), decoded.detach()) < 0.5
+        else:
+            same_quantized(weight.detach(), expected, f"{quantizer}: a step of {type(make(decoded)).__name__}")

@@ -1,0 +1,79 @@
+"""Comparisons that say in words what differs. Bits count: two NaNs of one encoding are equal, 0.0 and -0.0 are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.core import QuantizedTensor, Storage
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Both tensors have the same dtype, shape and bits."""
+    assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
+    integer = _INTEGERS[actual.element_size()]
+    differing = (bits(actual, integer) != bits(expected, integer)).nonzero()
+    if len(differing):
+        at = tuple(differing[0].tolist())
+        raise AssertionError(
+            f"{what}: {len(differing)} of {actual.numel()} elements differ, first at {list(at)}: "
+            f"it is {value(actual[at])} and must be {value(expected[at])}"
+        )
+
+
+def bits(tensor: Tensor, integer: torch.dtype) -> Tensor:
+    return tensor.detach().contiguous().view(integer)
+
+
+def value(element: Tensor) -> Any:
+    return element.float().item() if element.is_floating_point() else element.item()
+
+
+def same_operand(actual: Storage, expected: Storage, what: str) -> None:
+    """Both operands stand for a matrix of the same shape and dtype, and hold the same bytes."""
+    described = (tuple(actual.shape), actual.dtype, actual.quantizer)
+    wanted = (tuple(expected.shape), expected.dtype, expected.quantizer)
+    assert described == wanted, f"{what}: it stands for {described} and must stand for {wanted}"
+    for name, tensor in expected.buffers().items():
+        same(actual.buffers()[name], tensor, f"{what}, buffer {name!r}")
+
+
+def same_quantized(actual: Any, expected: QuantizedTensor, what: str) -> None:
+    """Both are quantized tensors that hold the same operands."""
+    assert isinstance(actual, QuantizedTensor), f"{what}: it is a {type(actual).__name__}, not a QuantizedTensor"
+    assert actual.shape == expected.shape, f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
+    assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
+    held = [d for d, _ in actual.operands]
+    wanted = [d for d, _ in expected.operands]
+    assert held == wanted, f"{what}: it holds the operands {held} and must hold {wanted}"
+    for (direction, one), (_, other) in zip(actual.operands, expected.operands, strict=True):
+        same_operand(one, other, f"{what}, {direction} operand")
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """An ordinary tensor of the values of this one."""
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def same_values(actual: Tensor, expected: Tensor, what: str, *, exact: bool = True) -> None:
+    """Both stand for the same numbers: bit for bit, or else up to the order of fp32 sums."""
+    actual, expected = plain(actual), plain(expected)
+    if exact:
+        same(actual, expected, what)
+    else:
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-2 if expected.dtype != torch.float32 else 1e-5,
+            atol=1e-5 * max(1.0, expected.abs().max().item() if expected.numel() else 0.0),
+            equal_nan=True, msg=lambda text: f"{what}: {text}",
+        )  # fmt: skip
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The RMS of the difference over the RMS of what is expected."""
+    difference = (actual.double() - expected.double()).square().mean().sqrt()
+    return float(difference / expected.double().square().mean().sqrt())

@@ -1,0 +1,148 @@
+"""Which quantizers of a format the kit tests: what its options can be, read off the type hints of their fields.
+
+A ``Literal`` or a ``bool`` gives its values, and a field that is a quantizer gives the other installed formats. Any other
+option keeps its default. Up to ``ALL`` combinations are all taken; of more, enough that every two values of two options
+meet in one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from lpq import registry
+from lpq.core import Quantizer
+from lpq.registry.errors import OptionError
+
+ALL = 8
+SEARCHED = 4096
+ONLY = "lpq_only"
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+@dataclass(frozen=True)
+class Family:
+    """One format, as it was asked for, and the quantizers of it that are tested."""
+
+    name: str
+    quantizers: tuple[Quantizer, ...]
+
+    @property
+    def default(self) -> Quantizer:
+        """The quantizer with the default options, or the one that was asked for."""
+        return self.quantizers[0]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def family(text: str) -> Family:
+    """``nvfp4``: the format with all its options. ``nvfp4(block=16x16)``, with parentheses: that quantizer alone."""
+    if "(" in text:
+        return Family(text, (registry.quantizer(text),))
+    return _family(text)
+
+
+@registry.cached
+def _family(name: str) -> Family:
+    cls = registry.quantizer_class(name)
+    hints = get_type_hints(cls)
+    options = {f.name: _values(name, f, hints[f.name]) for f in dataclasses.fields(cls)}
+    product = itertools.islice(itertools.product(*options.values()), SEARCHED)
+    valid: dict[Quantizer, tuple[Any, ...]] = {}
+    refused: OptionError | None = None
+    for values in product:
+        try:
+            quantizer = cls.from_options(**dict(zip(options, values, strict=True)))
+        except OptionError as error:  # these options do not go together
+            refused = refused or error
+            continue
+        valid.setdefault(quantizer, values)
+    if not valid:
+        raise refused or OptionError(f"{name}: no options to test it with")
+    chosen = list(valid) if len(valid) <= ALL else _pairwise(valid)
+    return Family(name, tuple(chosen))
+
+
+def _values(name: str, field: dataclasses.Field[Any], hint: Any) -> list[Any]:
+    """The values of an option, the default first."""
+    required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    if required:
+        default = []
+    elif field.default_factory is not dataclasses.MISSING:
+        default = [field.default_factory()]
+    else:
+        default = [field.default]
+    values = [*default, *(v for v in _alternatives(name, hint) if v not in default)]
+    if not values:
+        raise OptionError(
+            f"option {field.name!r} of {name} has no default and no list of values: name the quantizer in full, "
+            f"as --lpq-format '{name}({field.name}=…)'"
+        )
+    return values
+
+
+def _alternatives(name: str, hint: Any) -> Iterator[Any]:
+    if get_origin(hint) is Literal:
+        yield from get_args(hint)
+    elif hint is bool:
+        yield from (False, True)
+    elif isinstance(hint, type) and issubclass(hint, Quantizer):
+        yield from (registry.quantizer(other) for other in simple_formats() if other != name)
+    elif not isinstance(hint, type) and hint is not NoneType:
+        for part in get_args(hint):
+            yield from _alternatives(name, part)
+
+
+@registry.cached
+def simple_formats() -> tuple[str, ...]:
+    """The installed formats that need no option."""
+    return tuple(name for name in registry.formats() if _builds(name))
+
+
+def _builds(name: str) -> bool:
+    try:
+        registry.quantizer(name)
+    except (OptionError, TypeError):  # a dataclass says TypeError of a field without a default
+        return False
+    return True
+
+
+def _pairwise(valid: dict[Quantizer, tuple[Any, ...]]) -> list[Quantizer]:
+    """Some of these combinations, in which all pairs of values occur that occur in any; the first of all is one."""
+    pairs = {quantizer: _pairs(values) for quantizer, values in valid.items()}
+    first = next(iter(valid))
+    chosen, missing = [first], set().union(*pairs.values()) - pairs[first]
+    while missing:
+        best = max(pairs, key=lambda quantizer: len(pairs[quantizer] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+def _pairs(values: tuple[Any, ...]) -> set[Any]:
+    return set(itertools.combinations(enumerate(values), 2))
+
+
+def only(predicate: Callable[[Quantizer], bool], words: str) -> Callable[[Test], Test]:
+    """A test of the kit that is about some quantizers only: those that ``words``, as in "rounds stochastically"."""
+
+    def mark(test: Test) -> Test:
+        setattr(test, ONLY, (predicate, words))
+        return test
+
+    return mark
+
+
+def known_failures(quantizer: Quantizer) -> dict[str, str]:
+    """What a format says it cannot do: ``known_failures`` of its quantizer, from the name of a test to the reason.
+
+    Such a test must fail: once it passes, the kit asks to take it off the list.
+    """
+    known: dict[str, str] = getattr(quantizer, "known_failures", {})
+    return known

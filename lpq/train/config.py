@@ -1,0 +1,119 @@
+"""What a training run can be told: one frozen dataclass, from which command line and file format follow.
+
+A value comes from the command line, else from the configuration file, else from the run that is resumed, else
+from the default below. Nothing here imports torch, so that ``lpq train --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from lpq.registry.errors import suggestion
+from lpq.train.errors import TrainError
+
+RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
+"""What is trained by default: a hybrid."""
+
+
+def option(default: Any, help: str, least: float | None = None) -> Any:
+    """A field with its line of help, and the least value it may have."""
+    return field(default=default, metadata={"help": help, "least": least})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The options of ``lpq train``; ``lpq train --config FILE`` reads the same names from a TOML file."""
+
+    recipe: str = option(RECIPE, "A recipe: a name that `lpq recipes` lists, the grammar, or a TOML file.")
+    policy: str | None = option(
+        None, "A policy file (TOML): recipes by layer and step, in place of --recipe."
+    )
+    baseline: bool = option(True, "Train the same model in bf16 afterwards and compare.")
+    steps: int = option(300, "Optimizer steps of each run.", least=1)
+    batch: int = option(8, "Sequences per step.", least=1)
+    seq: int = option(128, "Bytes per sequence.", least=1)
+    lr: float = option(
+        2e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0
+    )
+    seed: int = option(0, "Seed of the weights, the batches and the stochastic rounding.", least=0)
+    layers: int = option(4, "Blocks of the model.", least=1)
+    heads: int = option(4, "Attention heads; they divide --width.", least=1)
+    width: int = option(128, "Width of the model.", least=1)
+    data: tuple[str, ...] = option(
+        (), "Files or directories to train on (repeatable); default: Python's own sources."
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N, or auto: the GPU if there is one.")
+    compile: bool = option(False, "Train through torch.compile.")
+    out: str | None = option(
+        None, "Directory of the run; default: a new one under runs/, named after the recipe."
+    )
+    resume: bool = option(False, "Go on from the last checkpoint of --out, or of the newest run under runs/.")
+    checkpoint_every: int = option(
+        50, "Steps between checkpoints; 0: only when the run ends or is interrupted.", least=0
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value, least = getattr(self, f.name), f.metadata["least"]
+            if least is not None and not value >= least:
+                raise TrainError(f"{f.name} = {value!r}: it must be at least {least}")
+        if self.width % self.heads:
+            raise TrainError(f"width = {self.width} cannot be divided among heads = {self.heads}")
+        if self.policy is not None and self.recipe != RECIPE:
+            raise TrainError("a policy gives the recipes itself: name a recipe or a policy, not both")
+
+    @property
+    def title(self) -> str:
+        """What the model is trained with, in a word: the recipe, or the name of the policy's file."""
+        return self.recipe if self.policy is None else Path(self.policy).stem
+
+    def to_toml(self) -> str:
+        """The settings as a configuration file; what is None is left out."""
+        hidden = {"resume", "recipe" if self.policy is not None else "policy"}
+        given = {k: v for k, v in asdict(self).items() if v is not None and k not in hidden}
+        # What JSON writes of such values is TOML as well, but for DEL, which JSON leaves bare.
+        return "".join(f"{k} = {json.dumps(v)}\n".replace("\x7f", "\\u007f") for k, v in given.items())
+
+    def settings(self) -> dict[str, object]:
+        """What decides the numbers that come out; a resumed run must agree on all of it."""
+        return {k: v for k, v in asdict(self).items() if k not in FREE}
+
+
+FREE = frozenset({"baseline", "out", "resume", "checkpoint_every", "device"})
+"""What may differ between a run and its resumption (bitwise the same on the same kind of device)."""
+
+TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))
+"""The type of each option."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The options that the TOML file ``path`` gives."""
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TrainError(f"the configuration {path} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TrainError(f"the configuration {path} is not TOML: {error}") from error
+    return {key: _checked(key, value, path) for key, value in given.items()}
+
+
+def _checked(key: str, value: object, path: Path) -> object:
+    if key not in TYPES:
+        raise TrainError(f"{path}: there is no option {key!r}: {suggestion(key, TYPES)}")
+    wanted = TYPES[key]
+    if get_origin(wanted) is tuple:
+        if isinstance(value, list) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        raise TrainError(f"{path}: {key} = {value!r} must be a list of strings")
+    kinds = get_args(wanted) or (wanted,)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) not in kinds:
+        raise TrainError(f"{path}: {key} = {value!r} must be of type {kinds[0].__name__}")
+    return value

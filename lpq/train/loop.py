@@ -1,0 +1,126 @@
+"""The main job: train by recipe, train the bf16 baseline from the same seed, and say how they compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import lpq
+from lpq.train import checkpoint, data, report, runs
+from lpq.train.config import TrainConfig
+from lpq.train.errors import Stopped
+from lpq.train.interrupt import Interrupt
+from lpq.train.machine import deterministic, fast_bf16, pick_device, refuse_torchrun
+from lpq.train.measure import served_by
+from lpq.train.report import Outcome, Summary
+from lpq.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from lpq.recipes import Policy
+
+BASELINE = "bf16"
+METRICS = "metrics.jsonl"
+COLUMNS = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TextColumn("loss {task.fields[loss]}"),
+    TimeRemainingColumn(),
+)
+
+
+def run(config: TrainConfig, console: Console | None = None) -> Summary:
+    """Do the run that ``config`` describes, or the rest of it; the results also lie in its directory."""
+    refuse_torchrun()
+    console = console or Console()
+    device = pick_device(config.device)
+    policy = lpq.policy(config.policy if config.policy is not None else config.recipe)
+    text = data.load(config.data, config.seq)
+    directory = runs.open_directory(config)
+    console.print(
+        f"{config.title}: {config.steps} steps on {device}, {text.source}; everything goes to {directory}/"
+    )
+    jobs = {"recipe": (config.title, policy)}
+    if config.baseline:
+        jobs[BASELINE] = (BASELINE, plain_bf16(device, console))
+    outcomes = []
+    with Interrupt() as interrupt, deterministic(device):
+        for name, (title, its_policy) in jobs.items():
+            trainer = Trainer(config, text, its_policy, device)
+            if its_policy is policy:
+                tell_conversion(trainer, directory, console)
+            train(trainer, directory / name, title, interrupt, console)
+            seconds = median(r["seconds"] for r in records(directory / name / METRICS))
+            outcomes.append(Outcome.of(title, trainer, seconds, served_by(trainer.model, device)))
+    return report.close(Summary(config, str(device), directory, tuple(outcomes)), console)
+
+
+def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
+    """Say how many layers the policy reaches, and what it fails to; all the rest is in ``conversion.txt``."""
+    conversion = lpq.report(trainer.model)
+    (directory / "conversion.txt").write_text(f"{conversion}\n", encoding="utf-8")
+    converted, left = len(conversion.converted), len(conversion.left)
+    console.print(f"{converted} layers converted, {left} left alone: see conversion.txt")
+    for pattern in conversion.unmatched:
+        console.print(f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
+
+
+def plain_bf16(device: torch.device, console: Console) -> Policy | None:
+    """What the baseline is trained with: nothing but PyTorch's own bf16, where the device has a fast one."""
+    if fast_bf16(device):
+        return None
+    console.print(
+        "This processor has no instructions for bf16, so autocast stays off: a matrix is rounded to bf16 "
+        "where the recipe says so, and in the baseline the operands of every linear layer are."
+    )
+    return lpq.policy(BASELINE)
+
+
+def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, console: Console) -> None:
+    """Take ``trainer`` from its last checkpoint in ``directory``, if there is one, to the last step."""
+    config = trainer.config
+    state = checkpoint.load(directory, lambda line: console.print(line, style="yellow", soft_wrap=True))
+    if state is not None:
+        trainer.restore(state)
+        console.print(f"{title}: resumed after step {trainer.step}")
+    saved = trainer.step if state is not None else -1
+    with metrics(directory / METRICS, trainer.step) as write, Progress(*COLUMNS, console=console) as progress:
+        bar = progress.add_task(title, total=config.steps, completed=trainer.step, loss="")
+        while trainer.step < config.steps and interrupt.signum is None:
+            record = trainer.advance()
+            write(record)
+            progress.update(bar, completed=trainer.step, loss=f"{record['loss']:.3f}")
+            if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
+                checkpoint.save(directory, saved := trainer.step, trainer.state())
+        if trainer.step != saved:
+            checkpoint.save(directory, trainer.step, trainer.state())
+    if interrupt.signum is not None:
+        out = directory.parent
+        raise Stopped(
+            f"stopped after step {trainer.step} of {config.steps} ({title}), which is saved; "
+            f"go on with: lpq train --resume --out {out}",
+            interrupt.signum,
+        )
+
+
+@contextmanager
+def metrics(path: Path, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A writer of one JSON line a step, behind the lines of the ``done`` steps that a resumed run keeps."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:done] if path.exists() else []
+    with path.open("w", encoding="utf-8", buffering=1) as file:  # a line reaches the file when it ends
+        file.writelines(kept)
+        yield lambda record: print(json.dumps(record), file=file)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """What was written of each step."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,64 @@
+"""What training asks of the machine: one process, a device that exists, sums in a fixed order, bf16."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lpq.train.errors import TrainError
+
+
+def refuse_torchrun() -> None:
+    """An error where torchrun started several processes."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world != "1":
+        raise TrainError(
+            f"torchrun started {world} processes (WORLD_SIZE={world}), and lpq train does not shard a model "
+            "yet: each of them would train the whole model by itself. Start one process: lpq train …"
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is the GPU if there is one. An absent device is an error."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainError(f"device = {name!r} is no device: use cpu, cuda, cuda:N or auto") from error
+    if device.type not in {"cpu", "cuda"}:
+        raise TrainError(f"device = {name!r}: lpq train runs on cpu and cuda")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count <= (device.index or 0):
+            has = (
+                f"{count} CUDA device{'s'[: count != 1]}" if count else "no CUDA device that PyTorch can use"
+            )
+            raise TrainError(f"device = {name!r}, but this machine has {has}: use --device cpu, or auto")
+    return device
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """On a GPU, ask PyTorch for kernels that sum in a fixed order, so that resuming is bitwise exact."""
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether ``device`` multiplies bf16 matrices at least about as fast as fp32 ones."""
+    if device.type != "cpu":
+        return True
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # absent from builds without oneDNN
+    return asked is not None and bool(asked())

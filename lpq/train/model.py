@@ -1,0 +1,96 @@
+"""A small byte-level GPT in plain PyTorch; low precision is what ``lpq.convert`` brings into it.
+
+Every matrix of a block is an ``nn.Linear``. The head is the embedding's matrix (tied weights) and no module
+of its own, so that both stay in high precision, as low-precision training commonly keeps them.
+Parameters are fp32; the training loop runs the model under bf16 autocast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BYTES = 256
+"""The vocabulary: every byte is a token."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a model."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    """The longest sequence that the model reads."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return mixed
+
+
+class MLP(nn.Module):
+    """The feed-forward half of a block, four times as wide inside."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then pre-norm MLP, each added to the residual stream."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(shape.width, bias=False)
+        self.attention = Attention(shape)
+        self.norm2 = nn.LayerNorm(shape.width, bias=False)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y
+
+
+class GPT(nn.Module):
+    """Maps bytes ``[batch, length]`` to logits ``[batch, length, 256]``; torch's seed gives the weights."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, shape.width)
+        self.position = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                # What writes into the residual stream starts smaller: its variance shall not grow with depth.
+                residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                nn.init.normal_(p, std=0.02 / (2 * shape.layers) ** 0.5 if residual else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)

@@ -1,0 +1,152 @@
+"""The end of a run: a table on the screen, ``summary.json`` and ``loss.png`` in its directory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lpq.train.config import TrainConfig
+from lpq.train.measure import Served
+
+if TYPE_CHECKING:
+    from lpq.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of training one model."""
+
+    title: str
+    losses: tuple[float, ...]
+    """Of every step, in nats per byte."""
+    held_out_loss: float
+    bytes_held: int
+    """What a step holds from the forward for the backward."""
+    seconds: float
+    """The time of a step, its median."""
+    served: tuple[Served, ...]
+
+    @classmethod
+    def of(cls, title: str, trainer: Trainer, seconds: float, served: Sequence[Served]) -> Outcome:
+        """The outcome of a trainer that has done its last step."""
+        loss = trainer.held_out_loss()
+        return cls(title, tuple(trainer.losses), loss, trainer.bytes_held, seconds, tuple(served))
+
+    @property
+    def perplexity(self) -> float:
+        """Per byte, on the held-out text."""
+        return math.exp(self.held_out_loss)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; of the training losses the last, for ``metrics.jsonl`` has all."""
+        return {**asdict(self), "losses": self.losses[-1:], "perplexity": self.perplexity}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of a run: first the recipe's outcome, then, unless it was left out, the baseline's."""
+
+    config: TrainConfig
+    device: str
+    directory: Path
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def gap(self) -> float | None:
+        """How much more loss the recipe has than the baseline, as a fraction; None without a baseline."""
+        if len(self.outcomes) < 2:
+            return None
+        recipe, baseline = self.outcomes
+        return recipe.held_out_loss / baseline.held_out_loss - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "config": asdict(self.config),
+            "device": self.device,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "gap": self.gap,
+            "outcomes": [o.to_dict() for o in self.outcomes],
+        }
+
+
+def close(summary: Summary, console: Console) -> Summary:
+    """Show and write all of it."""
+    console.print(comparison(summary))
+    console.print(kernels(summary.outcomes[0].served))
+    (summary.directory / "summary.json").write_text(
+        json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8"
+    )
+    plotted = plot(summary, summary.directory / "loss.png")
+    console.print(
+        f"written to {summary.directory}/: summary.json, the metrics of each step, checkpoints, {plotted}"
+    )
+    return summary
+
+
+def comparison(summary: Summary) -> Table:
+    """The numbers of the runs side by side."""
+    table = Table(title="lpq train")
+    table.add_column("")
+    for outcome in summary.outcomes:
+        table.add_column(outcome.title, justify="right")
+    outcomes = summary.outcomes
+    table.add_row("held-out loss (nats per byte)", *(f"{o.held_out_loss:.4f}" for o in outcomes))
+    table.add_row("perplexity (per byte)", *(f"{o.perplexity:.3f}" for o in outcomes))
+    if summary.gap is not None:
+        table.add_row("gap to bf16", f"{summary.gap:+.2%}", "–")
+    table.add_row("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes))
+    table.add_row("held for backward, per step", *(size(o.bytes_held) for o in outcomes))
+    table.add_row("time per step", *(f"{o.seconds * 1e3:.0f} ms" for o in outcomes))
+    return table
+
+
+def kernels(served: Sequence[Served]) -> Table:
+    """Which kernel served which GEMM."""
+    table = Table(title="what ran the GEMMs")
+    for heading in ("GEMM", "operands", "kernel", "layers"):
+        table.add_column(heading, justify="right" if heading == "layers" else "left")
+    for s in served:
+        table.add_row(s.gemm, s.operands, "; ".join([s.kernel, *s.why_not]), str(s.layers))
+    return table
+
+
+def size(count: int) -> str:
+    """A number of bytes to read."""
+    return f"{count / 2**20:.2f} MiB"
+
+
+def plot(summary: Summary, path: Path) -> str:
+    """Draw the losses; return in words what came of it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return 'no plot, for matplotlib is not installed (pip install "lpq[train]")'
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for outcome in summary.outcomes:
+        (line,) = axes.plot(range(1, len(outcome.losses) + 1), outcome.losses, alpha=0.25)
+        axes.plot(*smooth(outcome.losses), color=line.get_color(), label=outcome.title)
+    axes.set(xlabel="step", ylabel="training loss (nats per byte)", title=summary.config.title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    return path.name
+
+
+def smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Means of a twentieth of the steps each, at the last step of each window."""
+    width = max(1, len(losses) // 20)
+    ends = list(range(width, len(losses) + 1))
+    return ends, [sum(losses[e - width : e]) / width for e in ends]

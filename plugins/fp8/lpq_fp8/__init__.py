@@ -1,0 +1,40 @@
+"""FP8: 8-bit floats with fp32 scales: one for the tensor, for each row, or for each block."""
+
+from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+
+
+@hookimpl
+def lpq_register_formats() -> FormatSpec:
+    return FormatSpec(
+        name="fp8",
+        summary="E4M3 or E5M2, fp32 scales: one for the tensor (current, delayed), each row or each block",
+        quantizer="lpq_fp8.quantizer:FP8Quantizer",
+        storage="lpq_fp8.storage:FP8Storage",
+        effective_bits=8,
+    )
+
+
+@hookimpl
+def lpq_register_recipes() -> list[RecipeSpec]:
+    return [
+        RecipeSpec(
+            name="fp8-current",
+            summary="FP8, one scale for each tensor, from the tensor itself; gradients in E5M2",
+            recipe="x=fp8(), w=fp8(), dy=fp8(dtype=e5m2)",
+        ),
+        RecipeSpec(
+            name="fp8-delayed",
+            summary="FP8, one scale for each tensor, from earlier steps; gradients in E5M2",
+            recipe="x=fp8(scaling=delayed), w=fp8(scaling=delayed), dy=fp8(scaling=delayed, dtype=e5m2)",
+        ),
+        RecipeSpec(
+            name="fp8-row",
+            summary="FP8, one scale for each row of each operand",
+            recipe="fp8(scaling=row)",
+        ),
+        RecipeSpec(
+            name="fp8-block",
+            summary="FP8, power-of-two scales for blocks of 128, in weights of 128x128",
+            recipe="x=fp8(scaling=block), w=fp8(scaling=block, block=128x128), dy=fp8(scaling=block)",
+        ),
+    ]

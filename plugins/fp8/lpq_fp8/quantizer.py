@@ -1,0 +1,95 @@
+"""The options of FP8, the two steps of encoding with them, and what delayed scaling remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lpq.core import Quantizer, Stat, StateBuffer
+from lpq.core.elements import FLT_MAX
+from lpq.core.layout import Block
+from lpq.registry.errors import OptionError
+from lpq_fp8 import reference
+from lpq_fp8.storage import BLOCKS, ELEMENTS, ROW, TENSOR, FP8Storage
+
+STATS = {block: (Stat("amax", block=block),) for block in (TENSOR, ROW, *BLOCKS.values())}
+
+
+@dataclass(frozen=True)
+class FP8Quantizer(Quantizer):
+    """8-bit floats with fp32 scales. An option that its scaling does not use changes nothing."""
+
+    scaling: Literal["current", "delayed", "row", "block"] = "current"
+    """What has a scale of its own. ``current``: the tensor. ``delayed``: the tensor, and its scale comes from the
+    amaxes of earlier steps, or from its own where there is no state. ``row``: each row of the operand. ``block``:
+    each block."""
+    dtype: Literal["e4m3", "e5m2"] = "e4m3"
+    """The element type. E4M3 is finer, E5M2 has more range."""
+    pow2: bool | None = None
+    """Round scales down to powers of two. None: for ``block`` only."""
+    block: Literal["1x128", "128x128"] = "1x128"
+    """The blocks of ``block``. Square blocks let either operand be derived from the other."""
+    history: int = 1024
+    """How many steps ``delayed`` remembers."""
+    margin: int = 0
+    """By how many powers of two the next tensor may exceed what ``delayed`` remembers."""
+    algo: Literal["max", "most_recent"] = "max"
+    """Which amax ``delayed`` takes from its history. Where that is 0 or not finite, the scale stays as it is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.history < 1:
+            raise OptionError.invalid(type(self).__name__, "history", self.history, "at least 1")
+        if abs(self.margin) > 127:
+            raise OptionError.invalid(type(self).__name__, "margin", self.margin, "from -127 to 127")
+
+    @property
+    def scaled_block(self) -> Block:
+        """Rows and columns that one scale covers."""
+        if self.scaling == "block":
+            return BLOCKS[self.block]
+        return ROW if self.scaling == "row" else TENSOR
+
+    @property
+    def stats(self) -> tuple[Stat, ...]:
+        return STATS[self.scaled_block]
+
+    @property
+    def transposable(self) -> bool:
+        rows, cols = self.scaled_block
+        return rows == cols
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": reference.measure(x, self.scaled_block)}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> FP8Storage:
+        blockwise = self.scaling == "block"
+        data, scale = reference.encode(
+            x,
+            stats["amax"],
+            self.scaled_block,
+            ELEMENTS[self.dtype],
+            largest_scale=torch.finfo(x.dtype).max if blockwise else FLT_MAX,
+            pow2=blockwise if self.pow2 is None else self.pow2,
+        )
+        return FP8Storage(data=data, scale=scale)
+
+    # ------------------------------------------------------------------------------ delayed scaling
+
+    @property
+    def state(self) -> tuple[StateBuffer, ...]:
+        if self.scaling != "delayed":
+            return ()
+        return StateBuffer("amax_history", (self.history,)), StateBuffer("amax")
+
+    def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"amax": state["amax"]}
+
+    def remember(self, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+        history, amax = state["amax_history"], state["amax"]
+        history.copy_(reference.pushed(history, stats["amax"]))
+        amax.copy_(reference.next_amax(history, amax, self.margin, self.algo))

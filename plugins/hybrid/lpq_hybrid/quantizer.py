@@ -1,0 +1,48 @@
+"""The two sides of a hybrid. Everything else is said of a side, and the core asks the side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from lpq import registry
+from lpq.core import Quantizer
+from lpq.core.quantizer import Direction
+from lpq.registry.errors import OptionError
+
+
+@dataclass(frozen=True)
+class HybridQuantizer(Quantizer):
+    """A tensor whose two operands are encoded by different quantizers."""
+
+    row: Quantizer
+    """Its row side encodes the row operand."""
+    col: Quantizer
+    """Its column side encodes the column operand."""
+    col_source: Literal["original", "row"] = "original"
+    """What the column operand encodes: the tensor itself, or the decoded row operand. ``row`` in a hybrid that is
+    given as ``col`` holds here too."""
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        for side in ("row", "col"):
+            if side not in options:
+                raise OptionError(f"hybrid needs a quantizer for each side: add {side}=…, as in {side}=mxfp8")
+            options[side] = registry.quantizer(options[side])
+        if options["col"].col_source == "row":
+            options["col_source"] = "row"
+        return super().from_options(**options)
+
+    def side(self, direction: Direction) -> Quantizer:
+        return self.row.side("row") if direction == "row" else self.col.side("col")
+
+    @property
+    def transposable(self) -> bool:
+        row, col = self.side("row"), self.side("col")
+        return row == col and row.transposable and self.col_source == "original"
+
+    def flipped(self) -> Quantizer | None:
+        row, col = self.side("row"), self.side("col")
+        if self.col_source == "row" or (col.side("row"), row.side("col")) != (col, row):
+            return None
+        return self if row == col else HybridQuantizer(row=col, col=row)

@@ -1,0 +1,38 @@
+"""The one option of identity. There is nothing to measure, and encoding is a view or a cast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from lpq.core import Quantizer
+from lpq_identity.storage import IdentityStorage
+
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class IdentityQuantizer(Quantizer):
+    """The matrix itself."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """What to cast it to, as a name (``bf16`` for short) or a ``torch.dtype``. None: it stays as it is."""
+
+    plain = True
+    transposable = True
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        dtype = options.get("dtype")
+        if isinstance(dtype, torch.dtype):
+            options["dtype"] = str(dtype).removeprefix("torch.")
+        elif dtype in SHORT:
+            options["dtype"] = SHORT[dtype]
+        return super().from_options(**options)
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> IdentityStorage:
+        return IdentityStorage(data=x if self.dtype is None else x.to(getattr(torch, self.dtype)))

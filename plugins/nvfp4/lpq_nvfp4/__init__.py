@@ -1,0 +1,41 @@
+"""NVFP4: 4-bit floats with an 8-bit scale for each block of 16 or 16x16 and an fp32 amax for the operand."""
+
+from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+
+
+@hookimpl
+def lpq_register_formats() -> FormatSpec:
+    return FormatSpec(
+        name="nvfp4",
+        summary="E2M1, one E4M3 scale for 16 along the contraction or for 16x16, one fp32 amax",
+        quantizer="lpq_nvfp4.quantizer:NVFP4Quantizer",
+        storage="lpq_nvfp4.storage:NVFP4Storage",
+        effective_bits=4.5,
+    )
+
+
+# Only column operands are rotated, and they are wgrad's: so one quantizer serves a tensor in both its GEMMs.
+X = "nvfp4(rht=true)"
+W = "nvfp4(block=16x16)"
+DY = "nvfp4(rht=true, stochastic=true)"
+
+
+@hookimpl
+def lpq_register_recipes() -> list[RecipeSpec]:
+    return [
+        RecipeSpec(
+            name="nvfp4",
+            summary="NVFP4 for all three GEMMs: 16x16 weights, rotated wgrad operands, stochastic dy",
+            recipe={"fprop": {"x": X, "w": W}, "dgrad": {"dy": DY, "w": W}, "wgrad": {"dy": DY, "x": X}},
+        ),
+        RecipeSpec(
+            name="nvfp4-fwd-mxfp8-bwd",
+            summary="NVFP4 forward, MXFP8 in both gradient GEMMs",
+            recipe="fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8",
+        ),
+        RecipeSpec(
+            name="nvfp4-fwd-bf16-bwd",
+            summary="NVFP4 forward, bf16 gradients",
+            recipe="fprop=nvfp4, dgrad=bf16, wgrad=bf16",
+        ),
+    ]

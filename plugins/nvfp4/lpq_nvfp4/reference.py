@@ -1,0 +1,55 @@
+"""NVFP4 in plain PyTorch: this is what defines the format.
+
+An operand has an amax, a block an E4M3 scale relative to that, an element an E2M1 value relative to both.
+Every product and quotient is rounded to fp32, in the order written: another order differs in the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lpq.core.blocks import block_amax, pad_blocks, scale_blocks
+from lpq.core.elements import E4M3, FLT_MAX, cast_float8, decode_e2m1_pairs, decode_float8, pack_nibbles
+from lpq.core.layout import Block
+
+GROUP = 16
+"""Columns are stored in whole groups of this many; a block is one group wide."""
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+
+
+def measure(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of the matrix, and of each block."""
+    amaxes = block_amax(x, block)
+    return block_amax(amaxes, (None, None)), amaxes
+
+
+def encode(
+    x: Tensor, amax: Tensor, amaxes: Tensor, block: Block, cast: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Packed elements and block scales. ``cast`` rounds fp32 to E2M1; what pads the columns is 0."""
+    overall = tensor_scale(amax)
+    scale = cast_float8((amaxes * (overall * (1 / E2M1_MAX))).clamp(max=E4M3_MAX), E4M3)
+    factor = (decode_float8(scale) * overall.reciprocal()).reciprocal().clamp(max=FLT_MAX)
+    code = cast(scale_blocks(x, factor, block))
+    return pack_nibbles(pad_blocks(code, (1, GROUP))), scale
+
+
+def tensor_scale(amax: Tensor) -> Tensor:
+    """The factor that takes the matrix's amax to the largest element of a block with the largest scale.
+
+    It is 1 where the amax is 0 or not finite.
+    """
+    scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=FLT_MAX)
+    return torch.where((amax > 0) & (amax < torch.inf), scale, 1.0)
+
+
+def decode(data: Tensor, scale: Tensor, amax: Tensor, block: Block) -> Tensor:
+    """``element · scale · amax · fl(1/2688)``, padding columns included; not finite unless the amax is."""
+    values = scale_blocks(decode_e2m1_pairs(data), decode_float8(scale), block)
+    # Before the last factor, a large amax would overflow: 12 binary places less until then change no bit.
+    shift = torch.where(amax > 1, torch.full_like(amax, 2.0**12), 1.0)
+    return values.mul_(amax / shift).mul_(shift * (1 / (E4M3_MAX * E2M1_MAX)))

@@ -1,0 +1,60 @@
+"""The buffers of an NVFP4 operand, and what they stand for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lpq.core import Buffer, Storage
+from lpq.core.blocks import pad_blocks
+from lpq.core.elements import E4M3, pack_nibbles, unpack_nibbles
+from lpq.core.layout import Block
+from lpq_nvfp4 import reference
+from lpq_nvfp4.reference import GROUP
+from lpq_nvfp4.rotation import unrotate
+
+if TYPE_CHECKING:
+    from lpq_nvfp4.quantizer import NVFP4Quantizer
+
+BLOCKS: dict[str, Block] = {"1x16": (1, GROUP), "16x16": (GROUP, GROUP)}
+LAYOUTS = {
+    name: (
+        Buffer("data", torch.uint8, block=(1, 2), pad=GROUP),
+        Buffer("scale", E4M3, block=block),
+        Buffer("amax", torch.float32, block=(None, None)),
+    )
+    for name, block in BLOCKS.items()
+}
+
+
+class NVFP4Storage(Storage):
+    """``data``: two E2M1 values in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: fp32.
+
+    The columns of ``data`` are padded to whole groups of 16, which a rotation mixes.
+    """
+
+    layout = LAYOUTS["1x16"]
+    quantizer: NVFP4Quantizer
+
+    @classmethod
+    def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:
+        return LAYOUTS[quantizer.block]
+
+    def decode(self) -> Tensor:
+        values = self._values()
+        return (unrotate(values) if self.quantizer.rht else values)[:, : self.shape[1]]
+
+    def decode_rotated(self) -> Tensor:
+        """The rotated matrix has whole groups of columns: another operand in this basis has as many."""
+        return self._values() if self.quantizer.rht else self.decode()
+
+    def _values(self) -> Tensor:
+        return reference.decode(self.data, self.scale, self.amax, BLOCKS[self.quantizer.block])
+
+    def transposed(self) -> NVFP4Storage:
+        code = unpack_nibbles(self.data)[:, : self.shape[1]].t()
+        return NVFP4Storage(
+            data=pack_nibbles(pad_blocks(code, (1, GROUP))), scale=self.scale.t().contiguous(), amax=self.amax
+        )

@@ -1,0 +1,163 @@
+"""lpq.convert: what is swapped, what stays, and that a user can see why."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import lpq
+from lpq import registry
+
+
+class Custom(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+        self.norm = nn.LayerNorm(32)
+        self.custom = Custom(32, 32)
+        self.head = nn.Linear(32, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.custom(self.norm(x)))
+
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+def test_conversion_is_in_place_and_keeps_every_parameter() -> None:
+    model = Net()
+    parameters = {n: id(p) for n, p in model.named_parameters()}
+    layer, seen = model.blocks[0][0], []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert lpq.convert(model, "mxfp8") is model
+    assert {n: id(p) for n, p in model.named_parameters()} == parameters
+    assert model.blocks[0][0] is layer
+    assert isinstance(layer, lpq.nn.Linear)
+    assert model.head.weight is model.embed.weight
+    before = model.head.weight.clone()
+    model(TOKENS).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.head.weight, before)
+    assert seen == [1]
+    assert set(model.state_dict()) == set(Net().state_dict())
+
+
+def test_the_report_says_what_was_swapped_and_what_was_left_and_why() -> None:
+    model = lpq.convert(Net(), {"rules": [{"match": ["head"], "recipe": "skip"}, {"match": ["*"], "recipe": "mxfp8"}]})
+    report = lpq.report(model)
+    assert [e.name for e in report.converted] == [f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)]
+    left = {e.name: e.note for e in report.left}
+    assert left["head"] == "the policy gives it no recipe"
+    assert "subclass of nn.Linear" in left["custom"]
+    assert left["norm"] == "no plugin converts LayerNorm"
+    assert set(left) == {"head", "custom", "norm", "embed"}
+    text = str(report)
+    assert text.startswith("6 converted, 4 left alone")
+    assert "blocks.2.0 (Linear): mxfp8" in text
+    assert type(model.head) is nn.Linear
+
+
+def test_patterns_that_match_nothing_are_reported() -> None:
+    model = lpq.convert(Net(), {"rules": [{"match": ["layers.*"], "recipe": "mxfp8"}]})
+    assert lpq.report(model).unmatched == ("layers.*",)
+    assert "no layer matches the pattern 'layers.*'" in str(lpq.report(model))
+
+
+def test_a_model_that_is_one_layer() -> None:
+    layer = nn.Linear(8, 8)
+    assert lpq.convert(layer, "mxfp8") is layer
+    assert isinstance(layer, lpq.nn.Linear)
+    assert str(lpq.report(layer)).count("(the model)") == 1
+
+
+def test_a_model_may_be_converted_again_and_back() -> None:
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    expected = plain(TOKENS)
+    lpq.convert(model, "nvfp4")
+    assert not torch.equal(model(TOKENS), expected)
+    lpq.convert(model, "identity")
+    assert torch.equal(model(TOKENS), expected)
+
+
+def test_unconverted_models_are_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"not converted: call lpq\.convert"):
+        lpq.report(Net())
+
+
+def test_a_policy_switches_recipes_by_step() -> None:
+    rules = [
+        {"match": ["blocks.0.*"], "recipe": "fp8-delayed", "until": 0.5},
+        {"match": ["blocks.*"], "recipe": "mxfp8", "until": 8},
+        {"match": ["blocks.*"], "recipe": "nvfp4"},
+    ]
+    model = lpq.convert(Net(), {"rules": rules}, steps=10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    weight = model.blocks[0][0].weight
+    seen = []
+    for step in range(10):
+        lpq.set_step(model, step)
+        seen.append((model.blocks[0][0].recipe, model.blocks[1][0].recipe))
+        model(TOKENS).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    delayed, mx, nv = map(lpq.recipe, ("fp8-delayed", "mxfp8", "nvfp4"))
+    assert [a for a, _ in seen] == [delayed] * 5 + [mx] * 3 + [nv] * 2
+    assert [b for _, b in seen] == [mx] * 8 + [nv] * 2
+    assert model.blocks[0][0].weight is weight
+    assert optimizer.state[weight]["step"] == 10
+
+
+def test_a_converted_model_copies_and_pickles() -> None:
+    model = lpq.convert(Net(), "fp8-delayed")
+    model(TOKENS).sum().backward()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(TOKENS), model(TOKENS))
+        assert lpq.report(other) == lpq.report(model)
+        assert other.blocks[0][0].recipe == model.blocks[0][0].recipe
+
+
+def test_plugins_may_convert_other_modules(request: pytest.FixtureRequest) -> None:
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * self.inner(x)
+
+    class Plugin:
+        @staticmethod
+        @registry.hookimpl
+        def lpq_convert_module(module, fqn, recipe):
+            return Doubled(module) if type(module) is nn.LayerNorm else None
+
+    request.addfinalizer(registry.refresh)
+    registry.register(Plugin, name="doubling")
+    model = lpq.convert(Net(), "mxfp8")
+    assert isinstance(model.norm, Doubled)
+    assert isinstance(model.blocks[0][0], lpq.nn.Linear)
+    assert "norm" in [e.name for e in lpq.report(model).converted]
+
+
+def test_moving_a_converted_model_moves_its_state() -> None:
+    model = lpq.convert(Net(), "fp8-delayed").to("meta")
+    assert all(b.device.type == "meta" for b in model.buffers())
+    assert all(b.dtype == torch.float32 for b in lpq.convert(Net(), "fp8-delayed").to(torch.bfloat16).buffers())

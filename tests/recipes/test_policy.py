@@ -1,0 +1,348 @@
+"""Policies: which recipe a layer has at which step, how they are kept, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lpq
+from lpq.recipes import Policy, Recipe, RecipeError, Rule
+
+MXFP8, NVFP4, BF16 = (lpq.recipe(name) for name in ("mxfp8", "nvfp4", "bf16"))
+PAPER = {
+    "rules": [
+        {"match": ["lm_head", "embed*"], "recipe": "skip"},
+        {"match": "layers.0.*", "recipe": "mxfp8"},
+        {"match": "*", "recipe": "nvfp4", "until": 0.85},
+        {"match": "*", "recipe": "bf16"},
+    ]
+}
+
+
+def policy(*rules: tuple[object, ...]) -> Policy:
+    return Policy(tuple(Rule(*rule) for rule in rules))
+
+
+# ---------------------------------------------------------------------------------- which recipe, when
+
+
+def test_the_first_match_wins_by_layer_and_step() -> None:
+    paper = lpq.policy(PAPER)
+    assert paper.schedule("lm_head", 100).pieces == ((None, None),)
+    assert paper.schedule("layers.0.up", 100).pieces == ((None, MXFP8),)
+    assert paper.schedule("layers.1.up", 100).pieces == ((85, NVFP4), (None, BF16))
+    schedule = paper.schedule("layers.1.up", 100)
+    assert [schedule.at(step) for step in (0, 84, 85, 10**9)] == [NVFP4, NVFP4, BF16, BF16]
+
+
+def test_after_its_last_rule_a_layer_is_left_alone() -> None:
+    until = policy((("*",), MXFP8, 10)).schedule("up")
+    assert until.pieces == ((10, MXFP8), (None, None))
+    assert (until.at(9), until.at(10)) == (MXFP8, None)
+    assert policy((("up",), MXFP8)).schedule("down").pieces == ((None, None),)
+
+
+def test_a_layer_may_be_left_alone_first() -> None:
+    warm = policy((("*",), None, 3), (("*",), NVFP4)).schedule("up")
+    assert [warm.at(step) for step in range(5)] == [None, None, None, NVFP4, NVFP4]
+
+
+def test_pieces_that_say_nothing_are_left_out() -> None:
+    rules = policy((("a*",), MXFP8, 10), (("*b",), NVFP4, 5), (("ab",), MXFP8, 20), (("*b", "c"), None, 30))
+    assert rules.schedule("ab").pieces == ((20, MXFP8), (None, None))
+    assert rules.schedule("b").pieces == ((5, NVFP4), (None, None))
+    assert policy((("*",), None, 4)).schedule("a").pieces == ((None, None),)
+
+
+@pytest.mark.parametrize(
+    ("until", "steps", "end"),
+    [
+        (0.85, 100, 85),
+        (0.55, 100, 55),
+        (0.57, 100, 57),
+        (0.1, 3, 1),
+        (1 / 3, 300, 100),
+        (1.0, 7, 7),
+        (7, 3, 7),
+    ],
+)
+def test_where_a_rule_ends(until: float, steps: int, end: int) -> None:
+    assert policy((("*",), MXFP8, until)).schedule("up", steps).pieces[0][0] == end
+
+
+def test_a_step_needs_no_length_and_a_fraction_does() -> None:
+    assert policy((("*",), MXFP8, 10)).schedule("up").at(9) == MXFP8
+    mixed = policy((("up",), NVFP4), (("*",), MXFP8, 0.5))
+    assert mixed.schedule("up").at(0) == NVFP4
+    with pytest.raises(
+        RecipeError, match=r"rule 2: until = 0\.5 is a fraction.*lpq\.convert\(model, policy, steps="
+    ):
+        mixed.schedule("down")
+
+
+NAMES = st.sampled_from(["a", "b", "ab", "ba", "a.b", ""])
+RULES = st.builds(
+    Rule,
+    st.lists(st.sampled_from(["a", "b", "a*", "*b", "?", "*"]), min_size=1, max_size=2).map(tuple),
+    st.sampled_from([None, MXFP8, NVFP4, BF16]),
+    st.none() | st.integers(1, 12) | st.floats(0, 1, exclude_min=True),
+)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> Policy:
+    """Rules, less those that would be hidden."""
+    rules: tuple[Rule, ...] = ()
+    for rule in draw(st.lists(RULES, min_size=1, max_size=5)):
+        try:
+            rules = Policy((*rules, rule)).rules
+        except RecipeError:
+            continue
+    return Policy(rules)
+
+
+@settings(max_examples=150)
+@given(policies(), NAMES, st.integers(1, 15))
+def test_a_schedule_is_the_first_rule_that_matches_and_has_not_ended(
+    policy: Policy, name: str, steps: int
+) -> None:
+    schedule = policy.schedule(name, steps)
+    assert schedule.pieces[-1][0] is None
+    ends = [until for until, _ in schedule.pieces[:-1]]
+    assert ends == sorted(set(ends))
+    assert all(a[1] != b[1] for a, b in zip(schedule.pieces, schedule.pieces[1:], strict=False))
+    for step in range(steps + 3):
+        holding = [
+            r for r in policy.rules if r.matches(name) and ((end := r.end(steps)) is None or step < end)
+        ]
+        assert schedule.at(step) == (holding[0].recipe if holding else None)
+
+
+@settings(max_examples=150)
+@given(policies())
+def test_no_rule_that_could_be_told_is_hidden(policy: Policy) -> None:
+    for i, rule in enumerate(policy.rules):
+        for other in policy.rules[:i]:
+            assert not (other.until is None and "*" in other.match), rule
+
+
+def test_what_matches_nothing_is_reported() -> None:
+    names = ["embed", "layers.0.up", "layers.1.up"]
+    assert lpq.policy(PAPER).unmatched(names) == ("lm_head",)
+    assert policy((("a", "b"), MXFP8, 5), (("a",), NVFP4)).unmatched(iter(names)) == ("a", "b")
+    assert policy((("*",), MXFP8)).unmatched([""]) == ()
+    assert policy((("*",), MXFP8)).unmatched([]) == ("*",)
+
+
+def test_the_rules_of_a_layer_can_be_asked_for() -> None:
+    paper = lpq.policy(PAPER)
+    assert paper.rules_for("lm_head") == (paper.rules[0], paper.rules[2], paper.rules[3])
+    assert policy((("a",), MXFP8)).rules_for("b") == ()
+
+
+def test_a_schedule_reads_as_a_sentence() -> None:
+    paper = lpq.policy(PAPER)
+    assert str(paper.schedule("layers.1.up", 100)) == "nvfp4 until step 85, then bf16"
+    assert str(paper.schedule("lm_head", 100)) == "left alone"
+    assert hash(paper.schedule("lm_head", 100)) == hash(paper.schedule("embed", 100))
+
+
+# ---------------------------------------------------------------------------------- what makes one
+
+
+def test_a_recipe_is_a_policy_for_every_layer() -> None:
+    for source in (
+        "mxfp8",
+        MXFP8,
+        lpq.quantizer("mxfp8"),
+        {"fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "mxfp8"},
+    ):
+        assert lpq.policy(source) == policy((("*",), MXFP8))
+    made = lpq.policy(PAPER)
+    assert lpq.policy(made) is made
+
+
+def test_files_of_rules_and_files_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.toml").write_text('fprop = "mxfp8"\ndgrad = "mxfp8"\nwgrad = "mxfp8"\n')
+    path = tmp_path / "policy.toml"
+    path.write_text(
+        '[[rules]]\nmatch = "lm_head"\nrecipe = "skip"\n\n'
+        '[[rules]]\nmatch = ["a*", "b"]\nuntil = 10\nrecipe = "mine.toml"\n\n'
+        '[[rules]]\nmatch = "*"\n[rules.recipe]\nfprop = "bf16"\ndgrad = "bf16"\nwgrad = "bf16"\n'
+    )
+    expected = policy((("lm_head",), None), (("a*", "b"), MXFP8, 10), (("*",), BF16))
+    assert lpq.policy(path) == lpq.policy(str(path)) == expected
+    assert lpq.policy(path).rules[1].recipe.name == "mine"
+    monkeypatch.chdir(tmp_path)
+    assert lpq.policy("policy.toml") == expected
+    assert lpq.policy("mine.toml") == policy((("*",), MXFP8))
+
+
+def test_mappings_may_hold_objects() -> None:
+    rule = Rule(("lm_head",), None)
+    made = lpq.policy(
+        {"rules": [rule, {"match": ("a", "b"), "recipe": None}, {"match": "*", "recipe": MXFP8}]}
+    )
+    assert made == policy((("lm_head",), None), (("a", "b"), None), (("*",), MXFP8))
+
+
+# ---------------------------------------------------------------------------------- keeping it
+
+
+@settings(max_examples=60)
+@given(policies())
+def test_every_way_of_keeping_a_policy_gives_it_back(
+    tmp_path_factory: pytest.TempPathFactory, policy: Policy
+) -> None:
+    path = tmp_path_factory.mktemp("policy") / "kept.toml"
+    path.write_text(policy.to_toml(), encoding="utf-8")
+    file = io.BytesIO()
+    torch.save(policy.to_dict(), file)
+    file.seek(0)
+    for kept in (
+        lpq.policy(path),
+        lpq.policy(torch.load(file, weights_only=True)),
+        Policy.from_dict(policy.to_dict()),
+        pickle.loads(pickle.dumps(policy)),
+        copy.deepcopy(policy),
+    ):
+        assert kept == policy
+        assert hash(kept) == hash(policy)
+        assert [type(r.until) for r in kept.rules] == [type(r.until) for r in policy.rules]
+        assert kept.to_toml() == policy.to_toml()
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1).map(tuple))
+def test_any_pattern_survives_toml(patterns: tuple[str, ...]) -> None:
+    import tomllib
+
+    text = policy((patterns, None)).to_toml()
+    assert Policy.from_dict(tomllib.loads(text)) == policy((patterns, None))
+
+
+def test_the_toml_is_what_a_person_would_write() -> None:
+    rules = policy(
+        (("lm_head",), None), (("*",), lpq.recipe("mxfp8"), 0.85), (("*",), lpq.recipe("mxfp8(dtype=e5m2)"))
+    )
+    assert rules.to_toml() == (
+        '[[rules]]\nmatch = ["lm_head"]\nrecipe = "skip"\n\n'
+        '[[rules]]\nmatch = ["*"]\nuntil = 0.85\nrecipe = "mxfp8()"\n\n'
+        '[[rules]]\nmatch = ["*"]\nrecipe = "mxfp8(dtype=e5m2)"\n'
+    )
+
+
+def test_a_policy_is_frozen() -> None:
+    rules = policy((("*",), MXFP8))
+    with pytest.raises(FrozenInstanceError):
+        rules.rules = ()
+    with pytest.raises(FrozenInstanceError):
+        rules.rules[0].until = 5
+    with pytest.raises(FrozenInstanceError):
+        rules.schedule("a").pieces = ()
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        (
+            ((("*",), MXFP8), (("lm_head",), None)),
+            ["rule 1 ('*') hides rule 2 ('lm_head')", "put rule 2 before rule 1"],
+        ),
+        (
+            ((("a",), None), (("layers.*",), MXFP8), (("b", "layers.0.*"), BF16)),
+            ["rule 2 ('layers.*') hides rule 3"],
+        ),
+        (((("*",), MXFP8, 0.5), (("a",), BF16, 0.25)), ["rule 1 ('*') hides rule 2 ('a')"]),
+        (((("*",), MXFP8, 10), (("*",), BF16, 10)), ["rule 1 ('*') hides rule 2 ('*')"]),
+        (((("*",), MXFP8), (("a",), BF16, 5)), ["rule 1 ('*') hides rule 2 ('a')"]),
+    ],
+)
+def test_a_hidden_rule_is_refused(rules: tuple[tuple[object, ...], ...], words: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        policy(*rules)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_rules_that_overlap_without_hiding_are_not_refused() -> None:
+    policy((("layers.*",), MXFP8), (("*",), BF16))
+    policy((("*",), MXFP8, 0.5), (("*",), BF16))
+    policy((("*",), MXFP8, 5), (("a",), BF16, 6))
+    policy((("*",), MXFP8, 0.5), (("a",), BF16, 6))
+    policy((("a*",), MXFP8), (("*a",), BF16))
+    policy((("*", "lm_head"), MXFP8))
+
+
+@pytest.mark.parametrize("until", [0, -1, 0.0, -0.5, 1.5, 5.0, float("nan"), float("inf"), True, "0.5"])
+def test_an_impossible_end_is_refused(until: object) -> None:
+    with pytest.raises(RecipeError, match=r"until must be a step .* or a fraction of the run"):
+        Rule(("*",), MXFP8, until)
+
+
+def test_wrong_types_are_refused_in_words() -> None:
+    for match in ("*", ["*"], (), ("*", 3)):
+        with pytest.raises(RecipeError, match="match must be a tuple of one or more patterns"):
+            Rule(match, MXFP8)
+    with pytest.raises(
+        RecipeError, match=r"recipe must be a Recipe or None, not 'mxfp8': lpq\.policy takes names"
+    ):
+        Rule(("*",), "mxfp8")
+    for rules in ((), [Rule(("*",), MXFP8)], ("mxfp8",)):
+        with pytest.raises(RecipeError, match="a policy's rules must be a tuple of one or more Rules"):
+            Policy(rules)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[[rules]]\nmatch = "a"\nrecipe = "mxfp8"\n[[rules]]\nmatch = "*"\nrecipe = "mxfp8"\nuntill = 3',
+         ["rule 2: unknown key 'untill': did you mean 'until'?"]),
+        ('[[rule]]\nmatch = "*"\nrecipe = "mxfp8"', ["unknown key 'rule': did you mean 'rules'?"]),
+        ('name = "x"\n[[rules]]\nmatch = "*"\nrecipe = "mxfp8"', ["unknown key 'name': choose from rules"]),
+        ('[[rules]]\nmatch = "*"', ["rule 1: it has no recipe: 'skip' leaves a layer alone"]),
+        ('[[rules]]\nrecipe = "mxfp8"', ["rule 1: it has no match: '*' is every layer"]),
+        ('[[rules]]\nmatch = []\nrecipe = "mxfp8"', ["rule 1: match must be a tuple of one or more"]),
+        ('[[rules]]\nmatch = 3\nrecipe = "mxfp8"', ["rule 1: match must be", "not 3"]),
+        ('[[rules]]\nmatch = "*"\nrecipe = "mxfp8"\nuntil = 1.5', ["rule 1: until must be", "not 1.5"]),
+        ('[[rules]]\nmatch = "*"\nrecipe = "mxfp9"', ["rule 1: recipe: ", "'mxfp9'", "did you mean 'mxfp8'"]),
+        ('[[rules]]\nmatch = "*"\nrecipe = "none.toml"', ["rule 1: recipe: ", "none.toml cannot be read"]),
+        ('[[rules]]\nmatch = "*"\nrecipe = "nvfp4(rht=true)"', ["rule 1: recipe: dgrad cannot multiply"]),
+        ('[[rules]]\nmatch = "*"\nrecipe = "fprop=mxfp8"', ["rule 1: recipe: nothing is said of dgrad"]),
+        ('[[rules]]\nmatch = "*"\n[rules.recipe]\nfprob = "mxfp8"', ["rule 1: recipe: unknown key 'fprob'"]),
+        ('[[rules]]\nmatch = "*"\nrecipe = "bf16"\n[[rules]]\nmatch = "a"\nrecipe = "skip"', ["hides rule 2"]),
+        ("rules = []", ["a policy's rules must be a tuple of one or more Rules"]),
+        ('rules = "mxfp8"', ["rules must be a list of rules, not 'mxfp8'"]),
+        ("rules = [3]", ["rule 1: a rule is a table with match, recipe, until, not 3"]),
+        ("rules = [", ["is not TOML"]),
+        ('fprop = "mxfp8"', ["nothing is said of dgrad and wgrad"]),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_file_are_told_with_their_place(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        lpq.policy(path)
+    assert str(error.value).startswith(str(path))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_file_is_told() -> None:
+    with pytest.raises(RecipeError, match=r"nowhere\.toml cannot be read: No such file"):
+        lpq.policy("nowhere.toml")
+
+
+def test_recipe_takes_no_policy() -> None:
+    with pytest.raises(RecipeError, match=r"lpq\.policy takes it"):
+        lpq.recipe(lpq.policy(PAPER).to_dict())
+    assert isinstance(lpq.recipe("mxfp8"), Recipe)

@@ -1,0 +1,253 @@
+"""Recipe: data about three GEMMs that survives being kept, and the quantizers of whole tensors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lpq
+from lpq.recipes import Gemm, Recipe, RecipeError
+from lpq.recipes.gemms import OPERANDS
+
+NAMES = [
+    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
+    "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd",
+]  # fmt: skip
+QUANTIZERS = [
+    "identity", "mxfp8", "mxfp8(dtype=e5m2)", "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true)",
+    "nvfp4(rht=true, stochastic=true)", "fp8", "fp8(dtype=e5m2)", "fp8(scaling=delayed, history=16)",
+    "fp8(scaling=block, block=128x128)", "hybrid(row=mxfp8, col=nvfp4)",
+    "hybrid(row=nvfp4, col=nvfp4(rht=true))", "hybrid(row=mxfp8, col=identity, col_source=row)",
+]  # fmt: skip
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@st.composite
+def gemms(draw: st.DrawFn, name: str) -> Gemm:
+    """Two operands that can be multiplied."""
+    first, second = (operand for operand in OPERANDS if operand.gemm == name)
+    every = [lpq.quantizer(text) for text in QUANTIZERS]
+    a = draw(st.sampled_from(every))
+    rotation = a.side(first.side).rotation
+    b = draw(st.sampled_from([q for q in every if q.side(second.side).rotation == rotation]))
+    return Gemm(a, b, draw(st.sampled_from([None, True, False])))
+
+
+RECIPES = st.builds(Recipe, gemms("fprop"), gemms("dgrad"), gemms("wgrad"), st.none() | TEXT)
+
+
+def uniform(text: str) -> Gemm:
+    return Gemm(lpq.quantizer(text), lpq.quantizer(text))
+
+
+# ---------------------------------------------------------------------------------- the named recipes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_named_recipes_build_and_print(name: str) -> None:
+    recipe = lpq.recipe(name)
+    assert recipe.name == recipe.title == name
+    assert lpq.recipe(str(recipe)) == recipe
+    assert "\n" not in str(recipe)
+    assert eval(repr(recipe), {"lpq": lpq}) == recipe
+
+
+def test_no_two_named_recipes_are_equal() -> None:
+    assert len({lpq.recipe(name) for name in NAMES}) == len(NAMES)
+
+
+def test_the_full_nvfp4_recipe() -> None:
+    recipe = lpq.recipe("nvfp4")
+    assert recipe.x.side("row") == lpq.quantizer("nvfp4")
+    assert recipe.x.side("col").rotation == recipe.dy.side("col").rotation is not None
+    assert recipe.x.side("row").rotation is recipe.dy.side("row").rotation is None
+    assert recipe.w == lpq.quantizer("nvfp4(block=16x16)")
+    stochastic = {o.tensor for o, q in recipe.operands.items() if q.side(o.side).stochastic}
+    assert stochastic == {"dy"}
+    assert recipe.dy.side("row").stochastic
+    assert recipe.dy.side("col").stochastic
+
+
+def test_fp8_recipes_use_the_range_of_e5m2_for_gradients_where_the_scale_is_the_tensors() -> None:
+    for name in ("fp8-current", "fp8-delayed"):
+        recipe = lpq.recipe(name)
+        assert (recipe.x.dtype, recipe.w.dtype, recipe.dy.dtype) == ("e4m3", "e4m3", "e5m2")
+    block = lpq.recipe("fp8-block")
+    assert (block.x.block, block.w.block, block.dy.block) == ("1x128", "128x128", "1x128")
+
+
+def test_directions_of_the_mixed_recipes() -> None:
+    mixed, mxfp8, nvfp4 = (lpq.recipe(n) for n in ("mxfp8-fwd-nvfp4-bwd", "mxfp8", "nvfp4"))
+    assert (mixed.fprop, mixed.dgrad, mixed.wgrad) == (mxfp8.fprop, nvfp4.dgrad, nvfp4.wgrad)
+    other, bf16 = lpq.recipe("nvfp4-fwd-bf16-bwd"), lpq.recipe("bf16")
+    assert (other.fprop, other.dgrad, other.wgrad) == (nvfp4.fprop, bf16.dgrad, bf16.wgrad)
+
+
+# ---------------------------------------------------------------------------------- whole tensors
+
+
+def test_a_tensors_quantizer_is_its_two_operands() -> None:
+    recipe = lpq.recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=bf16")
+    assert recipe.x == lpq.quantizer("hybrid(row=mxfp8, col=identity)")
+    assert recipe.w.side("row") == lpq.quantizer("mxfp8")
+    assert recipe.w.side("col") == lpq.quantizer("nvfp4(block=16x16)")
+    assert recipe.dy.side("row") == recipe.dgrad.a.side("row")
+    assert recipe.dy.side("col") == lpq.quantizer("identity")
+    assert recipe.x is recipe.x
+
+
+@settings(max_examples=60)
+@given(RECIPES)
+def test_joining_two_operands_keeps_both(recipe: Recipe) -> None:
+    for operand, quantizer in recipe.operands.items():
+        whole = getattr(recipe, operand.tensor)
+        assert whole.side(operand.side) == quantizer.side(operand.side)
+        if operand.side == "col":
+            assert whole.col_source == quantizer.col_source
+
+
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_one_quantizer_for_both_operands_stays_itself(text: str) -> None:
+    gemm = uniform(text)
+    if gemm.a.side("row").rotation == gemm.a.side("col").rotation:
+        recipe = Recipe(gemm, gemm, gemm)
+        assert recipe.x is recipe.w is recipe.dy is gemm.a
+
+
+def test_operands_that_are_the_two_sides_of_one_quantizer_need_no_hybrid() -> None:
+    apart = lpq.recipe({"fprop": "nvfp4()", "dgrad": "nvfp4()", "wgrad": "nvfp4(rht=true)"})
+    assert apart.x == apart.dy == lpq.quantizer("nvfp4(rht=true)")
+    assert (
+        lpq.recipe({"fprop": "nvfp4(rht=true)", "dgrad": "nvfp4()", "wgrad": "nvfp4(rht=true)"}).x == apart.x
+    )
+
+
+# ---------------------------------------------------------------------------------- keeping it
+
+
+@settings(max_examples=60)
+@given(RECIPES)
+def test_every_way_of_keeping_a_recipe_gives_it_back(recipe: Recipe) -> None:
+    assert lpq.recipe(str(recipe)) == recipe
+    for kept in (
+        Recipe.from_dict(recipe.to_dict()),
+        lpq.recipe(recipe.to_dict()),
+        pickle.loads(pickle.dumps(recipe)),
+        copy.deepcopy(recipe),
+    ):
+        assert kept == recipe
+        assert hash(kept) == hash(recipe)
+        assert kept.name == recipe.name
+
+
+@settings(max_examples=30)
+@given(RECIPES)
+def test_a_toml_file_gives_the_recipe_back(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+    path = tmp_path_factory.mktemp("recipe") / "kept.toml"
+    path.write_text(recipe.to_toml(), encoding="utf-8")
+    for source in (path, str(path)):
+        assert lpq.recipe(source) == recipe
+    assert lpq.recipe(path).name == (recipe.name if recipe.name is not None else "kept")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_gives_the_recipe_back(name: str) -> None:
+    file = io.BytesIO()
+    torch.save({"recipe": lpq.recipe(name).to_dict()}, file)
+    file.seek(0)
+    assert lpq.recipe(torch.load(file, weights_only=True)["recipe"]) == lpq.recipe(name)
+
+
+def test_a_pickle_holds_the_fields_and_not_what_was_computed() -> None:
+    recipe, fresh = lpq.recipe("nvfp4"), lpq.recipe("nvfp4")
+    assert recipe.text
+    assert recipe.operands
+    assert set(recipe.__getstate__()) == {"fprop", "dgrad", "wgrad", "name"}
+    assert len(pickle.dumps(recipe)) == len(pickle.dumps(fresh))
+
+
+def test_the_name_decides_nothing() -> None:
+    a, b = (Recipe(uniform("mxfp8"), uniform("mxfp8"), uniform("mxfp8"), name=n) for n in ("a", None))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert (a.title, b.title) == ("a", "mxfp8()")
+    assert a != Recipe(uniform("mxfp8"), uniform("mxfp8"), uniform("identity"), name="a")
+    assert a != Recipe(Gemm(a.fprop.a, a.fprop.b, True), a.dgrad, a.wgrad, name="a")
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        lpq.recipe("mxfp8").name = "other"
+    with pytest.raises(FrozenInstanceError):
+        lpq.recipe("mxfp8").fprop.fast_accumulate = True
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("mxfp8()", "mxfp8()"),
+        ("fprop=mxfp8(), dgrad=mxfp8(dtype=e5m2), wgrad=identity()", None),
+        ("x=fp8(), w=fp8(), dy=fp8(dtype=e5m2)", None),
+        ("fprop=mxfp8(), dgrad=mxfp8(), wgrad=mxfp8(), wgrad.fast_accumulate=true", None),
+        (
+            "fprop.x=mxfp8(), fprop.w=identity(), dgrad=identity(), wgrad=mxfp8()",
+            "fprop.x=mxfp8(), fprop.w=identity(), dgrad.dy=identity(), dgrad.w=identity(), wgrad.dy=mxfp8(), "
+            "wgrad.x=mxfp8()",
+        ),
+    ],
+)
+def test_the_text_is_compact(source: str, text: str | None) -> None:
+    assert str(lpq.recipe(source)) == (text or source)
+
+
+def test_the_toml_is_what_a_person_would_write(tmp_path: Path) -> None:
+    wgrad = {"dy": "bf16", "x": "bf16", "fast_accumulate": False}
+    recipe = lpq.recipe({"name": "mine", "fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": wgrad})
+    assert recipe.to_toml() == (
+        'name = "mine"\n\n[fprop]\nx = "mxfp8()"\nw = "mxfp8()"\n\n[dgrad]\ndy = "mxfp8()"\nw = "mxfp8()"\n\n'
+        '[wgrad]\ndy = "identity()"\nx = "identity()"\nfast_accumulate = false\n'
+    )
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def test_operands_in_different_bases_are_refused() -> None:
+    plain, rotated = uniform("nvfp4"), uniform("nvfp4(rht=true)")
+    assert Recipe(rotated, plain, rotated).wgrad is rotated
+    with pytest.raises(RecipeError) as error:
+        Recipe(plain, rotated, plain)
+    for word in (
+        "dgrad",
+        "dy.row = nvfp4 is not rotated",
+        "w.col = nvfp4(rht=true) is rotated by",
+        "dgrad.dy",
+        "dgrad.w",
+    ):
+        assert word in str(error.value)
+    with pytest.raises(
+        RecipeError, match=r"wgrad cannot multiply its operands: dy\.col = .* is rotated by .*x\.col"
+    ):
+        Recipe(plain, plain, Gemm(rotated.a, plain.b))
+    with pytest.raises(RecipeError, match="dgrad"):
+        lpq.recipe("nvfp4(rht=true)")
+
+
+def test_wrong_types_are_refused_in_words() -> None:
+    gemm = uniform("mxfp8")
+    with pytest.raises(RecipeError, match=r"must be a quantizer, not 'mxfp8': lpq\.quantizer makes one"):
+        Gemm("mxfp8", gemm.b)
+    with pytest.raises(RecipeError, match=r"dgrad must be a Gemm, not 'mxfp8': lpq\.recipe takes strings"):
+        Recipe(gemm, "mxfp8", gemm)
+    with pytest.raises(RecipeError, match="fast_accumulate must be true or false, not 1"):
+        Gemm(gemm.a, gemm.b, 1)
+    with pytest.raises(RecipeError, match="name must be a string, not 3"):
+        Recipe(gemm, gemm, gemm, name=3)

@@ -1,0 +1,304 @@
+"""What can be wrong with a plugin. It breaks nobody else, and its error says who, why and what to do."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from lpq import registry
+from lpq.registry.errors import LpqError, PluginError, UnknownFormat
+
+HEADER = "from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl\n"
+
+
+def spec(name: str, more: str = "") -> str:
+    return f"FormatSpec(name={name!r}, summary='', quantizer='q:Q', storage='q:S', effective_bits=8{more})"
+
+
+def formats(answer: str) -> str:
+    return f"{HEADER}@hookimpl\ndef lpq_register_formats():\n    return {answer}\n"
+
+
+def kernel(more: str = "") -> str:
+    return f"KernelSpec(op='quantize', impl='acme_k:run', backend='triton'{more})"
+
+
+BROKEN = {
+    "raises at import": (
+        "raise RuntimeError('boom')",
+        "RuntimeError: boom",
+        "pip install --upgrade acme-formats",
+    ),
+    "exits at import": ("raise SystemExit('bye')", "SystemExit: bye", "pip install --upgrade acme-formats"),
+    "needs a missing library": (
+        "import no_such_library.part",
+        "needs the module no_such_library, which is not installed",
+        "pip install no_such_library",
+    ),
+    "is not a module of the distribution": (None, "No module named 'acme_plugin'", "pip install --upgrade"),
+    "outside its namespace": (
+        formats(spec("mxfp8")),
+        "'mxfp8', outside its namespace",
+        "name it acme or acme_*",
+    ),
+    "a prefix is not a namespace": (formats(spec("acmed")), "'acmed', outside", "name it acme or acme_*"),
+    "a recipe outside its namespace": (
+        f"{HEADER}@hookimpl\ndef lpq_register_recipes():\n"
+        "    return RecipeSpec(name='fast', summary='', recipe='acme')\n",
+        "'fast', outside its namespace",
+        "name it acme or acme-* or acme_*",
+    ),
+    "not a name": (formats(spec("acme_x y")), "'acme_x y' is not a name", "letters, digits"),
+    "a misspelt hook": (
+        f"{HEADER}@hookimpl\ndef lpq_register_format():\n    return {spec('acme')}\n",
+        "it implements lpq_register_format, which is not a hook",
+        "did you mean 'lpq_register_formats'",
+    ),
+    "no hook": ("x = 1", "it implements no hook", "lpq_register_formats"),
+    "a hook without its decorator": (
+        formats(spec("acme")).replace("@hookimpl", ""),
+        "it implements no hook",
+        "@lpq.registry.hookimpl",
+    ),
+    "a hook with wrong arguments": (
+        f"{HEADER}@hookimpl\ndef lpq_convert_module(modul):\n    return None\n",
+        "{'modul'}",
+        "the arguments that lpq.registry.hookspecs gives it",
+    ),
+    "an old API version": (
+        formats(spec("acme", ", api_version=0")),
+        "is for plugin interface 0, and this lpq has 1",
+        "pip install --upgrade acme-formats",
+    ),
+    "a new API version": (
+        formats(spec("acme", ", api_version=2")),
+        "interface 2",
+        "pip install --upgrade lpq",
+    ),
+    "fields of another API": (
+        formats(spec("acme", ", bits=8")),
+        "lpq_register_formats raised TypeError",
+        "--upgrade",
+    ),
+    "a format twice": (
+        formats(f"[{spec('acme')}, {spec('acme')}]"),
+        "registers 'acme' twice",
+        "its own name",
+    ),
+    "returns nothing": (
+        formats("None"),
+        "lpq_register_formats returned None",
+        "return a FormatSpec or a list",
+    ),
+    "returns something else": (
+        formats("['acme']"),
+        "lpq_register_formats returned ['acme']",
+        "return a FormatSpec",
+    ),
+    "a name that is no string": (
+        formats(spec("acme").replace("'acme'", "7", 1)),
+        "AttributeError",
+        "--upgrade",
+    ),
+    "kernels that are none": (
+        formats(spec("acme", ", kernels=(1,)")),
+        "reading its specs raised",
+        "--upgrade",
+    ),
+    "lists a kernel for another format": (
+        formats(spec("acme", ", kernels=({},)".format(kernel(", formats=('base',)")))),
+        "format acme lists kernel acme_k:run, which is for base",
+        "return kernels for other formats from lpq_register_kernels",
+    ),
+    "a kernel for no format": (
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n    return {kernel()}\n",
+        "kernel acme_k:run has formats=()",
+        "name the formats",
+    ),
+    "a kernel for a text": (
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n    return [{kernel(', formats=chr(97)')}]\n",
+        "kernel acme_k:run has formats='a'",
+        "name the formats",
+    ),
+}
+
+
+@pytest.fixture
+def broken(site, request: pytest.FixtureRequest) -> str:
+    """Plugin ``acme`` with one thing wrong, beside a good third party."""
+    source = BROKEN[request.param][0]
+    modules = {} if source is None else {"acme_plugin": source}
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, modules)
+    site.install("good-formats", "2.0", {"good": "good_plugin"}, {"good_plugin": site.format("good")})
+    return request.param
+
+
+@pytest.mark.parametrize("broken", BROKEN, indirect=True)
+def test_a_broken_plugin_says_who_why_and_what_to_do(broken: str) -> None:
+    _, cause, remedy = BROKEN[broken]
+    lookups: list[Callable[[], object]] = [
+        lambda: registry.format("acme"),
+        lambda: registry.format("acme_other"),
+        lambda: registry.recipe_spec("acme-fast"),
+        lambda: registry.quantizer("acme(block=1x16)"),
+    ]
+    for lookup in lookups:
+        with pytest.raises(PluginError) as caught:
+            lookup()
+        error = caught.value
+        assert (error.plugin, error.distribution, error.version) == ("acme", "acme-formats", "1.2")
+        assert cause in error.cause
+        assert remedy in error.remedy
+        assert str(error).startswith("plugin acme (acme-formats 1.2) cannot be used: ")
+        assert error.cause in str(error)
+        assert error.remedy in str(error)
+
+
+@pytest.mark.parametrize("broken", BROKEN, indirect=True)
+def test_a_broken_plugin_breaks_nobody_else(broken: str) -> None:
+    assert list(registry.formats()) == ["base", "good"]
+    assert registry.quantizer("base(rht=true)").rht is True
+    assert registry.format("good").name == "good"
+    assert registry.kernels("quantize", ("base",)) == ()
+    status = {p.name: (p.builtin, p.status) for p in registry.plugins()}
+    assert status == {"base": (True, "ok"), "acme": (False, "broken"), "good": (False, "ok")}
+    assert registry.convert_module("module", "fqn", "recipe", own=Own()) == "own"
+
+
+class Own:
+    """Stands for lpq's own conversion."""
+
+    @registry.hookimpl(trylast=True)
+    def lpq_convert_module(self, module: object) -> object:
+        return "own"
+
+
+def test_its_error_is_raised_from_what_went_wrong(site) -> None:
+    site.install("acme", "1", {"acme": "acme_plugin"}, {"acme_plugin": "1 / 0"})
+    for _ in range(2):  # a stored error that is raised again does not pile up tracebacks
+        with pytest.raises(PluginError) as caught:
+            registry.format("acme")
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        depth = len(caught.traceback)
+    with pytest.raises(PluginError) as caught:
+        registry.format("acme")
+    assert len(caught.traceback) == depth
+
+
+def test_errors_can_be_pickled(site) -> None:
+    site.install("acme", "1", {"acme": "acme_plugin"}, {"acme_plugin": "1 / 0"})
+    for text in ("acme", "nothing", "base(rht", "base(rht=true"):
+        with pytest.raises(LpqError) as caught:
+            registry.quantizer(text)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert type(again) is type(caught.value)
+        assert str(again) == str(caught.value)
+
+
+def test_two_distributions_with_one_name_clash_before_any_import(site) -> None:
+    site.install("acme-one", "1.0", {"acme": "one"}, {"one": site.format("acme")})
+    site.install(
+        "acme-two", "2.0", {"acme": "two", "other": "other_plugin"}, {"other_plugin": site.format("other")}
+    )
+    with pytest.raises(PluginError) as caught:
+        registry.format("acme")
+    text = str(caught.value)
+    for part in (
+        "plugin acme",
+        "acme-one 1.0 and acme-two 2.0",
+        "same name",
+        "pip uninstall acme-one or acme-two",
+    ):
+        assert part in text
+    assert site.imported() == set()
+    assert list(registry.formats()) == ["base", "other"]
+
+
+def test_a_clash_with_a_built_in_leaves_the_other_built_ins_alone(
+    site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install("evil", "1.0", {"base": "evil_plugin"}, {"evil_plugin": site.format("base")})
+    with pytest.raises(PluginError, match=r"evil 1\.0.*Remedy: pip uninstall evil\."):
+        registry.format("base")
+    monkeypatch.setenv("LPQ_LOAD_PLUGINS", "")
+    registry.refresh()
+    assert registry.quantizer("base").block == "1x16"
+    assert "evil_plugin" not in sys.modules
+
+
+def test_one_distribution_found_twice_is_no_clash(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install("acme-formats", "1.0", {"acme": "acme_plugin"}, {"acme_plugin": site.format("acme")})
+    again = type(site)(site.path / "second")
+    again.install("acme-formats", "1.0", {"acme": "acme_plugin"})
+    monkeypatch.syspath_prepend(again.path)
+    registry.refresh()
+    assert registry.format("acme").name == "acme"
+
+
+def test_two_names_for_one_module(site) -> None:
+    site.install(
+        "acme", "1", {"acme": "acme_plugin", "acme_b": "acme_plugin"}, {"acme_plugin": site.format("acme")}
+    )
+    assert registry.format("acme").name == "acme"
+    with pytest.raises(PluginError, match="same module as plugin acme"):
+        registry.recipe_spec("acme_b")
+
+
+def test_a_quantizer_that_cannot_be_imported(site) -> None:
+    """Listing works; the error comes when the class is wanted, and names the plugin all the same."""
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, {"acme_plugin": site.format("acme")})
+    assert "acme" in registry.formats()
+    with pytest.raises(
+        PluginError, match=r"plugin acme \(acme-formats 1\.2\).*needs the module acme_quantizer"
+    ):
+        registry.quantizer("acme")
+    site.install("acme-more", "1", {}, {"acme_quantizer": "import no_such_library"})
+    with pytest.raises(
+        PluginError, match=r"needs the module no_such_library.*Remedy: pip install no_such_library\."
+    ):
+        registry.quantizer("acme")
+    assert registry.quantizer("base").margin == 0
+
+
+def test_a_kernel_for_someone_elses_format(site) -> None:
+    source = site.format("acme") + (
+        "@hookimpl\ndef lpq_register_kernels():\n"
+        f"    return [{kernel(', priority=1')}, {kernel(', priority=2')}]\n".replace(
+            "run'", "run', formats=('base',)"
+        )
+    )
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, {"acme_plugin": source})
+    assert [k.priority for k in registry.kernels("quantize", ("base",))] == [2, 1]
+    assert registry.kernels("decode", ("base",)) == ()
+    assert registry.kernels("quantize", ("acme",)) == ()
+
+
+def test_kernels_of_a_format(site) -> None:
+    kernels = "SPEC = replace(SPEC, kernels=({}, {}, {}))".format(
+        kernel(),
+        kernel().replace("quantize", "gemm"),
+        kernel(", formats=('base', 'acme')").replace("quantize", "gemm"),
+    )
+    source = f"from dataclasses import replace\n{site.format('acme')}\n{kernels}\n"
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, {"acme_plugin": source})
+    for op, wanted in (("quantize", ("acme",)), ("gemm", ("acme", "acme")), ("gemm", ("base", "acme"))):
+        (found,) = registry.kernels(op, wanted)
+        assert found.formats == wanted
+    assert registry.kernels("gemm", ("acme", "base")) == ()
+
+
+def test_a_recipe_that_names_an_unknown_format_can_be_listed(site) -> None:
+    """Only building it asks for the format: tests/recipes has the error that names the GEMM."""
+    source = (
+        f"{HEADER}@hookimpl\ndef lpq_register_recipes():\n"
+        "    return RecipeSpec(name='acme-fast', summary='', recipe='fprop=nothing, dgrad=base')\n"
+    )
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, {"acme_plugin": source})
+    assert list(registry.recipes()) == ["acme-fast"]
+    (_, text), *_ = registry.split_items(str(registry.recipe_spec("acme-fast").recipe))
+    with pytest.raises(UnknownFormat, match="'nothing'"):
+        registry.quantizer(text)
+    assert registry.quantizer("base") is not None

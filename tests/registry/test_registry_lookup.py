@@ -1,0 +1,209 @@
+"""Finding formats and recipes: what is imported when, who owns a name, what ``LPQ_LOAD_PLUGINS`` hides."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import lpq
+from lpq import registry
+from lpq.registry.errors import PluginError, PluginHidden, PluginMissing, UnknownFormat, UnknownRecipe
+
+RECIPES = """
+@hookimpl
+def lpq_register_recipes():
+    return [RecipeSpec(name=name, summary="", recipe="base") for name in NAMES]
+"""
+
+
+def run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_importing_lpq_and_listing_formats_imports_no_torch() -> None:
+    heavy = "[m for m in ('torch', 'triton', 'rich', 'numpy') if m in sys.modules]"
+    assert run(f"import sys, lpq; print({heavy}, 'lpq.registry' in sys.modules)") == "[] False"
+    assert run(f"import sys, lpq; lpq.registry.formats(); lpq.registry.recipes(); print({heavy})") == "[]"
+
+
+def test_every_public_name_is_listed_and_typed() -> None:
+    assert set(lpq.__all__) | {"__version__"} <= set(dir(lpq))
+    assert set(lpq.__all__) == set(lpq._MODULE_OF)
+    assert lpq.registry is registry
+    assert lpq.quantizer is registry.quantizer
+    with pytest.raises(AttributeError, match="has no attribute 'quantiser'"):
+        _ = lpq.quantiser
+
+
+def test_a_lookup_imports_one_plugin(site) -> None:
+    for name in ("one", "two"):
+        source = site.format(name) + f"NAMES = ['{name}', '{name}-fast']\n" + RECIPES
+        site.install(name, "1", {name: f"{name}_plugin"}, {f"{name}_plugin": source})
+    assert registry.format("one").name == "one"
+    assert site.imported() == {"one_plugin"}
+    assert registry.recipe_spec("two-fast").name == "two-fast"
+    assert site.imported() == {"one_plugin", "two_plugin"}
+    assert registry.quantizer("base") == registry.quantizer("base()")
+    assert site.imported() == {"one_plugin", "two_plugin", "base_plugin", "base_quantizer"}
+
+
+def test_the_longest_name_owns(site) -> None:
+    wide = site.format("acme", "acme_fast_wide") + "NAMES = ['acme-fast-wide', 'acme-fast']\n" + RECIPES
+    site.install("acme", "1", {"acme": "acme_plugin"}, {"acme_plugin": wide})
+    narrow = site.format("acme_fast") + "NAMES = ['acme_fast']\n" + RECIPES
+    site.install("acme-fast", "1", {"acme_fast": "acme_fast_plugin"}, {"acme_fast_plugin": narrow})
+    assert registry.format("acme_fast").quantizer.startswith("acme_fast_")
+    assert site.imported() == {"acme_fast_plugin"}
+    # What the longer name does not have is still found with the plugin that does.
+    assert registry.format("acme_fast_wide").quantizer.startswith("acme_quantizer")
+    assert registry.recipe_spec("acme-fast").name == "acme-fast"
+
+
+def test_a_broken_plugin_with_a_longer_name_takes_nothing_away(site) -> None:
+    site.install("acme", "1", {"acme": "acme_plugin"}, {"acme_plugin": site.format("acme", "acme_fast_wide")})
+    site.install("acme-fast", "1", {"acme_fast": "acme_fast_plugin"}, {"acme_fast_plugin": "1 / 0"})
+    assert registry.format("acme_fast_wide").name == "acme_fast_wide"
+    with pytest.raises(PluginError, match="plugin acme_fast "):
+        registry.format("acme_fast_other")
+
+
+def test_did_you_mean(site) -> None:
+    site.install(
+        "mxfp8", "1", {"mxfp8": "m"}, {"m": site.format("mxfp8") + "NAMES = ['mxfp8-fast']\n" + RECIPES}
+    )
+    site.install("nvfp4", "1", {"nvfp4": "n"}, {"n": "1 / 0"})
+    for text, meant in (("mxpf8", "mxfp8"), ("MXFP8", "mxfp8"), ("mxfp8_", "mxfp8"), ("nvpf4", "nvfp4")):
+        with pytest.raises(UnknownFormat, match=f"no format '{text}' here: did you mean '{meant}'"):
+            registry.format(text)
+    with pytest.raises(UnknownRecipe, match="no recipe 'mxfp8-fest' here: did you mean 'mxfp8-fast'"):
+        registry.recipe_spec("mxfp8-fest")
+    with pytest.raises(UnknownFormat, match="choose from base, mxfp8, nvfp4"):
+        registry.format("qqq")
+
+
+def test_refresh_sees_a_new_distribution(site) -> None:
+    with pytest.raises(UnknownFormat):
+        registry.quantizer("acme")
+    assert registry.kernels("quantize", ("acme",)) == ()
+    site.install(
+        "acme", "1", {"acme": "acme_plugin"},
+        {"acme_plugin": site.format("acme") + "@hookimpl\ndef lpq_register_kernels():\n    return KernelSpec("
+         "op='quantize', impl='k:f', backend='torch', formats=('acme',))\n",
+         "acme_quantizer": (site.path / "base_quantizer.py").read_text()},
+    )  # fmt: skip
+    assert registry.quantizer("acme").block == "1x16"
+    assert len(registry.kernels("quantize", ("acme",))) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "usable", "hidden"),
+    [
+        (None, {"base", "one", "two"}, set()),
+        ("", {"base"}, {"one", "two"}),
+        (" ", {"base"}, {"one", "two"}),
+        ("two", {"base", "two"}, {"one"}),
+        ("one, two,", {"base", "one", "two"}, set()),
+        ("base", {"base"}, {"one", "two"}),
+    ],
+)
+def test_load_plugins_limits_third_parties(
+    site, monkeypatch: pytest.MonkeyPatch, value: str | None, usable: set[str], hidden: set[str]
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("LPQ_LOAD_PLUGINS", value)
+    for name in ("one", "two"):
+        site.install(f"{name}-dist", "3", {name: f"{name}_plugin"}, {f"{name}_plugin": site.format(name)})
+    assert set(registry.formats()) == usable
+    assert site.imported() == {f"{name}_plugin" for name in usable}
+    assert {p.name for p in registry.plugins() if p.status == "hidden"} == hidden
+    for name in hidden:
+        with pytest.raises(PluginHidden) as caught:
+            registry.quantizer(name)
+        for part in (
+            f"plugin {name} ({name}-dist 3)",
+            f"LPQ_LOAD_PLUGINS={value} leaves it out",
+            f"add {name} to",
+        ):
+            assert part in str(caught.value)
+
+
+def test_load_plugins_names_what_is_not_installed(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPQ_LOAD_PLUGINS", "acme")
+    registry.refresh()
+    assert list(registry.formats()) == ["base"]
+    assert {p.name: p.status for p in registry.plugins()} == {"base": "ok", "acme": "missing"}
+    with pytest.raises(PluginMissing, match=r"plugin acme \(not installed\).*LPQ_LOAD_PLUGINS=acme names it"):
+        registry.quantizer("acme_fast")
+
+
+@pytest.mark.parametrize("limit", [None, ""])
+def test_a_format_can_be_tried_without_packaging_it(
+    site, monkeypatch: pytest.MonkeyPatch, limit: str | None
+) -> None:
+    if limit is not None:
+        monkeypatch.setenv("LPQ_LOAD_PLUGINS", limit)
+        registry.refresh()
+    module = types.ModuleType("notebook")
+    exec(site.format("mine").replace("mine_quantizer", "base_quantizer"), module.__dict__)
+    assert registry.register(module, name="mine").builtin is False
+    assert registry.quantizer("mine").block == "1x16"
+    exec(site.format("mine", "mine_b").replace("mine_quantizer", "base_quantizer"), module.__dict__)
+    registry.register(module, name="mine")
+    assert list(registry.formats()) == ["base", "mine_b"]
+    with pytest.raises(UnknownFormat):  # what was remembered of the first is forgotten
+        registry.quantizer("mine")
+    registry.refresh()
+    assert list(registry.formats()) == ["base"]
+
+
+def test_what_is_registered_by_hand_is_checked_at_once(site) -> None:
+    with pytest.raises(PluginError, match=r"plugin mine \(registered in this process\).*implements no hook"):
+        registry.register(types.ModuleType("empty"), name="mine")
+    with pytest.raises(PluginError, match=r"plugin base \(lpq 9.9\).*its name cannot be taken"):
+        registry.register(types.ModuleType("empty"), name="base")
+    assert [p.name for p in registry.plugins()] == ["base"]
+
+
+class Own:
+    """Stands for lpq's own conversion of ``nn.Linear``."""
+
+    @registry.hookimpl(trylast=True)
+    def lpq_convert_module(self, module: object, recipe: str) -> str | None:
+        return f"own {module} {recipe}"
+
+
+def test_a_plugin_converts_before_lpq_does(site) -> None:
+    source = (
+        "from lpq.registry import hookimpl\n@hookimpl\ndef lpq_convert_module(module, fqn):\n"
+        "    return f'acme {fqn}' if module == 'attention' else None\n"
+    )
+    site.install("acme", "1", {"acme": "acme_plugin"}, {"acme_plugin": source})
+    for _ in range(2):
+        assert registry.convert_module("attention", "block.0", "bf16", own=Own()) == "acme block.0"
+        assert registry.convert_module("linear", "block.1", "bf16", own=Own()) == "own linear bf16"
+
+
+def test_threads_load_a_plugin_once(site) -> None:
+    slow = "import time\ntime.sleep(0.2)\n" + site.format("acme")
+    site.install("acme", "1", {"acme": "acme_plugin"}, {"acme_plugin": slow})
+    assert registry.format("base")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(registry.format, ["acme"] * 4))
+    assert all(spec is found[0] for spec in found)
+
+
+def test_resolve() -> None:
+    assert registry.resolve("collections.abc:Mapping.get").__name__ == "get"
+    for text, words in (
+        ("no_colon", "write it as 'package.module:attribute'"),
+        ("json:nothing", "has no attribute 'nothing'"),
+        ("no_such_library:x", "No module named 'no_such_library'"),
+    ):
+        with pytest.raises(ImportError, match=words):
+            registry.resolve(text)

@@ -1,0 +1,111 @@
+"""Where an option's value comes from, and what is said when it cannot be right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lpq.train import TrainConfig, TrainError, resolve, runs
+
+
+def stored(directory: Path, config: TrainConfig) -> TrainConfig:
+    directory.mkdir(parents=True)
+    (directory / runs.CONFIG).write_text(config.to_toml())
+    return config
+
+
+def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('steps = 7\nlr = 1\nrecipe = "nvfp4"\ndata = ["a", "b"]\nbaseline = false\n')
+    config = resolve({"steps": 9}, file)
+    expected = TrainConfig(steps=9, lr=1.0, recipe="nvfp4", data=("a", "b"), baseline=False)
+    assert config == expected
+    assert resolve({}) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("stepz = 3", r"c\.toml: there is no option 'stepz': did you mean 'steps'\?"),
+        ("xyzzy = 3", r"there is no option 'xyzzy': choose from .*recipe"),
+        ("steps = '3'", r"steps = '3' must be of type int"),
+        ("steps = true", r"steps = True must be of type int"),
+        ("lr = 'high'", r"lr = 'high' must be of type float"),
+        ("compile = 1", r"compile = 1 must be of type bool"),
+        ("data = 'here'", r"data = 'here' must be a list of strings"),
+        ("steps = 0", r"steps = 0: it must be at least 1"),
+        ("lr = nan", r"lr = nan: it must be at least 0"),
+        ("heads = 3", r"width = 128 cannot be divided among heads = 3"),
+        ("steps", r"is not TOML"),
+        ("recipe = 'nvfp4'\npolicy = 'p.toml'", r"a recipe or a policy, not both"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_words(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(line)
+    with pytest.raises(TrainError, match=words):
+        resolve({}, file)
+
+
+def test_an_absent_file_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"absent\.toml cannot be read: No such file"):
+        resolve({}, tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(),
+        TrainConfig(
+            policy="my policy.toml", out='o"dd\\näme\x7f', data=("a", "b c"), lr=3e-5, baseline=False
+        ),
+    ],
+)
+def test_what_is_written_is_read_again(tmp_path: Path, config: TrainConfig) -> None:
+    stored(tmp_path / "run", config)
+    assert runs.stored_config(tmp_path / "run") == config
+    assert "resume" not in tomllib.loads(config.to_toml())
+
+
+def test_a_resumed_run_brings_its_own_options(tmp_path: Path) -> None:
+    config = stored(tmp_path / "run", TrainConfig(recipe="mxfp8", steps=17))
+    out = str(tmp_path / "run")
+    resumed = resolve({"resume": True, "out": out, "checkpoint_every": 3, "recipe": "mxfp8"})
+    assert resumed == replace(config, resume=True, out=out, checkpoint_every=3)
+    with pytest.raises(
+        TrainError, match=r"has recipe = 'mxfp8' and cannot go on with 'nvfp4': leave recipe out"
+    ):
+        resolve({"resume": True, "out": out, "recipe": "nvfp4"})
+
+
+def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainError, match=r"no run under runs/ to resume"):
+        resolve({"resume": True})
+    first, second = (runs.open_directory(TrainConfig(steps=steps)) for steps in (5, 6))
+    assert first.name == "fprop-mxfp8-dgrad-nvfp4-wgrad-bf16"
+    assert second.name == f"{first.name}-2"
+    assert resolve({"resume": True}).steps == 6
+    assert resolve({"resume": True, "out": str(first)}).steps == 5
+
+
+def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
+    config = TrainConfig(out=str(tmp_path / "run"))
+    runs.open_directory(config)
+    with pytest.raises(TrainError, match=r"already holds a run: continue it with --resume"):
+        runs.open_directory(config)
+    assert runs.open_directory(replace(config, resume=True)) == tmp_path / "run"
+    with pytest.raises(TrainError, match=r"has seed = 0 and cannot go on with 1"):
+        runs.open_directory(replace(config, resume=True, seed=1))
+    with pytest.raises(TrainError, match=r"there is no run in .*other to resume"):
+        runs.open_directory(replace(config, resume=True, out=str(tmp_path / "other")))
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import lpq.cli.train, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,68 @@
+"""The text is the same on every start, and a batch follows from seed and step alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from lpq.train import TrainError, data
+
+
+def test_the_default_text_is_the_standard_library_and_nothing_beside_it() -> None:
+    files = list(data.standard_library())
+    names = [p.name for p in files]
+    assert "argparse.py" in names
+    assert "dataclasses.py" in names
+    assert all(p.suffix == ".py" for p in files)
+    assert not any({"site-packages", "dist-packages", "test", "__pycache__"} & set(p.parts) for p in files)
+    assert files == list(data.standard_library())
+    assert len(data.read(iter(files))) > 5_000_000
+
+
+def test_a_directory_is_read_in_order_and_capped(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name in ("c.txt", "b/z.txt", "a.txt"):
+        (tmp_path / name).write_text(name)
+    assert data.read(data.named_files([str(tmp_path)])) == b"a.txtb/z.txtc.txt"
+    assert data.read(data.named_files([str(tmp_path / "c.txt"), str(tmp_path / "a.txt")])) == b"c.txta.txt"
+    assert data.read(data.named_files([str(tmp_path)]), cap=7) == b"a.txtb/"
+
+
+def test_a_batch_is_a_function_of_seed_and_step(text: Path) -> None:
+    one, two = data.load([str(text)], 16), data.load([str(text)], 16)
+    tokens, targets = one.batch(3, 7, 4, 16)
+    assert tokens.shape == targets.shape == (4, 16)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    random.seed(1)
+    torch.manual_seed(1)
+    two.batch(3, 6, 4, 16)
+    again, _ = two.batch(3, 7, 4, 16)
+    assert torch.equal(tokens, again)
+    for seed, step in ((3, 8), (4, 7), (7, 3)):
+        assert not torch.equal(tokens, one.batch(seed, step, 4, 16)[0])
+
+
+def test_the_held_out_text_is_never_trained_on(text: Path) -> None:
+    loaded = data.load([str(text)], 16)
+    assert bytes(loaded.train.tolist()) + bytes(loaded.held_out.tolist()) == text.read_bytes()
+    assert 0.04 < len(loaded.held_out) / len(text.read_bytes()) < 0.06
+    tokens, targets = loaded.held_out_batch(0, 2, 16)
+    for row in torch.cat([tokens, targets[:, -1:]], dim=1):
+        assert bytes(row.tolist()) in bytes(loaded.held_out.tolist())
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"nowhere is neither a file nor a directory"):
+        data.load([str(tmp_path / "nowhere")], 16)
+    (tmp_path / "short").write_text("too short")
+    with pytest.raises(TrainError, match=r"has 9 bytes; sequences of 16 need at least 360"):
+        data.load([str(tmp_path / "short")], 16)
+
+
+def test_the_least_text_that_is_accepted_gives_batches(tmp_path: Path) -> None:
+    (tmp_path / "least").write_bytes(bytes(360))
+    least = data.load([str(tmp_path / "least")], 16)
+    assert least.batch(0, 0, 2, 16)[0].shape == least.held_out_batch(0, 2, 16)[0].shape == (2, 16)

@@ -1,0 +1,182 @@
+"""However a run ends before its end, resuming it gives bitwise what the uninterrupted run gives."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from training import MakeConfig, assert_same, shown
+
+from lpq.train import CheckpointError, Stopped, checkpoint, loop, run
+from lpq.train.trainer import Trainer
+
+POLICY = """
+[[rules]]
+match = "blocks.*.mlp.*"
+until = 0.5
+recipe = "fp8-delayed"
+
+[[rules]]
+match = "*"
+recipe = "nvfp4"
+"""
+"""Amax histories, which come and go with the recipe, and stochastic rounding."""
+
+
+def final(directory: Path, steps: int = 6) -> dict[str, Any]:
+    """The last checkpoint of both models."""
+    return {
+        name: torch.load(directory / name / f"step-{steps:08d}.pt", weights_only=True)
+        for name in ("recipe", "bf16")
+    }
+
+
+def stop_at(step: int, signum: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the process signalled while it does this step."""
+    advance = Trainer.advance
+
+    def advance_and_signal(self: Trainer) -> dict[str, float]:
+        if self.step == step:
+            signal.raise_signal(signum)
+        return advance(self)
+
+    monkeypatch.setattr(Trainer, "advance", advance_and_signal)
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> str:
+    path = tmp_path / "policy.toml"
+    path.write_text(POLICY)
+    return str(path)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("step", [1, 3])  # 3: the first step of the second recipe
+def test_a_signal_saves_and_resuming_is_bitwise(
+    tiny: MakeConfig,
+    policy: str,
+    console: Console,
+    signum: int,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = run(tiny("whole", policy=policy), console)
+    broken = tiny("broken", policy=policy, checkpoint_every=0)
+    before = signal.getsignal(signum)
+    with monkeypatch.context() as patched:
+        stop_at(step, signum, patched)
+        with pytest.raises(
+            Stopped, match=rf"after step {step + 1} of 6 \(policy\).*--resume --out .*broken"
+        ) as stopped:
+            run(broken, console)
+    assert stopped.value.exit_code == 128 + signum
+    assert signal.getsignal(signum) == before
+    resumed = run(replace(broken, resume=True), console)
+    assert f"resumed after step {step + 1}" in shown(console)
+    same = {"config"}  # its directory and its checkpoint_every differ
+    a, b = (final(s.directory) for s in (whole, resumed))
+    for name in a:
+        assert_same(*({k: v for k, v in s[name].items() if k not in same} for s in (a, b)), name)
+    assert [replace(o, seconds=0) for o in whole.outcomes] == [
+        replace(o, seconds=0) for o in resumed.outcomes
+    ]
+    lines = [
+        json.loads(line) for line in (resumed.directory / "recipe" / loop.METRICS).read_text().splitlines()
+    ]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in lines] == list(whole.outcomes[0].losses)
+
+
+def test_a_signal_in_the_baseline_keeps_the_recipe_done(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tiny("whole"), console)
+    config = tiny("broken")
+    run(replace(config, baseline=False), console)
+    with monkeypatch.context() as patched:
+        stop_at(3, signal.SIGTERM, patched)
+        with pytest.raises(Stopped, match=r"after step 4 of 6 \(bf16\)"):
+            run(replace(config, resume=True, baseline=True), console)
+    resumed = run(replace(config, resume=True), console)
+    assert [o.held_out_loss for o in resumed.outcomes] == [o.held_out_loss for o in whole.outcomes]
+
+
+CHILD = """
+import os, signal, sys
+from lpq.train import checkpoint, loop, run, TrainConfig
+from lpq.train.trainer import Trainer
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[1] == "in a step":
+    advance = Trainer.advance
+    Trainer.advance = lambda self: die() if self.step == 3 else advance(self)
+else:
+    publish = checkpoint._publish
+    checkpoint._publish = lambda old, new: die() if new.name == "step-00000004.json" else publish(old, new)
+run(TrainConfig(**eval(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("moment", ["in a step", "in saving"])
+def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(
+    tiny: MakeConfig, console: Console, moment: str
+) -> None:
+    config = tiny("killed")
+    options = repr(config.__dict__)
+    child = subprocess.run([sys.executable, "-c", CHILD, moment, options], capture_output=True, text=True)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    resumed = run(replace(config, resume=True), console)
+    assert "resumed after step 2" in shown(console)
+    assert ("step-00000004.pt is refused: it was never finished" in shown(console)) == (moment == "in saving")
+    whole = run(tiny("whole"), console)
+    assert [o.losses for o in resumed.outcomes] == [o.losses for o in whole.outcomes]
+    a, b = final(whole.directory), final(resumed.directory)
+    assert_same(a["recipe"]["model"], b["recipe"]["model"])
+    assert_same(a["recipe"]["optimizer"], b["recipe"]["optimizer"])
+
+
+def test_a_truncated_checkpoint_is_refused_and_the_previous_one_resumed(
+    tiny: MakeConfig, console: Console
+) -> None:
+    config = tiny("run", baseline=False)
+    whole = run(config, console)
+    newest = whole.directory / "recipe" / "step-00000006.pt"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    resumed = run(replace(config, resume=True), console)
+    assert "step-00000006.pt is refused: it has" in shown(console)
+    assert "resumed after step 4" in shown(console)
+    assert resumed.outcomes[0].losses == whole.outcomes[0].losses
+
+
+def test_a_run_does_not_go_on_with_another_text_or_policy(
+    tiny: MakeConfig, text: Path, policy: str, console: Console
+) -> None:
+    config = tiny("run", policy=policy, baseline=False)
+    run(config, console)
+    Path(policy).write_text(POLICY.replace("0.5", "0.6"))
+    with pytest.raises(CheckpointError, match=r"(?s)the policy has changed since.*until = 0\.5"):
+        run(replace(config, resume=True), console)
+    Path(policy).write_text(POLICY)
+    text.write_text(text.read_text().replace("squared", "cubed"))
+    with pytest.raises(CheckpointError, match=r"text\.txt\) has changed since"):
+        run(replace(config, resume=True), console)
+
+
+def test_a_checkpoint_says_what_made_it(tiny: MakeConfig, policy: str, console: Console) -> None:
+    config = tiny("run", policy=policy, baseline=False)
+    summary = run(config, console)
+    state = checkpoint.load(summary.directory / "recipe", print)
+    assert state is not None
+    assert state["step"] == 6
+    assert "fp8-delayed" in state["policy"] or "scaling=delayed" in state["policy"]
+    assert state["config"] == config.to_toml()

@@ -1,0 +1,179 @@
+"""A run from its start to its table, and what it refuses to start."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from training import MakeConfig, shown
+
+import lpq
+from lpq.train import TrainError, run
+from lpq.train.data import load
+from lpq.train.machine import pick_device
+from lpq.train.measure import held_for_backward, served_by
+from lpq.train.model import GPT, Shape
+from lpq.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def test_the_table_compares_the_recipe_with_bf16(tiny: MakeConfig, console: Console) -> None:
+    summary = run(tiny(recipe="fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"), console)
+    recipe, bf16 = summary.outcomes
+    assert len(recipe.losses) == len(bf16.losses) == 6
+    assert recipe.losses[0] != bf16.losses[0]
+    assert recipe.losses[0] == pytest.approx(bf16.losses[0], rel=1e-2)  # the same weights and the same batch
+    assert summary.gap == recipe.held_out_loss / bf16.held_out_loss - 1
+    said = shown(console)
+    for number in (recipe, bf16):
+        assert f"{number.held_out_loss:.4f}" in said
+        assert f"{number.perplexity:.3f}" in said
+    assert f"{summary.gap:+.2%}" in said
+    assert "held for backward" in said
+    assert "4 layers converted" in said
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        assert gemm in said
+    assert {s.gemm: s.operands for s in recipe.served} == {
+        "fprop": "mxfp8 · mxfp8", "dgrad": "nvfp4 · nvfp4", "wgrad": "bf16 · bf16",
+    }  # fmt: skip
+    assert [s.layers for s in recipe.served] == [4, 4, 4]
+
+
+def test_a_run_leaves_its_numbers_and_its_plot(tiny: MakeConfig, console: Console) -> None:
+    summary = run(tiny(), console)
+    written = json.loads((summary.directory / "summary.json").read_text())
+    assert written["config"]["steps"] == 6
+    assert written["gap"] == summary.gap
+    for outcome, stored in zip(summary.outcomes, written["outcomes"], strict=True):
+        assert stored["held_out_loss"] == outcome.held_out_loss
+        assert stored["perplexity"] == math.exp(outcome.held_out_loss)
+        assert stored["bytes_held"] == outcome.bytes_held > 0
+    assert (summary.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "blocks.0.mlp.up" in (summary.directory / "conversion.txt").read_text()
+
+
+def test_without_matplotlib_the_plot_is_left_out_in_words(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def no_matplotlib(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_matplotlib)
+    summary = run(tiny(baseline=False), console)
+    assert "no plot, for matplotlib is not installed" in shown(console)
+    assert not (summary.directory / "loss.png").exists()
+
+
+def test_no_baseline_is_one_column_and_no_gap(tiny: MakeConfig, console: Console) -> None:
+    summary = run(tiny(baseline=False), console)
+    assert len(summary.outcomes) == 1
+    assert summary.gap is None
+    assert "gap" not in shown(console)
+    assert not (summary.directory / "bf16").exists()
+
+
+def test_a_model_learns_and_seeds_matter(tiny: MakeConfig, console: Console) -> None:
+    learned = run(
+        tiny("a", steps=60, lr=1e-2, batch=8, checkpoint_every=0, baseline=False), console
+    ).outcomes[0]
+    assert learned.losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert learned.held_out_loss < 3.5
+    seeds = [
+        run(tiny(f"seed {s}", baseline=False, seed=s), console).outcomes[0].losses for s in (1, 1 << 32 | 1)
+    ]
+    assert seeds[0] != seeds[1]
+
+
+def test_a_pattern_that_matches_nothing_is_told(tiny: MakeConfig, console: Console, tmp_path: Path) -> None:
+    policy = tmp_path / "p.toml"
+    policy.write_text('[[rules]]\nmatch = ["blocks.*", "decoder.*"]\nrecipe = "mxfp8"\n')
+    run(tiny(policy=str(policy), baseline=False), console)
+    assert "no layer matches the pattern 'decoder.*'" in shown(console)
+
+
+def test_several_processes_are_refused(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainError, match=r"torchrun started 2 processes .* does not shard"):
+        run(config)
+    assert config.out is not None
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("abacus", "is no device"), ("meta", "runs on cpu and cuda"), ("cuda:99", "device = 'cuda:99', but")],
+)
+def test_a_device_that_is_not_there_is_refused(name: str, words: str) -> None:
+    with pytest.raises(TrainError, match=words):
+        pick_device(name)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainError, match=r"no CUDA device that PyTorch can use: use --device cpu, or auto"):
+        pick_device("cuda")
+    assert pick_device("auto") == CPU
+
+
+def test_a_diverged_run_ends_in_words(tiny: MakeConfig, text: Path) -> None:
+    config = tiny()
+    trainer = Trainer(config, load(config.data, config.seq), None, CPU)
+    with torch.no_grad():
+        trainer.model.embedding.weight.fill_(math.nan)
+    with pytest.raises(TrainError, match=r"the loss of step 0 is nan: training diverged"):
+        trainer.advance()
+
+
+def test_held_bytes_count_each_memory_once_and_no_parameter() -> None:
+    layer = nn.Linear(8, 4, bias=False)
+    x = torch.randn(16, 8)
+    with held_for_backward(layer) as held:
+        layer(x)
+        layer(x.view(4, 4, 8))
+    assert held.bytes == 16 * 8 * 4  # x, once; the weight is the model's own
+    with held_for_backward(layer) as more:
+        torch.exp(layer(x))
+    assert more.bytes == 16 * 8 * 4 + 16 * 4 * 4
+
+
+def test_the_encoded_input_takes_less_than_the_input() -> None:
+    held = {}
+    for recipe in ("bf16", "fp8-current"):
+        model = lpq.convert(nn.Sequential(nn.Linear(256, 32, bias=False, dtype=torch.bfloat16)), recipe)
+        with held_for_backward(model) as kept:
+            model(torch.randn(512, 256, dtype=torch.bfloat16))
+        held[recipe] = kept.bytes
+    assert held["bf16"] == 512 * 256 * 2
+    assert 512 * 256 <= held["fp8-current"] < 512 * 256 * 1.1
+
+
+def test_what_is_left_alone_is_served_by_torch() -> None:
+    model = GPT(Shape(layers=2, heads=2, width=32, context=16))
+    lpq.convert(model, {"rules": [{"match": "*.mlp.*", "recipe": "mxfp8"}]})
+    served = {(s.gemm, s.operands): (s.kernel, s.layers) for s in served_by(model, CPU)}
+    assert served["fprop", "left to PyTorch"] == ("torch", 4)
+    assert served["fprop", "mxfp8 · mxfp8"][1] == 4
+
+
+def test_the_loop_tells_the_model_its_step(
+    tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> None:
+    steps: list[int] = []
+    real = lpq.set_step
+    monkeypatch.setattr(lpq, "set_step", lambda model, step: (steps.append(step), real(model, step)))
+    run(replace(tiny(), baseline=False), console)
+    assert steps == list(range(6))

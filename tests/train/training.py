@@ -1,0 +1,37 @@
+"""What the tests of training share beside the fixtures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+
+from lpq.train import TrainConfig
+
+MakeConfig = Callable[..., TrainConfig]
+
+
+def shown(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def assert_same(a: object, b: object, at: str = "state") -> None:
+    """The two are equal, tensors to the bit."""
+    if isinstance(a, torch.Tensor):
+        assert isinstance(b, torch.Tensor), at
+        assert a.dtype == b.dtype, at
+        assert torch.equal(a, b), at
+    elif isinstance(a, dict):
+        assert isinstance(b, dict), at
+        assert a.keys() == b.keys(), at
+        for key in a:
+            assert_same(a[key], b[key], f"{at}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), at  # type: ignore[arg-type]
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):  # type: ignore[arg-type]
+            assert_same(x, y, f"{at}[{i}]")
+    else:
+        assert a == b, at
