@@ -1,7 +1,7 @@
 """The command ``lpq``. Each command lives in a module of its own, which is imported when the command runs.
 
-So ``lpq formats`` needs no torch and ``lpq --help`` needs nothing at all. An ``LpqError`` ends a command with its words on
-stderr: status 2 for a name or an option that does not exist, 1 for everything else.
+So ``lpq formats`` needs no torch and ``lpq --help`` needs nothing at all. An ``LpqError`` ends a command with
+its words on stderr: status 2 for a name or an option that does not exist, 1 for everything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ COMMANDS = {
     "recipes": ("lpq.cli.listing", "List the named recipes."),
     "plugins": ("lpq.cli.listing", "List the plugins: where each comes from, what it brings, what is wrong."),
     "doctor": ("lpq.cli.doctor", "Say what this machine can run: versions, devices, plugins, kernels."),
-    "explain": ("lpq.cli.explain", "Say what a recipe does: operands, quantizers and kernels of its three GEMMs."),
+    "explain": (
+        "lpq.cli.explain",
+        "Say what a recipe does: operands, quantizers, kernels.",
+    ),
     "check": ("lpq.cli.check", "Run the conformance kit on a format."),
     "new-plugin": ("lpq.cli.new_plugin", "Write a package with a new format, ready to install."),
 }

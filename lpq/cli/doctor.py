@@ -24,7 +24,8 @@ Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, c
 def doctor(device: Device = "auto", json: Json = False) -> None:
     """Say what this machine can run: versions, devices, plugins, and the kernel of each operation.
 
-    A kernel that would be better and cannot run here is listed with the reason. Exit status 1: something is broken.
+    A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 if
+    anything is broken.
     """
     where = pick_device(device)
     plugins = [described(plugin) for plugin in registry.plugins()]
@@ -44,7 +45,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
         )
     else:
         table("Versions", ("what", "version"), versions().items())
-        table("Devices", ("device", "name", "what it is"), (d.values() for d in devices()))
+        table("Devices", ("device", "name", "what it is"), ([*d.values()] for d in devices()))
         if environment():
             table("Environment", ("variable", "value"), environment().items())
         table(
@@ -58,11 +59,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
         table(
             f"Kernels on {where}, default options",
             ("format", "operation", "runs", "why not a better one"),
-            (
-                (name, s.op, s.impl or s.backend, s.reasons)
-                for name, found in kernels.items()
-                for s in found
-            ),
+            ((name, s.op, s.impl or s.backend, s.reasons) for name, found in kernels.items() for s in found),
         )
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
@@ -71,7 +68,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
 
 
 def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, str]]:
-    """The kernels of each format that has default options, and the formats that cannot be used, with the reason."""
+    """The kernels of each format that has default options; the formats that cannot be used, and why."""
     kernels: dict[str, list[Served]] = {}
     broken: dict[str, str] = {}
     for plugin in registry.plugins():

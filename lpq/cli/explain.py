@@ -21,7 +21,7 @@ Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, the gramm
 
 
 def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None:
-    """Say what a recipe does: the operands of its three GEMMs, their quantizers, and the kernel that runs each.
+    """Say what a recipe does: the operands of its three GEMMs, their quantizers, and what runs each.
 
     A kernel that would be better and cannot run here is listed with the reason.
     """

@@ -1,4 +1,4 @@
-"""Which kernel serves an operation here and why not a better one, in the words of ``lpq doctor`` and ``lpq explain``."""
+"""Which kernel serves an operation here, and why not a better one: for ``lpq doctor`` and ``lpq explain``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class Served:
 
     def plain(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {**asdict(self), "why_not": [{"impl": impl, "reason": reason} for impl, reason in self.why_not]}
+        return {
+            **asdict(self),
+            "why_not": [{"impl": impl, "reason": reason} for impl, reason in self.why_not],
+        }
 
 
 def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Served:
@@ -71,8 +74,8 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        device = None
-    if device is None or (device.type == "cuda" and not torch.cuda.is_available()):
-        reason = "is not a device" if device is None else "is not here: torch sees no CUDA device"
-        raise KernelError(f"--device {name}: {name} {reason}; use cpu, cuda, cuda:N or auto")
+        raise KernelError(f"--device {name}: no such device; use cpu, cuda, cuda:N or auto") from None
+    seen = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= seen:
+        raise KernelError(f"--device {name}: torch sees {seen} CUDA devices; use cpu or auto")
     return device

@@ -1,7 +1,7 @@
-"""``lpq formats``, ``lpq recipes``, ``lpq plugins``: what is installed, from what plugins say about themselves.
+"""``lpq formats``, ``lpq recipes``, ``lpq plugins``: what is installed, as plugins say themselves.
 
-Nothing here imports a quantizer, so listing needs neither torch nor a GPU. A plugin that cannot be used is reported on
-stderr; the others are listed all the same.
+Nothing here imports a quantizer, so listing needs neither torch nor a GPU. A plugin that cannot be used is
+reported on stderr; the others are listed all the same.
 """
 
 from __future__ import annotations

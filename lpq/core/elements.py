@@ -1,9 +1,9 @@
 """Element types: exact casts between fp32 and the 8-bit and 4-bit floats that formats are made of.
 
-Every function is plain PyTorch, rounds to nearest even, saturates finite values and, where the element type
-has a NaN, never makes a non-finite value finite. A NaN has one code, whatever its sign and payload were. Of
-``Tensor.to(torch.float8_e4m3fn)`` this holds in no version of torch entirely. The casts are arithmetic and tables
-rather than masks, because a comparison costs several times a multiplication on a CPU.
+Every function is plain PyTorch. A cast rounds to nearest even, saturates finite values and, where the element
+type has a NaN, makes no non-finite value finite; a NaN has one code, whatever its sign and payload were. (To
+``Tensor.to(float8_e4m3fn)`` 465 is NaN in torch 2.11, and infinity is 448 in 2.13.) Casts are arithmetic and
+tables rather than masks, because on a CPU a comparison costs several times a multiplication.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def scale_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _saturate(product: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
-    # It vanishes beside the product where x is finite; elsewhere it is NaN or, for E5M2, as infinite as x.
+    # This vanishes beside the product where x is finite. Elsewhere it is NaN or, for E5M2, x itself.
     trace = x * 0 if dtype == E4M3 else x * 2**-100 * 2**-100
     code = trace.add_(product.clamp(-limit, limit)).to(dtype).view(torch.uint8)
     # A NaN may have come out as 0xff. Only that code wraps to 0, and so loses 128 for good.
@@ -61,8 +61,8 @@ def cast_e2m1(x: Tensor) -> Tensor:
 def cast_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
     """As ``cast_e2m1``, but rounded to either neighbour, as decided by ``bits``: one byte r for each element.
 
-    ``|x| + r / 256 · step``, with the grid's step at ``|x|``, is rounded down to the grid. The product is exact,
-    so that the sum is rounded once, as a fused multiply-add would.
+    ``|x| + r / 256 · step``, with the grid's step at ``|x|``, is rounded down to the grid. The product is
+    exact, so that the sum is rounded once, as a fused multiply-add would.
     """
     x = _number(x.contiguous())  # as the bits are
     magnitude = x.abs()
@@ -109,14 +109,14 @@ def decode_e2m1_pairs(packed: Tensor) -> Tensor:
 
 def pack_nibbles(code: Tensor) -> Tensor:
     """Two 4-bit codes in a byte along the last dimension, the even column in the low nibble."""
-    pair = code.contiguous().view(torch.int16)
-    return (pair | pair >> 4).to(torch.uint8)
+    pair = code.contiguous().view(-1).view(torch.int16)  # flat: a dimension of 1 may have any stride
+    return (pair | pair >> 4).to(torch.uint8).view(*code.shape[:-1], code.shape[-1] // 2)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """The inverse of ``pack_nibbles``."""
-    pair = packed.short().contiguous()
-    return ((pair | pair << 4) & 0x0F0F).view(torch.uint8)
+    pair = packed.short().contiguous().view(-1)
+    return ((pair | pair << 4) & 0x0F0F).view(torch.uint8).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 # ---------------------------------------------------------------------------------------------- E8M0

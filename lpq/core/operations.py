@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.core.layout import Stat
-from lpq.core.philox import RandomBits, draw_seed
+from lpq.core.philox import RandomBits
 from lpq.core.storage import Storage
 from lpq.ops import choose
 
@@ -57,6 +57,7 @@ def measure(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Ten
 
 
 def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    """The statistics of ``x`` for these operands, in the order of ``declared``."""
     measured = _measure_side(row, x) if row is not None else []
     if col is None or shared(row, col):
         return measured
@@ -118,7 +119,7 @@ def quantize(
     if row is None and col is None:
         return row_storage, col_storage, []
     if seed is None and any(side is not None and side.stochastic for side in (row, col)):
-        seed = draw_seed(x.device)
+        seed = draw_seed(x)
     out: list[Tensor] = torch.ops.lpq.quantize(x, stats or [], _text(row), _text(col), seed, offset, measure)
     rows, cols = x.shape
     at = 0
@@ -141,6 +142,8 @@ def quantize_reference(
     offset: int,
     measure: bool,
 ) -> list[Tensor]:
+    """The buffers of the wanted operands in the order of their layouts, the row operand's first; then, if
+    ``measure``, the statistics of ``x``. A statistic that is not given is measured."""
     measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
     known = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
     out: list[Tensor] = []
@@ -206,6 +209,29 @@ def _quantize_fake(
     return out + (_empty_stats(x, _quantizer(row), _quantizer(col)) if measure else [])
 
 
+# ---------------------------------------------------------------------------------------------- seeds
+
+_library.define("draw_seed(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """A seed from torch's generator, for the device of ``x``, without a host synchronisation.
+
+    An operator of its own, fed by the layer's input, because a compiler would move a mere ``randint`` that only backward
+    uses into backward, where layers draw in the opposite order.
+    """
+    return cast("Tensor", torch.ops.lpq.draw_seed(x))
+
+
+def _draw_seed(x: Tensor) -> Tensor:
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=x.device)
+
+
+@torch.library.register_fake("lpq::draw_seed", lib=_library)
+def _draw_seed_fake(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.int64)
+
+
 # ---------------------------------------------------------------------------------------------- decode
 
 _library.define(
@@ -224,6 +250,7 @@ def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
 
 
 def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that the operand stands for, rounded once to ``dtype``."""
     return operand.decode().to(dtype)
 
 
@@ -262,6 +289,7 @@ def transpose(operand: Storage) -> Storage:
 
 
 def transpose_reference(operand: Storage) -> Storage:
+    """The operand of the transposed matrix."""
     return operand.transposed().bind(operand.quantizer, operand.shape[::-1], operand.dtype)
 
 
@@ -313,6 +341,7 @@ def _plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -
 
 
 def gemm_reference(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``decode(a) @ decode(b)ᵀ + bias``, summed in fp32."""
     if a.quantizer.rotation == b.quantizer.rotation:  # a rotation of both drops out of the product
         left, right = a.decode_rotated(), b.decode_rotated()
     else:
@@ -343,6 +372,7 @@ def _gemm_fake(
 for _name, _body in (
     ("measure", _measure),
     ("quantize", _quantize),
+    ("draw_seed", _draw_seed),
     ("decode", _decode),
     ("transpose", _transpose),
     ("gemm", _gemm),

@@ -1,9 +1,9 @@
 """Random bits as a pure function of a seed and an element's place: Philox 4x32-10 in integer operations.
 
 Element ``(row, col)`` of an operand takes byte ``col % 16`` of the 16 bytes that Philox gives for the counter
-``(col // 16, row, direction, 0)`` under the key ``(seed mod 2^32, seed div 2^32)``. So a kernel calls Philox once
-for 16 elements along the contraction, a shard that knows its offset draws the bits of the whole, and the two
-directions of a tensor are independent.
+``(col // 16, row, direction, 0)`` under the key ``(seed mod 2^32, seed div 2^32)``. So a kernel calls Philox
+once for 16 elements along the contraction, a shard that knows its offset draws the bits of the whole, and the
+two directions of a tensor are independent.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ def philox(counter: Counter, key: tuple[Tensor, Tensor]) -> Counter:
 
 def _high(product: Tensor) -> Tensor:
     return (product >> 32).bitwise_and_(MASK)
-
-
-def draw_seed(device: torch.device) -> Tensor:
-    """A seed from torch's default generator, without a host synchronisation."""
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True, eq=False)

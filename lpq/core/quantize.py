@@ -87,18 +87,18 @@ def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None
     if "" in state:
         return [("", state[""])]
     wanted = (("row_", row), ("col_", col))
-    return [(prefix, side) for prefix, side in wanted if side is not None]
+    return [(prefix, branch) for prefix, branch in wanted if branch is not None]
 
 
 def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
     """The statistics to encode with that the state remembers; None where a direction remembers nothing."""
     known: list[Tensor | None] = []
-    for prefix, side in _branches(quantizer, row, col):
-        if side.state:
-            recalled = side.recall({s.name: state[prefix + s.name] for s in side.state})
-            known += [recalled[s.name] for s in side.stats]
+    for prefix, branch in _branches(quantizer, row, col):
+        if branch.state:
+            recalled = branch.recall({s.name: state[prefix + s.name] for s in branch.state})
+            known += [recalled[s.name] for s in branch.stats]
         else:
-            known += [None for _ in side.stats]
+            known += [None for _ in branch.stats]
     return known
 
 
@@ -116,10 +116,10 @@ def remember(
     if group is not None:
         reduce_stats(operations.declared(*sides), measured, group)
     rest = iter(measured)
-    for prefix, side in _branches(quantizer, *sides):
-        stats = {s.name: next(rest) for s in side.stats}
-        if side.state:
-            side.remember({s.name: state[prefix + s.name] for s in side.state}, stats)
+    for prefix, branch in _branches(quantizer, *sides):
+        stats = {s.name: next(rest) for s in branch.stats}
+        if branch.state:
+            branch.remember({s.name: state[prefix + s.name] for s in branch.state}, stats)
 
 
 def quantize_tensor(

@@ -138,7 +138,7 @@ class Quantizer:
         for name in options:
             if name not in known:
                 raise OptionError.unknown(registry.format_of(cls).name, name, known)
-        return cls(**options)
+        return cls(**options).ready()
 
     def __post_init__(self) -> None:
         hints = _option_types(type(self))
@@ -158,8 +158,11 @@ class Quantizer:
         storage: type[Storage] = registry.storage_class(registry.format_of(type(self)).name)
         return storage
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+    def ready(self) -> Self:
+        """Look up now what is looked up once: ``torch.compile``, which cannot trace that, then finds it done."""
+        for quantizer in (self, self.side("row"), self.side("col")):
+            _ = quantizer.text, quantizer.storage
+        return self
 
     def __str__(self) -> str:
         return self.text

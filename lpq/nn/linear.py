@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lpq import recipes
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
-from lpq.core.philox import draw_seed
+from lpq.core.operations import draw_seed
 from lpq.core.quantize import as_matrix
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class Plan:
     x: Quantizer
     w: Quantizer
     dy: Quantizer
+
+    def __post_init__(self) -> None:
+        for quantizer in (self.x, self.w, self.dy):
+            quantizer.ready()
 
     def stochastic(self, tensor: str) -> bool:
         quantizer: Quantizer = getattr(self, tensor)
@@ -245,7 +249,7 @@ class Linear(nn.Linear):
         dtype = input.dtype
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
-        seeds = {t: draw_seed(input.device) for t in TENSORS if self._plan.stochastic(t)}
+        seeds = {t: draw_seed(x) for t in TENSORS if self._plan.stochastic(t)}
         y = _Multiply.apply(
             x, self.weight, self.bias, self._plan, dtype, self._states(), seeds, self._held_weight()
         )  # type: ignore[no-untyped-call]

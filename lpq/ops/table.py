@@ -55,7 +55,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
         formats = formats[:1]
     rejected: list[tuple[KernelSpec, str]] = []
     for kernel in sorted(registry.kernels(op, formats), key=lambda k: -k.priority):
-        reason = _why_not(kernel, quantizers, torch.device(device, index), allowed)
+        reason = why_not(kernel, quantizers, torch.device(device, index), allowed)
         if reason is None:
             return Choice(kernel.backend, kernel, registry.resolve(kernel.impl), tuple(rejected))
         rejected.append((kernel, reason))
@@ -79,9 +79,13 @@ def _allowed(forced: str | None) -> frozenset[str]:
     return names
 
 
-def _why_not(
-    kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.device, allowed: frozenset[str]
+def why_not(
+    kernel: KernelSpec,
+    quantizers: tuple[Any, ...],
+    device: torch.device,
+    allowed: frozenset[str] = frozenset(BACKENDS),
 ) -> str | None:
+    """Why a kernel cannot serve these quantizers on this device, or None when it can."""
     if kernel.backend not in allowed:
         return f"{ENVIRONMENT} does not allow {kernel.backend}"
     if kernel.device != device.type:

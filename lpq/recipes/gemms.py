@@ -135,12 +135,14 @@ class Recipe:
         given = {key: str(fast).lower() for key, fast in sums.items() if fast is not None}
         if len(set(self.operands.values())) == 1 and not given:
             return explicit(self.fprop.a)
-        for keys in (GEMMS, TENSORS, tuple(map(str, OPERANDS))):
-            used = {key: {q for o, q in self.operands.items() if o.belongs_to(key)} for key in keys}
-            if all(len(quantizers) == 1 for quantizers in used.values()):
-                break
-        values = {key: explicit(quantizer) for key, (quantizer,) in used.items()} | given
-        return ", ".join(f"{key}={value}" for key, value in values.items())
+        ways = [[part for key in keys for part in self._parts(key)] for keys in (GEMMS, TENSORS)]
+        shortest = min(ways, key=len)
+        return ", ".join(f"{key}={value}" for key, value in [*shortest, *given.items()])
+
+    def _parts(self, key: str) -> list[tuple[str, str]]:
+        """A GEMM or tensor as items of the grammar: one item, if its two operands have the same quantizer."""
+        parts = [(str(o), explicit(q)) for o, q in self.operands.items() if o.belongs_to(key)]
+        return [(key, parts[0][1])] if parts[0][1] == parts[1][1] else parts
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that ``lpq.recipe`` makes this recipe from: strings, booleans and dicts of them."""

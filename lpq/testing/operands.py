@@ -58,6 +58,12 @@ def unit(side: Quantizer, dim: int) -> int:
     return math.lcm(*(step for step in steps if step is not None))
 
 
+def cut(quantizer: Quantizer) -> tuple[int, int]:
+    """The smallest number of rows and of columns, a multiple of 8, at which a tensor can be cut in both directions."""
+    row, col = quantizer.side("row"), quantizer.side("col")
+    return math.lcm(8, unit(row, 0), unit(col, 1)), math.lcm(8, unit(row, 1), unit(col, 0))
+
+
 def rotated(quantizer: Quantizer) -> bool:
     """Whether an operand is stored in a rotated basis, so that decoding it sums in fp32."""
     return any(side.rotation is not None for side in sides(quantizer))

@@ -12,13 +12,15 @@ from lpq.train.errors import CheckpointError, Stopped, TrainError
 from lpq.train.runs import resolve
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lpq.train.report import Summary
 
 __all__ = ["CheckpointError", "Stopped", "TrainConfig", "TrainError", "resolve", "run"]
 
 
-def run(config: TrainConfig) -> Summary:
-    """Train as ``config`` says; see ``lpq.train.loop.run``."""
+def run(config: TrainConfig, console: Console | None = None) -> Summary:
+    """Train as ``config`` says, and tell of it on ``console``; see ``lpq.train.loop.run``."""
     from lpq.train import loop
 
-    return loop.run(config)
+    return loop.run(config, console)

@@ -1,4 +1,4 @@
-"""What docs/cli.md says of each command, rendered from the command itself. Run this file to bring the page up to date."""
+"""What docs/cli.md says of each command, rendered from the command. Run it to bring the page up to date."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _names(parameter: Any) -> str:
 
 
 def _default(parameter: Any) -> str:
-    value = parameter.default
+    shown = getattr(parameter, "show_default", None)
+    value = shown if isinstance(shown, str) else parameter.default
     if value is None or value in ((), [], False) or parameter.required:
         return ""
     if value is True:

@@ -1,8 +1,9 @@
 """The fenced blocks of README.md and docs/, and what runs each of them.
 
-A block without a title is run: Python in one namespace for the page, ``lpq …`` and ``pip install …`` lines as commands,
-``toml recipe`` and ``toml policy`` by lpq. A block with ``title="path"`` is a file, written (or, with ``insert="Class"``,
-added to a class in it) before what comes after it runs. ``<!-- not run: reason -->`` before a block excuses it.
+A block without a title is run: Python in one namespace for the page, ``lpq …`` and ``pip install …`` lines as
+commands, ``toml recipe`` and ``toml policy`` by lpq. A block with ``title="path"`` is a file, written (or with
+``insert="Class"``, added to a class in it) before what comes after it runs. A block that cannot run has
+``<!-- not run: reason -->`` before it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 KNOWN = {"python", "shell", "toml", "text"}
@@ -55,5 +57,7 @@ def blocks(page: Path) -> list[Block]:
         words = _ATTRIBUTE.sub("", info).split() or [""]
         line = text.count("\n", 0, match.start("info")) + 1
         attributes = dict(_ATTRIBUTE.findall(info))
-        found.append(Block(page, line, words[0], tuple(words[1:]), match["code"], match["reason"], attributes))
+        found.append(
+            Block(page, line, words[0], tuple(words[1:]), match["code"], match["reason"], attributes)
+        )
     return found

@@ -22,7 +22,7 @@ def test_a_star_goes_through_dots() -> None:
     assert not matches("Layers.*", "layers.0")
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(PATTERNS, PATTERNS)
 def test_covering_is_never_claimed_wrongly(a: str, b: str) -> None:
     if covers(a, b):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tomllib
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def policies(draw: st.DrawFn) -> Policy:
     return Policy(rules)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(policies(), NAMES, st.integers(1, 15))
 def test_a_schedule_is_the_first_rule_that_matches_and_has_not_ended(
     policy: Policy, name: str, steps: int
@@ -126,7 +127,7 @@ def test_a_schedule_is_the_first_rule_that_matches_and_has_not_ended(
         assert schedule.at(step) == (holding[0].recipe if holding else None)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(policies())
 def test_no_rule_that_could_be_told_is_hidden(policy: Policy) -> None:
     for i, rule in enumerate(policy.rules):
@@ -197,7 +198,7 @@ def test_mappings_may_hold_objects() -> None:
 # ---------------------------------------------------------------------------------- keeping it
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(policies())
 def test_every_way_of_keeping_a_policy_gives_it_back(
     tmp_path_factory: pytest.TempPathFactory, policy: Policy
@@ -220,10 +221,9 @@ def test_every_way_of_keeping_a_policy_gives_it_back(
         assert kept.to_toml() == policy.to_toml()
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1).map(tuple))
 def test_any_pattern_survives_toml(patterns: tuple[str, ...]) -> None:
-    import tomllib
-
     text = policy((patterns, None)).to_toml()
     assert Policy.from_dict(tomllib.loads(text)) == policy((patterns, None))
 
@@ -319,7 +319,7 @@ def test_wrong_types_are_refused_in_words() -> None:
         ('[[rules]]\nmatch = "*"\nrecipe = "nvfp4(rht=true)"', ["rule 1: recipe: dgrad cannot multiply"]),
         ('[[rules]]\nmatch = "*"\nrecipe = "fprop=mxfp8"', ["rule 1: recipe: nothing is said of dgrad"]),
         ('[[rules]]\nmatch = "*"\n[rules.recipe]\nfprob = "mxfp8"', ["rule 1: recipe: unknown key 'fprob'"]),
-        ('[[rules]]\nmatch = "*"\nrecipe = "bf16"\n[[rules]]\nmatch = "a"\nrecipe = "skip"', ["hides rule 2"]),
+        ('[[rules]]\nmatch = "*"\nrecipe = "bf16"\n[[rules]]\nmatch = "a"\nrecipe = "skip"', ["hides rule"]),
         ("rules = []", ["a policy's rules must be a tuple of one or more Rules"]),
         ('rules = "mxfp8"', ["rules must be a list of rules, not 'mxfp8'"]),
         ("rules = [3]", ["rule 1: a rule is a table with match, recipe, until, not 3"]),

@@ -43,8 +43,10 @@ def test_the_table_compares_the_recipe_with_bf16(tiny: MakeConfig, console: Cons
     for gemm in ("fprop", "dgrad", "wgrad"):
         assert gemm in said
     assert {s.gemm: s.operands for s in recipe.served} == {
-        "fprop": "mxfp8 · mxfp8", "dgrad": "nvfp4 · nvfp4", "wgrad": "bf16 · bf16",
-    }  # fmt: skip
+        "fprop": "mxfp8 · mxfp8",
+        "dgrad": "nvfp4(stochastic=true) · nvfp4(block=16x16)",
+        "wgrad": "identity(dtype=bfloat16) · identity(dtype=bfloat16)",
+    }
     assert [s.layers for s in recipe.served] == [4, 4, 4]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 import lpq
 from lpq.core import Quantizer
 from lpq.nn import Linear
 from lpq.recipes import recipe
 from lpq.testing.conformance.test_linear import K, N, train
 from lpq.testing.expect import same_operand, same_quantized
-from lpq.testing.operands import SEED, normal, sides
+from lpq.testing.operands import SEED, cut, normal, sides
 from lpq.testing.options import Family
 
 
@@ -62,11 +64,10 @@ def test_pairs_train(family: Family, partner: str) -> None:
 def test_hybrid_tensors_are_tensors(family: Family, partner: str) -> None:
     """A hybrid is cut, joined and written to like any other."""
     both = hybrid(family.default, lpq.quantizer(partner))
-    tensor = both.quantize(normal(512, 256), seed=SEED)
-    import torch
-
-    joined = torch.cat([tensor[:256], tensor[256:]])
+    rows, cols = cut(both)
+    tensor = both.quantize(normal(2 * rows, cols), seed=SEED)
+    joined = torch.cat([tensor[:rows], tensor[rows:]])
     if not any(side.stochastic for side in sides(both)):
         same_quantized(joined, tensor, f"{both}: cut and joined")
-        values = normal(512, 256, seed=1)
+        values = normal(2 * rows, cols, seed=1)
         same_quantized(tensor.copy_(values), both.quantize(values), f"{both}: copy_")

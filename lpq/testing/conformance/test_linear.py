@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 import lpq
-from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, gemm
+from lpq.core import QuantizedTensor, Quantizer, gemm
 from lpq.nn import Linear
 from lpq.testing.expect import relative_error, same
 from lpq.testing.operands import normal, recipe_of, stochastic
-from lpq.testing.options import Family
+from lpq.testing.options import Family, only
 
 M, K, N = 32, 64, 48
 
@@ -60,7 +59,9 @@ def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
         assert b is not None
         same(got, gemm(a, b, bias=bias), f"{quantizer}: {name} of a linear layer")
         exact = a.decode().double() @ b.decode().double().t() + (0 if bias is None else bias)
-        assert relative_error(got, exact) < 1e-5, f"{quantizer}: {name} is not the product of its decoded operands"
+        kept = a.tensors()[0].dtype if a.quantizer.plain and b.quantizer.plain else torch.float32
+        allowed = 4 * max(torch.finfo(kept).eps, 1e-6)  # ordinary matrices multiply in their own dtype
+        assert relative_error(got, exact) < allowed, f"{quantizer}: {name} is not the product of its decoded operands"
     torch.testing.assert_close(layer.bias.grad, dy.sum(0))
 
 
@@ -86,11 +87,11 @@ def test_it_trains(quantizer: Quantizer) -> None:
     assert losses[-1] < 0.6 * losses[0], f"{quantizer}: the loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
 
 
-def train(layer: Linear, steps: int = 12) -> list[float]:
+def train(layer: Linear, steps: int = 8) -> list[float]:
     with torch.no_grad():
         layer.weight.copy_(normal(N, K) / K**0.5)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.02, weight_decay=0.0)
-    x = normal(128, K, seed=1)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.03, weight_decay=0.0)
+    x = normal(64, K, seed=1)
     target = x @ normal(K, N, seed=2) / K**0.5
     losses = []
     for _ in range(steps):
@@ -119,21 +120,15 @@ def test_compiled_layer_is_the_layer(family: Family) -> None:
             same(traced, eager, f"{quantizer}: {name} of a compiled layer")
 
 
+@only(lambda q: not stochastic(q) and not q.new_state(), "gives a weight the same bytes in any step")
 def test_quantized_weights_work(quantizer: Quantizer) -> None:
     """A layer whose weight is stored quantized gives what the layer that encodes it gives."""
-    if stochastic(quantizer):
-        weight_quantizer = quantizer.side("row")
     layer, x, _ = layer_and_data(quantizer)
-    recipe = layer.recipe
-    assert recipe is not None
-    weight_quantizer = recipe.w
     expected = layer(x)
-    if stochastic(quantizer) or weight_quantizer.new_state():
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrecisionWarning)
-        layer.weight = torch.nn.Parameter(weight_quantizer.quantize(layer.weight.detach()), requires_grad=False)
-        same(layer(x).detach(), expected.detach(), f"{quantizer}: y of a layer with a quantized weight")
+    assert layer.recipe is not None
+    weight = layer.recipe.w.quantize(layer.weight.detach())
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    same(layer(x).detach(), expected.detach(), f"{quantizer}: y of a layer with a quantized weight")
 
 
 def test_conversion_by_text(quantizer: Quantizer) -> None:

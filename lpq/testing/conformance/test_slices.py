@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, Storage
 from lpq.testing.conformance.test_layout import few
 from lpq.testing.expect import plain, same_operand, same_quantized, same_values
-from lpq.testing.operands import SEED, encode, normal, rotated, sides, unit
+from lpq.testing.operands import SEED, cut, encode, normal, rotated, sides, unit
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
@@ -61,7 +60,7 @@ def test_any_slice_has_the_right_values(quantizer: Quantizer, begin: int, length
 
 def test_split_and_cat_are_the_whole(quantizer: Quantizer) -> None:
     """``torch.cat(torch.split(t, …))`` is ``t``, buffer for buffer, with row only, column only and both."""
-    step = math.lcm(unit(quantizer.side("row"), 0), unit(quantizer.side("col"), 1))
+    step = cut(quantizer)[0]
     x = normal(3 * step, 48)
     for row, col in ((True, False), (False, True), (True, True)):
         tensor = quantizer.quantize(x, row=row, col=col, seed=SEED)

@@ -24,9 +24,9 @@ class FP8Quantizer(Quantizer):
     """8-bit floats with fp32 scales. An option that its scaling does not use changes nothing."""
 
     scaling: Literal["current", "delayed", "row", "block"] = "current"
-    """What has a scale of its own. ``current``: the tensor. ``delayed``: the tensor, and its scale comes from the
-    amaxes of earlier steps, or from its own where there is no state. ``row``: each row of the operand. ``block``:
-    each block."""
+    """What has a scale of its own: the tensor (``current``, ``delayed``), each ``row`` of the operand, or
+    each ``block``. It comes from the amax of what it scales; in ``delayed`` from the amaxes of the tensor in
+    earlier steps, if there is a state that remembers them."""
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
     """The element type. E4M3 is finer, E5M2 has more range."""
     pow2: bool | None = None
@@ -38,7 +38,7 @@ class FP8Quantizer(Quantizer):
     margin: int = 0
     """By how many powers of two the next tensor may exceed what ``delayed`` remembers."""
     algo: Literal["max", "most_recent"] = "max"
-    """Which amax ``delayed`` takes from its history. Where that is 0 or not finite, the scale stays as it is."""
+    """Which amax ``delayed`` takes from its history. If that is 0 or not finite, the scale stays as it is."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

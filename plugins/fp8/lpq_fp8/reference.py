@@ -1,7 +1,7 @@
 """FP8 in plain PyTorch: this is what defines the format.
 
-A block, which may be a row or the whole matrix, has an fp32 scale that takes its amax to the element type's largest
-value, and holds ``x · scale`` as 8-bit floats. What is stored is ``1 / scale``: multiply to decode.
+A block, which may be a row or the whole matrix, has an fp32 scale that takes its amax to the largest value of
+the element type, and holds ``x · scale`` as 8-bit floats. Stored is ``1 / scale``: multiply to decode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def measure(x: Tensor, block: Block) -> Tensor:
 def encode(
     x: Tensor, amax: Tensor, block: Block, element: torch.dtype, *, largest_scale: float, pow2: bool
 ) -> tuple[Tensor, Tensor]:
-    """Elements and decode scales. An element that is larger than the amax, which may be an earlier one, saturates."""
+    """Elements and decode scales. Where the amax is an earlier tensor's, a larger element saturates."""
     scale = scale_from_amax(amax, torch.finfo(element).max, largest_scale, pow2)
     return scale_float8(x.float(), expand_blocks(scale, block, *x.shape), element), scale.reciprocal()
 
@@ -52,6 +52,6 @@ def pushed(history: Tensor, amax: Tensor) -> Tensor:
 
 
 def next_amax(history: Tensor, amax: Tensor, margin: int, algo: Literal["max", "most_recent"]) -> Tensor:
-    """The amax to scale the next step by: from the history, or still ``amax`` if that gives 0 or nothing finite."""
+    """The amax that scales the next step: from the history, or still ``amax`` if that is 0 or not finite."""
     recent = (history.amax() if algo == "max" else history[0]) * 2.0**margin
     return torch.where((recent > 0) & (recent < torch.inf), recent, amax)

@@ -1,4 +1,4 @@
-"""Hybrid: the row operand of a tensor from one quantizer, its column operand from another; any two formats."""
+"""Hybrid: the row operand of a tensor from one quantizer and the column operand from another, any two."""
 
 from lpq.registry import FormatSpec, hookimpl
 

@@ -20,8 +20,8 @@ class HybridQuantizer(Quantizer):
     col: Quantizer
     """Its column side encodes the column operand."""
     col_source: Literal["original", "row"] = "original"
-    """What the column operand encodes: the tensor itself, or the decoded row operand. ``row`` in a hybrid that is
-    given as ``col`` holds here too."""
+    """What the column operand encodes: the tensor itself, or the decoded row operand. If ``col`` is a hybrid
+    that says ``row``, so does this one."""
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:

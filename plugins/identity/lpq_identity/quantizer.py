@@ -30,8 +30,8 @@ class IdentityQuantizer(Quantizer):
         dtype = options.get("dtype")
         if isinstance(dtype, torch.dtype):
             options["dtype"] = str(dtype).removeprefix("torch.")
-        elif dtype in SHORT:
-            options["dtype"] = SHORT[dtype]
+        elif isinstance(dtype, str):
+            options["dtype"] = SHORT.get(dtype, dtype)
         return super().from_options(**options)
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> IdentityStorage:

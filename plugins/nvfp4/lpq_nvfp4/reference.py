@@ -50,6 +50,6 @@ def tensor_scale(amax: Tensor) -> Tensor:
 def decode(data: Tensor, scale: Tensor, amax: Tensor, block: Block) -> Tensor:
     """``element · scale · amax · fl(1/2688)``, padding columns included; not finite unless the amax is."""
     values = scale_blocks(decode_e2m1_pairs(data), decode_float8(scale), block)
-    # Before the last factor, a large amax would overflow: 12 binary places less until then change no bit.
+    # A large amax would overflow before the last factor. Divided by 2^12 until then, it changes no bit.
     shift = torch.where(amax > 1, torch.full_like(amax, 2.0**12), 1.0)
     return values.mul_(amax / shift).mul_(shift * (1 / (E4M3_MAX * E2M1_MAX)))

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 class NVFP4Storage(Storage):
-    """``data``: two E2M1 values in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``: fp32.
+    """``data``: two E2M1 values in a byte, the even column low. ``scale``: E4M3 for each block. ``amax``.
 
     The columns of ``data`` are padded to whole groups of 16, which a rotation mixes.
     """

@@ -1,0 +1,152 @@
+"""``lpq doctor`` and ``lpq explain``: which kernel runs, and why not a better one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lpq import registry
+
+KERNELS = """
+    from functools import partial
+    from lpq.registry import KernelSpec, hookimpl
+
+    def decode(operand, dtype):
+        return operand.decode().to(dtype)
+
+    def refuse(quantizer):
+        return f"{quantizer} is too [odd]"
+
+    @hookimpl
+    def lpq_register_kernels():
+        kernel = partial(KernelSpec, op="decode", formats=("mxfp8",))
+        here = "lpq_swift_plugin:"
+        return [
+            kernel(impl=here + "gone", backend="cuda", priority=30),
+            kernel(impl=here + "odd", backend="torch", device="cpu", priority=25, why_not=here + "refuse"),
+            kernel(impl=here + "need", backend="triton", device="cpu", priority=20,
+                   requires=("a_module_that_is_not_there",)),
+            kernel(impl=here + "decode", backend="torch", device="cpu", priority=10),
+        ]
+"""
+
+
+def doctor(lpq: Callable, *arguments: str, status: int = 0) -> dict:
+    ended = lpq("doctor", "--json", *arguments)
+    assert ended.status == status, ended.err
+    return json.loads(ended.out)
+
+
+def test_it_says_what_is_here(lpq: Callable) -> None:
+    found = doctor(lpq, "--device", "cpu")
+    assert found["versions"]["torch"] == torch.__version__
+    assert {"lpq", "python", "triton", "cuda"} <= set(found["versions"])
+    assert found["devices"][0]["device"] == "cpu"
+    assert {p["name"] for p in found["plugins"]} == {p.name for p in registry.plugins()}
+
+
+def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callable) -> None:
+    kernels = doctor(lpq, "--device", "cpu")["kernels"]
+    assert {k["format"] for k in kernels} == set(registry.formats()) - {"hybrid"}
+    ops = {name: [k["op"] for k in kernels if k["format"] == name] for name in registry.formats()}
+    assert ops["fp8"] == ["measure", "transpose", "quantize", "decode", "gemm"]
+    assert ops["mxfp8"] == ["measure", "quantize", "decode", "gemm"]
+    assert all(k["backend"] == "reference" for k in kernels if k["format"] == "mxfp8")
+
+
+def test_a_kernel_that_runs_is_named_and_those_that_cannot_say_why(install: Callable, lpq: Callable) -> None:
+    install("swift", "1.0", KERNELS)
+    (decode,) = [
+        k for k in doctor(lpq, "--device", "cpu")["kernels"] if (k["format"], k["op"]) == ("mxfp8", "decode")
+    ]
+    assert (decode["backend"], decode["impl"]) == ("torch", "lpq_swift_plugin:decode")
+    reasons = {entry["impl"]: entry["reason"] for entry in decode["why_not"]}
+    assert "cuda, not on cpu" in reasons["cuda lpq_swift_plugin:gone"]
+    assert "mxfp8 is too [odd]" in reasons["torch lpq_swift_plugin:odd"]
+    assert "a_module_that_is_not_there" in reasons["triton lpq_swift_plugin:need"]
+    table = lpq("doctor", "--device", "cpu").out
+    assert "mxfp8 is too [odd]" in table
+    assert "lpq_swift_plugin:decode" in table
+
+
+def test_a_request_that_nothing_meets_is_an_error_in_the_table(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPQ_KERNELS", "triton")
+    found = doctor(lpq, "--device", "cpu", status=1)
+    assert found["environment"]["LPQ_KERNELS"] == "triton"
+    mine = [k for k in found["kernels"] if k["format"] == "mxfp8"]
+    assert all(k["backend"] == "error" and "LPQ_KERNELS=triton" in k["error"] for k in mine)
+
+
+def test_a_broken_plugin_is_a_finding(install: Callable, lpq: Callable) -> None:
+    install("sad", "1.3", "import a_library_that_is_not_there")
+    found = doctor(lpq, "--device", "cpu", status=1)
+    (sad,) = [p for p in found["plugins"] if p["name"] == "sad"]
+    assert "a_library_that_is_not_there" in sad["cause"]
+    assert sad["remedy"]
+    assert lpq("doctor", "--device", "cpu").status == 1
+
+
+def test_a_format_whose_code_is_broken_is_a_finding(install: Callable, lpq: Callable) -> None:
+    install(
+        "hollow",
+        "1.0",
+        """
+        from lpq.registry import FormatSpec, hookimpl
+
+        @hookimpl
+        def lpq_register_formats():
+            return FormatSpec(name="hollow", summary="", quantizer="lpq_hollow_plugin:Gone",
+                              storage="lpq_hollow_plugin:Gone", effective_bits=8)
+        """,
+    )
+    found = doctor(lpq, "--device", "cpu", status=1)
+    assert "lpq_hollow_plugin:Gone" in found["broken_formats"]["hollow"]
+    assert "mxfp8" in {k["format"] for k in found["kernels"]}
+
+
+def test_explain_names_operands_and_quantizers(lpq: Callable) -> None:
+    ended = lpq("explain", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "--device", "cpu", "--json")
+    found = json.loads(ended.out)
+    assert found["gemms"]["fprop"] == {"x.row": "mxfp8", "w.row": "mxfp8"}
+    assert found["gemms"]["dgrad"] == {"dy.row": "nvfp4(stochastic=true)", "w.col": "nvfp4(block=16x16)"}
+    assert set(found["gemms"]["wgrad"]) == {"dy.col", "x.col"}
+    assert found["runs"]["fprop"]["backend"] == "reference"
+    assert found["runs"]["wgrad"]["backend"] == "torch"
+    assert set(found["runs"]) == {
+        "fprop",
+        "dgrad",
+        "wgrad",
+        "quantize x.row",
+        "quantize w.row, w.col",
+        "quantize dy.row",
+    }
+
+
+def test_explain_prints_tables(lpq: Callable) -> None:
+    out = lpq("explain", "nvfp4", "--device", "cpu").out
+    for word in (
+        "dw = dy.col · x.col",
+        "nvfp4(rht=true, stochastic=true)",
+        "reference",
+        "quantize dy.row, dy.col",
+    ):
+        assert word in out
+
+
+def test_explain_takes_a_column_operand_from_the_row_operand(lpq: Callable) -> None:
+    recipe = "x=hybrid(row=mxfp8, col=nvfp4, col_source=row), w=mxfp8(), dy=mxfp8()"
+    steps = json.loads(lpq("explain", recipe, "--device", "cpu", "--json").out)["runs"]
+    assert {"quantize x.row", "quantize x.col"} <= set(steps)
+
+
+def test_explain_reads_a_file(lpq: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('fprop = "mxfp8"\ndgrad = "mxfp8"\nwgrad = "bf16"\n')
+    found = json.loads(lpq("explain", str(path), "--device", "cpu", "--json").out)
+    assert found["name"] == "mine"

@@ -1,0 +1,124 @@
+"""``lpq formats``, ``recipes``, ``plugins``: what is installed is listed, and what is broken is explained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from lpq import registry
+
+BROKEN = "import a_library_that_is_not_there\n"
+GOOD = """
+    from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+
+    @hookimpl
+    def lpq_register_formats():
+        return FormatSpec(name="tiny", summary="a [bold] format", effective_bits=3.5,
+                          quantizer="a:B", storage="a:C")
+
+    @hookimpl
+    def lpq_register_recipes():
+        return RecipeSpec(name="tiny-all", summary="tiny everywhere", recipe={"fprop": {"x": "tiny"}})
+"""
+
+
+@pytest.mark.parametrize("command", ["formats", "recipes", "plugins"])
+def test_everything_is_listed_as_a_table_and_as_json(command: str, lpq: Callable) -> None:
+    names = {
+        "formats": set(registry.formats()),
+        "recipes": set(registry.recipes()),
+        "plugins": {p.name for p in registry.plugins()},
+    }[command]
+    table = lpq(command)
+    assert (table.status, table.err) == (0, "")
+    assert names <= set(table.out.split())
+    listed = lpq(command, "--json")
+    assert (listed.status, listed.err) == (0, "")
+    assert {entry["name"] for entry in json.loads(listed.out)} == names
+
+
+def test_what_is_said_of_a_format(lpq: Callable) -> None:
+    found = {entry["name"]: entry for entry in json.loads(lpq("formats", "--json").out)}
+    assert found["nvfp4"]["effective_bits"] == 4.5
+    assert found["hybrid"]["effective_bits"] is None
+    assert found["nvfp4"]["distribution"] == found["nvfp4"]["plugin"].replace("nvfp4", "lpq")
+    line = next(line for line in lpq("formats").out.splitlines() if line.split()[:1] == ["mxfp8"])
+    assert "8.25" in line
+
+
+def test_a_third_party_is_listed_and_its_words_are_no_markup(install: Callable, lpq: Callable) -> None:
+    install("tiny", "2.0", GOOD)
+    line = next(line for line in lpq("formats").out.splitlines() if line.split()[:1] == ["tiny"])
+    assert "a [bold] format" in line
+    assert "lpq-tiny 2.0" in line
+    recipe = next(r for r in json.loads(lpq("recipes", "--json").out) if r["name"] == "tiny-all")
+    assert recipe["recipe"] == {"fprop": {"x": "tiny"}}
+
+
+@pytest.mark.parametrize("command", ["formats", "recipes", "plugins"])
+def test_a_broken_plugin_is_explained_and_breaks_nothing_else(
+    command: str, install: Callable, lpq: Callable
+) -> None:
+    before = json.loads(lpq(command, "--json").out)
+    install("sad", "1.3", BROKEN)
+    after = lpq(command, "--json")
+    assert after.status == 0
+    entries = [e for e in json.loads(after.out) if e["name"] != "sad"]
+    assert entries == before
+    if command != "plugins":
+        for word in ("sad", "lpq-sad", "1.3", "a_library_that_is_not_there", "pip install"):
+            assert word in after.err
+    table = lpq(command)
+    for word in ("sad", "lpq-sad", "1.3", "a_library_that_is_not_there", "pip install"):
+        assert word in table.err
+
+
+def test_the_plugin_list_has_cause_and_remedy(install: Callable, lpq: Callable) -> None:
+    install("sad", "1.3", BROKEN)
+    found = {entry["name"]: entry for entry in json.loads(lpq("plugins", "--json").out)}
+    assert found["sad"]["status"] == "broken"
+    assert "a_library_that_is_not_there" in found["sad"]["cause"]
+    assert "pip install" in found["sad"]["remedy"]
+    assert found["fp8"]["status"] == "ok"
+    assert found["fp8"]["cause"] is None
+    assert found["fp8"]["builtin"]
+    assert not found["sad"]["builtin"]
+
+
+def test_a_hidden_plugin_is_listed_as_hidden(
+    install: Callable, lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("tiny", "2.0", GOOD)
+    monkeypatch.setenv("LPQ_LOAD_PLUGINS", "")
+    registry.refresh()
+    found = {entry["name"]: entry for entry in json.loads(lpq("plugins", "--json").out)}
+    assert found["tiny"]["status"] == "hidden"
+    assert "tiny" not in {entry["name"] for entry in json.loads(lpq("formats", "--json").out)}
+
+
+@pytest.mark.parametrize("argument", ["formats", "recipes", "plugins", "--help", "--version"])
+def test_listing_imports_no_torch(argument: str) -> None:
+    assert "torch" not in imported_by(argument)
+
+
+def test_it_would_be_noticed() -> None:
+    assert "torch" in imported_by("explain", "mxfp8")
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The modules that are imported once ``lpq`` has run with these arguments, in a fresh process."""
+    code = f"""
+import sys
+from lpq.cli import main
+try:
+    main({arguments!r})
+except SystemExit as ended:
+    assert not ended.code
+print("\\n", *sorted(name for name in sys.modules if "." not in name))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())

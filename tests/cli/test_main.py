@@ -1,0 +1,80 @@
+"""The command itself: help, errors in words, and how it is called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+
+import pytest
+
+from lpq.cli import COMMANDS, load
+
+
+def test_help_lists_every_command(lpq: Callable) -> None:
+    ended = lpq("--help")
+    assert ended.status == 0
+    for name, (_, line) in COMMANDS.items():
+        assert name in ended.out
+        assert line in ended.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_that_speaks_of_every_option(command: str, lpq: Callable) -> None:
+    ended = lpq(command, "--help")
+    assert ended.status == 0
+    parameters = load(command).params
+    assert parameters
+    for parameter in parameters:
+        assert parameter.help, f"lpq {command}: {parameter.name} has no help"
+        assert max(parameter.opts, key=len).lower() in ended.out.lower()
+
+
+def test_version(lpq: Callable) -> None:
+    assert lpq("--version").out.strip() == f"lpq {metadata.version('lpq')}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("explain", "mxfp9"), 2, ("mxfp9", "mxfp8")),
+        (("explain", "nvfp4(blok=16x16)"), 2, ("blok", "block")),
+        (("explain", "nvfp4(block="), 2, ("nvfp4(block=", "^")),
+        (("explain", "fprop=mxfp8"), 1, ("dgrad", "wgrad")),
+        (("explain", "nowhere.toml"), 1, ("nowhere.toml",)),
+        (("explain", "mxfp8", "--device", "banana"), 1, ("banana", "cpu")),
+        (("doctor", "--device", "cuda:97"), 1, ("cuda:97",)),
+    ],
+)
+def test_an_error_is_words(
+    arguments: tuple[str, ...], status: int, words: tuple[str, ...], lpq: Callable
+) -> None:
+    ended = lpq(*arguments)
+    assert ended.status == status
+    assert ended.out == ""
+    assert ended.err.startswith("lpq: ")
+    for word in words:
+        assert word in ended.err
+
+
+@pytest.mark.parametrize("arguments", [("no-such-command",), ("formats", "--no-such-option"), ("explain",)])
+def test_wrong_usage_is_status_2(arguments: tuple[str, ...], lpq: Callable) -> None:
+    ended = lpq(*arguments)
+    assert ended.status == 2
+    assert ended.err
+
+
+def test_a_module_can_be_run_and_prints_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-m", "lpq", "explain", "mxfp9"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lpq: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_installed_script_is_this_command() -> None:
+    (script,) = metadata.entry_points(group="console_scripts", name="lpq")
+    assert script.value == "lpq.cli:main"
+    done = subprocess.run([sys.executable, "-m", "lpq", "formats"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "mxfp8" in done.stdout

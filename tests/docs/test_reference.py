@@ -1,0 +1,157 @@
+"""The reference has every hook with its signature, every public name, every option and every command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import cli_page
+import pytest
+from snippets import PAGES, ROOT
+
+from lpq import registry
+from lpq.cli import COMMANDS
+from lpq.registry import hookspecs
+from lpq.registry.loader import HOOKS
+
+REFERENCE = ROOT / "docs" / "plugins" / "reference.md"
+PUBLIC = ("lpq", "lpq.core", "lpq.nn", "lpq.ops", "lpq.recipes", "lpq.registry")
+DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
+TYPE_ALIASES = {"PolicyLike", "RecipeLike"}
+"""What a function takes; the function's own text says it."""
+
+
+def signature(hook: str) -> str:
+    """A hook as a plugin writes it."""
+    return f"{hook}({', '.join(inspect.signature(getattr(hookspecs, hook)).parameters)})"
+
+
+def resolve(path: str) -> Any:
+    """What a dotted path names: the longest module, then attributes."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        return attrgetter(".".join(parts[cut:]))(found) if parts[cut:] else found
+    raise AssertionError(f"{path} is not there")
+
+
+def rendered() -> dict[str, Any]:
+    """What mkdocstrings renders, by dotted path."""
+    found: dict[str, Any] = {}
+    for page in PAGES:
+        for match in DIRECTIVE.finditer(page.read_text() + "\n"):
+            path, options = match[1], match[2]
+            target = resolve(path)
+            members = re.findall(r"^ +- (\w+)$", options, re.MULTILINE)
+            if inspect.ismodule(target):
+                names = members or [
+                    n for n, v in vars(target).items() if getattr(v, "__module__", "") == path
+                ]
+                found |= {f"{path}.{name}": getattr(target, name) for name in names}
+            else:
+                found[path] = target
+                for name in members:
+                    inspect.getattr_static(target, name, None)
+    return found
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_is_documented_with_its_signature(hook: str) -> None:
+    assert f"`{signature(hook)}`" in REFERENCE.read_text()
+    assert getattr(hookspecs, hook).__doc__
+    assert f"lpq.registry.hookspecs.{hook}" in rendered()
+
+
+def test_no_page_writes_a_hook_otherwise() -> None:
+    for page in PAGES:
+        for written in re.findall(r"`(lpq_\w+\([^)`]*\))`", page.read_text()):
+            assert written in {signature(hook) for hook in HOOKS}, f"{page}: {written}"
+        for name in re.findall(r"\blpq_(?:register|convert)_\w+", page.read_text()):
+            assert name in HOOKS, f"{page}: {name}"
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_is_documented(module: str) -> None:
+    documented = rendered()
+    names = {path.rpartition(".")[2] for path in documented}
+    objects = [id(value) for value in documented.values()]
+    home = importlib.import_module(module)
+    for name in set(home.__all__) - TYPE_ALIASES:
+        value = getattr(home, name)
+        known = name in names if isinstance(value, int | str) or name == "hookimpl" else id(value) in objects
+        assert known or name == "hookimpl", f"{module}.{name} is in no page of the reference"
+    assert "hookimpl" in REFERENCE.read_text()
+
+
+def test_what_is_documented_has_a_docstring() -> None:
+    for path, value in rendered().items():
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_documented_as_it_is(command: str) -> None:
+    page = cli_page.PAGE.read_text()
+    assert cli_page.sections(page).get(command) == cli_page.section(command), (
+        "docs/cli.md is out of date: run python tests/docs/cli_page.py"
+    )
+
+
+def test_the_page_has_no_command_that_is_gone() -> None:
+    page = cli_page.PAGE.read_text()
+    assert set(cli_page.sections(page)) == set(COMMANDS)
+    assert re.findall(r"^## lpq (\S+)$", page, re.MULTILINE) == list(cli_page.sections(page))
+
+
+def test_the_readme_starts_with_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.index("make train\nmake test") < text.index("\n## ")
+
+
+def test_every_link_to_a_file_of_the_repository_leads_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (ROOT / target).exists(), f"{page.name}: {target}"
+
+
+def test_files_that_prose_names_are_there() -> None:
+    """``tests/golden`` and its like, in inline code."""
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for name in re.findall(r"`((?:tests|lpq|plugins|docs|examples)/[\w./-]+)`", text):
+            assert (ROOT / Path(name)).exists(), f"{page}: {name}"
+
+
+OPTION = re.compile(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(registry.formats()))
+def test_a_format_page_has_every_option_with_its_default(name: str) -> None:
+    page = (ROOT / "docs" / "formats" / f"{name}.md").read_text()
+    options = {f.name: f for f in dataclasses.fields(registry.quantizer_class(name))}
+    table = page.partition("| option |")[2].partition("\n\n")[0]
+    documented = {option: default.strip() for option, default in OPTION.findall(table)}
+    assert documented == {option: default_of(field) for option, field in options.items()}
+
+
+def default_of(field: dataclasses.Field[Any]) -> str:
+    """A default as the page writes it: as the grammar does."""
+    if field.default is dataclasses.MISSING:
+        return ""
+    return "none" if field.default is None else f"`{str(field.default).lower()}`"
+
+
+def test_the_recipe_page_has_every_recipe_that_ships() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    shipped = {name for p in registry.plugins() if p.builtin for name in p.recipes}
+    table = page.partition("| recipe |")[2].partition("\n\n")[0]
+    first_column = "".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE))
+    assert set(re.findall(r"`([\w-]+)`", first_column)) == shipped

@@ -1,0 +1,70 @@
+"""The site builds with warnings as errors, and a reader's browser fetches nothing from anywhere else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from snippets import ROOT
+
+pytest.importorskip("mkdocs", reason="the site is built where mkdocs is installed (the dev group has it)")
+
+FETCHES = {"script": "src", "img": "src", "iframe": "src", "link": "href", "source": "src", "video": "src"}
+NOT_FETCHED = {"canonical", "alternate", "prev", "next"}
+
+
+class Fetched(HTMLParser):
+    """What a browser loads for a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in FETCHES and given.get("rel") not in NOT_FETCHED:
+            self.addresses.append(given.get(FETCHES[tag]) or "")
+
+
+def foreign(html: str) -> list[str]:
+    parser = Fetched()
+    parser.feed(html)
+    return [address for address in parser.addresses if address.startswith(("http:", "https:", "//"))]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site")
+    closed = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(target)],
+        cwd=ROOT,
+        env={**os.environ, **closed, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+def test_it_builds_without_a_network_and_fetches_nothing(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 12
+    for page in pages:
+        assert foreign(page.read_text()) == [], page
+
+
+def test_a_page_that_fetches_is_noticed() -> None:
+    assert foreign('<script src="https://example.com/x.js"></script>') == ["https://example.com/x.js"]
+    assert foreign('<link rel="stylesheet" href="//example.com/x.css">') == ["//example.com/x.css"]
+    assert foreign('<a href="https://example.com">words</a>') == []
+
+
+def test_hooks_and_interfaces_are_rendered(site: Path) -> None:
+    html = (site / "plugins" / "reference" / "index.html").read_text()
+    for name in ("lpq_convert_module", "encode_stochastic", "layout_for", "min_sm", "decode_rotated"):
+        assert name in html

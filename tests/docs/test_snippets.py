@@ -1,0 +1,197 @@
+"""Every snippet of README.md and of the documentation runs; what does not run says why."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import tomllib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from snippets import KNOWN, PAGES, ROOT, Block, blocks
+
+import lpq
+from lpq import registry
+from lpq.cli import main
+
+IN_A_PROCESS = {"train", "check"}
+"""Commands that run in a process of their own, as for a reader; the others run here, which is faster."""
+
+
+class Reader:
+    """Somebody who follows a page from top to bottom in an empty folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.site = folder / "work", folder / "site"
+        self.folder.mkdir()
+        self.site.mkdir()
+        self.namespace: dict[str, object] = {"__name__": "page"}
+        self.monkeypatch = monkeypatch
+        self.sources: list[Path] = []
+        monkeypatch.chdir(self.folder)
+        monkeypatch.delenv("LPQ_LOAD_PLUGINS", raising=False)
+        monkeypatch.delenv("LPQ_KERNELS", raising=False)
+        monkeypatch.setenv("COLUMNS", "100")
+
+    def run(self, block: Block) -> None:
+        assert block.language in KNOWN, (
+            f"{block.place}: a block in {block.language!r}; the tests know {sorted(KNOWN)}"
+        )
+        if block.reason is not None or block.language == "text":
+            return
+        if "title" in block.attributes:
+            self.write(block)
+        elif block.language == "python":
+            lines = "\n" * block.line  # so that a traceback has the line of the page
+            exec(compile(lines + block.code, str(block.page), "exec", dont_inherit=True), self.namespace)
+        elif block.language == "toml":
+            self.read(block)
+        else:
+            for command in block.commands():
+                self.call(command, block)
+
+    def write(self, block: Block) -> None:
+        """A block that is a file, or that goes to the end of a class in a file."""
+        path = self.folder / block.attributes["title"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if "insert" in block.attributes:
+            path.write_text(inserted(path.read_text(), block.attributes["insert"], block.code))
+        else:
+            path.write_text(block.code)
+        if path.suffix == ".toml":
+            tomllib.loads(path.read_text())
+        self.reload()
+
+    def read(self, block: Block) -> None:
+        table = tomllib.loads(block.code)
+        made = {"recipe": lpq.recipe, "policy": lpq.policy}
+        for word in block.words:
+            assert made[word](made[word](table).to_dict()) == made[word](table)
+
+    def call(self, command: list[str], block: Block) -> None:
+        if command[0] == "make":
+            self.succeed(["make", "--dry-run", *command[1:]], block, cwd=ROOT)
+        elif command[:2] == ["pip", "install"]:
+            self.install(self.folder / command[-1], block)
+        elif command[0] == "lpq" and command[1] in IN_A_PROCESS:
+            path = os.pathsep.join(map(str, [*self.sources, self.site]))
+            self.succeed([sys.executable, "-m", *command], block, env={**os.environ, "PYTHONPATH": path})
+        elif command[0] == "lpq":
+            with pytest.raises(SystemExit) as ended:
+                main(command[1:])
+            assert ended.value.code in (0, None), f"{block.place}: {' '.join(command)}"
+            self.reload()
+        else:
+            raise AssertionError(f"{block.place}: cannot run {command[0]}; say why with <!-- not run: … -->")
+
+    def install(self, project: Path, block: Block) -> None:
+        """As ``pip install -e``: the metadata is what the project builds to, the code stays where it is."""
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        alone = ["--no-deps", "--no-build-isolation", "--upgrade", "--target", str(self.site)]
+        self.succeed([*pip, *alone, str(project)], block)
+        shutil.rmtree(project / "build", ignore_errors=True)
+        for installed in self.site.iterdir():
+            if (project / installed.name).exists():
+                shutil.rmtree(installed) if installed.is_dir() else installed.unlink()
+        if project not in self.sources:
+            self.sources.append(project)
+            self.monkeypatch.syspath_prepend(self.site)
+            self.monkeypatch.syspath_prepend(project)
+        self.reload()
+
+    def succeed(self, command: list[str], block: Block, **where: Any) -> None:
+        done = subprocess.run(command, capture_output=True, text=True, **where)
+        said = f"{block.place}: {' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        assert done.returncode == 0, said
+
+    def reload(self) -> None:
+        """Forget modules of this folder, whose files may have changed."""
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None)
+            if file and Path(file).is_relative_to(self.folder):
+                del sys.modules[name]
+        importlib.invalidate_caches()
+        registry.refresh()
+
+
+def inserted(source: str, name: str, code: str) -> str:
+    """``source`` with ``code`` at the end of class ``name``."""
+    node = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
+    lines = source.splitlines(keepends=True)
+    before, after = lines[: node.end_lineno], lines[node.end_lineno :]
+    return "".join([*before, "\n", textwrap.indent(textwrap.dedent(code), "    "), *after])
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    found = Reader(tmp_path, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield found
+    monkeypatch.undo()
+    found.reload()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_snippet_runs(page: Path, reader: Reader) -> None:
+    for block in blocks(page):
+        try:
+            reader.run(block)
+        except Exception as error:
+            raise AssertionError(f"{block.place} does not run: {type(error).__name__}: {error}") from error
+
+
+def test_there_are_snippets_to_run() -> None:
+    run = [b for page in PAGES for b in blocks(page) if b.reason is None and b.language != "text"]
+    assert {b.language for b in run} == {"python", "shell", "toml"}
+    assert len(run) > 60
+
+
+def test_no_fence_is_overlooked() -> None:
+    """A fence that is indented, or of another length, would not be found, and so would not run."""
+    for page in PAGES:
+        fences = [line for line in page.read_text().splitlines() if line.lstrip().startswith(("```", "~~~"))]
+        assert len(fences) == 2 * len(blocks(page)), page
+
+
+def made_up(reader: Reader, text: str) -> list[Block]:
+    page = ROOT / "made-up.md"
+    folder = reader.folder / "page.md"
+    folder.write_text(text)
+    return [Block(page, b.line, b.language, b.words, b.code, b.reason, b.attributes) for b in blocks(folder)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nassert 1 == 2\n```\n",
+        "```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n",
+        "```shell\nlpq explain no-such-recipe\n```\n",
+        "```shell\nmake no-such-target\n```\n",
+        "```shell\nrm -rf nothing\n```\n",
+        '```toml recipe\nfprop = "mxfp9"\n```\n',
+        "```toml\nthis is no toml\n```\n",
+        "```py\nassert True\n```\n",
+        "<!-- not run: -->\n```python\nassert False\n```\n",
+    ],
+)
+def test_a_snippet_that_is_wrong_is_noticed(text: str, reader: Reader) -> None:
+    *right, wrong = made_up(reader, text)
+    for block in right:
+        reader.run(block)
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        reader.run(wrong)
+
+
+def test_an_excused_snippet_is_not_run(reader: Reader) -> None:
+    (block,) = made_up(reader, "<!-- not run: it takes a week -->\n```python\nassert False\n```\n")
+    assert block.reason == "it takes a week"
+    reader.run(block)

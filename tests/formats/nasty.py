@@ -1,0 +1,106 @@
+"""Inputs that formats get wrong, and how operands are compared."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lpq.core import Storage
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GOLDEN = ("normal", "heavy", "rowscale", "zeroblocks", "tiny", "huge", "ties", "outlier", "zero")
+"""The inputs in the golden file."""
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def wide(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Magnitudes from the smallest subnormal to the largest number, evenly in their logarithm."""
+    info, generator = torch.finfo(dtype), torch.Generator().manual_seed(seed)
+    low, high = torch.tensor([info.smallest_normal * info.eps, info.max], dtype=torch.float64).log2()
+    magnitude = torch.exp2(low + torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low))
+    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return (magnitude * sign).clamp(-info.max, info.max).to(dtype)
+
+
+def _with(value: float, dtype: torch.dtype, among: Tensor | None = None) -> Tensor:
+    x = (normal(40, 130) if among is None else among).to(dtype)
+    x[3, 129] = value
+    return x
+
+
+def values(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Matrices ``[40, 130]`` whose values are hard: every block of 16, 32 or 128 has a ragged edge."""
+    info = torch.finfo(dtype)
+    return {
+        "normal": normal(40, 130, dtype=dtype),
+        "wide": wide(40, 130, dtype=dtype),
+        "zeros": torch.zeros(40, 130, dtype=dtype),
+        "negative zeros": -torch.zeros(40, 130, dtype=dtype),
+        "smallest subnormal": torch.full((40, 130), info.smallest_normal * info.eps, dtype=dtype),
+        "subnormals": (normal(40, 130) * info.smallest_normal / 4).to(dtype),
+        "largest": torch.full((40, 130), info.max, dtype=dtype),
+        "largest beside smallest": torch.tensor([info.max, info.smallest_normal * info.eps, -info.max, 0.0])
+        .to(dtype)
+        .repeat(40, 33)[:, :130],
+        "one element": _with(1e4, dtype, torch.zeros(40, 130)),
+        "nan": _with(torch.nan, dtype),
+        "inf": _with(torch.inf, dtype),
+        "negative inf": _with(-torch.inf, dtype),
+        "nan and inf": torch.where(wide(40, 130) > 0, torch.nan, torch.inf).to(dtype),
+    }
+
+
+VALUES = tuple(values(torch.float32))
+FINITE = tuple(name for name in VALUES if "nan" not in name and "inf" not in name)
+
+
+def views(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Shapes and memory layouts that are hard, of ordinary values."""
+    x = normal(6, 40, 130, dtype=dtype)
+    return {
+        "0 rows": x[0, :0],
+        "0 columns": x[0, :, :0],
+        "1x1": x[0, :1, :1],
+        "one row": x[0, :1],
+        "one column": x[0, :, :1].contiguous(),
+        "ragged": x[0, :33, :129].contiguous(),
+        "whole blocks": normal(256, 384, dtype=dtype),
+        "a scalar": x[0, 0, 0],
+        "1-D": x[0, 0],
+        "3-D": x,
+        "4-D": x.unflatten(0, (2, 3)),
+        "transposed": x[0].t(),
+        "strided": x[0, ::2, 1::3],
+        "permuted": x.permute(2, 0, 1),
+        "expanded rows": x[0, :1].expand(40, 130),
+        "expanded": x[0, 0, 0].expand(5, 7),
+        "offset": x.flatten()[3:7803].view(60, 130),
+    }
+
+
+VIEWS = tuple(views(torch.float32))
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """All leading dimensions as rows, a vector as one row, in fresh memory."""
+    return x.clone().contiguous().view(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same bytes as integers, which compare equal where they are: NaN with NaN, and 0.0 not with -0.0."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+def same(a: Storage, b: Storage) -> bool:
+    """Whether two operands stand for matrices of the same shape and dtype by the same bytes."""
+    if (tuple(a.shape), a.dtype, list(a.buffers())) != (tuple(b.shape), b.dtype, list(b.buffers())):
+        return False
+    return all(
+        (p.shape, p.dtype) == (q.shape, q.dtype) and torch.equal(bits(p), bits(q))
+        for p, q in zip(a.tensors(), b.tensors(), strict=True)
+    )

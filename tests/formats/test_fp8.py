@@ -1,0 +1,448 @@
+"""FP8: its bytes against the golden file and an independent implementation, its options, its state."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import fp8_oracle as oracle
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bits, normal, same, values, views
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lpq
+from lpq.core import QuantizedTensor, decode, transpose
+from lpq.registry.errors import OptionError
+
+SCALINGS = {
+    "scaling=current": (None, None),
+    "scaling=delayed": (None, None),
+    "scaling=row": (1, None),
+    "scaling=block": (1, 128),
+    "scaling=block, block=128x128": (128, 128),
+}
+ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+every_scaling = pytest.mark.parametrize("scaling", SCALINGS)
+every_element = pytest.mark.parametrize("element", ELEMENTS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def quantizer(scaling: str, **options: object):
+    return lpq.quantizer(f"fp8({scaling})", **options)
+
+
+# ------------------------------------------------------------------------------ golden bytes
+
+ENCODINGS = {
+    **{
+        f"fp8_current_{element}{suffix}": f"fp8(dtype={element}, pow2={pow2})"
+        for element in ELEMENTS
+        for suffix, pow2 in (("", "false"), ("_pow2", "true"))
+    },
+    **{f"fp8_block_{block}": f"fp8(scaling=block, block={block})" for block in ("1x128", "128x128")},
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_golden_bytes(golden, name: str, encoding: str) -> None:
+    expected = golden.buffers(name, encoding)
+    row = lpq.quantizer(ENCODINGS[encoding]).quantize(golden.inputs[name]).row
+    assert list(expected) == list(row.buffers()) == ["data", "scale"]
+    assert torch.equal(row.data.view(torch.uint8), expected["data"])
+    assert torch.equal(row.scale.view(torch.int32), expected["scale"].view(torch.int32))
+
+
+def test_the_golden_file_has_nothing_else_of_this_format(golden) -> None:
+    assert set(golden.inputs) == set(GOLDEN)
+    assert {key.split("/")[1] for key in golden if "/fp8" in key} == set(ENCODINGS)
+
+
+@pytest.mark.parametrize(("encoding", "other"), [*itertools.pairwise(ENCODINGS)])
+def test_golden_bytes_tell_the_options_apart(golden, encoding: str, other: str) -> None:
+    row = lpq.quantizer(ENCODINGS[other]).quantize(golden.inputs["normal"]).row
+    assert not torch.equal(row.data.view(torch.uint8), golden.buffers("normal", encoding)["data"])
+
+
+# ------------------------------------------------------------------------------ the definition
+
+
+@every_scaling
+@every_element
+@every_dtype
+@pytest.mark.parametrize("pow2", [None, False, True])
+def test_bytes_equal_an_independent_implementation(
+    scaling: str, element: str, dtype: torch.dtype, pow2: bool | None
+) -> None:
+    q = quantizer(scaling, dtype=element, pow2=pow2)
+    blockwise = "block" in scaling
+    for name, x in values(dtype).items():
+        row = q.quantize(x).row
+        block = tuple(step or size for step, size in zip(SCALINGS[scaling], x.shape, strict=True))
+        codes, scales = oracle.encode(
+            x.float().numpy(), block, element,
+            pow2=blockwise if pow2 is None else pow2,
+            when_infinite=torch.finfo(dtype).max if blockwise else oracle.FLT_MAX,
+        )  # fmt: skip
+        assert np.array_equal(row.data.view(torch.uint8).numpy(), codes), name
+        assert np.array_equal(row.scale.numpy().reshape(scales.shape), scales), name
+        rows, cols = (np.arange(size) // step for size, step in zip(x.shape, block, strict=True))
+        with np.errstate(over="ignore"):
+            decoded = oracle.decode(codes, element) * scales[rows][:, cols]
+        assert np.array_equal(row.decode().numpy(), decoded, equal_nan=True), name
+
+
+@every_element
+@pytest.mark.parametrize("pow2", [False, True])
+def test_every_amax_has_the_right_scale(element: str, pow2: bool) -> None:
+    exponents = torch.arange(-149.0, 128.0)
+    amaxes = torch.cat([torch.exp2(exponents) * m for m in (1, 1.0000001, 1.3166, 1.3217, 1.75, 1.9999999)])
+    amaxes = torch.cat([amaxes, torch.tensor([torch.finfo(torch.float32).max, 1e-45, 0.0])])
+    row = lpq.quantizer("fp8", scaling="row", dtype=element, pow2=pow2).quantize(amaxes[:, None]).row
+    scales = [
+        oracle.encode_scale(amax, element, pow2=pow2, when_infinite=oracle.FLT_MAX) for amax in amaxes.numpy()
+    ]
+    assert np.array_equal(row.scale.numpy()[:, 0], np.float32(1) / np.array(scales))
+    assert row.scale.isfinite().all()
+    assert (row.scale > 0).all()
+
+
+def test_an_infinite_scale_is_the_inputs_largest_number_in_blocks_only() -> None:
+    tiny = torch.full((1, 4), 1e-38, dtype=torch.bfloat16)
+    largest = torch.tensor(torch.finfo(torch.bfloat16).max)
+    block = lpq.quantizer("fp8(scaling=block, pow2=false)").quantize(tiny).row.scale
+    tensor = lpq.quantizer("fp8").quantize(tiny).row.scale
+    assert torch.equal(block, (1 / largest).view(1, 1))
+    assert torch.equal(tensor, 1 / torch.tensor(torch.finfo(torch.float32).max))
+    assert block != tensor
+
+
+@every_scaling
+@every_element
+def test_the_error_is_half_a_step(scaling: str, element: str) -> None:
+    bits, smallest = {"e4m3": (3, 2.0**-9), "e5m2": (2, 2.0**-16)}[element]
+    q = quantizer(scaling, dtype=element)
+    x = normal(200, 300) * torch.logspace(-9, 9, 300)
+    t = q.quantize(x)
+    scale = t.row.scale
+    if scale.dim():
+        high, wide = (step or size for step, size in zip(SCALINGS[scaling], x.shape, strict=True))
+        scale = scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:200, :300]
+    # Half a step of a normal number, half a step of a subnormal one, and the rounding of the scales.
+    bound = x.abs() * 2.0 ** -(bits + 1) + scale * smallest / 2
+    error = (t.dequantize() - x).abs()
+    assert (error <= bound * (1 + 1e-5)).all()
+    assert (error > bound / 2).any()
+
+
+# ------------------------------------------------------------------------------ layouts and laws
+
+
+@every_scaling
+@every_element
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(0, 300), cols=st.integers(0, 300))
+def test_canonical_buffers_of_any_shape(scaling: str, element: str, rows: int, cols: int) -> None:
+    t = quantizer(scaling, dtype=element).quantize(normal(rows, cols))
+    for operand, (high, wide) in ((t.row, (rows, cols)), (t.col, (cols, rows))):
+        assert list(operand.buffers()) == ["data", "scale"]
+        assert (operand.data.dtype, operand.data.shape) == (ELEMENTS[element], (high, wide))
+        down, across = SCALINGS[scaling]
+        grid = (math.ceil(high / down), math.ceil(wide / across) if across else 1) if down else ()
+        assert (operand.scale.dtype, operand.scale.shape) == (torch.float32, grid)
+        assert operand.data.is_contiguous()
+        assert operand.scale.is_contiguous()
+    assert t.dequantize().shape == (rows, cols)
+
+
+@every_scaling
+@every_element
+@every_dtype
+def test_the_column_operand_encodes_the_transpose(scaling: str, element: str, dtype: torch.dtype) -> None:
+    q = quantizer(scaling, dtype=element)
+    for name, x in {**values(dtype), **views(dtype)}.items():
+        t, flipped = q.quantize(x), q.quantize(as_matrix(x).t().contiguous())
+        assert same(t.row, flipped.col), name
+        assert same(t.col, flipped.row), name
+        if q.transposable:
+            assert same(transpose(t.row), t.col), name
+            assert same(transpose(t.col), t.row), name
+    assert q.transposable == (SCALINGS[scaling] in ((None, None), (128, 128)))
+
+
+def test_the_transpose_of_one_column_owns_its_bytes() -> None:
+    t = lpq.quantizer("fp8").quantize(normal(5, 1))
+    held = [b.untyped_storage().data_ptr() for s in (t.row, t.col) for b in s.tensors()]
+    assert len(set(held)) == 4
+
+
+@every_scaling
+@pytest.mark.parametrize("view", VIEWS)
+def test_memory_layout_and_leading_dimensions_change_nothing(scaling: str, view: str) -> None:
+    x = views(torch.float32)[view]
+    q = quantizer(scaling)
+    t = q.quantize(x)
+    flat = q.quantize(as_matrix(x))
+    assert same(t.row, flat.row)
+    assert same(t.col, flat.col)
+    assert (t.shape, t.dequantize().shape) == (x.shape, x.shape)
+    assert torch.equal(t.dequantize().reshape(-1), flat.dequantize().reshape(-1))
+
+
+@every_scaling
+@pytest.mark.parametrize("value", VALUES)
+def test_a_ragged_edge_is_padded_with_zeros(scaling: str, value: str) -> None:
+    x = values(torch.float32)[value]
+    q = quantizer(scaling)
+    padded = torch.nn.functional.pad(x, (0, 256 - x.shape[1], 0, 128 - x.shape[0]))
+    whole, ragged = q.quantize(padded).dequantize(), q.quantize(x).dequantize()
+    assert torch.equal(bits(whole[: x.shape[0], : x.shape[1]]), bits(ragged))
+
+
+@every_scaling
+@every_element
+@every_dtype
+def test_the_input_dtype_changes_no_byte(scaling: str, element: str, dtype: torch.dtype) -> None:
+    x = normal(40, 130, dtype=dtype)
+    q = quantizer(scaling, dtype=element)
+    narrow, exact = q.quantize(x), q.quantize(x.float())
+    assert torch.equal(bits(narrow.row.data), bits(exact.row.data))
+    assert torch.equal(narrow.row.scale, exact.row.scale)
+    assert narrow.dequantize().dtype == dtype
+
+
+# ------------------------------------------------------------------------------ non-finite
+
+
+@every_scaling
+@every_element
+@every_dtype
+def test_nothing_that_is_not_finite_becomes_finite(scaling: str, element: str, dtype: torch.dtype) -> None:
+    q = quantizer(scaling, dtype=element)
+    for name, x in values(dtype).items():
+        t = q.quantize(x)
+        for decoded in (decode(t.row, torch.float32), decode(t.col, torch.float32).t()):
+            assert not decoded[~x.isfinite()].isfinite().any(), name
+            assert decoded[x.isnan()].isnan().all(), name
+            if x.float().nan_to_num(0, 0, 0).abs().max() < 1e38:  # beside which a rounded scale may overflow
+                assert decoded[x.isfinite()].isfinite().all(), name
+            if element == "e5m2":
+                assert torch.equal(decoded[x.isinf()], x.float()[x.isinf()]), name
+            else:
+                assert decoded[x.isinf()].isnan().all(), name
+
+
+def test_a_non_finite_block_leaves_the_others_alone() -> None:
+    x = normal(256, 256)
+    clean = {s: quantizer(s).quantize(x).dequantize() for s in SCALINGS}
+    x[200, 7] = torch.inf
+    for scaling, (rows, cols) in SCALINGS.items():
+        decoded = quantizer(scaling).quantize(x).dequantize()
+        touched = torch.zeros(256, 256, dtype=torch.bool)
+        top, left = (0 if rows is None else 200 // rows * rows), 0
+        touched[top : top + (rows or 256), left : left + (cols or 256)] = True
+        assert torch.equal(decoded[~touched], clean[scaling][~touched]), scaling
+        assert not torch.equal(decoded[touched], clean[scaling][touched]), scaling
+
+
+@every_scaling
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_largest_number_comes_back(scaling: str, dtype: torch.dtype) -> None:
+    x = values(dtype)["largest"]
+    assert torch.equal(quantizer(scaling, pow2=False).quantize(x).dequantize(), x)
+
+
+# ------------------------------------------------------------------------------ delayed scaling
+
+
+def simulated(amaxes: list[float], history: int, margin: int, algo: str) -> list[np.float32]:
+    """The amax that scales each step, by hand: 0 at first, then from what earlier steps measured."""
+    used, remembered, scaling_amax = [], [], np.float32(0)
+    for amax in amaxes:
+        used.append(scaling_amax)
+        remembered = [np.float32(amax), *remembered][:history]
+        with np.errstate(over="ignore", under="ignore"):
+            recent = max(remembered) if algo == "max" else remembered[0]
+            wanted = np.float32(recent * np.float32(2.0**margin))
+        if any(math.isnan(a) for a in (remembered if algo == "max" else remembered[:1])):
+            wanted = np.float32(np.nan)
+        if np.isfinite(wanted) and wanted > 0:
+            scaling_amax = wanted
+    return used
+
+
+SEQUENCES = {
+    "growing": [1.0, 2.0, 5.0, 9.0, 20.0],
+    "falling": [64.0, 30.0, 7.0, 2.0, 1.0, 0.5, 0.25],
+    "zeros": [0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0, 2.0],
+    "overflow": [3.0, math.inf, 2.0, 1.0, 1.0, 1.0, 1.0],
+    "nan": [3.0, math.nan, 2.0, 1.0, 1.0, 1.0, 1.0],
+    "extremes": [1e38, 1e-45, 3e38, 1e-38],
+}
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("history", [1, 3, 1024])
+@pytest.mark.parametrize("margin", [0, 2, -1])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_delayed_scaling_follows_its_history(algo: str, history: int, margin: int, sequence: str) -> None:
+    q = lpq.quantizer("fp8", scaling="delayed", history=history, margin=margin, algo=algo)
+    state = q.new_state()
+    assert {name: tuple(t.shape) for name, t in state.items()} == {"amax_history": (history,), "amax": ()}
+    measured = SEQUENCES[sequence]
+    for step, used in enumerate(simulated(measured, history, margin, algo)):
+        amax = measured[step]
+        x = torch.tensor([[0.0, -amax, amax / 2]])
+        t = q.quantize(x, state=state)
+        scale = np.float32(1) / oracle.encode_scale(used, "e4m3", pow2=False, when_infinite=oracle.FLT_MAX)
+        assert t.row.scale.numpy() == scale
+        assert same(transpose(t.row), t.col)
+        newest_first = np.array(measured[step::-1], dtype=np.float32)[:history]
+        remembered = state["amax_history"].numpy()[: len(newest_first)]
+        assert np.array_equal(remembered, newest_first, equal_nan=True)
+
+
+def test_without_a_state_delayed_is_current() -> None:
+    x = normal(16, 48)
+    assert same(lpq.quantizer("fp8(scaling=delayed)").quantize(x).row, lpq.quantizer("fp8").quantize(x).row)
+
+
+def test_a_fresh_state_scales_by_one_and_then_lags_a_step() -> None:
+    q = lpq.quantizer("fp8(scaling=delayed, history=4)")
+    state = q.new_state()
+    x = normal(16, 48)
+    assert q.quantize(x, state=state).row.scale == 1
+    lagging = q.quantize(x * 3, state=state)
+    assert torch.equal(lagging.row.scale, lpq.quantizer("fp8").quantize(x).row.scale)
+    assert not torch.equal(lagging.row.scale, lpq.quantizer("fp8").quantize(x * 3).row.scale)
+
+
+@every_element
+def test_what_outgrows_its_history_saturates(element: str) -> None:
+    q = lpq.quantizer("fp8", scaling="delayed", dtype=element)
+    state = q.new_state()
+    q.quantize(torch.full((2, 2), 1e-38), state=state)
+    x = torch.tensor([[3e38, -3e38, 1e-38, math.inf, -math.inf, math.nan]])
+    decoded = q.quantize(x, state=state).row.data.float()[0]
+    largest = torch.finfo(ELEMENTS[element]).max
+    assert decoded[:2].tolist() == [largest, -largest]
+    assert 0 < decoded[2] < largest
+    assert not decoded[3:].isfinite().any()
+
+
+def test_the_state_is_written_in_place_and_only_after_encoding() -> None:
+    q = lpq.quantizer("fp8(scaling=delayed, history=2)")
+    state = q.new_state()
+    held = {name: t.data_ptr() for name, t in state.items()}
+    for scale in (1.0, 7.0):
+        q.quantize(normal(8, 8) * scale, state=state)
+    assert {name: t.data_ptr() for name, t in state.items()} == held
+    largest = normal(8, 8).abs().max()
+    assert torch.equal(state["amax_history"], torch.stack((largest * 7, largest)))
+
+
+def test_remembering_needs_no_values() -> None:
+    q = lpq.quantizer("fp8(scaling=delayed)")
+    meta = q.new_state("meta")
+    q.remember(meta, {"amax": torch.empty((), device="meta")})
+    with FakeTensorMode():
+        state = q.new_state()
+        t = q.quantize(torch.empty(8, 8), state=state)
+        assert (t.row.scale.shape, state["amax"].shape) == ((), ())
+
+
+def test_compiled_steps_are_bitwise_eager() -> None:
+    q = lpq.quantizer("fp8(scaling=delayed, history=3)")
+
+    def step(x: Tensor, state: dict[str, Tensor]) -> QuantizedTensor:
+        return q.quantize(x * 2, state=state)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    states = q.new_state(), q.new_state()
+    for i in range(5):
+        x = normal(8, 16, seed=i) * 3.0**i
+        a, b = step(x, states[0]), compiled(x, states[1])
+        assert same(a.row, b.row)
+        assert same(a.col, b.col)
+    assert torch.equal(states[0]["amax_history"], states[1]["amax_history"])
+    assert torch.equal(states[0]["amax"], states[1]["amax"])
+
+
+def test_only_delayed_scaling_has_state() -> None:
+    assert [s for s in SCALINGS if quantizer(s).new_state()] == ["scaling=delayed"]
+
+
+# ------------------------------------------------------------------------------ options and recipes
+
+
+def test_every_option_has_the_documented_default() -> None:
+    explicit = "fp8(scaling=current, dtype=e4m3, block=1x128, history=1024, margin=0, algo=max)"
+    assert lpq.quantizer(explicit) == lpq.quantizer("fp8")
+    assert str(lpq.quantizer(explicit)) == "fp8"
+    options = "dtype=e5m2, pow2=false, block=128x128, history=8, margin=1, algo=most_recent"
+    everything = f"fp8(scaling=block, {options})"
+    assert str(lpq.quantizer(everything)) == everything
+
+
+@every_scaling
+def test_scales_are_powers_of_two_by_default_in_blocks_only(scaling: str) -> None:
+    x = normal(256, 256)
+    by_default, asked, declined = (quantizer(scaling, pow2=p).quantize(x).row for p in (None, True, False))
+    assert (asked.scale.frexp().mantissa == 0.5).all()
+    assert (declined.scale.frexp().mantissa != 0.5).all()
+    assert same(by_default, asked if "block" in scaling else declined)
+
+
+def test_an_option_that_the_scaling_does_not_use_changes_nothing() -> None:
+    x = normal(130, 140)
+    unused = {"block": "128x128", "history": 3, "margin": 5, "algo": "most_recent"}
+    for scaling in ("current", "row"):
+        assert same(
+            lpq.quantizer("fp8", scaling=scaling, **unused).quantize(x).row,
+            lpq.quantizer("fp8", scaling=scaling).quantize(x).row,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scaling": "rows"}, "'scaling' must be 'current' or 'delayed' or 'row' or 'block', not 'rows'"),
+        ({"dtype": "e3m4"}, "'dtype' must be 'e4m3' or 'e5m2', not 'e3m4'"),
+        ({"pow2": "yes"}, "'pow2' must be bool or none, not 'yes'"),
+        ({"block": "16x16"}, "'block' must be '1x128' or '128x128', not '16x16'"),
+        ({"history": 0}, "'history' must be at least 1, not 0"),
+        ({"history": 1.5}, "'history' must be int, not 1.5"),
+        ({"margin": 128}, "'margin' must be from -127 to 127, not 128"),
+        ({"algo": "mean"}, "'algo' must be 'max' or 'most_recent', not 'mean'"),
+        ({"scale": "row"}, "fp8 has no option 'scale': did you mean 'scaling'"),
+    ],
+)
+def test_wrong_options_are_refused_in_words(options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        lpq.quantizer("fp8", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float64])
+def test_other_inputs_are_refused_in_words(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"{dtype}.*cast it first"):
+        lpq.quantizer("fp8").quantize(torch.zeros(2, 2, dtype=dtype))
+
+
+RECIPES = {
+    "fp8-current": ("fp8", "fp8", "fp8(dtype=e5m2)"),
+    "fp8-delayed": ("fp8(scaling=delayed)", "fp8(scaling=delayed)", "fp8(scaling=delayed, dtype=e5m2)"),
+    "fp8-row": ("fp8(scaling=row)",) * 3,
+    "fp8-block": ("fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "fp8(scaling=block)"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes(name: str) -> None:
+    recipe = lpq.recipe(name)
+    assert (str(recipe.x), str(recipe.w), str(recipe.dy)) == RECIPES[name]
+    assert recipe.name == name

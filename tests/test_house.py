@@ -1,0 +1,300 @@
+"""What holds for the whole house: imports point down, the core names no format, and the wheel is complete."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PLUGINS: dict[str, str] = PYPROJECT["project"]["entry-points"]["lpq.plugins"]
+
+FLOORS = {
+    "registry": 1, "ops": 2, "core": 2, "recipes": 3, "nn": 4, "distributed": 4,
+    "calibrate": 5, "export": 5, "observe": 5, "testing": 6, "train": 7, "cli": 7, "__main__": 7,
+}  # fmt: skip
+TOP = 6
+"""From this floor on a module may use lpq as a user does: ``import lpq``."""
+BESIDE = {("core", "ops"), ("cli", "train"), ("__main__", "cli")}
+"""Parts of one floor of which the first may import the second."""
+FOR_PLUGINS = {"registry", "core", "ops"}
+NAMELESS = ("core", "nn", "ops", "distributed")
+"""The parts that know no format."""
+NOT_OURS = re.compile(
+    r"\.git|\.venv|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis"
+)
+
+
+def files(*patterns: str) -> list[Path]:
+    """The project's files, without what was installed or built."""
+    found = [p for pattern in patterns for p in ROOT.glob(pattern)]
+    ours = [p for p in found if not any(map(NOT_OURS.fullmatch, p.relative_to(ROOT).parts))]
+    return sorted(p for p in ours if p.is_file())
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Every module that a source imports at run time, wherever in it; ``package`` is where it lies."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            yield from imports(ast.Module(node.orelse, []), package)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node, package)
+
+
+def parts_used(source: str, package: str) -> set[str]:
+    """The parts of lpq that a source imports; ``lpq`` itself if it uses the public names."""
+    used: set[str] = set()
+    for name in imports(ast.parse(source), package):
+        head, *rest = name.split(".")
+        if head == "lpq":
+            used.add(rest[0] if rest and (rest[0] in FLOORS or (ROOT / "lpq" / rest[0]).is_dir()) else "lpq")
+    return used
+
+
+def wrong_imports(source: str, part: str) -> list[str]:
+    """What a module of this part imports and may not."""
+    wrong = []
+    for used in sorted(parts_used(source, f"lpq.{part}")):
+        if used == "lpq":
+            allowed = FLOORS[part] >= TOP
+        else:
+            allowed = used == part or FLOORS[used] < FLOORS[part] or (part, used) in BESIDE
+        wrong += [] if allowed else [used]
+    return wrong
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "lpq").with_suffix("").parts[0]
+
+
+# ---------------------------------------------------------------------------------------------- imports
+
+
+@pytest.mark.parametrize("path", [p for p in files("lpq/**/*.py") if part_of(p) != "__init__"], ids=str)
+def test_imports_point_down(path: Path) -> None:
+    assert part_of(path) in FLOORS, f"{path}: {part_of(path)} has no floor"
+    assert wrong_imports(path.read_text(), part_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "wrong"),
+    [
+        ("core", "from lpq.nn import Linear", ["nn"]),
+        ("core", "from lpq import recipes", ["recipes"]),
+        ("core", "def f():\n    import lpq.cli", ["cli"]),
+        ("core", "import lpq", ["lpq"]),
+        ("core", "from lpq import quantizer", ["lpq"]),
+        ("core", "from lpq.ops import choose", []),
+        ("core", "if TYPE_CHECKING:\n    from lpq.nn import Linear", []),
+        ("core", "if TYPE_CHECKING:\n    pass\nelse:\n    from lpq.nn import Linear", ["nn"]),
+        ("ops", "from lpq.core import Quantizer", ["core"]),
+        ("nn", "from ..train import run", ["train"]),
+        ("train", "import lpq\nfrom lpq.nn import Linear", []),
+    ],
+)
+def test_an_import_that_points_up_is_noticed(part: str, source: str, wrong: list[str]) -> None:
+    assert wrong_imports(source, part) == wrong
+
+
+@pytest.mark.parametrize("path", files("plugins/**/*.py", "examples/*/lpq_*/**/*.py"), ids=str)
+def test_a_plugin_imports_the_registry_the_core_and_the_kernel_table_only(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[2]
+    assert parts_used(path.read_text(), own) <= FOR_PLUGINS
+    heads = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), own)}
+    assert {head for head in heads if head.startswith("lpq_")} <= {own}
+
+
+@pytest.mark.parametrize("path", files("lpq/**/*.py"), ids=str)
+def test_no_part_of_lpq_imports_a_plugin(path: Path) -> None:
+    heads = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), f"lpq.{part_of(path)}")}
+    assert not any(head.startswith("lpq_") for head in heads)
+
+
+@pytest.mark.parametrize("path", files(*(f"lpq/{part}/**/*.py" for part in NAMELESS)), ids=str)
+def test_no_format_is_named_where_none_may_be(path: Path) -> None:
+    assert formats_named(path.read_text()) == []
+
+
+def formats_named(text: str) -> list[str]:
+    names = {*PLUGINS, "mxfp4", "int8_", "nvfp"} - {"bf16"}
+    return [name for name in sorted(names) if name in text.lower()]
+
+
+def test_a_format_that_is_named_is_noticed() -> None:
+    assert formats_named("if isinstance(storage, NVFP4Storage): ...") == ["nvfp", "nvfp4"]
+    assert formats_named("# as for hybrids") == ["hybrid"]
+
+
+def in_a_fresh_process(code: str) -> set[str]:
+    """The top-level modules that are imported once ``code`` has run."""
+    listing = "import sys; print('\\n', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{textwrap.dedent(code)}\n{listing}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import lpq",
+        "import lpq.registry as r; r.formats(), r.recipes(), r.plugins()",
+        "import lpq; lpq.__version__, dir(lpq)",
+    ],
+)
+def test_importing_and_listing_needs_no_torch(code: str) -> None:
+    assert not in_a_fresh_process(code) & {"torch", "triton", "numpy", "rich", "typer", "lpq_mxfp8.quantizer"}
+
+
+def test_a_heavy_import_would_be_noticed() -> None:
+    assert {"torch", "lpq_mxfp8"} <= in_a_fresh_process("import lpq; lpq.quantizer('mxfp8')")
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    "path", files("lpq/**/*.py", "plugins/**/*.py", "tests/**/*.py", "examples/**/*.py"), ids=str
+)
+def test_a_file_is_short_and_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 500
+    assert ast.get_docstring(ast.parse(text)), "a module says in its docstring what it is for"
+
+
+def test_the_median_file_is_no_longer_than_about_150_lines() -> None:
+    lengths = sorted(len(p.read_text().splitlines()) for p in files("lpq/**/*.py", "plugins/**/*.py"))
+    assert lengths[len(lengths) // 2] <= 150
+
+
+def test_no_file_has_a_path_of_somebodys_machine() -> None:
+    machine = re.compile(r"(?<![\w.])/(?:" + "|".join(("work", "root", "home", "Users")) + r")/\w")
+    here = Path(__file__)
+    text_files = files("*", "lpq/**/*", "plugins/**/*", "tests/**/*", "docs/**/*", "examples/**/*", ".ci/*")
+    for path in text_files:
+        if path.suffix not in (".npz", ".png", ".pyc") and path != here:
+            found = machine.search(path.read_text(encoding="utf-8"))
+            assert not found, f"{path.relative_to(ROOT)}: {found}"
+    assert machine.search("see /" + "home/me/lpq")
+
+
+# ---------------------------------------------------------------------------------------------- the wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("wheel")
+    build("wheel", target)
+    (built,) = target.glob("*.whl")
+    return built
+
+
+def build(kind: str, target: Path) -> None:
+    code = f"import hatchling.build as b; b.build_{kind}({str(target)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def missing_plugins(wheel: Path) -> set[str]:
+    """The plugins that the wheel's own entry points name and that it does not hold."""
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        (entry_points,) = (name for name in held if name.endswith(".dist-info/entry_points.txt"))
+        text = archive.read(entry_points).decode()
+    section = text.partition("[lpq.plugins]")[2].partition("[")[0]
+    targets = dict(re.findall(r"^(\S+) = (\S+)$", section, re.MULTILINE))
+    return {
+        name
+        for name, module in targets.items()
+        if not {f"{module.replace('.', '/')}.py", f"{module.replace('.', '/')}/__init__.py"} & held
+    } | (set(PLUGINS) - set(targets))
+
+
+def test_the_wheel_is_pure_python_and_has_every_plugin(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert missing_plugins(wheel) == set()
+    sources = {p.relative_to(ROOT / "lpq").as_posix() for p in files("lpq/**/*.py")}
+    for path in files("plugins/**/*.py"):
+        sources.add("../" + "/".join(path.relative_to(ROOT).parts[2:]))
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+    assert {"lpq/" + s if not s.startswith("../") else s[3:] for s in sources} <= held
+    assert "lpq/py.typed" in held
+    assert not [name for name in held if name.startswith(("tests/", "examples/", "docs/"))]
+
+
+def test_a_plugin_that_is_missing_from_the_wheel_is_noticed(wheel: Path, tmp_path: Path) -> None:
+    broken = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(broken, "w") as part:
+        for name in whole.namelist():
+            if not name.startswith("lpq_mxfp8/"):
+                part.writestr(name, whole.read(name))
+    assert missing_plugins(broken) == {"mxfp8"}
+    done = formats_installed_from(install(broken, tmp_path / "installed"))
+    assert "mxfp8" not in done.stdout.split()
+    assert "nvfp4" in done.stdout.split()
+    assert "plugin mxfp8" in done.stderr
+
+
+def install(wheel: Path, target: Path) -> Path:
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    subprocess.run([*pip, "--no-deps", "--no-index", "--target", str(target), str(wheel)], check=True)
+    return target
+
+
+def formats_installed_from(target: Path) -> subprocess.CompletedProcess[str]:
+    """The formats where this folder has the only lpq: the environment's own one would serve as well."""
+    libraries = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    code = f"""
+        import sys, site
+        sys.path += {libraries!r}
+        site.addsitedir({str(target)!r})
+        sys.path.insert(0, {str(target)!r})
+        import lpq
+        from lpq import registry
+        print(lpq.__file__)
+        print(*registry.formats())
+        print(*(p.error for p in registry.plugins() if p.error), file=sys.stderr)
+    """
+    return subprocess.run(
+        [sys.executable, "-S", "-c", textwrap.dedent(code)],
+        cwd=target, env={"PATH": "", "PYTHONPATH": ""}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+
+def built_in() -> set[str]:
+    return {name for name, module in PLUGINS.items() if "." not in module}
+
+
+def test_the_installed_wheel_lists_every_format(wheel: Path, tmp_path: Path) -> None:
+    target = install(wheel, tmp_path / "installed")
+    location, formats = formats_installed_from(target).stdout.splitlines()
+    assert Path(location).is_relative_to(target)
+    assert set(formats.split()) == built_in()
+
+
+def test_the_editable_install_lists_every_format(tmp_path: Path) -> None:
+    build("editable", tmp_path)
+    (built,) = tmp_path.glob("*.whl")
+    target = install(built, tmp_path / "installed")
+    location, formats = formats_installed_from(target).stdout.splitlines()
+    assert Path(location).is_relative_to(ROOT)
+    assert set(formats.split()) == built_in()
