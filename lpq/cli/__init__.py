@@ -60,6 +60,7 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="lpq",
     cls=Commands,
+    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

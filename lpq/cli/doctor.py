@@ -12,7 +12,7 @@ import typer
 
 import lpq
 from lpq import registry
-from lpq.cli.kernels import Served, pick_device, served_by_format
+from lpq.cli.kernels import Served, pick_device, served_by_format, show
 from lpq.cli.listing import described
 from lpq.cli.output import Json, as_json, table
 from lpq.registry.errors import LpqError, OptionError
@@ -56,11 +56,13 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
                 for p in plugins
             ),
         )
-        table(
-            f"Kernels on {where}, default options",
-            ("format", "operation", "runs", "why not a better one"),
-            ((name, s.op, s.impl or s.backend, s.reasons) for name, found in kernels.items() for s in found),
-        )
+        steps = [((name, s.op), s) for name, found in kernels.items() for s in found]
+        show(f"Kernels on {where}, default options", ("format", "operation"), steps)
+        if without := set(registry.formats()) - set(kernels) - set(broken):
+            names = ", ".join(sorted(without))
+            typer.echo(
+                f"Not listed, as they have no default options: {names} (`lpq explain RECIPE` shows them)."
+            )
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
     if wrong or broken or any(s.error for found in kernels.values() for s in found):

@@ -9,7 +9,7 @@ import typer
 
 import lpq
 from lpq.cli.doctor import Device
-from lpq.cli.kernels import Served, pick_device, served
+from lpq.cli.kernels import Served, pick_device, served, show
 from lpq.cli.output import Json, as_json, table
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.recipes import Recipe
@@ -52,11 +52,7 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
             for gemm, operands in gemms.items()
         ),
     )
-    table(
-        f"What runs on {where}",
-        ("step", "runs", "why not a better one"),
-        ((name, s.impl or s.backend, s.reasons) for name, s in runs.items()),
-    )
+    show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()])
 
 
 def described(recipe: Recipe, gemm: str) -> dict[str, Any]:

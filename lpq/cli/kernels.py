@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import typer
 
 from lpq import registry
+from lpq.cli.output import table
 from lpq.core.quantizer import Quantizer
 from lpq.ops import KernelError, choose
 
@@ -54,6 +57,14 @@ def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Se
         return Served(op, texts, "error", None, (), str(error))
     rejected = tuple((f"{kernel.backend} {kernel.impl}", reason) for kernel, reason in choice.rejected)
     return Served(op, texts, choice.backend, choice.kernel.impl if choice.kernel else None, rejected)
+
+
+def show(title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str], Served]]) -> None:
+    """Print what runs each step; ``columns`` are the heads of what names a step."""
+    rows = [(*names, s.impl or s.backend, s.reasons) for names, s in steps]
+    table(title, (*columns, "runs", "why not a better one"), rows)
+    if not any(reasons for *_, reasons in rows):
+        typer.echo("No other kernel is installed for any of these.\n")
 
 
 def served_by_format(name: str, device: torch.device) -> list[Served]:

@@ -18,13 +18,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; a title in the singular of what each row is. Cells are plain text."""
-    made = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    for i, column in enumerate(columns):
-        made.add_column(column, overflow="fold", no_wrap=i == 0)
-    for row in rows:
-        made.add_row(*(escape(str(cell)) if cell is not None else "" for cell in row))
-    Console().print(made)
+    """Print a table under a title. Cells are plain text, and a column with nothing in it is left out."""
+    cells = [[escape(str(cell)) if cell is not None else "" for cell in row] for row in rows]
+    used = [i for i, _ in enumerate(columns) if i == 0 or any(row[i] for row in cells)]
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i in used:
+        made.add_column(columns[i], overflow="fold", no_wrap=i == 0)
+    for row in cells:
+        made.add_row(*(row[i] for i in used))
+    console = Console()
+    console.print(f"[bold]{escape(title)}[/bold]")
+    console.print(made)
 
 
 def as_json(value: object) -> None:

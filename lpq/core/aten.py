@@ -343,7 +343,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, QuantizedTensor):
             return value
         if id(value) not in decoded:
-            decoded[id(value)] = (value, _owned(value))
+            decoded[id(value)] = (value, value.dequantize())
         return decoded[id(value)][1]
 
     schema = func._schema.arguments
@@ -359,12 +359,6 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 torch.autograd.graph.increment_version(original)
     originals = {id(plain): original for original, plain in decoded.values()}
     return tree_map(lambda v: originals.get(id(v), v), out)
-
-
-def _owned(t: QuantizedTensor) -> Tensor:
-    plain = t.dequantize()
-    buffers = {b.untyped_storage()._cdata for _, s in t.operands for b in s.tensors()}
-    return plain.clone() if plain.untyped_storage()._cdata in buffers else plain
 
 
 # ---------------------------------------------------------------------------------------------- everything else

@@ -115,8 +115,9 @@ def pack_nibbles(code: Tensor) -> Tensor:
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """The inverse of ``pack_nibbles``."""
-    pair = packed.short().contiguous().view(-1)
-    return ((pair | pair << 4) & 0x0F0F).view(torch.uint8).view(*packed.shape[:-1], 2 * packed.shape[-1])
+    pair = packed.contiguous().view(-1).to(torch.int16)  # flat: an empty tensor may have any strides
+    code = ((pair | pair << 4) & 0x0F0F).view(torch.uint8)
+    return code.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 # ---------------------------------------------------------------------------------------------- E8M0

@@ -119,7 +119,7 @@ def quantize(
     if row is None and col is None:
         return row_storage, col_storage, []
     if seed is None and any(side is not None and side.stochastic for side in (row, col)):
-        seed = draw_seed(x)
+        seed = draw_seeds(x, x, 1)[0]
     out: list[Tensor] = torch.ops.lpq.quantize(x, stats or [], _text(row), _text(col), seed, offset, measure)
     rows, cols = x.shape
     at = 0
@@ -211,25 +211,26 @@ def _quantize_fake(
 
 # ---------------------------------------------------------------------------------------------- seeds
 
-_library.define("draw_seed(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+_library.define("draw_seeds(Tensor x, Tensor owner, int count) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 
 
-def draw_seed(x: Tensor) -> Tensor:
-    """A seed from torch's generator, for the device of ``x``, without a host synchronisation.
+def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
+    """Seeds from torch's generator, on the device of ``x``, without a host synchronisation.
 
-    An operator of its own, fed by the layer's input, because a compiler would move a mere ``randint`` that only backward
-    uses into backward, where layers draw in the opposite order.
+    An operator of its own, because a compiler takes liberties with a mere ``randint``: what only backward uses it draws
+    in backward, in another order. This one is needed when ``x``, the layer's input, is there; and ``owner``, the layer's
+    weight, tells the draws of layers apart that share an input and would be merged.
     """
-    return cast("Tensor", torch.ops.lpq.draw_seed(x))
+    return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
 
 
-def _draw_seed(x: Tensor) -> Tensor:
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device=x.device)
+def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64, device=x.device)
 
 
-@torch.library.register_fake("lpq::draw_seed", lib=_library)
-def _draw_seed_fake(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.int64)
+@torch.library.register_fake("lpq::draw_seeds", lib=_library)
+def _draw_seeds_fake(x: Tensor, owner: Tensor, count: int) -> Tensor:
+    return x.new_empty((count,), dtype=torch.int64)
 
 
 # ---------------------------------------------------------------------------------------------- decode
@@ -240,9 +241,9 @@ _library.define(
 
 
 def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """The matrix that an operand stands for."""
+    """The matrix that an operand stands for, in memory of its own."""
     if operand.quantizer.plain:
-        return operand.decode().to(dtype)
+        return operand.decode().to(dtype, copy=True)
     return cast(
         "Tensor",
         torch.ops.lpq.decode(operand.tensors(), operand.quantizer.text, operand.shape, operand.dtype, dtype),
@@ -282,6 +283,8 @@ _library.define("transpose(Tensor[] buffers, str quantizer, SymInt[] shape, Scal
 def transpose(operand: Storage) -> Storage:
     """The operand of the transposed matrix; the quantizer must be transposable."""
     quantizer, (rows, cols) = operand.quantizer, operand.shape
+    if not quantizer.transposable:
+        raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")
     if quantizer.plain:
         return transpose_reference(operand)
     out = torch.ops.lpq.transpose(operand.tensors(), quantizer.text, operand.shape, operand.dtype)
@@ -372,7 +375,7 @@ def _gemm_fake(
 for _name, _body in (
     ("measure", _measure),
     ("quantize", _quantize),
-    ("draw_seed", _draw_seed),
+    ("draw_seeds", _draw_seeds),
     ("decode", _decode),
     ("transpose", _transpose),
     ("gemm", _gemm),

@@ -54,8 +54,8 @@ def encode_operands(
     decoded = operations.decode(first.row, torch.float32)
     second = _encode(quantizer, decoded, None, col_side, group, state, seed, offset)
     assert second.col is not None
-    second.col.dtype = x.dtype
-    return Operands(first.row if row else None, second.col, first.measured + second.measured)
+    col_operand = second.col.astype(x.dtype)  # it stands for x, not for what was decoded
+    return Operands(first.row if row else None, col_operand, first.measured + second.measured)
 
 
 def _encode(
@@ -138,8 +138,11 @@ def quantize_tensor(
         raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")
     check_input(x)
     with torch.no_grad():
+        matrix = as_matrix(x)
+        if quantizer.side("row").plain or quantizer.side("col").plain:
+            matrix = matrix.clone()  # its operand would be a view of the caller's tensor
         operands = encode_operands(
-            quantizer, as_matrix(x), row=row, col=col, group=group, state=state,
+            quantizer, matrix, row=row, col=col, group=group, state=state,
             seed=as_seed(seed, x.device), offset=offset,
         )  # fmt: skip
         if state:

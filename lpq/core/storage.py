@@ -43,7 +43,10 @@ class Storage:
         raise NotImplementedError(f"{type(self).__name__} must define decode(self)")
 
     def decode_rotated(self) -> Tensor:
-        """As ``decode``, but left in the rotated basis that ``quantizer.rotation`` names."""
+        """As ``decode``, but left in the rotated basis that ``quantizer.rotation`` names, padding included.
+
+        The product of two matrices in one basis is that of the decoded ones.
+        """
         return self.decode()
 
     def transposed(self) -> Self:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lpq import recipes
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
-from lpq.core.operations import draw_seed
+from lpq.core.operations import draw_seeds
 from lpq.core.quantize import as_matrix
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ class Plan:
         for quantizer in (self.x, self.w, self.dy):
             quantizer.ready()
 
-    def stochastic(self, tensor: str) -> bool:
-        quantizer: Quantizer = getattr(self, tensor)
-        return quantizer.side("row").stochastic or quantizer.side("col").stochastic
+    @property
+    def stochastic(self) -> bool:
+        """Whether anything is rounded with random bits."""
+        return any(q.side(d).stochastic for q in (self.x, self.w, self.dy) for d in ("row", "col"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +250,9 @@ class Linear(nn.Linear):
         dtype = input.dtype
         if torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
-        seeds = {t: draw_seed(x) for t in TENSORS if self._plan.stochastic(t)}
+        seeds = {}
+        if self._plan.stochastic:
+            seeds = dict(zip(TENSORS, draw_seeds(x, self.weight, len(TENSORS)).unbind(), strict=True))
         y = _Multiply.apply(
             x, self.weight, self.bias, self._plan, dtype, self._states(), seeds, self._held_weight()
         )  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Comparisons that say in words what differs. Bits count: two NaNs of one encoding are equal, 0.0 and -0.0 are not."""
+"""Comparisons that say in words what differs. Bits count: a NaN equals itself, and 0.0 is not -0.0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def same(actual: Tensor, expected: Tensor, what: str) -> None:
     """Both tensors have the same dtype, shape and bits."""
     assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
-    assert actual.shape == expected.shape, f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
+    )
     integer = _INTEGERS[actual.element_size()]
     differing = (bits(actual, integer) != bits(expected, integer)).nonzero()
     if len(differing):
@@ -43,16 +45,27 @@ def same_operand(actual: Storage, expected: Storage, what: str) -> None:
         same(actual.buffers()[name], tensor, f"{what}, buffer {name!r}")
 
 
-def same_quantized(actual: Any, expected: QuantizedTensor, what: str) -> None:
+def same_quantized(actual: Tensor, expected: Tensor, what: str) -> None:
     """Both are quantized tensors that hold the same operands."""
-    assert isinstance(actual, QuantizedTensor), f"{what}: it is a {type(actual).__name__}, not a QuantizedTensor"
-    assert actual.shape == expected.shape, f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
+    assert isinstance(expected, QuantizedTensor)
+    assert isinstance(actual, QuantizedTensor), (
+        f"{what}: it is a {type(actual).__name__}, not a QuantizedTensor"
+    )
+    assert actual.shape == expected.shape, (
+        f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
+    )
     assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
     held = [d for d, _ in actual.operands]
     wanted = [d for d, _ in expected.operands]
     assert held == wanted, f"{what}: it holds the operands {held} and must hold {wanted}"
     for (direction, one), (_, other) in zip(actual.operands, expected.operands, strict=True):
         same_operand(one, other, f"{what}, {direction} operand")
+
+
+def memory(tensor: Tensor) -> list[int]:
+    """Where each buffer of a quantized tensor lies, if it has elements."""
+    assert isinstance(tensor, QuantizedTensor)
+    return [b.data_ptr() for _, operand in tensor.operands for b in operand.tensors() if b.numel()]
 
 
 def plain(tensor: Tensor) -> Tensor:

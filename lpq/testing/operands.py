@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from lpq.core import Quantizer, RandomBits, Storage
@@ -14,6 +15,8 @@ from lpq.core.quantizer import Direction
 from lpq.recipes import Recipe, recipe
 
 SEED = 1234
+few = settings(max_examples=8, deadline=None, database=None, derandomize=True)
+"""How much hypothesis tries: the same few shapes in every run."""
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 
 
@@ -53,15 +56,21 @@ def encode(
 
 
 def unit(side: Quantizer, dim: int) -> int:
-    """The number of rows (0) or columns (1) that the operand can be cut at: it cuts no block of a buffer or statistic."""
+    """The rows (0) or columns (1) at which an operand can be cut: no buffer or statistic is cut apart."""
     steps = [b.unit(dim) for b in side.storage.layout_for(side)] + [s.block[dim] for s in side.stats]
     return math.lcm(*(step for step in steps if step is not None))
 
 
 def cut(quantizer: Quantizer) -> tuple[int, int]:
-    """The smallest number of rows and of columns, a multiple of 8, at which a tensor can be cut in both directions."""
+    """The rows and the columns, multiples of 8, at which a tensor with both operands can be cut."""
     row, col = quantizer.side("row"), quantizer.side("col")
     return math.lcm(8, unit(row, 0), unit(col, 1)), math.lcm(8, unit(row, 1), unit(col, 0))
+
+
+def stored_bits(side: Quantizer) -> float:
+    """Bits that one element of a large fp32 matrix takes in the buffers."""
+    operand = side.storage.empty(side, (4096, 4096), torch.float32, torch.device("meta"))
+    return 8 * operand.nbytes / 4096**2
 
 
 def rotated(quantizer: Quantizer) -> bool:
@@ -74,7 +83,7 @@ def stochastic(quantizer: Quantizer) -> bool:
 
 
 def recipe_of(quantizer: Quantizer) -> Recipe:
-    """This quantizer for every operand that it can serve: the weight's never rotate where only one direction does."""
+    """This quantizer for all tensors. Where only one direction is rotated, the weight goes by the other."""
     row, col = quantizer.side("row"), quantizer.side("col")
     weight = quantizer if row.rotation == col.rotation else row
     return recipe({"x": quantizer, "w": weight, "dy": quantizer})

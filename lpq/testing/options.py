@@ -1,8 +1,8 @@
-"""Which quantizers of a format the kit tests: what its options can be, read off the type hints of their fields.
+"""Which quantizers of a format the kit tests: what the type hints of its options say that they can be.
 
-A ``Literal`` or a ``bool`` gives its values, and a field that is a quantizer gives the other installed formats. Any other
-option keeps its default. Up to ``ALL`` combinations are all taken; of more, enough that every two values of two options
-meet in one of them.
+A ``Literal`` or a ``bool`` gives its values, and a field that is a quantizer gives the other installed
+formats. Any other option keeps its default. Up to ``ALL`` combinations are all taken; of more, as many as
+it needs for every two values of two options to meet.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Family:
 
 
 def family(text: str) -> Family:
-    """``nvfp4``: the format with all its options. ``nvfp4(block=16x16)``, with parentheses: that quantizer alone."""
+    """``nvfp4``: the format with all its options. ``nvfp4(block=16x16)``: this quantizer alone."""
     if "(" in text:
         return Family(text, (registry.quantizer(text),))
     return _family(text)
@@ -81,8 +81,8 @@ def _values(name: str, field: dataclasses.Field[Any], hint: Any) -> list[Any]:
     values = [*default, *(v for v in _alternatives(name, hint) if v not in default)]
     if not values:
         raise OptionError(
-            f"option {field.name!r} of {name} has no default and no list of values: name the quantizer in full, "
-            f"as --lpq-format '{name}({field.name}=…)'"
+            f"option {field.name!r} of {name} has no default and no list of values: name the quantizer in "
+            f"full, as --lpq-format '{name}({field.name}=…)'"
         )
     return values
 
@@ -114,7 +114,7 @@ def _builds(name: str) -> bool:
 
 
 def _pairwise(valid: dict[Quantizer, tuple[Any, ...]]) -> list[Quantizer]:
-    """Some of these combinations, in which all pairs of values occur that occur in any; the first of all is one."""
+    """Some of these combinations, the first among them, in which all pairs of values occur."""
     pairs = {quantizer: _pairs(values) for quantizer, values in valid.items()}
     first = next(iter(valid))
     chosen, missing = [first], set().union(*pairs.values()) - pairs[first]
@@ -130,7 +130,7 @@ def _pairs(values: tuple[Any, ...]) -> set[Any]:
 
 
 def only(predicate: Callable[[Quantizer], bool], words: str) -> Callable[[Test], Test]:
-    """A test of the kit that is about some quantizers only: those that ``words``, as in "rounds stochastically"."""
+    """A test that is about some quantizers only; ``words`` say which, as in "rounds stochastically"."""
 
     def mark(test: Test) -> Test:
         setattr(test, ONLY, (predicate, words))
@@ -140,7 +140,7 @@ def only(predicate: Callable[[Quantizer], bool], words: str) -> Callable[[Test],
 
 
 def known_failures(quantizer: Quantizer) -> dict[str, str]:
-    """What a format says it cannot do: ``known_failures`` of its quantizer, from the name of a test to the reason.
+    """What a format says it cannot do: ``known_failures`` of its quantizer, the name of a test to the reason.
 
     Such a test must fail: once it passes, the kit asks to take it off the list.
     """

@@ -1,7 +1,7 @@
 """The pytest plugin: ``--lpq-format`` and what it does to the tests of the conformance kit.
 
-It is loaded by every pytest run in an environment with lpq, so it imports nothing until a test of the kit is collected,
-and touches no other test.
+Every pytest run in an environment with lpq loads it, so it imports nothing until a test of the kit is
+collected, and touches no other test.
 """
 
 from __future__ import annotations
@@ -31,20 +31,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test of the kit once for each format (``family``), for each of its options (``quantizer``), and for each
-    installed format beside it (``partner``)."""
+    """Give the tests of the kit what they run for; see ``lpq.testing.conformance``."""
     if not metafunc.function.__module__.startswith(KIT):
         return
-    families = _families(metafunc)
-    if "quantizer" in metafunc.fixturenames:
-        quantizers = dict.fromkeys(q for family in families for q in family.quantizers)
-        _parametrize(metafunc, "quantizer", {q: q for q in quantizers})
-    if "family" in metafunc.fixturenames:
-        _parametrize(metafunc, "family", {family: family.default for family in families})
-    if "partner" in metafunc.fixturenames:
-        from lpq.testing.options import simple_formats
+    from lpq.testing.options import simple_formats
 
-        metafunc.parametrize("partner", simple_formats())
+    families = _families(metafunc)
+    quantizers = [quantizer for family in families for quantizer in family.quantizers]
+    sides = [side for quantizer in quantizers for side in (quantizer.side("row"), quantizer.side("col"))]
+    asked = ", ".join(map(str, families))
+    for argument in metafunc.fixturenames:
+        if argument == "quantizer":
+            _parametrize(metafunc, argument, {quantizer: quantizer for quantizer in quantizers}, asked)
+        elif argument == "side":
+            _parametrize(metafunc, argument, {side: side for side in sides}, asked)
+        elif argument == "family":
+            _parametrize(metafunc, argument, {family: family.default for family in families}, asked)
+        elif argument == "partner":
+            metafunc.parametrize(argument, simple_formats())
 
 
 def _families(metafunc: pytest.Metafunc) -> list[Family]:
@@ -64,7 +68,7 @@ def _families(metafunc: pytest.Metafunc) -> list[Family]:
         raise pytest.Collector.CollectError(str(error)) from None
 
 
-def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Quantizer]) -> None:
+def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Quantizer], asked: str) -> None:
     """Give the test each of these values whose quantizer it is about; known failures must fail."""
     from lpq.testing.options import ONLY, known_failures
 
@@ -76,7 +80,6 @@ def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Qua
             marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
             parameters.append(pytest.param(value, id=str(value), marks=marks))
     if not parameters:
-        asked = ", ".join(dict.fromkeys(str(value) for value in values))
-        reason = f"nothing here {words}: {asked}"
+        reason = f"nothing {words} in {asked}"
         parameters = [pytest.param(None, id="none", marks=pytest.mark.skip(reason=reason))]
     metafunc.parametrize(argument, parameters)

@@ -35,11 +35,11 @@ class TrainConfig:
         None, "A policy file (TOML): recipes by layer and step, in place of --recipe."
     )
     baseline: bool = option(True, "Train the same model in bf16 afterwards and compare.")
-    steps: int = option(300, "Optimizer steps of each run.", least=1)
+    steps: int = option(400, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)
     seq: int = option(128, "Bytes per sequence.", least=1)
     lr: float = option(
-        2e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0
+        4e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0
     )
     seed: int = option(0, "Seed of the weights, the batches and the stochastic rounding.", least=0)
     layers: int = option(4, "Blocks of the model.", least=1)
@@ -63,8 +63,10 @@ class TrainConfig:
             value, least = getattr(self, f.name), f.metadata["least"]
             if least is not None and not value >= least:
                 raise TrainError(f"{f.name} = {value!r}: it must be at least {least}")
-        if self.width % self.heads:
-            raise TrainError(f"width = {self.width} cannot be divided among heads = {self.heads}")
+        if self.width % (2 * self.heads):
+            raise TrainError(
+                f"width = {self.width} does not give each of heads = {self.heads} an even number of elements"
+            )
         if self.policy is not None and self.recipe != RECIPE:
             raise TrainError("a policy gives the recipes itself: name a recipe or a policy, not both")
 

@@ -2,7 +2,6 @@
 
 Every matrix of a block is an ``nn.Linear``. The head is the embedding's matrix (tied weights) and no module
 of its own, so that both stay in high precision, as low-precision training commonly keeps them.
-Parameters are fp32; the training loop runs the model under bf16 autocast.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ class Shape:
     layers: int
     heads: int
     width: int
-    context: int
-    """The longest sequence that the model reads."""
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention over rotary positions."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -37,12 +34,25 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(rotated(q, angles), rotated(k, angles), v, is_causal=True)
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
         return mixed
+
+
+def rotary_angles(length: int, dim: int, device: torch.device) -> Tensor:
+    """By how much each pair of a head's ``dim`` elements turns at each position: ``[length, dim / 2]``."""
+    frequencies = 10_000.0 ** -torch.arange(0, 1, 2 / dim, device=device)
+    return torch.outer(torch.arange(length, device=device), frequencies)
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """``x`` ``[…, length, dim]`` with its pairs (element i and i + dim / 2) turned by these angles."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 class MLP(nn.Module):
@@ -68,29 +78,31 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(shape.width, bias=False)
         self.mlp = MLP(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), angles)
         y: Tensor = x + self.mlp(self.norm2(x))
         return y
 
 
 class GPT(nn.Module):
-    """Maps bytes ``[batch, length]`` to logits ``[batch, length, 256]``; torch's seed gives the weights."""
+    """Maps bytes ``[batch, length]`` to logits ``[batch, length, 256]``. Torch's seed gives the weights."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.shape = shape
         self.embedding = nn.Embedding(BYTES, shape.width)
-        self.position = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 # What writes into the residual stream starts smaller: its variance shall not grow with depth.
-                residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(p, std=0.02 / (2 * shape.layers) ** 0.5 if residual else 0.02)
+                into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                nn.init.normal_(p, std=(p.shape[1] * (2 * shape.layers if into_stream else 1)) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        shape = self.shape
+        angles = rotary_angles(tokens.shape[1], shape.width // shape.heads, tokens.device)
+        x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, angles)
         return F.linear(self.norm(x), self.embedding.weight)

@@ -43,7 +43,7 @@ class Trainer:
         self.bytes_held = 0
         """What the first step held for backward."""
         torch.manual_seed(config.seed)
-        model = GPT(Shape(config.layers, config.heads, config.width, config.seq)).to(device)
+        model = GPT(Shape(config.layers, config.heads, config.width)).to(device)
         if policy is not None:
             lpq.convert(model, policy, steps=config.steps)
         if config.compile:

@@ -1,5 +1,7 @@
 """The quantizers that the core is tested with: every built-in format, with the options that change its layout."""
 
+from torch import Tensor, uint8
+
 QUANTIZERS = [
     "fp8",
     "fp8(dtype=e5m2, pow2=true)",
@@ -19,3 +21,8 @@ QUANTIZERS = [
     "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
 ]
 SIDES = [(True, False), (False, True), (True, True)]
+
+
+def as_bytes(buffer: Tensor) -> Tensor:
+    """The bytes of a buffer, so that comparing them tells zeros and NaNs apart."""
+    return buffer.contiguous().reshape(-1).view(uint8)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from quantizers import QUANTIZERS
+from quantizers import QUANTIZERS, as_bytes
 
 import lpq
 
@@ -52,7 +52,7 @@ def _shards_are_pieces_of_the_whole(rank: int) -> None:
         expected = whole[start : start + 128]
         for (_, a), (_, b) in zip(shard.operands, expected.operands, strict=True):
             for name, tensor in a.buffers().items():
-                same = torch.equal(tensor.view(torch.uint8), b.buffers()[name].contiguous().view(torch.uint8))
+                same = torch.equal(as_bytes(tensor), as_bytes(b.buffers()[name]))
                 assert same, (text, name, rank)
 
 

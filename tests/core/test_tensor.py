@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from quantizers import QUANTIZERS, SIDES
+from quantizers import QUANTIZERS, SIDES, as_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,12 +27,18 @@ def make(text: str, row: bool, col: bool, dtype: torch.dtype = torch.float32, sh
     return lpq.quantizer(text).quantize(x, row=row, col=col, seed=1)
 
 
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """Every test compiles the same few functions anew, and the compiler counts."""
+    torch._dynamo.reset()
+
+
 def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     """Equal bytes in equal places."""
     if [d for d, _ in a.operands] != [d for d, _ in b.operands] or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return all(
-        s.quantizer == t.quantizer and torch.equal(p.view(torch.uint8), q.view(torch.uint8))
+        s.quantizer == t.quantizer and torch.equal(as_bytes(p), as_bytes(q))
         for (_, s), (_, t) in zip(a.operands, b.operands, strict=True)
         for p, q in zip(s.tensors(), t.tensors(), strict=True)
     )

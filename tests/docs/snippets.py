@@ -1,8 +1,8 @@
 """The fenced blocks of README.md and docs/, and what runs each of them.
 
 A block without a title is run: Python in one namespace for the page, ``lpq …`` and ``pip install …`` lines as
-commands, ``toml recipe`` and ``toml policy`` by lpq. A block with ``title="path"`` is a file, written (or with
-``insert="Class"``, added to a class in it) before what comes after it runs. A block that cannot run has
+commands, ``toml recipe`` and ``toml policy`` by lpq. A block with ``title="path"`` is a file, written (or,
+with ``insert="Class"``, added to a class in it) before what comes after it runs. A block that cannot run has
 ``<!-- not run: reason -->`` before it.
 """
 

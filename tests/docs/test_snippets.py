@@ -94,6 +94,9 @@ class Reader:
 
     def install(self, project: Path, block: Block) -> None:
         """As ``pip install -e``: the metadata is what the project builds to, the code stays where it is."""
+        name = tomllib.loads((project / "pyproject.toml").read_text())["project"]["name"].replace("-", "_")
+        for older in self.site.glob(f"{name}-*.dist-info"):
+            shutil.rmtree(older)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         alone = ["--no-deps", "--no-build-isolation", "--upgrade", "--target", str(self.site)]
         self.succeed([*pip, *alone, str(project)], block)

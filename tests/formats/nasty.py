@@ -91,9 +91,9 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.clone().contiguous().view(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The same bytes as integers, which compare equal where they are: NaN with NaN, and 0.0 not with -0.0."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+def bytes_of(tensor: Tensor) -> Tensor:
+    """What it is made of, as integers: NaN equals NaN there, and 0.0 does not equal -0.0."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]).flatten()
 
 
 def same(a: Storage, b: Storage) -> bool:
@@ -101,6 +101,6 @@ def same(a: Storage, b: Storage) -> bool:
     if (tuple(a.shape), a.dtype, list(a.buffers())) != (tuple(b.shape), b.dtype, list(b.buffers())):
         return False
     return all(
-        (p.shape, p.dtype) == (q.shape, q.dtype) and torch.equal(bits(p), bits(q))
+        (p.shape, p.dtype) == (q.shape, q.dtype) and torch.equal(bytes_of(p), bytes_of(q))
         for p, q in zip(a.tensors(), b.tensors(), strict=True)
     )

@@ -1,4 +1,4 @@
-"""NVFP4 once more, in NumPy, one block after the other: what the reference is held against."""
+"""NVFP4 once more, in NumPy: what the reference is held against."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Encoded(NamedTuple):
 def rotate(x: np.ndarray) -> np.ndarray:
     """16 columns at a time through the signs and the Sylvester matrix, then rounded to bf16.
 
-    fp32 sums of 16 depend on their order. This is the order of the butterflies: the upper half of the elements is
+    fp32 sums of 16 depend on their order. This is that of the butterflies: the upper half of the elements is
     added to the lower and subtracted from it, and each half is dealt with likewise.
     """
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
@@ -67,23 +67,22 @@ def encode(
 ) -> Encoded:
     """A matrix in fp32; ``random`` holds a byte for each element to round with."""
     x = rotate(x) if rht else x
-    amax = np.abs(x).max() if x.size else f32(0)
+    high, wide = block
+    rows, cols = x.shape
+    padded = np.pad(np.abs(x), ((0, -rows % high), (0, -cols % wide)))
+    amaxes = padded.reshape(len(padded) // high, high, -1, wide).max((1, 3))
+    amax = amaxes.max()
+    of_block = np.s_[np.arange(rows)[:, None] // high, np.arange(cols) // wide]
     with np.errstate(all="ignore"):
-        overall = np.minimum(f32(2688) / amax, FLT_MAX) if np.isfinite(amax) and amax > 0 else f32(1)
-        high, wide = block
-        codes, decoded = np.zeros(x.shape, np.int64), np.zeros(x.shape, f32)
-        scales = np.zeros((-(-len(x) // high), -(-x.shape[1] // wide)), np.uint8)
-        for i, j in np.ndindex(scales.shape):
-            place = np.s_[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
-            wanted = np.minimum(np.abs(x[place]).max() * (overall * f32(1 / 6)), f32(448))
-            scales[i, j] = fp8_oracle.cast(np.array([wanted]), "e4m3")[0]
-            scale = fp8_oracle.decode(scales[i, j], "e4m3")
-            factor = np.minimum(f32(1) / (scale * (f32(1) / overall)), FLT_MAX)
-            codes[place] = cast(x[place] * factor, None if random is None else random[place])
-            value = np.concatenate((GRID, -GRID)).astype(f32)[codes[place]]
-            # In the range of float64 but rounded as in fp32: what matters only where amax is enormous.
-            product = ((value * scale).astype(np.float64) * amax).astype(np.longdouble)
-            decoded[place] = round24(round24(product) * np.longdouble(f32(1 / 2688)))
+        overall = np.minimum(f32(2688) / amax, FLT_MAX) if 0 < amax < np.inf else f32(1)
+        scales = fp8_oracle.cast(np.minimum(amaxes * (overall * f32(1 / 6)), f32(448)), "e4m3")
+        scale = fp8_oracle.decode(scales, "e4m3")
+        factor = np.minimum(f32(1) / (scale * (f32(1) / overall)), FLT_MAX)
+        codes = cast(x * factor[of_block], random)
+        value = np.concatenate((GRID, -GRID)).astype(f32)[codes] * scale[of_block]
+        # Rounded as in fp32, but in a range that an enormous amax does not leave.
+        product = round24((value.astype(np.float64) * amax).astype(np.longdouble))
+        decoded = round24(product * np.longdouble(f32(1 / 2688))).astype(f32)
     return Encoded(codes.astype(np.uint8), scales, amax, decoded)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bits, normal, same, values, views
+from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -201,7 +201,7 @@ def test_a_ragged_edge_is_padded_with_zeros(scaling: str, value: str) -> None:
     q = quantizer(scaling)
     padded = torch.nn.functional.pad(x, (0, 256 - x.shape[1], 0, 128 - x.shape[0]))
     whole, ragged = q.quantize(padded).dequantize(), q.quantize(x).dequantize()
-    assert torch.equal(bits(whole[: x.shape[0], : x.shape[1]]), bits(ragged))
+    assert torch.equal(bytes_of(whole[: x.shape[0], : x.shape[1]]), bytes_of(ragged))
 
 
 @every_scaling
@@ -211,7 +211,7 @@ def test_the_input_dtype_changes_no_byte(scaling: str, element: str, dtype: torc
     x = normal(40, 130, dtype=dtype)
     q = quantizer(scaling, dtype=element)
     narrow, exact = q.quantize(x), q.quantize(x.float())
-    assert torch.equal(bits(narrow.row.data), bits(exact.row.data))
+    assert torch.equal(bytes_of(narrow.row.data), bytes_of(exact.row.data))
     assert torch.equal(narrow.row.scale, exact.row.scale)
     assert narrow.dequantize().dtype == dtype
 

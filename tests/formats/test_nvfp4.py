@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lpq_nvfp4 import reference
 from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
 from torch import Tensor
 
@@ -86,8 +88,8 @@ def expect(operand: Storage, x: Tensor, options: str, random: Tensor | None) -> 
     assert not codes[:, cols:].any(), "what pads the columns must be 0"
     assert np.array_equal(operand.scale.view(torch.uint8).numpy(), made.scales)
     assert np.array_equal(operand.amax.numpy(), made.amax, equal_nan=True)
-    decoded = operand.decode_rotated().numpy()
-    assert np.array_equal(decoded, made.decoded, equal_nan=True)
+    decoded = reference.decode(operand.data, operand.scale, operand.amax, BLOCKS[q.block]).numpy()
+    assert np.array_equal(decoded[:, :cols], made.decoded, equal_nan=True)
 
 
 @every_option
@@ -106,7 +108,7 @@ def test_bytes_equal_an_independent_implementation(options: str, dtype: torch.dt
 @every_block
 def test_every_amax_has_the_right_scales(block: str) -> None:
     exponents = torch.exp2(torch.arange(-149.0, 128.0))
-    for factor in (1, 1.0000001, 1.3125, 1.75, 1.9999999):
+    for factor in (1, 1.3125, 1.9999999):
         for amax in (exponents * factor)[:, None, None]:
             x = amax * torch.tensor([[1.0, -0.97, 0.3, 0.11] * 5])
             expect(lpq.quantizer("nvfp4", block=block).quantize(x).row, x, f"block={block}", None)
@@ -219,7 +221,7 @@ def test_square_blocks_transpose_at_any_shape(rows: int, cols: int) -> None:
 def test_only_square_blocks_without_rotation_and_chance_are_transposable() -> None:
     assert [o for o in OPTIONS if quantizer(o).transposable] == ["block=16x16, rht=false, stochastic=false"]
     row = lpq.quantizer("nvfp4").quantize(normal(16, 32)).row
-    with pytest.raises(NotImplementedError, match="nvfp4 is not transposable"):
+    with pytest.raises(NotImplementedError, match="nvfp4 is not transposable: encode"):
         transpose(row)
 
 
@@ -239,7 +241,7 @@ def test_only_the_column_operand_is_rotated() -> None:
 
 
 def hadamard() -> Tensor:
-    """``diag(s) · H / 4`` from the definition of Sylvester's matrix: the sign is the parity of common bits."""
+    """``diag(s) · H / 4``; a sign in Sylvester's matrix is the parity of the bits that i and j share."""
     sylvester = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
     return torch.from_numpy(oracle.SIGNS).double()[:, None] * torch.tensor(sylvester).double() / 4
 
@@ -256,11 +258,11 @@ def test_the_rotation_is_the_orthonormal_matrix_of_the_definition() -> None:
 def test_decoding_undoes_the_rotation(rows: int) -> None:
     x = normal(rows, 64)
     col = lpq.quantizer("nvfp4(rht=true)").quantize(x).col
-    padded = math.ceil(rows / 16) * 16
-    rotated = col.decode_rotated()
-    assert rotated.shape == (64, padded)
-    back = (rotated.double().view(64, -1, 16) @ hadamard().t()).view(64, padded)[:, :rows]
-    assert torch.allclose(col.decode().double(), back, rtol=0, atol=1e-5)
+    for rotated in (col.decode_rotated(), reference.decode(col.data, col.scale, col.amax, (1, 16))):
+        assert rotated.shape == (64, math.ceil(rows / 16) * 16)
+        back = (rotated.double().view(64, -1, 16) @ hadamard().t()).flatten(1)
+        assert torch.allclose(col.decode().double(), back[:, :rows], rtol=0, atol=1e-5)
+    assert (col.decode_rotated() == rotated).all() == (rows % 16 == 0), "the padding's noise must not count"
     assert (col.decode() - x.t()).abs().max() < 0.5
     assert (rotated[:, :rows] - x.t()).abs().max() > 2, "the rotated matrix must differ from the original"
 
@@ -320,7 +322,7 @@ def test_row_shards_that_know_their_offset_make_the_whole(options: str, cuts: li
     row_stats, col_stats = q.side("row").measure(x), q.measure(x.t())
     bounds = [0, *sorted(16 * c for c in cuts), 128]
     rows, cols = [], []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         piece, key = x[start:stop], torch.tensor(seed)
         high = BLOCKS[q.block][0]
         given_row = {**row_stats, "block_amax": row_stats["block_amax"][start // high : stop // high]}

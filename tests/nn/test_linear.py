@@ -55,7 +55,7 @@ def test_the_three_gemms_multiply_the_encoded_operands(recipe: str, dtype: torch
     y = module(leaf)
     y.backward(dy)
     torch.manual_seed(9)
-    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64)
+    seed = torch.randint(-(1 << 63), (1 << 63) - 1, (3,), dtype=torch.int64)[2]
     states = {t: getattr(r, t).new_state() or None for t in ("x", "w", "dy")}
     ex = encode_operands(r.x, x, state=states["x"])
     ew = encode_operands(r.w, module.weight.detach(), state=states["w"])

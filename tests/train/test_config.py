@@ -40,7 +40,7 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path: Path
         ("data = 'here'", r"data = 'here' must be a list of strings"),
         ("steps = 0", r"steps = 0: it must be at least 1"),
         ("lr = nan", r"lr = nan: it must be at least 0"),
-        ("heads = 3", r"width = 128 cannot be divided among heads = 3"),
+        ("heads = 3", r"width = 128 does not give each of heads = 3 an even number"),
         ("steps", r"is not TOML"),
         ("recipe = 'nvfp4'\npolicy = 'p.toml'", r"a recipe or a policy, not both"),
     ],

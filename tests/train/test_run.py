@@ -164,7 +164,7 @@ def test_the_encoded_input_takes_less_than_the_input() -> None:
 
 
 def test_what_is_left_alone_is_served_by_torch() -> None:
-    model = GPT(Shape(layers=2, heads=2, width=32, context=16))
+    model = GPT(Shape(layers=2, heads=2, width=32))
     lpq.convert(model, {"rules": [{"match": "*.mlp.*", "recipe": "mxfp8"}]})
     served = {(s.gemm, s.operands): (s.kernel, s.layers) for s in served_by(model, CPU)}
     assert served["fprop", "left to PyTorch"] == ("torch", 4)

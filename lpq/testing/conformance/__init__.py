@@ -1,11 +1,13 @@
 """Abstract tests over what a format declares, one subject a module; see ``lpq.testing`` for how to run them.
 
-A test takes ``quantizer`` (it runs for each option of the format), ``family`` (once for a format) or ``partner`` (for each
-installed format beside it). A format lists what it cannot do in ``known_failures`` of its quantizer class::
+The argument of a test says what it runs for: ``family``, each format; ``quantizer``, each of its options;
+``side``, the quantizer of each operand that these have; ``partner``, each installed format. A format lists
+what it cannot do in its quantizer class::
 
-    known_failures: ClassVar[dict[str, str]] = {"test_zeros_stay_zeros": "the grid of this format has no zero"}
+    known_failures: ClassVar[dict[str, str]] = {"test_zeros_stay_zeros": "this grid has no zero"}
 """
 
+# ruff: noqa: F403
 from lpq.testing.conformance.test_aten import *
 from lpq.testing.conformance.test_declaration import *
 from lpq.testing.conformance.test_directions import *
@@ -20,4 +22,4 @@ from lpq.testing.conformance.test_tensor import *
 from lpq.testing.conformance.test_tracing import *
 from lpq.testing.conformance.test_writes import *
 
-__all__ = [name for name, value in globals().items() if name.startswith("test_") and callable(value)]  # noqa: PLE0605
+__all__ = [name for name, value in globals().items() if name.startswith("test_") and callable(value)]

@@ -1,7 +1,7 @@
-"""PyTorch's operators on a quantized tensor give what they give on the decoded tensor, and stay quantized where they can.
+"""PyTorch's operators give what they give on the decoded tensor, and the result is quantized where it can be.
 
-They are the operators that FSDP2, distributed checkpoints, optimizers and autograd call; each is tried on a tensor that
-holds its row operand only, its column operand only, and both.
+They are the operators that FSDP2, distributed checkpoints, optimizers and autograd call; each is tried on a
+tensor that holds its row operand only, its column operand only, and both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, decode
 from lpq.testing.conformance.test_tensor import HELD, quantized
-from lpq.testing.expect import plain, same_quantized, same_values
+from lpq.testing.expect import memory, plain, same_quantized, same_values
 from lpq.testing.operands import cut, normal, rotated, sides
 from lpq.testing.options import only
 
@@ -39,7 +39,7 @@ VIEWS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "clone": lambda t, m, k: t.clone(),
     "cat": lambda t, m, k: torch.cat([t[:m], t[m:]]),
 }
-"""What the buffers of a tensor ``[2m, 2k]``, cut at whole blocks, can express, so that the result is quantized."""
+"""What buffers can express, on a tensor ``[2m, 2k]`` that is cut at whole blocks: the result is quantized."""
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "select": lambda t: t[3],
@@ -57,7 +57,7 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda t: torch.linalg.vector_norm(t),
     "stack": lambda t: torch.stack([t, t]),
 }
-"""What needs the numbers, so that the result is mostly an ordinary tensor."""
+"""What needs the numbers: the result is mostly an ordinary tensor."""
 
 
 @HELD
@@ -92,20 +92,24 @@ def test_transposed_tensors(quantizer: Quantizer, held: str) -> None:
     """``t()`` and ``transpose`` swap the operands, where one quantizer describes the transposed tensor."""
     tensor = quantized(quantizer, held)
     expected = tensor.dequantize().t()
-    if quantizer.flipped() is not None and tensor.col is not None:  # then this is the row operand, from which it decodes
+    if (
+        quantizer.flipped() is not None and tensor.col is not None
+    ):  # then this is the row operand, from which it decodes
         expected = decode(tensor.col, tensor.dtype)
     for flipped in (tensor.t(), tensor.transpose(0, 1), tensor.transpose(-1, -2)):
         same_values(flipped, expected, f"{quantizer} ({held}): t()")
         if quantizer.flipped() is not None:
             assert isinstance(flipped, QuantizedTensor)
-            assert {d for d, _ in flipped.operands} == {{"row": "col", "col": "row"}[d] for d, _ in tensor.operands}
+            assert {d for d, _ in flipped.operands} == {
+                {"row": "col", "col": "row"}[d] for d, _ in tensor.operands
+            }
             same_quantized(flipped.t(), tensor, f"{quantizer} ({held}): t().t()")
     same_values(tensor.transpose(0, 0), tensor, f"{quantizer} ({held}): transpose(0, 0)")
 
 
 @HELD
 def test_making_new_tensors(quantizer: Quantizer, held: str) -> None:
-    """``empty_like`` and ``new_empty`` are quantized like it; ``new_zeros`` and ``zero_`` are zeros, in place or new."""
+    """``empty_like``, ``new_empty`` and ``new_zeros`` are quantized alike; ``zero_`` works in place."""
     tensor = quantized(quantizer, held)
     made: dict[str, Any] = {
         "empty_like": torch.empty_like(tensor),
@@ -118,11 +122,13 @@ def test_making_new_tensors(quantizer: Quantizer, held: str) -> None:
         assert [d for d, _ in result.operands] == [d for d, _ in tensor.operands]
         assert result.dtype == tensor.dtype
     zeros = made["new_zeros"]
-    same_values(zeros + 0, torch.zeros(16, 48), f"{quantizer}: new_zeros", exact=not rotated(quantizer))
-    pointers = [b.data_ptr() for _, operand in tensor.operands for b in operand.tensors()]
+    same_values(zeros, torch.zeros(16, 48), f"{quantizer}: new_zeros", exact=not rotated(quantizer))
+    before = memory(tensor)
     assert tensor.zero_() is tensor
-    assert pointers == [b.data_ptr() for _, operand in tensor.operands for b in operand.tensors()]
-    assert (tensor.dequantize() == 0).all(), f"{quantizer}: zero_ leaves {tensor.dequantize().abs().max().item()}"
+    assert memory(tensor) == before, f"{quantizer}: zero_ replaced the buffers"
+    assert (tensor.dequantize() == 0).all(), (
+        f"{quantizer}: zero_ leaves {tensor.dequantize().abs().max().item()}"
+    )
 
 
 @HELD
@@ -134,7 +140,9 @@ def test_copying_between_tensors(quantizer: Quantizer, held: str) -> None:
     same_values(ordinary, source.dequantize(), f"{quantizer} ({held}): copy_ to an ordinary tensor")
 
 
-@only(lambda q: all(side.plain for side in sides(q)) is False, "loses precision: an ordinary matrix loses none")
+@only(
+    lambda q: all(side.plain for side in sides(q)) is False, "loses precision: an ordinary matrix loses none"
+)
 @QUIET
 def test_decoding_is_said(quantizer: Quantizer) -> None:
     """An operator that the buffers cannot express says so: no precision is lost or gained in silence."""

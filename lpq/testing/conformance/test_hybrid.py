@@ -54,11 +54,16 @@ def test_column_operand_from_the_row_operand(family: Family, partner: str) -> No
 
 def test_pairs_train(family: Family, partner: str) -> None:
     """This format forward and the other one backward, and the other way round."""
-    for forward, backward in ((family.default, lpq.quantizer(partner)), (lpq.quantizer(partner), family.default)):
+    for forward, backward in (
+        (family.default, lpq.quantizer(partner)),
+        (lpq.quantizer(partner), family.default),
+    ):
         parts = {"fprop": forward.side("row"), "dgrad": backward.side("row"), "wgrad": backward.side("row")}
         layer = Linear(K, N, recipe=recipe(parts))
         losses = train(layer)
-        assert losses[-1] < 0.7 * losses[0], f"{forward} forward, {backward} backward: {losses[0]:.3f} → {losses[-1]:.3f}"
+        assert losses[-1] < 0.7 * losses[0], (
+            f"{forward} forward, {backward} backward: {losses[0]:.3f} → {losses[-1]:.3f}"
+        )
 
 
 def test_hybrid_tensors_are_tensors(family: Family, partner: str) -> None:

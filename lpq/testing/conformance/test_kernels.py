@@ -1,4 +1,4 @@
-"""Every kernel of this format that can run here equals the reference bit for bit, whatever its outputs held before."""
+"""Every kernel that can run here equals the reference bit for bit, whatever its outputs held before."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ DEVICES = ("cpu", "cuda")
 Pair = tuple[Quantizer | None, Quantizer | None]
 
 
-class Poisoned(TorchDispatchMode):
+class Poisoned(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """New memory is full of a pattern, so that an element which a kernel never writes shows."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+        if func.overloadpacket.__name__ in (
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+        ):
             out.untyped_storage().fill_(POISON)
         return out
 
@@ -44,7 +50,7 @@ def kernels(quantizer: Quantizer) -> list[KernelSpec]:
 @only(lambda quantizer: bool(kernels(quantizer)), "has a kernel beside its reference")
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_equal_the_reference(family: Family, device: str) -> None:
-    """For all options and awkward shapes, row only, column only and both; a GEMM up to the order of its sums."""
+    """For all options and awkward shapes, for one operand and both; a GEMM up to the order of its sums."""
     own = [kernel for kernel in kernels(family.default) if kernel.device == device]
     if not own:
         pytest.skip(f"{family} has no kernel for {device}")
@@ -68,10 +74,11 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
 
 
 def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
-    """The operands to try a kernel on: this quantizer wherever its format stands, the default of any other format."""
+    """The operands to try a kernel on: this quantizer where its format stands, else that format's default."""
     name = registry.format_of(type(quantizer)).name
     first, last = (
-        quantizer if format == name else registry.quantizer(format) for format in (kernel.formats[0], kernel.formats[-1])
+        quantizer if format == name else registry.quantizer(format)
+        for format in (kernel.formats[0], kernel.formats[-1])
     )
     row, col = first.side("row"), last.side("col")
     if kernel.op in ("measure", "quantize"):
@@ -88,10 +95,12 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
     """Run a kernel and the reference of its operation on the same input."""
     arguments = arguments_of(kernel.op, row, col, x)
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
-    with Poisoned():
+    with Poisoned():  # type: ignore[no-untyped-call]
         got = flat(registry.resolve(kernel.impl)(*arguments))
     what = f"{kernel.backend} kernel {kernel.impl} on {row} and {col}, {list(x.shape)}"
-    assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
+    assert len(got) == len(expected), (
+        f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
+    )
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if kernel.op == "gemm":
             assert one.shape == other.shape, f"{what}: {list(one.shape)}, not {list(other.shape)}"
@@ -104,7 +113,15 @@ def arguments_of(op: str, row: Quantizer | None, col: Quantizer | None, x: Tenso
     if op == "measure":
         return x, row, col
     if op == "quantize":
-        return x, operations.measure_reference(x, row, col), row, col, torch.tensor(SEED, device=x.device), 0, False
+        return (
+            x,
+            operations.measure_reference(x, row, col),
+            row,
+            col,
+            torch.tensor(SEED, device=x.device),
+            0,
+            False,
+        )
     assert row is not None
     operand = encode(row, x)
     if op == "transpose":

@@ -10,36 +10,32 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, Storage
-from lpq.testing.conformance.test_layout import few
 from lpq.testing.expect import plain, same_operand, same_quantized, same_values
-from lpq.testing.operands import SEED, cut, encode, normal, rotated, sides, unit
+from lpq.testing.operands import SEED, cut, encode, few, normal, rotated, unit
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
-def test_pieces_of_an_operand(quantizer: Quantizer, dim: int) -> None:
-    """``narrow`` on whole blocks gives views that decode to the piece; ``cat`` of them gives the operand again."""
-    for side in sides(quantizer):
-        step = unit(side, dim)
-        size = [24, 24]
-        size[dim] = 2 * step + max(1, step // 2)
-        operand = encode(side, normal(size[0], size[1]))
-        decoded = operand.decode()
-        pieces: list[Storage] = []
-        for start in range(0, size[dim], step):
-            stop = min(start + step, size[dim])
-            piece = operand.narrow(dim, start, stop)
-            what = f"{side}: {'rows' if dim == 0 else 'columns'} [{start}, {stop}) of {size}"
-            assert piece is not None, f"{what} lie on whole blocks and cannot be taken"
-            for name, tensor in piece.buffers().items():
-                assert tensor.untyped_storage().data_ptr() == operand.buffers()[name].untyped_storage().data_ptr(), (
-                    f"{what}: buffer {name!r} was copied"
-                )
-            expected = decoded.narrow(dim, start, stop - start)
-            same_values(piece.decode(), expected, what, exact=side.rotation is None)
-            pieces.append(piece)
-        joined = Storage.cat(pieces, dim)
-        assert joined is not None, f"{side}: pieces on whole blocks do not join"
-        same_operand(joined, operand, f"{side}: the pieces joined again")
+def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
+    """``narrow`` on whole blocks gives views that decode to the piece; ``cat`` makes the operand of them."""
+    step = unit(side, dim)
+    size = [24, 24]
+    size[dim] = 2 * step + max(1, step // 2)
+    operand = encode(side, normal(size[0], size[1]))
+    decoded, memory = operand.decode(), [t.untyped_storage().data_ptr() for t in operand.tensors()]
+    pieces: list[Storage] = []
+    for start in range(0, size[dim], step):
+        stop = min(start + step, size[dim])
+        piece = operand.narrow(dim, start, stop)
+        what = f"{side}: {'rows' if dim == 0 else 'columns'} [{start}, {stop}) of {size}"
+        assert piece is not None, f"{what} lie on whole blocks and cannot be taken"
+        assert memory == [t.untyped_storage().data_ptr() for t in piece.tensors()], f"{what} were copied"
+        same_values(
+            piece.decode(), decoded.narrow(dim, start, stop - start), what, exact=side.rotation is None
+        )
+        pieces.append(piece)
+    joined = Storage.cat(pieces, dim)
+    assert joined is not None, f"{side}: pieces on whole blocks do not join"
+    same_operand(joined, operand, f"{side}: the pieces joined again")
 
 
 @few
@@ -55,7 +51,9 @@ def test_any_slice_has_the_right_values(quantizer: Quantizer, begin: int, length
         piece = tensor[begin:end] if dim == 0 else tensor[:, begin:end]
     expected = tensor.dequantize().narrow(dim, begin, end - begin)
     assert plain(piece).shape == expected.shape
-    same_values(piece, expected, f"{quantizer}: [{begin}:{end}] of dimension {dim}", exact=not rotated(quantizer))
+    same_values(
+        piece, expected, f"{quantizer}: [{begin}:{end}] of dimension {dim}", exact=not rotated(quantizer)
+    )
 
 
 def test_split_and_cat_are_the_whole(quantizer: Quantizer) -> None:

@@ -42,22 +42,10 @@ def test_meta_and_fake_tensors(quantizer: Quantizer, shape: tuple[int, int]) -> 
         assert fake.dequantize().dtype == torch.bfloat16
 
 
-def test_storage_empty_matches(quantizer: Quantizer) -> None:
-    """``Storage.empty`` has room for exactly what ``encode`` returns."""
-    for side in sides(quantizer):
-        for shape in ((0, 32), (1, 1), (5, 40), (64, 128)):
-            x = normal(*shape, dtype=torch.bfloat16)
-            empty = side.storage.empty(side, shape, x.dtype, torch.device("cpu"))
-            encoded = encode(side, x)
-            for name, buffer in empty.buffers().items():
-                made = encoded.buffers()[name]
-                assert (buffer.dtype, buffer.shape) == (made.dtype, made.shape), (
-                    f"{side}: Storage.empty makes {name} {buffer.dtype}{list(buffer.shape)} for a matrix {list(shape)}; "
-                    f"encode returned {made.dtype}{list(made.shape)}"
-                )
-
-
-@only(lambda quantizer: not all(side.plain for side in sides(quantizer)), "has operators: an ordinary matrix needs none")
+@only(
+    lambda quantizer: not all(side.plain for side in sides(quantizer)),
+    "has operators: an ordinary matrix needs none",
+)
 def test_operators_pass_opcheck(quantizer: Quantizer) -> None:
     """Schemas, autograd registration and fake results of measure, quantize, decode, transpose and gemm."""
     x = normal(32, 48, torch.bfloat16)
@@ -79,7 +67,17 @@ def test_operators_pass_opcheck(quantizer: Quantizer) -> None:
             opcheck("transpose", buffers, side.text, operand.shape, x.dtype)
         bias = torch.zeros(32)
         opcheck(
-            "gemm", buffers, buffers, bias, side.text, side.text, operand.shape, operand.shape, x.dtype, x.dtype, x.dtype
+            "gemm",
+            buffers,
+            buffers,
+            bias,
+            side.text,
+            side.text,
+            operand.shape,
+            operand.shape,
+            x.dtype,
+            x.dtype,
+            x.dtype,
         )
 
 
@@ -92,14 +90,16 @@ def opcheck(name: str, *args: Any) -> None:
         same(tensor, copy, f"lpq::{name} changed an input")
     storages = [t.untyped_storage().data_ptr() for t in (*given, *made) if t.numel()]
     assert len(set(storages[-len(made) :])) == len(made), f"lpq::{name} returns a buffer twice"
-    assert not set(storages[: len(given)]) & set(storages[-len(made) :]), f"lpq::{name} returns a view of an input"
-    # torch's check of the schema compares inputs by allclose, which has no 8-bit floats; the lines above stand in for it.
+    assert not set(storages[: len(given)]) & set(storages[-len(made) :]), (
+        f"lpq::{name} returns a view of an input"
+    )
+    # torch checks inputs by allclose, which has no 8-bit floats: there the lines above stand in for it.
     wide = all(t.element_size() > 1 or not t.is_floating_point() for t in given)
     torch.library.opcheck(op, args, test_utils=("test_schema", *CHECKS) if wide else CHECKS)
 
 
 def test_compile_without_a_break(family: Family) -> None:
-    """One graph, no break, for quantizing and decoding by every option; the same bits as without ``torch.compile``."""
+    """Quantizing and decoding by every option make one graph, which gives the bits of eager execution."""
     x = normal(32, 48, torch.bfloat16)
 
     def round_trips(x: Tensor) -> list[Tensor]:
@@ -112,6 +112,8 @@ def test_compile_without_a_break(family: Family) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(round_trips, fullgraph=True, backend="aot_eager")(x)
-    names = [f"{quantizer}: the {direction} operand" for quantizer in family.quantizers for direction in DIRECTIONS]
+    names = [
+        f"{quantizer}: the {direction} operand" for quantizer in family.quantizers for direction in DIRECTIONS
+    ]
     for name, traced, eager in zip(names, compiled, round_trips(x), strict=True):
         same(traced, eager, f"{name}, compiled and not")

@@ -66,5 +66,5 @@ class NVFP4Quantizer(Quantizer):
         return NVFP4Storage(data=data, scale=scale, amax=amax)
 
     def _stored(self, x: Tensor) -> Tensor:
-        """The matrix in the basis in which it is stored."""
-        return rotation.rotate(x) if self.rht else x
+        """The matrix in the basis in which it is stored; a rotated one is rounded to bf16."""
+        return rotation.rotate(x).bfloat16() if self.rht else x

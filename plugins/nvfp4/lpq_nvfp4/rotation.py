@@ -17,13 +17,13 @@ MINUS = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """The rotated matrix, rounded to bf16, with its columns padded to whole groups."""
+    """The rotated matrix in fp32, its columns padded to whole groups."""
     x = pad_blocks(x, (1, 16))
-    return hadamard(x.float() * (_signs(x) * 0.25)).bfloat16()
+    return hadamard(x.float() * (_signs(x) * 0.25))
 
 
 def unrotate(y: Tensor) -> Tensor:
-    """What ``rotate`` rotated, in fp32."""
+    """The matrix that ``rotate`` would take to ``y``, padding included."""
     return hadamard(y * 0.25) * _signs(y)
 
 

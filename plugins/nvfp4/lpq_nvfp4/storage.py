@@ -13,7 +13,7 @@ from lpq.core.elements import E4M3, pack_nibbles, unpack_nibbles
 from lpq.core.layout import Block
 from lpq_nvfp4 import reference
 from lpq_nvfp4.reference import GROUP
-from lpq_nvfp4.rotation import unrotate
+from lpq_nvfp4.rotation import rotate, unrotate
 
 if TYPE_CHECKING:
     from lpq_nvfp4.quantizer import NVFP4Quantizer
@@ -43,18 +43,21 @@ class NVFP4Storage(Storage):
         return LAYOUTS[quantizer.block]
 
     def decode(self) -> Tensor:
-        values = self._values()
-        return (unrotate(values) if self.quantizer.rht else values)[:, : self.shape[1]]
+        stored = self._stored()
+        return (unrotate(stored) if self.quantizer.rht else stored)[:, : self.shape[1]]
 
     def decode_rotated(self) -> Tensor:
-        """The rotated matrix has whole groups of columns: another operand in this basis has as many."""
-        return self._values() if self.quantizer.rht else self.decode()
+        if not self.quantizer.rht:
+            return self.decode()
+        # Columns of padding do not decode to zeros once they were rotated, and must not count in a product.
+        return rotate(self.decode()) if self.shape[1] % GROUP else self._stored()
 
-    def _values(self) -> Tensor:
+    def _stored(self) -> Tensor:
+        """What the bytes say: with its padding, and rotated if it is."""
         return reference.decode(self.data, self.scale, self.amax, BLOCKS[self.quantizer.block])
 
     def transposed(self) -> NVFP4Storage:
         code = unpack_nibbles(self.data)[:, : self.shape[1]].t()
         return NVFP4Storage(
-            data=pack_nibbles(pad_blocks(code, (1, GROUP))), scale=self.scale.t().contiguous(), amax=self.amax
+            data=pack_nibbles(pad_blocks(code, (1, GROUP))), scale=self.scale.t(), amax=self.amax
         )
