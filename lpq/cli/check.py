@@ -1,0 +1,65 @@
+"""``lpq check``: the conformance kit of ``lpq.testing`` on one or more formats, run by pytest in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lpq import registry
+from lpq.registry.errors import LpqError
+from lpq.registry.grammar import parse
+
+NEEDED = ("pytest", "hypothesis")
+
+
+class KitMissing(LpqError):
+    """The conformance kit cannot run here."""
+
+
+def check(
+    formats: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FORMAT...", help="nvfp4: in all its options; 'nvfp4(block=16x16)': in this way only."
+        ),
+    ],
+    select: Annotated[
+        str, typer.Option("-k", metavar="EXPRESSION", help="Only the tests whose names match, as for pytest.")
+    ] = "",
+    first: Annotated[bool, typer.Option("--first", "-x", help="Stop at the first failure.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every test that is run.")] = False,
+) -> None:
+    """Run the conformance kit on formats. The exit status is 0 if all of it passed, known failures aside.
+
+    It needs pytest and hypothesis: `pip install 'lpq[check]'`.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise KitMissing(f"the conformance kit needs {' and '.join(missing)}: pip install 'lpq[check]'")
+    for text in formats:
+        registry.format(parse(text).name)
+    import pytest  # not installed by lpq itself
+
+    options = [
+        *("--pyargs", "lpq.testing.conformance"),
+        *(
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(Path(__file__).parents[1]),
+        ),  # whatever the folder we are in says
+        *("-p", "lpq", "-p", "no:cacheprovider"),
+        *("--tb=short", "--no-header", "--show-capture=no", "-rfEsx", "-v" if verbose else "-q"),
+        *(f"--lpq-format={text}" for text in formats),
+    ]
+    if select:
+        options += ["-k", select]
+    if first:
+        options += ["-x"]
+    status = pytest.main(options)
+    if status:
+        raise typer.Exit(int(status))

@@ -1,0 +1,80 @@
+"""``lpq new-plugin``: write a package with a number format that installs, is listed and passes the kit as it is.
+
+The templates are the INT8 format of the design under its own name; a new plugin is their text with another one.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lpq import registry
+from lpq.registry.errors import LpqError
+from lpq.registry.grammar import parse
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+MODEL = "int8"
+
+
+class NewPluginError(LpqError):
+    """A plugin that cannot be written; it says why."""
+
+
+def new_plugin(
+    name: Annotated[str, typer.Argument(help="The format's name: lower-case letters, digits and _.")],
+    directory: Annotated[Path, typer.Option("--dir", help="Where to make the folder lpq-NAME.")] = Path(),
+) -> None:
+    """Write the folder lpq-NAME: a package with a new number format, ready to be installed, checked and changed."""
+    check_name(name)
+    target = directory / f"lpq-{name}"
+    if target.exists():
+        raise NewPluginError(f"{target} exists already: remove it, or choose another --dir")
+    for path, text in rendered(name).items():
+        file = target / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    typer.echo(f"{target}: the format {name}, for now symmetric INT8. To go on:")
+    typer.echo(f"  pip install -e {target}\n  lpq check {name}\n  edit {target}/lpq_{name}/format.py")
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that cannot be a format's, or that is taken."""
+    if not NAME.fullmatch(name):
+        raise NewPluginError(
+            f"{name!r} cannot be the name of a format: begin with a letter, then lower-case letters, digits and _"
+        )
+    (_, value), *_ = parse(f"format(name={name})").options
+    if value != name:
+        raise NewPluginError(
+            f"{name!r} cannot be the name of a format: in a quantizer string it means {value}"
+        )
+    for plugin in registry.plugins():
+        if name == plugin.name or name in plugin.formats or name in plugin.recipes:
+            origin = f"{plugin.distribution} {plugin.version}".strip()
+            raise NewPluginError(f"{name!r} is taken by plugin {plugin.name} ({origin}): choose another name")
+
+
+def rendered(name: str) -> dict[str, str]:
+    """The files of the package, by path."""
+    camel = "".join(part.capitalize() for part in name.split("_"))
+    return {
+        path.replace(MODEL, name): text.replace(MODEL, name).replace(MODEL.capitalize(), camel)
+        for path, text in templates(resources.files("lpq.cli") / "templates")
+    }
+
+
+def templates(folder: Traversable, prefix: str = "") -> list[tuple[str, str]]:
+    """The path and the text of every template. Python files end in ``.txt`` here, since they are no code of lpq."""
+    found: list[tuple[str, str]] = []
+    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
+        path = f"{prefix}{entry.name}"
+        if entry.is_dir():
+            found += templates(entry, f"{path}/")
+        else:
+            found.append((path.removesuffix(".txt"), entry.read_text(encoding="utf-8")))
+    return found
