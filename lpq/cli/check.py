@@ -1,4 +1,4 @@
-"""``lpq check``: the conformance kit of ``lpq.testing`` on one or more formats, run by pytest in this process."""
+"""``lpq check``: run the conformance kit of ``lpq.testing`` on formats, by pytest in this process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``lpq new-plugin``: write a package with a number format that installs, is listed and passes the kit as it is.
+"""``lpq new-plugin``: write a package with a number format that installs, is listed and passes the kit.
 
-The templates are the INT8 format of the design under its own name; a new plugin is their text with another one.
+The templates are the INT8 format of the design, with ``NAME`` for its name and ``Name`` for its classes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from lpq.registry.errors import LpqError
 from lpq.registry.grammar import parse
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
-MODEL = "int8"
 
 
 class NewPluginError(LpqError):
@@ -29,7 +28,7 @@ def new_plugin(
     name: Annotated[str, typer.Argument(help="The format's name: lower-case letters, digits and _.")],
     directory: Annotated[Path, typer.Option("--dir", help="Where to make the folder lpq-NAME.")] = Path(),
 ) -> None:
-    """Write the folder lpq-NAME: a package with a new number format, ready to be installed, checked and changed."""
+    """Write the folder lpq-NAME: a package with a new number format, ready to install and to change."""
     check_name(name)
     target = directory / f"lpq-{name}"
     if target.exists():
@@ -46,7 +45,7 @@ def check_name(name: str) -> None:
     """Refuse a name that cannot be a format's, or that is taken."""
     if not NAME.fullmatch(name):
         raise NewPluginError(
-            f"{name!r} cannot be the name of a format: begin with a letter, then lower-case letters, digits and _"
+            f"{name!r} cannot be the name of a format: use lower-case letters, digits and _, a letter first"
         )
     (_, value), *_ = parse(f"format(name={name})").options
     if value != name:
@@ -63,13 +62,13 @@ def rendered(name: str) -> dict[str, str]:
     """The files of the package, by path."""
     camel = "".join(part.capitalize() for part in name.split("_"))
     return {
-        path.replace(MODEL, name): text.replace(MODEL, name).replace(MODEL.capitalize(), camel)
+        path.replace("NAME", name): text.replace("NAME", name).replace("Name", camel)
         for path, text in templates(resources.files("lpq.cli") / "templates")
     }
 
 
 def templates(folder: Traversable, prefix: str = "") -> list[tuple[str, str]]:
-    """The path and the text of every template. Python files end in ``.txt`` here, since they are no code of lpq."""
+    """The path and the text of every template; Python files end in ``.txt``, being no code of lpq."""
     found: list[tuple[str, str]] = []
     for entry in sorted(folder.iterdir(), key=lambda e: e.name):
         path = f"{prefix}{entry.name}"

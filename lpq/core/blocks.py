@@ -24,8 +24,8 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     """The largest magnitude of each block in fp32, NaN if it has one; 0-dimensional for the whole matrix."""
     # The bits of non-negative floats order as the floats do, NaN above infinity, and integers reduce faster.
     bits = x.float().abs().view(torch.int32)
-    amax = bits.amax() if block == (None, None) else _amax(bits, block)
-    return amax.view(torch.float32)
+    amax = (bits.amax() if block == (None, None) else _amax(bits, block)).view(torch.float32)
+    return torch.where(amax.isnan(), torch.nan, amax)  # one NaN for all, whatever the payload
 
 
 def _amax(bits: Tensor, block: Block) -> Tensor:

@@ -114,7 +114,10 @@ def quantize(
     plain_row = row if row is not None and row.plain else None
     plain_col = col if col is not None and col.plain else None
     row_storage = _encode_side(plain_row, x, {}, None) if plain_row is not None else None
-    col_storage = _encode_side(plain_col, x.t(), {}, None) if plain_col is not None else None
+    if row_storage is not None and shared(plain_row, plain_col):
+        col_storage: Storage | None = transpose_reference(row_storage)  # one cast serves both
+    else:
+        col_storage = _encode_side(plain_col, x.t(), {}, None) if plain_col is not None else None
     row, col = (None if plain_row else row), (None if plain_col else col)
     if row is None and col is None:
         return row_storage, col_storage, []

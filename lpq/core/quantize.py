@@ -68,17 +68,17 @@ def _encode(
     seed: Tensor | None,
     offset: int,
 ) -> Operands:
-    known = recall(quantizer, row, col, state) if state else []
+    known = recall(quantizer, row, col, state) if state is not None else []
     declared = operations.declared(row, col)
     if group is not None:
         check_shard(declared, x.shape[0])
-        if not state or any(k is None and spans(d) for k, d in zip(known, declared, strict=True)):
+        if state is None or any(k is None and spans(d) for k, d in zip(known, declared, strict=True)):
             stats = operations.measure(x, row, col)
             reduce_stats(declared, stats, group)
             use = [s if k is None else k for k, s in zip(known or [None] * len(stats), stats, strict=True)]
             row_operand, col_operand, _ = operations.quantize(x, use, row, col, seed, offset)
             return Operands(row_operand, col_operand, stats)
-    return Operands(*operations.quantize(x, known, row, col, seed, offset, measure=bool(state)))
+    return Operands(*operations.quantize(x, known, row, col, seed, offset, measure=state is not None))
 
 
 def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
@@ -137,6 +137,7 @@ def quantize_tensor(
     if not (row or col):
         raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")
     check_input(x)
+    state = state or None
     with torch.no_grad():
         matrix = as_matrix(x)
         if quantizer.side("row").plain or quantizer.side("col").plain:
@@ -145,7 +146,7 @@ def quantize_tensor(
             quantizer, matrix, row=row, col=col, group=group, state=state,
             seed=as_seed(seed, x.device), offset=offset,
         )  # fmt: skip
-        if state:
+        if state is not None:
             remember(quantizer, state, operands.measured, row=row, col=col, group=group)
     return wrap_operands(operands.row, operands.col, quantizer, x.shape, x.dtype, group)
 

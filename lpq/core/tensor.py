@@ -73,7 +73,8 @@ class QuantizedTensor(Tensor):
         if here is not None:
             return here
         assert other is not None
-        if not other.quantizer.transposable or self.quantizer.side(direction) != other.quantizer:
+        derivable = other.quantizer.transposable and self.quantizer.col_source == "original"
+        if not derivable or self.quantizer.side(direction) != other.quantizer:
             raise ValueError(
                 f"the {direction} operand of this {list(self.shape)} tensor is absent and {self.quantizer} cannot "
                 f"derive it: quantize with {direction}=True"

@@ -114,7 +114,7 @@ class _Multiply(torch.autograd.Function):
                 assert dy_col is not None
                 assert x_col is not None
                 dw = gemm(dy_col, x_col, dtype=w_dtype)
-            if state:
+            if state is not None:
                 remember(plan.dy, state, dy_stats, row=needs_dx, col=needs_dw)
             if "x" in ctx.states:
                 remember(plan.x, ctx.states["x"], x_stats, col=needs_dw)
@@ -265,7 +265,7 @@ class Linear(nn.Linear):
         state = self._states().get("w")
         with torch.no_grad():
             row, col, stats = weight_operands(self._plan.w, self.weight, state=state)
-            if state:
+            if state is not None:
                 remember(self._plan.w, state, stats)
         assert col is not None
         self._held = HeldWeight(row, col, self.weight._version)

@@ -39,7 +39,7 @@ class TrainConfig:
     batch: int = option(8, "Sequences per step.", least=1)
     seq: int = option(128, "Bytes per sequence.", least=1)
     lr: float = option(
-        4e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0
+        3e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0
     )
     seed: int = option(0, "Seed of the weights, the batches and the stochastic rounding.", least=0)
     layers: int = option(4, "Blocks of the model.", least=1)

@@ -48,7 +48,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     console.print(
         f"{config.title}: {config.steps} steps on {device}, {text.source}; everything goes to {directory}/"
     )
-    jobs = {"recipe": (config.title, policy)}
+    jobs: dict[str, tuple[str, Policy | None]] = {"recipe": (config.title, policy)}
     if config.baseline:
         jobs[BASELINE] = (BASELINE, plain_bf16(device, console))
     outcomes = []

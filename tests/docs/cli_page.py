@@ -27,7 +27,7 @@ def rendered(name: str) -> str:
 
 def _metavar(argument: Any) -> str:
     name = argument.metavar or str(argument.name).upper()
-    name += "..." if argument.nargs == -1 else ""
+    name += "..." if argument.nargs == -1 and not name.endswith("...") else ""
     return name if argument.required else f"[{name}]"
 
 
@@ -40,7 +40,7 @@ def _names(parameter: Any) -> str:
 def _default(parameter: Any) -> str:
     shown = getattr(parameter, "show_default", None)
     value = shown if isinstance(shown, str) else parameter.default
-    if value is None or value in ((), [], False) or parameter.required:
+    if value is None or value in ((), [], "", False) or parameter.required:
         return ""
     if value is True:
         return f"`{parameter.opts[0]}`"

@@ -1,26 +1,28 @@
 """The fenced blocks of README.md and docs/, and what runs each of them.
 
 A block without a title is run: Python in one namespace for the page, ``lpq …`` and ``pip install …`` lines as
-commands, ``toml recipe`` and ``toml policy`` by lpq. A block with ``title="path"`` is a file, written (or,
-with ``insert="Class"``, added to a class in it) before what comes after it runs. A block that cannot run has
-``<!-- not run: reason -->`` before it.
+commands. A block with ``title="path"`` is a file, written before what comes after it runs. A comment before a
+block says what else there is to know, which no reader of the page sees: ``<!-- not run: reason -->``, ``<!-- read
+by lpq.recipe -->`` (or ``lpq.policy``), ``<!-- added to class Name -->``.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$",
-    re.DOTALL | re.MULTILINE,
+    r"(?:^<!-- (?P<note>[^\n]+?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
 )
-_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+_NOTE = re.compile(
+    r"not run: (?P<reason>.+)|read by lpq\.(?P<reader>recipe|policy)|added to class (?P<owner>\w+)"
+)
+_INFO = re.compile(r'(?P<language>\w*)(?: title="(?P<title>[^"]+)")?')
 KNOWN = {"python", "shell", "toml", "text"}
 
 
@@ -31,12 +33,15 @@ class Block:
     page: Path
     line: int
     language: str
-    words: tuple[str, ...]
-    """What else is in the fence's first line, apart from attributes."""
     code: str
-    reason: str | None
+    title: str | None = None
+    """The file that it is."""
+    reason: str | None = None
     """Why it is not run."""
-    attributes: dict[str, str] = field(default_factory=dict)
+    reader: str | None = None
+    """What reads it: ``recipe`` or ``policy``."""
+    owner: str | None = None
+    """The class of the file to which it is added."""
 
     @property
     def place(self) -> str:
@@ -53,11 +58,9 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found: list[Block] = []
     for match in _FENCE.finditer(text):
-        info = match["info"]
-        words = _ATTRIBUTE.sub("", info).split() or [""]
         line = text.count("\n", 0, match.start("info")) + 1
-        attributes = dict(_ATTRIBUTE.findall(info))
-        found.append(
-            Block(page, line, words[0], tuple(words[1:]), match["code"], match["reason"], attributes)
-        )
+        info, note = _INFO.fullmatch(match["info"].strip()), _NOTE.fullmatch(match["note"] or "")
+        assert info, f"{page}:{line}: the site cannot show {match['info']!r}"
+        said = note.groupdict() if note else {}
+        found.append(Block(page, line, code=match["code"], **info.groupdict(), **said))
     return found

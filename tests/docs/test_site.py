@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -56,6 +57,14 @@ def test_it_builds_without_a_network_and_fetches_nothing(site: Path) -> None:
     assert len(pages) > 12
     for page in pages:
         assert foreign(page.read_text()) == [], page
+
+
+def test_no_page_shows_markup(site: Path) -> None:
+    """A fence or a link that Markdown did not understand is shown as it was written."""
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<(script|pre|code)\b.*?</\1>", "", page.read_text(), flags=re.DOTALL)
+        for markup in ("```", "](", ":::", "**"):
+            assert markup not in re.sub(r"<[^>]*>", "", text), f"{page.relative_to(site)} shows {markup}"
 
 
 def test_a_page_that_fetches_is_noticed() -> None:

@@ -12,6 +12,7 @@ import textwrap
 import tomllib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from snippets import KNOWN, PAGES, ROOT, Block, blocks
 import lpq
 from lpq import registry
 from lpq.cli import main
+from lpq.cli.new_plugin import rendered
 
-IN_A_PROCESS = {"train", "check"}
-"""Commands that run in a process of their own, as for a reader; the others run here, which is faster."""
+IN_A_PROCESS = {"check"}
+"""Commands that run in a process of their own, since they run pytest; the others run here: it is faster."""
 
 
 class Reader:
@@ -47,7 +49,7 @@ class Reader:
         )
         if block.reason is not None or block.language == "text":
             return
-        if "title" in block.attributes:
+        if block.title is not None:
             self.write(block)
         elif block.language == "python":
             lines = "\n" * block.line  # so that a traceback has the line of the page
@@ -60,10 +62,10 @@ class Reader:
 
     def write(self, block: Block) -> None:
         """A block that is a file, or that goes to the end of a class in a file."""
-        path = self.folder / block.attributes["title"]
+        path = self.folder / str(block.title)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if "insert" in block.attributes:
-            path.write_text(inserted(path.read_text(), block.attributes["insert"], block.code))
+        if block.owner is not None:
+            path.write_text(inserted(path.read_text(), block.owner, block.code))
         else:
             path.write_text(block.code)
         if path.suffix == ".toml":
@@ -72,9 +74,10 @@ class Reader:
 
     def read(self, block: Block) -> None:
         table = tomllib.loads(block.code)
-        made = {"recipe": lpq.recipe, "policy": lpq.policy}
-        for word in block.words:
-            assert made[word](made[word](table).to_dict()) == made[word](table)
+        make = {"recipe": lpq.recipe, "policy": lpq.policy}.get(block.reader or "")
+        if make is not None:
+            made = make(table)
+            assert make(made.to_dict()) == made
 
     def call(self, command: list[str], block: Block) -> None:
         if command[0] == "make":
@@ -169,7 +172,7 @@ def made_up(reader: Reader, text: str) -> list[Block]:
     page = ROOT / "made-up.md"
     folder = reader.folder / "page.md"
     folder.write_text(text)
-    return [Block(page, b.line, b.language, b.words, b.code, b.reason, b.attributes) for b in blocks(folder)]
+    return [replace(block, page=page) for block in blocks(folder)]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,7 @@ def made_up(reader: Reader, text: str) -> list[Block]:
         "```shell\nlpq explain no-such-recipe\n```\n",
         "```shell\nmake no-such-target\n```\n",
         "```shell\nrm -rf nothing\n```\n",
-        '```toml recipe\nfprop = "mxfp9"\n```\n',
+        '<!-- read by lpq.recipe -->\n```toml\nfprop = "mxfp9"\n```\n',
         "```toml\nthis is no toml\n```\n",
         "```py\nassert True\n```\n",
         "<!-- not run: -->\n```python\nassert False\n```\n",
@@ -198,3 +201,23 @@ def test_an_excused_snippet_is_not_run(reader: Reader) -> None:
     (block,) = made_up(reader, "<!-- not run: it takes a week -->\n```python\nassert False\n```\n")
     assert block.reason == "it takes a week"
     reader.run(block)
+
+
+def meaning(source: str) -> str:
+    """A Python source without its docstring and its layout."""
+    tree = ast.parse(source)
+    if ast.get_docstring(tree) is not None:
+        tree.body = tree.body[1:]
+    return ast.dump(tree)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/plugins/index.md"])
+def test_the_authors_view_is_what_new_plugin_writes(page: str) -> None:
+    written = {path: meaning(text) for path, text in rendered("int8").items() if path.endswith(".py")}
+    shown: dict[str, str] = {}
+    for block in blocks(ROOT / page):
+        title = (block.title or "").removeprefix("lpq-int8/")
+        if title in written and block.owner is None:
+            shown.setdefault(title, meaning(block.code))  # the first time; the guide changes it later
+    assert {"lpq_int8/__init__.py", "lpq_int8/format.py"} <= set(shown)
+    assert shown == {path: written[path] for path in shown}

@@ -193,6 +193,14 @@ def test_encoding_the_decoded_row_operand_is_not_encoding_the_original() -> None
     assert not same(original.col, row.col)
 
 
+def test_nor_is_it_transposing_the_row_operand() -> None:
+    x = normal(40, 70)
+    original = lpq.quantizer("hybrid(row=fp8, col=fp8)").quantize(x, col=False)
+    assert same(original.operand("col"), lpq.quantizer("fp8").quantize(x).col)
+    with pytest.raises(ValueError, match=r"col operand.*is absent and .*col_source=row.* cannot derive it"):
+        lpq.quantizer("hybrid(row=fp8, col=fp8, col_source=row)").quantize(x, col=False).operand("col")
+
+
 # ------------------------------------------------------------------------------ hybrids of hybrids
 
 

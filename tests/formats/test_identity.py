@@ -8,7 +8,7 @@ from nasty import DTYPES, VALUES, VIEWS, as_matrix, bytes_of, normal, same, valu
 
 import lpq
 from lpq import registry
-from lpq.core import gemm, transpose
+from lpq.core import encode_operands, gemm, transpose
 from lpq.registry.errors import OptionError
 
 OPTIONS = {"identity": None, **{f"identity(dtype={str(d).removeprefix('torch.')})": d for d in DTYPES}}
@@ -44,14 +44,23 @@ def test_any_shape_and_memory_layout(text: str, view: str) -> None:
 
 
 @every_dtype
-def test_nothing_is_copied_that_need_not_be(dtype: torch.dtype) -> None:
+def test_a_layer_copies_nothing_that_it_need_not(dtype: torch.dtype) -> None:
     x = normal(8, 48, dtype=dtype)
     for option in (None, dtype):
-        t = lpq.quantizer("identity", dtype=option).quantize(x)
-        held = [s.data.data_ptr() for s in (t.row, t.col, transpose(t.row))]
-        assert held == [x.data_ptr()] * 3
-    cast = lpq.quantizer("identity", dtype="fp32" if dtype != torch.float32 else "bf16").quantize(x)
-    assert cast.row.data.data_ptr() != x.data_ptr()
+        operands = encode_operands(lpq.quantizer("identity", dtype=option), x)
+        held = (operands.row, operands.col, transpose(operands.row))
+        assert [s.data.data_ptr() for s in held] == [x.data_ptr()] * 3
+    cast = encode_operands(lpq.quantizer("identity", dtype="fp16" if dtype != torch.float16 else "bf16"), x)
+    assert cast.row.data.data_ptr() == cast.col.data.data_ptr() != x.data_ptr()
+
+
+@every_option
+def test_a_quantized_tensor_owns_its_bytes(text: str) -> None:
+    x = normal(8, 48)
+    t = lpq.quantizer(text).quantize(x)
+    t.zero_()
+    assert not t.dequantize().any()
+    assert torch.equal(x, normal(8, 48))
 
 
 def test_a_product_is_the_ordinary_one() -> None:

@@ -40,7 +40,10 @@ def test_bytes_are_those_of_the_cpu(text: str) -> None:
         here, there = quantizer.quantize(x, seed=5), quantizer.quantize(x.cuda(), seed=5)
         for (d, a), (_, b) in zip(here.operands, there.operands, strict=True):
             for buffer, tensor in a.buffers().items():
-                assert torch.equal(as_bytes(tensor), as_bytes(b.buffers()[buffer].cpu())), (name, d, buffer)
+                other = b.buffers()[buffer].cpu()
+                if a.quantizer.plain:  # an ordinary matrix: its NaNs are what the hardware makes them
+                    tensor, other = tensor.nan_to_num(7.0), other.nan_to_num(7.0)
+                assert torch.equal(as_bytes(tensor), as_bytes(other)), (name, d, buffer)
         decoded = torch.nan_to_num(here.dequantize(torch.float32), nan=7.0)
         assert torch.equal(decoded, torch.nan_to_num(there.dequantize(torch.float32), nan=7.0).cpu()), name
 

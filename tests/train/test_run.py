@@ -91,8 +91,8 @@ def test_a_model_learns_and_seeds_matter(tiny: MakeConfig, console: Console) -> 
     learned = run(
         tiny("a", steps=60, lr=1e-2, batch=8, checkpoint_every=0, baseline=False), console
     ).outcomes[0]
-    assert learned.losses[0] == pytest.approx(math.log(256), rel=0.05)
-    assert learned.held_out_loss < 3.5
+    assert learned.losses[0] > math.log(256)  # no better than chance
+    assert learned.held_out_loss < 2.5
     seeds = [
         run(tiny(f"seed {s}", baseline=False, seed=s), console).outcomes[0].losses for s in (1, 1 << 32 | 1)
     ]
@@ -179,3 +179,21 @@ def test_the_loop_tells_the_model_its_step(
     monkeypatch.setattr(lpq, "set_step", lambda model, step: (steps.append(step), real(model, step)))
     run(replace(tiny(), baseline=False), console)
     assert steps == list(range(6))
+
+
+def test_a_compiled_run_is_the_eager_run(
+    tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> None:
+    compiled: list[nn.Module] = []
+
+    def compile_to_the_same_operations(self: nn.Module) -> None:
+        compiled.append(self)
+        self._compiled_call_impl = torch.compile(self._call_impl, backend="aot_eager")
+
+    monkeypatch.setattr(nn.Module, "compile", compile_to_the_same_operations)
+    options = {"recipe": "nvfp4", "baseline": False, "steps": 2}
+    eager, other = (run(tiny(str(c), compile=c, **options), console).outcomes[0] for c in (False, True))
+    assert len(compiled) == 1
+    assert eager.losses == other.losses
+    assert eager.held_out_loss == other.held_out_loss
+    assert other.bytes_held > 0

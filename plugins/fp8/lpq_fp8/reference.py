@@ -48,7 +48,7 @@ def decode(data: Tensor, scale: Tensor, block: Block) -> Tensor:
 
 def pushed(history: Tensor, amax: Tensor) -> Tensor:
     """The history after a step with this amax. The newest entry comes first, and the oldest is lost."""
-    return torch.cat((amax.reshape(1), history[1:]))
+    return torch.cat((amax.reshape(1), history[:-1]))
 
 
 def next_amax(history: Tensor, amax: Tensor, margin: int, algo: Literal["max", "most_recent"]) -> Tensor:

@@ -1,0 +1,26 @@
+"""OCP MXFP4: 4-bit floats in blocks of 32 along the contraction, with a power-of-two scale for each block."""
+
+from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+
+
+@hookimpl
+def lpq_register_formats() -> FormatSpec:
+    return FormatSpec(
+        name="mxfp4",
+        summary="E2M1, one E8M0 scale for 32 elements along the contraction",
+        quantizer="lpq_mxfp4.format:MXFP4Quantizer",
+        storage="lpq_mxfp4.format:MXFP4Storage",
+        effective_bits=4.25,
+    )
+
+
+@hookimpl
+def lpq_register_recipes() -> list[RecipeSpec]:
+    return [
+        RecipeSpec(name="mxfp4", summary="MXFP4 for all three GEMMs", recipe="mxfp4()"),
+        RecipeSpec(
+            name="mxfp4-fwd-mxfp8-bwd",
+            summary="MXFP4 forward, MXFP8 in both gradient GEMMs",
+            recipe="fprop=mxfp4(), dgrad=mxfp8(), wgrad=mxfp8()",
+        ),
+    ]

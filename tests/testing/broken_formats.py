@@ -1,0 +1,176 @@
+"""INT8 as an author would write it, and what could go wrong: each class makes one mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lpq.core import Buffer, Quantizer, Stat, Storage
+from lpq.core.operations import decode_reference
+from lpq.registry import FormatSpec, KernelSpec, hookimpl
+from lpq.registry.errors import OptionError
+
+
+class Int8Storage(Storage):
+    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, None)))
+
+    def decode(self) -> Tensor:
+        return self.data.float() * self.scale
+
+
+@dataclass(frozen=True)
+class Int8(Quantizer):
+    stats = (Stat("amax", block=(1, None)),)
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": x.abs().amax(dim=1, keepdim=True).float()}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        scale = stats["amax"].clamp(min=1e-12) / 127
+        return Int8Storage(data=(x / scale).round().to(torch.int8), scale=scale)
+
+
+class WrongDtype(Int8):
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        made = super().encode(x, stats)
+        return Int8Storage(data=made.data.short(), scale=made.scale)
+
+
+class WrongShape(Int8):
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        made = super().encode(x, stats)
+        return Int8Storage(data=made.data, scale=made.scale.squeeze(1))
+
+
+class MissingBuffer(Int8):
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        made = super().encode(x, stats)
+        return Int8Storage(data=made.data, scales=made.scale)
+
+
+class Dithers(Int8):
+    """Random, without saying so."""
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        return super().encode(x + torch.rand_like(x) * 1e-2, stats)
+
+
+class ChangesItsInput(Int8):
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        return super().encode(x.mul_(1.5), stats)
+
+
+class RankLocal(Int8):
+    """Takes the scale from what it sees, which on a rank is a shard."""
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        return super().encode(x, self.measure(x) if x.numel() else stats)
+
+
+class HidesNaN(Int8):
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        amax = stats["amax"].nan_to_num(nan=1.0, posinf=1.0)
+        return super().encode(x.nan_to_num(), {"amax": amax})
+
+
+class LosesTheScale(Int8):
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        made = super().encode(x, stats)
+        return Int8Storage(data=made.data, scale=torch.full_like(made.scale, 1 / 32))
+
+
+class TensorStorage(Storage):
+    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(None, None)))
+
+    def decode(self) -> Tensor:
+        return self.data.float() * self.scale
+
+    def transposed(self) -> Storage:
+        rows, cols = self.shape
+        return TensorStorage(data=self.data.reshape(cols, rows), scale=self.scale)
+
+
+@dataclass(frozen=True)
+class TransposesByReshape(Quantizer):
+    """One scale for the tensor, so transposable; but ``transposed`` moves no element."""
+
+    stats = (Stat("amax"),)
+    transposable = True
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": x.abs().amax().float()}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        scale = stats["amax"].clamp(min=1e-12) / 127
+        return TensorStorage(data=(x / scale).round().to(torch.int8), scale=scale)
+
+
+class NoZero(Int8):
+    """Has a grid without a zero, and says so."""
+
+    known_failures: ClassVar[dict[str, str]] = {"test_zeros_stay_zeros": "this grid has no zero"}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        made = super().encode(x, stats)
+        return Int8Storage(data=torch.where(made.data == 0, 1, made.data).to(torch.int8), scale=made.scale)
+
+
+class Pessimist(Int8):
+    """Claims a failure that it does not have."""
+
+    known_failures: ClassVar[dict[str, str]] = {"test_zeros_stay_zeros": "it is said"}
+
+
+class Misspelt(Int8):
+    known_failures: ClassVar[dict[str, str]] = {"test_zeroes_stay_zeros": "this grid has no zero"}
+
+
+@dataclass(frozen=True)
+class Picky(Int8):
+    """Has two options that do not go together; nothing else is wrong with it."""
+
+    wide: bool = False
+    mode: Literal["a", "b"] = "a"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.wide and self.mode == "b":
+            raise OptionError("wide goes with mode a only")
+
+
+def right_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    return decode_reference(operand, dtype)
+
+
+def wrong_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Forgets the last row, where its output holds what was in that memory."""
+    out = torch.empty(operand.shape, dtype=dtype)
+    out[:-1] = decode_reference(operand, dtype)[:-1]
+    return out
+
+
+class Plugin:
+    """A plugin with one of these formats, as ``registry.register`` takes it."""
+
+    def __init__(self, quantizer: type[Quantizer], storage: type[Storage] = Int8Storage, **spec: Any) -> None:
+        self.spec = FormatSpec(
+            name="broken",
+            summary="for a test",
+            quantizer=f"{quantizer.__module__}:{quantizer.__name__}",
+            storage=f"{storage.__module__}:{storage.__name__}",
+            effective_bits=spec.pop("effective_bits", 8),
+            **spec,
+        )
+
+    @hookimpl
+    def lpq_register_formats(self) -> FormatSpec:
+        return self.spec
+
+
+def cpu_kernel(name: str, **options: Any) -> KernelSpec:
+    """A kernel for decoding, of this module, that runs on the CPU."""
+    return KernelSpec(op="decode", impl=f"{__name__}:{name}", backend="torch", device="cpu", **options)

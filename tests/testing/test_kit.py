@@ -1,0 +1,130 @@
+"""The kit finds mistakes: a format that makes one fails the test about it, which says what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import broken_formats as broken
+import hypothesis  # noqa: F401  what a run inside this process may not import a second time
+import pytest
+
+import lpq.nn
+from lpq import registry
+from lpq.core import Quantizer
+
+pytest_plugins = ["pytester"]
+
+Run = Callable[[broken.Plugin, str], pytest.RunResult]
+
+MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
+    broken.WrongDtype: (
+        "test_encode_fills_the_declared_buffers",
+        "Int8Storage.layout says data is torch.int8; encode returned torch.int16",
+    ),
+    broken.WrongShape: (
+        "test_encode_fills_the_declared_buffers",
+        "Int8Storage.layout says scale covers (1, None), so for [[]*[]] it must be (*, 1); encode returned (*,)",
+    ),
+    broken.MissingBuffer: (
+        "test_encode_fills_the_declared_buffers",
+        "Int8Storage.layout declares [[]'data', 'scale'[]]; encode set [[]'data', 'scales'[]]",
+    ),
+    broken.Dithers: ("test_encode_is_pure", "encoding the same matrix a second time, buffer 'data'"),
+    broken.ChangesItsInput: ("test_encode_is_pure", "encode changed its input"),
+    broken.RankLocal: ("test_a_shard_is_its_piece_of_the_whole", "encoded with the reduced statistics"),
+    broken.HidesNaN: ("test_non_finite_is_never_silently_finite", "comes back as"),
+    broken.LosesTheScale: ("test_error_is_bounded", "the relative RMS error of normal values is"),
+    broken.TransposesByReshape: (
+        "test_transposed_is_the_operand_of_the_transpose",
+        "TensorStorage.transposed of",
+    ),
+}
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Iterator[Run]:
+    """Run those tests of the kit that an expression selects on a format."""
+
+    def check(plugin: broken.Plugin, select: str) -> pytest.RunResult:
+        registry.register(plugin, name="broken")
+        options = ["--pyargs", "lpq.testing.conformance", "--lpq-format=broken", "-k", select, "-rA"]
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", *options)
+
+    yield check
+    registry.refresh()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda cls: cls.__name__)
+def test_a_mistake_is_found_and_named(run: Run, mistake: type[Quantizer]) -> None:
+    test, message = MISTAKES[mistake]
+    storage = broken.TensorStorage if mistake is broken.TransposesByReshape else broken.Int8Storage
+    result = run(broken.Plugin(mistake, storage), test)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines([f"*{message}*"])
+
+
+def test_the_same_tests_pass_on_a_right_format(run: Run) -> None:
+    """The negative control of the test above: INT8 as it should be fails none of these."""
+    result = run(broken.Plugin(broken.Int8), " or ".join({test for test, _ in MISTAKES.values()}))
+    assert result.ret == pytest.ExitCode.OK
+    assert result.parseoutcomes()["passed"] >= len(MISTAKES)
+
+
+def test_wrong_bits_are_found(run: Run) -> None:
+    result = run(broken.Plugin(broken.Int8, effective_bits=4), "test_effective_bits")
+    result.stdout.fnmatch_lines(["*the spec says effective_bits=4; the layout takes 8.008 bits an element*"])
+
+
+def test_kernels_are_compared_with_poisoned_outputs(run: Run) -> None:
+    """A kernel that leaves a row unwritten is found; one that is right passes, one that cannot run is skipped."""
+    wrong = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("wrong_kernel"),)), "test_kernels")
+    wrong.stdout.fnmatch_lines(["*torch kernel broken_formats:wrong_kernel on broken*elements differ*"])
+    right = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("right_kernel"),)), "test_kernels")
+    right.assert_outcomes(passed=1, skipped=1)
+    absent = broken.cpu_kernel("right_kernel", requires=("a_library_that_is_not_there",))
+    skipped = run(broken.Plugin(broken.Int8, kernels=(absent,)), "test_kernels")
+    skipped.assert_outcomes(skipped=2)
+    skipped.stdout.fnmatch_lines(
+        ["*right_kernel: needs a_library_that_is_not_there, which is not installed*"]
+    )
+
+
+def test_known_failures_are_expected_and_listed(run: Run) -> None:
+    result = run(broken.Plugin(broken.NoZero), "test_zeros_stay or test_known")
+    result.assert_outcomes(passed=1, xfailed=1)
+    result.stdout.fnmatch_lines(["*XFAIL*test_zeros_stay_zeros*this grid has no zero*"])
+
+
+def test_a_known_failure_must_fail(run: Run) -> None:
+    result = run(broken.Plugin(broken.Pessimist), "test_zeros_stay")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*XPASS(strict)*it is said*"])
+
+
+def test_a_known_failure_must_be_a_test(run: Run) -> None:
+    result = run(broken.Plugin(broken.Misspelt), "test_known")
+    result.stdout.fnmatch_lines(["*'test_zeroes_stay_zeros': did you mean 'test_zeros_stay_zeros'*"])
+
+
+def test_the_kit_asks_for_a_format(pytester: pytest.Pytester) -> None:
+    assert lpq.nn  # imported here, not inside the run
+    kit = ["--pyargs", "lpq.testing.conformance.test_layout", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    result = pytester.runpytest_inprocess(*kit)
+    result.stdout.fnmatch_lines(["*the conformance kit must know what to test: --lpq-format FORMAT*"])
+    result = pytester.runpytest_inprocess(*kit, "--lpq-format", "mxfp9")
+    result.stdout.fnmatch_lines(["*'mxfp9'*did you mean 'mxfp8'*"])
+
+
+def test_other_tests_are_left_alone(pytester: pytest.Pytester) -> None:
+    """A test of somebody else may have arguments of the same names."""
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.fixture
+        def quantizer():
+            return 3
+
+        def test_mine(quantizer):
+            assert quantizer == 3
+    """)
+    pytester.runpytest_inprocess("-p", "no:xdist").assert_outcomes(passed=1)
