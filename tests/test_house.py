@@ -30,9 +30,7 @@ BESIDE = {("core", "ops"), ("cli", "train"), ("__main__", "cli")}
 FOR_PLUGINS = {"registry", "core", "ops"}
 NAMELESS = ("core", "nn", "ops", "distributed")
 """The parts that know no format."""
-NOT_OURS = re.compile(
-    r"\.git|\.venv|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis"
-)
+NOT_OURS = re.compile(r"\.git|\.venv|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis")
 
 
 def files(*patterns: str) -> list[Path]:
@@ -40,6 +38,10 @@ def files(*patterns: str) -> list[Path]:
     found = [p for pattern in patterns for p in ROOT.glob(pattern)]
     ours = [p for p in found if not any(map(NOT_OURS.fullmatch, p.relative_to(ROOT).parts))]
     return sorted(p for p in ours if p.is_file())
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def imports(tree: ast.AST, package: str) -> Iterator[str]:
@@ -86,7 +88,7 @@ def part_of(path: Path) -> str:
 # ---------------------------------------------------------------------------------------------- imports
 
 
-@pytest.mark.parametrize("path", [p for p in files("lpq/**/*.py") if part_of(p) != "__init__"], ids=str)
+@pytest.mark.parametrize("path", [p for p in files("lpq/**/*.py") if part_of(p) != "__init__"], ids=short)
 def test_imports_point_down(path: Path) -> None:
     assert part_of(path) in FLOORS, f"{path}: {part_of(path)} has no floor"
     assert wrong_imports(path.read_text(), part_of(path)) == []
@@ -112,7 +114,7 @@ def test_an_import_that_points_up_is_noticed(part: str, source: str, wrong: list
     assert wrong_imports(source, part) == wrong
 
 
-@pytest.mark.parametrize("path", files("plugins/**/*.py", "examples/*/lpq_*/**/*.py"), ids=str)
+@pytest.mark.parametrize("path", files("plugins/**/*.py", "examples/*/lpq_*/**/*.py"), ids=short)
 def test_a_plugin_imports_the_registry_the_core_and_the_kernel_table_only(path: Path) -> None:
     own = path.relative_to(ROOT).parts[2]
     assert parts_used(path.read_text(), own) <= FOR_PLUGINS
@@ -120,13 +122,13 @@ def test_a_plugin_imports_the_registry_the_core_and_the_kernel_table_only(path: 
     assert {head for head in heads if head.startswith("lpq_")} <= {own}
 
 
-@pytest.mark.parametrize("path", files("lpq/**/*.py"), ids=str)
+@pytest.mark.parametrize("path", files("lpq/**/*.py"), ids=short)
 def test_no_part_of_lpq_imports_a_plugin(path: Path) -> None:
     heads = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), f"lpq.{part_of(path)}")}
     assert not any(head.startswith("lpq_") for head in heads)
 
 
-@pytest.mark.parametrize("path", files(*(f"lpq/{part}/**/*.py" for part in NAMELESS)), ids=str)
+@pytest.mark.parametrize("path", files(*(f"lpq/{part}/**/*.py" for part in NAMELESS)), ids=short)
 def test_no_format_is_named_where_none_may_be(path: Path) -> None:
     assert formats_named(path.read_text()) == []
 
@@ -173,7 +175,7 @@ def test_a_heavy_import_would_be_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", files("lpq/**/*.py", "plugins/**/*.py", "tests/**/*.py", "examples/**/*.py"), ids=str
+    "path", files("lpq/**/*.py", "plugins/**/*.py", "tests/**/*.py", "examples/**/*.py"), ids=short
 )
 def test_a_file_is_short_and_says_what_it_is_for(path: Path) -> None:
     text = path.read_text()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
+import lpq.testing
 from lpq import registry
 from lpq.registry.errors import LpqError
 from lpq.registry.grammar import parse
@@ -23,9 +25,7 @@ class KitMissing(LpqError):
 def check(
     formats: Annotated[
         list[str],
-        typer.Argument(
-            metavar="FORMAT...", help="nvfp4: in all its options; 'nvfp4(block=16x16)': in this way only."
-        ),
+        typer.Argument(metavar="FORMAT...", help="nvfp4: in all its options; 'nvfp4(block=16x16)': in this way only."),
     ],
     select: Annotated[
         str, typer.Option("-k", metavar="EXPRESSION", help="Only the tests whose names match, as for pytest.")
@@ -42,24 +42,19 @@ def check(
         raise KitMissing(f"the conformance kit needs {' and '.join(missing)}: pip install 'lpq[check]'")
     for text in formats:
         registry.format(parse(text).name)
-    import pytest  # not installed by lpq itself
+    import pytest  # neither comes with lpq itself
+    from hypothesis.configuration import set_hypothesis_home_dir
 
+    here = str(Path(lpq.testing.__file__).parent)
     options = [
-        *("--pyargs", "lpq.testing.conformance"),
-        *(
-            "-c",
-            os.devnull,
-            "--rootdir",
-            str(Path(__file__).parents[1]),
-        ),  # whatever the folder we are in says
-        *("-p", "lpq", "-p", "no:cacheprovider"),
-        *("--tb=short", "--no-header", "--show-capture=no", "-rfEsx", "-v" if verbose else "-q"),
-        *(f"--lpq-format={text}" for text in formats),
-    ]
-    if select:
-        options += ["-k", select]
-    if first:
-        options += ["-x"]
-    status = pytest.main(options)
+        "--pyargs", "lpq.testing.conformance", *(f"--lpq-format={text}" for text in formats),
+        "-c", os.devnull, "--rootdir", here, "-p", "lpq", "-p", "no:cacheprovider",  # not what this folder says
+        "-W", "ignore::pytest.PytestAssertRewriteWarning",  # lpq itself was imported before pytest
+        "--tb=short", "--no-header", "--show-capture=no", "-rfEsx", "-v" if verbose else "-q",
+        *(["-k", select] if select else []), *(["-x"] if first else []),
+    ]  # fmt: skip
+    with TemporaryDirectory() as folder:
+        set_hypothesis_home_dir(folder)  # and not where we are
+        status = pytest.main(options)
     if status:
         raise typer.Exit(int(status))

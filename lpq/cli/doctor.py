@@ -51,18 +51,13 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
         table(
             "Plugins",
             ("name", "from", "status", "what is wrong", "remedy"),
-            (
-                (p["name"], f"{p['distribution']} {p['version']}", p["status"], p["cause"], p["remedy"])
-                for p in plugins
-            ),
+            ((p["name"], f"{p['distribution']} {p['version']}", p["status"], p["cause"], p["remedy"]) for p in plugins),
         )
         steps = [((name, s.op), s) for name, found in kernels.items() for s in found]
         show(f"Kernels on {where}, default options", ("format", "operation"), steps)
         if without := set(registry.formats()) - set(kernels) - set(broken):
             names = ", ".join(sorted(without))
-            typer.echo(
-                f"Not listed, as they have no default options: {names} (`lpq explain RECIPE` shows them)."
-            )
+            typer.echo(f"Not listed, as they have no default options: {names} (`lpq explain RECIPE` shows them).")
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
     if wrong or broken or any(s.error for found in kernels.values() for s in found):

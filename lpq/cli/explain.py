@@ -47,10 +47,7 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
     table(
         f"{made.title}  =  {made.text}" if made.name else made.text,
         ("GEMM", "computes", "left operand", "right operand"),
-        (
-            (gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values())
-            for gemm, operands in gemms.items()
-        ),
+        ((gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values()) for gemm, operands in gemms.items()),
     )
     show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()])
 

@@ -19,9 +19,7 @@ def train(config: Path | None, **options: Any) -> None:
 
     The text is Python's own standard library unless --data names another. Ctrl-C saves, and --resume goes on.
     """
-    given = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None and v != []
-    }
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None and v != []}
     try:
         run(resolve(given, config))
     except Stopped as stopped:
@@ -43,9 +41,7 @@ def _signature() -> inspect.Signature:
         name = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
         shown = str(f.default).lower() if kind is bool else str(f.default)
         default = shown if f.default is not None and f.default != () else False
-        parameters.append(
-            _parameter(f.name, kind, typer.Option(name, help=f.metadata["help"], show_default=default))
-        )
+        parameters.append(_parameter(f.name, kind, typer.Option(name, help=f.metadata["help"], show_default=default)))
     return inspect.Signature(parameters)
 
 

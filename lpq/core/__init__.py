@@ -1,6 +1,6 @@
 """The core: layouts, operands, quantizers, quantized tensors and the five operations on them."""
 
-from lpq.core import aten as _aten  # gives QuantizedTensor its operators
+from lpq.core.aten import dispatch
 from lpq.core.layout import Buffer, Stat, StateBuffer
 from lpq.core.operations import decode, gemm, transpose
 from lpq.core.philox import RandomBits
@@ -8,6 +8,8 @@ from lpq.core.quantize import encode_operands, remember
 from lpq.core.quantizer import Quantizer
 from lpq.core.storage import Storage
 from lpq.core.tensor import PrecisionWarning, QuantizedTensor
+
+QuantizedTensor.dispatch = staticmethod(dispatch)
 
 __all__ = [
     "Buffer",

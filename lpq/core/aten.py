@@ -41,7 +41,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = handler(*args, **kwargs) if handler is not None else NotImplemented
     if result is not NotImplemented:
         if func in _VIEWS:
-            return return_and_correct_aliasing(func, args, kwargs, result)
+            return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
         return result
     if func._schema.is_mutable:
         return _write(func, args, kwargs)
@@ -95,9 +95,7 @@ def _unsqueeze(t: QuantizedTensor, dim: int) -> Any:
 
 
 @implements(aten.slice.Tensor)
-def _slice(
-    t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
+def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     if step != 1 or t.dim() == 0:
         return NotImplemented
     dim = dim % t.dim()
@@ -137,9 +135,7 @@ def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
 
 
 @implements(aten.as_strided.default)
-def _as_strided(
-    t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Any:
+def _as_strided(t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     contiguous, step = True, 1
     for length, jump in zip(reversed(size), reversed(stride), strict=True):
         contiguous, step = contiguous and (length == 1 or jump == step), step * length
@@ -314,7 +310,11 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     matrix = source.reshape(_matrix(target))
     with torch.no_grad():
         row, col, _ = encode_operands(
-            target.quantizer, matrix, row=target.row is not None, col=target.col is not None, group=target.amax_group
+            target.quantizer,
+            matrix,
+            row=target.row is not None,
+            col=target.col is not None,
+            group=target.amax_group,
         )
     _overwrite(target, row, col)
     return target
@@ -382,6 +382,3 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stacklevel=1,
     )
     return cast("Any", func(*args, **kwargs))
-
-
-QuantizedTensor.dispatch = staticmethod(dispatch)

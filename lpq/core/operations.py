@@ -1,14 +1,14 @@
 """The five operations on operands: measure, quantize, decode, transpose and gemm.
 
-Each is a ``torch.library`` operator over plain tensors and quantizer strings, so that ``torch.compile`` and fake tensors
-see one node with a known result. Its body asks the kernel table, and the reference, made of what the format wrote,
-serves whatever no kernel serves.
+Each is a ``torch.library`` operator over plain tensors and quantizer strings, so that ``torch.compile`` and fake
+tensors see one node with a known result. Its body asks the kernel table, and the reference, made of what the format
+wrote, serves whatever no kernel serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,15 @@ from lpq.ops import choose
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
 
-_library = torch.library.Library("lpq", "DEF")
+_library = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
+    """Give an operator its body on every device, and what it returns for fake tensors."""
+    name = schema[: schema.index("(")]
+    _library.define(schema, **options)  # type: ignore[no-untyped-call]
+    _library.impl(name, body, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"lpq::{name}", fake, lib=_library)
 
 
 def _quantizer(text: str) -> Quantizer | None:
@@ -48,8 +56,6 @@ def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, i
 
 # ---------------------------------------------------------------------------------------------- measure
 
-_library.define("measure(Tensor x, str row, str col) -> Tensor[]")
-
 
 def measure(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
     """The local statistics of the matrix ``x`` that its operands need, in the order of ``declared``."""
@@ -66,7 +72,7 @@ def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -
 
 def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
     if x.numel() == 0:
-        return [s.zeros(*x.shape, x.device) for s in side.stats]
+        return [s.zeros(x.shape[0], x.shape[1], x.device) for s in side.stats]
     stats = side.measure(x) if side.stats else {}
     return [stats[s.name] for s in side.stats]
 
@@ -76,7 +82,6 @@ def _measure(x: Tensor, row: str, col: str) -> list[Tensor]:
     return _distinct(impl(x, _quantizer(row), _quantizer(col)), ())
 
 
-@torch.library.register_fake("lpq::measure", lib=_library)
 def _measure_fake(x: Tensor, row: str, col: str) -> list[Tensor]:
     return _empty_stats(x, _quantizer(row), _quantizer(col))
 
@@ -90,10 +95,6 @@ def _empty_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> lis
 
 
 # ---------------------------------------------------------------------------------------------- quantize
-
-_library.define(
-    "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure) -> Tensor[]"
-)
 
 
 def quantize(
@@ -176,7 +177,13 @@ def _encode_side(side: Quantizer, x: Tensor, stats: dict[str, Tensor], bits: Ran
 
 
 def _quantize(
-    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: str,
+    col: str,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
 ) -> list[Tensor]:
     operands = tuple(t for t in (row, col) if t)
     impl = choose("quantize", operands, x.device).impl or quantize_reference
@@ -200,9 +207,14 @@ def _memory(tensor: Tensor) -> int:
     return cast("int", tensor.untyped_storage()._cdata)
 
 
-@torch.library.register_fake("lpq::quantize", lib=_library)
 def _quantize_fake(
-    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: str,
+    col: str,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
 ) -> list[Tensor]:
     rows, cols = x.shape
     out: list[Tensor] = []
@@ -214,14 +226,12 @@ def _quantize_fake(
 
 # ---------------------------------------------------------------------------------------------- seeds
 
-_library.define("draw_seeds(Tensor x, Tensor owner, int count) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-
 
 def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
     """Seeds from torch's generator, on the device of ``x``, without a host synchronisation.
 
-    An operator of its own, because a compiler takes liberties with a mere ``randint``: what only backward uses it draws
-    in backward, in another order. This one is needed when ``x``, the layer's input, is there; and ``owner``, the layer's
+    An operator of its own, because a compiler takes liberties with a mere ``randint``: what only backward uses it
+    draws in backward, in another order. This one stays where ``x``, the layer's input, is; and ``owner``, the layer's
     weight, tells the draws of layers apart that share an input and would be merged.
     """
     return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
@@ -231,16 +241,11 @@ def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64, device=x.device)
 
 
-@torch.library.register_fake("lpq::draw_seeds", lib=_library)
 def _draw_seeds_fake(x: Tensor, owner: Tensor, count: int) -> Tensor:
     return x.new_empty((count,), dtype=torch.int64)
 
 
 # ---------------------------------------------------------------------------------------------- decode
-
-_library.define(
-    "decode(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored, ScalarType dtype) -> Tensor"
-)
 
 
 def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
@@ -258,15 +263,12 @@ def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
     return operand.decode().to(dtype)
 
 
-def _decode(
-    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype
-) -> Tensor:
+def _decode(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype) -> Tensor:
     operand = _operand(buffers, quantizer, shape, stored)
     impl = choose("decode", (quantizer,), buffers[0].device).impl or decode_reference
     return cast("Tensor", impl(operand, dtype))
 
 
-@torch.library.register_fake("lpq::decode", lib=_library)
 def _decode_fake(
     buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
@@ -279,8 +281,6 @@ def _operand(buffers: Sequence[Tensor], text: str, shape: Sequence[int], dtype: 
 
 
 # ---------------------------------------------------------------------------------------------- transpose
-
-_library.define("transpose(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored) -> Tensor[]")
 
 
 def transpose(operand: Storage) -> Storage:
@@ -305,20 +305,12 @@ def _transpose(buffers: list[Tensor], quantizer: str, shape: list[int], stored: 
     return _distinct(impl(operand).tensors(), buffers)
 
 
-@torch.library.register_fake("lpq::transpose", lib=_library)
-def _transpose_fake(
-    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype
-) -> list[Tensor]:
+def _transpose_fake(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype) -> list[Tensor]:
     side = cast("Quantizer", registry.quantizer(quantizer))
     return side.storage.empty(side, (shape[1], shape[0]), stored, buffers[0].device).tensors()
 
 
 # ---------------------------------------------------------------------------------------------- gemm
-
-_library.define(
-    "gemm(Tensor[] a, Tensor[] b, Tensor? bias, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
-    "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype) -> Tensor"
-)
 
 
 def gemm(a: Storage, b: Storage, *, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -367,7 +359,6 @@ def _gemm(
     return cast("Tensor", impl(left, right, bias, dtype))
 
 
-@torch.library.register_fake("lpq::gemm", lib=_library)
 def _gemm_fake(
     a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype,
@@ -375,12 +366,37 @@ def _gemm_fake(
     return a[0].new_empty((shape_a[0], shape_b[0]), dtype=dtype)
 
 
-for _name, _body in (
-    ("measure", _measure),
-    ("quantize", _quantize),
-    ("draw_seeds", _draw_seeds),
-    ("decode", _decode),
-    ("transpose", _transpose),
-    ("gemm", _gemm),
-):
-    _library.impl(_name, _body, "CompositeExplicitAutograd")
+# ---------------------------------------------------------------------------------------------- their schemas
+
+_define(
+    "measure(Tensor x, str row, str col) -> Tensor[]",
+    _measure,
+    _measure_fake,
+)
+_define(
+    "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure) -> Tensor[]",
+    _quantize,
+    _quantize_fake,
+)
+_define(
+    "draw_seeds(Tensor x, Tensor owner, int count) -> Tensor",
+    _draw_seeds,
+    _draw_seeds_fake,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+_define(
+    "decode(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored, ScalarType dtype) -> Tensor",
+    _decode,
+    _decode_fake,
+)
+_define(
+    "transpose(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored) -> Tensor[]",
+    _transpose,
+    _transpose_fake,
+)
+_define(
+    "gemm(Tensor[] a, Tensor[] b, Tensor? bias, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
+    "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype) -> Tensor",
+    _gemm,
+    _gemm_fake,
+)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.core.layout import StateBuffer, Stat
+from lpq.core.layout import Stat, StateBuffer
 from lpq.core.storage import Storage
 from lpq.registry.errors import OptionError
 
@@ -110,11 +110,11 @@ class Quantizer:
         ``seed`` and ``offset`` (the first row of a shard in the whole tensor) determine stochastic rounding; without
         a seed one is drawn from torch's generator.
         """
-        from lpq.core.quantize import quantize_tensor  # the one import that points up: it is built on quantizers
+        from lpq.core.quantize import (
+            quantize_tensor,
+        )  # the one import that points up: it is built on quantizers
 
-        return quantize_tensor(
-            self, x, row=row, col=col, group=amax_group, state=state, seed=seed, offset=offset
-        )
+        return quantize_tensor(self, x, row=row, col=col, group=amax_group, state=state, seed=seed, offset=offset)
 
     def new_state(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Fresh state for one tensor, for ``quantize(state=…)``; empty if the format remembers nothing."""
@@ -141,7 +141,7 @@ class Quantizer:
         return cls(**options).ready()
 
     def __post_init__(self) -> None:
-        hints = _option_types(type(self))
+        hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, hint = getattr(self, field.name), hints[field.name]
             if not _fits(value, hint):
@@ -166,11 +166,6 @@ class Quantizer:
 
     def __str__(self) -> str:
         return self.text
-
-
-@cache
-def _option_types(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Declared = tuple[Stat, int]
-"""A statistic and the dimension of its operand that the ranks share out: 0 for a row operand, 1 for a column operand."""
+"""A statistic, and which dimension of its operand the ranks share out: 0 of a row operand, 1 of a column operand."""
 
 
 def spans(declared: Declared) -> bool:
@@ -37,7 +37,8 @@ def reduce_stats(declared: Sequence[Declared], stats: list[Tensor], group: Proce
     flat = torch.cat([stats[i].reshape(-1) for i in spanning]).abs().view(torch.int32)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
     reduced = flat.view(torch.float32)
-    for i, part in zip(spanning, reduced.split([stats[i].numel() for i in spanning]), strict=True):
+    parts = torch.split(reduced, [stats[i].numel() for i in spanning])
+    for i, part in zip(spanning, parts, strict=True):
         stats[i] = part.view(stats[i].shape)
 
 

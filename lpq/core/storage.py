@@ -69,9 +69,7 @@ class Storage:
         return self
 
     @classmethod
-    def wrap(
-        cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype
-    ) -> Self:
+    def wrap(cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Self:
         """The storage over these tensors, given in the order of the layout."""
         storage = cls()
         for buffer, tensor in zip(cls.layout_for(quantizer), tensors, strict=True):
@@ -79,9 +77,7 @@ class Storage:
         return storage.bind(quantizer, shape, dtype)
 
     @classmethod
-    def empty(
-        cls, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-    ) -> Self:
+    def empty(cls, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Self:
         """Uninitialised buffers for a matrix of this shape."""
         tensors = [b.empty(*shape, dtype, device) for b in cls.layout_for(quantizer)]
         return cls.wrap(tensors, quantizer, shape, dtype)
@@ -101,10 +97,7 @@ class Storage:
     def astype(self, dtype: torch.dtype) -> Self:
         """The same bytes standing for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
         layout = self.layout_for(self.quantizer)
-        tensors = [
-            t.to(dtype) if b.dtype is None else t
-            for b, t in zip(layout, self.tensors(), strict=True)
-        ]
+        tensors = [t.to(dtype) if b.dtype is None else t for b, t in zip(layout, self.tensors(), strict=True)]
         return self.wrap(tensors, self.quantizer, self.shape, dtype)
 
     def narrow(self, dim: int, start: int, stop: int) -> Self | None:

@@ -1,8 +1,8 @@
 """QuantizedTensor: a tensor held as one or two encoded operands.
 
 ``row`` encodes the tensor as a matrix ``[M, K]`` (all leading dimensions are rows), ``col`` its transpose ``[K, M]``;
-either may be absent. To PyTorch it is a tensor of the shape, dtype and device it stands for; ``lpq.core.aten`` says what
-each operator does with the buffers. Pickled and saved, it is its quantizer's string and its plain buffers.
+either may be absent. To PyTorch it is a tensor of the shape, dtype and device it stands for; ``lpq.core.aten`` says
+what each operator does with the buffers. Pickled and saved, it is its quantizer's string and its plain buffers.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         operand = row if row is not None else col
         assert operand is not None, "a QuantizedTensor has at least one operand"
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
         )
         self.row, self.col, self.quantizer, self.amax_group = row, col, quantizer, amax_group
-        return cast("QuantizedTensor", self)
+        return self
 
     @property
     def operands(self) -> list[tuple[Direction, Storage]]:
@@ -89,7 +89,11 @@ class QuantizedTensor(Tensor):
         return decode(self.col, dtype or self.dtype).t().contiguous().reshape(self.shape)
 
     def with_operands(
-        self, row: Storage | None, col: Storage | None, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+        self,
+        row: Storage | None,
+        col: Storage | None,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
     ) -> QuantizedTensor:
         """A tensor like this one over other operands."""
         return QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
@@ -121,7 +125,10 @@ class QuantizedTensor(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: tuple[int, ...]
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
     ) -> QuantizedTensor:
         quantizer, sides, dtype, group = context
         operands: dict[str, Storage] = {}
@@ -133,14 +140,14 @@ class QuantizedTensor(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return cls.dispatch(func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = ", ".join(f"{d}={s!r}" for d, s in self.operands)
         return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {held})"
 
@@ -156,7 +163,7 @@ class QuantizedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         copy = self.map(torch.clone).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
-            copy._is_param = True  # type: ignore[attr-defined]
+            copy._is_param = True
         memo[id(self)] = copy
         return cast("QuantizedTensor", copy)
 
@@ -198,7 +205,7 @@ def rebuild(
         requires_grad=requires_grad,
     )  # fmt: skip
     if is_param:
-        tensor._is_param = True  # type: ignore[attr-defined]
+        tensor._is_param = True
     return tensor
 
 
@@ -219,10 +226,10 @@ def wrap_operands(
     operands = [(d, s) for d, s in (("row", row), ("col", col)) if s is not None]
     tensors = [t for _, s in operands for t in s.tensors()]
     sides = [(d, s.quantizer.text, s.shape[0], s.shape[1], s.dtype) for d, s in operands]
-    return _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype)
+    return cast("QuantizedTensor", _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype))
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _wrap_in_graph(
     tensors: list[Tensor],
     sides: list[tuple[str, str, int, int, torch.dtype]],

@@ -66,8 +66,8 @@ class _LinearConverter:
 def convert(model: nn.Module, policy: PolicyLike, *, steps: int | None = None) -> nn.Module:
     """Convert the linear layers of ``model`` in place and return it.
 
-    ``policy`` is a policy or anything that makes a recipe: a name, the grammar, a mapping, a TOML file. ``steps`` is the
-    length of the run, for rules that end at a fraction of it; see ``set_step``. A model may be converted again.
+    ``policy`` is a policy or anything that makes a recipe: a name, the grammar, a mapping, a TOML file. ``steps`` is
+    the length of the run, for rules that end at a fraction of it; see ``set_step``. A model may be converted again.
     """
     policy = recipes.policy(policy)
     converted: list[Entry] = []

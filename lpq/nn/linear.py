@@ -3,8 +3,8 @@
     fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
 
 Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
-the high-precision input. State that lives across steps is read in forward and moves in backward only, so that evaluation
-leaves it alone and activation checkpointing, which runs forward twice, computes the same numbers twice.
+the high-precision input. State that lives across steps is read in forward and moves in backward only, so that
+evaluation leaves it alone and activation checkpointing, which runs forward twice, computes the same numbers twice.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Multiply(torch.autograd.Function):
     """The three GEMMs."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -72,12 +72,13 @@ class _Multiply(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         state_x, state_w = states.get("x"), states.get("w")
         x_row, x_col, x_stats = encode_operands(plan.x, x, col=needs_dw, state=state_x, seed=seeds.get("x"))
+        w_row: Storage
+        w_col: Storage | None
+        w_stats: list[Tensor]
         if held is not None:
             w_row, w_col, w_stats = held.row, held.col, []
         else:
-            w_row, w_col, w_stats = weight_operands(
-                plan.w, weight, col=needs_dx, state=state_w, seed=seeds.get("w")
-            )
+            w_row, w_col, w_stats = weight_operands(plan.w, weight, col=needs_dx, state=state_w, seed=seeds.get("w"))
         assert x_row is not None
         y = gemm(x_row, w_row, bias=bias, dtype=dtype)
         kept_x, kept_w = (x_col if needs_dw else None), (w_col if needs_dx else None)
@@ -91,7 +92,7 @@ class _Multiply(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         saved = list(ctx.saved_tensors)
         x_col, saved = _take(ctx.kept_x, saved)
@@ -103,9 +104,7 @@ class _Multiply(torch.autograd.Function):
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         if needs_dx or needs_dw:
             state = ctx.states.get("dy")
-            dy_row, dy_col, dy_stats = encode_operands(
-                plan.dy, dy, row=needs_dx, col=needs_dw, state=state, seed=seed
-            )
+            dy_row, dy_col, dy_stats = encode_operands(plan.dy, dy, row=needs_dx, col=needs_dw, state=state, seed=seed)
             if needs_dx:
                 assert dy_row is not None
                 assert w_col is not None
@@ -126,7 +125,12 @@ class _Multiply(torch.autograd.Function):
 
 
 def weight_operands(
-    quantizer: Quantizer, weight: Tensor, *, col: bool = True, state: State | None = None, seed: Tensor | None = None
+    quantizer: Quantizer,
+    weight: Tensor,
+    *,
+    col: bool = True,
+    state: State | None = None,
+    seed: Tensor | None = None,
 ) -> tuple[Storage, Storage | None, list[Tensor]]:
     """The operands of a weight, which may be stored quantized already."""
     if isinstance(weight, QuantizedTensor):
@@ -231,7 +235,7 @@ class Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         state = {name: getattr(self, name) for name in self._state_names()}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
             setattr(self, name, before.to(getattr(self, name).device))
         return self
@@ -253,9 +257,9 @@ class Linear(nn.Linear):
         seeds = {}
         if self._plan.stochastic:
             seeds = dict(zip(TENSORS, draw_seeds(x, self.weight, len(TENSORS)).unbind(), strict=True))
-        y = _Multiply.apply(
+        y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, self._plan, dtype, self._states(), seeds, self._held_weight()
-        )  # type: ignore[no-untyped-call]
+        )
         return y.reshape(*input.shape[:-1], self.out_features)
 
     def hold_weight(self) -> None:

@@ -55,7 +55,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
         formats = formats[:1]
     rejected: list[tuple[KernelSpec, str]] = []
     for kernel in sorted(registry.kernels(op, formats), key=lambda k: -k.priority):
-        reason = why_not(kernel, quantizers, torch.device(device, index), allowed)
+        reason = why_not(kernel, quantizers, torch.device(device if index is None else f"{device}:{index}"), allowed)
         if reason is None:
             return Choice(kernel.backend, kernel, registry.resolve(kernel.impl), tuple(rejected))
         rejected.append((kernel, reason))

@@ -31,28 +31,20 @@ class TrainConfig:
     """The options of ``lpq train``; ``lpq train --config FILE`` reads the same names from a TOML file."""
 
     recipe: str = option(RECIPE, "A recipe: a name that `lpq recipes` lists, the grammar, or a TOML file.")
-    policy: str | None = option(
-        None, "A policy file (TOML): recipes by layer and step, in place of --recipe."
-    )
+    policy: str | None = option(None, "A policy file (TOML): recipes by layer and step, in place of --recipe.")
     baseline: bool = option(True, "Train the same model in bf16 afterwards and compare.")
     steps: int = option(400, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)
     seq: int = option(128, "Bytes per sequence.", least=1)
-    lr: float = option(
-        3e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0
-    )
+    lr: float = option(3e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0)
     seed: int = option(0, "Seed of the weights, the batches and the stochastic rounding.", least=0)
     layers: int = option(4, "Blocks of the model.", least=1)
     heads: int = option(4, "Attention heads; they divide --width.", least=1)
     width: int = option(128, "Width of the model.", least=1)
-    data: tuple[str, ...] = option(
-        (), "Files or directories to train on (repeatable); default: Python's own sources."
-    )
+    data: tuple[str, ...] = option((), "Files or directories to train on (repeatable); default: Python's own sources.")
     device: str = option("auto", "cpu, cuda, cuda:N, or auto: the GPU if there is one.")
     compile: bool = option(False, "Train through torch.compile.")
-    out: str | None = option(
-        None, "Directory of the run; default: a new one under runs/, named after the recipe."
-    )
+    out: str | None = option(None, "Directory of the run; default: a new one under runs/, named after the recipe.")
     resume: bool = option(False, "Go on from the last checkpoint of --out, or of the newest run under runs/.")
     checkpoint_every: int = option(
         50, "Steps between checkpoints; 0: only when the run ends or is interrupted.", least=0

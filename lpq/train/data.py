@@ -79,9 +79,7 @@ class Text:
 
 
 def _cut(text: Tensor, key: str, size: int, length: int) -> tuple[Tensor, Tensor]:
-    draw = random.Random(
-        key
-    )  # seeded by the string itself: neighbouring steps and seeds have nothing in common
+    draw = random.Random(key)  # seeded by the string itself: neighbouring steps and seeds have nothing in common
     starts = [draw.randrange(len(text) - length) for _ in range(size)]
     rows = torch.stack([text[s : s + length + 1] for s in starts]).long()
     return rows[:, :-1], rows[:, 1:]

@@ -25,9 +25,7 @@ class Interrupt:
                 self._before[signum] = signal.signal(signum, self._remember)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._restore()
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:

@@ -45,9 +45,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     policy = lpq.policy(config.policy if config.policy is not None else config.recipe)
     text = data.load(config.data, config.seq)
     directory = runs.open_directory(config)
-    console.print(
-        f"{config.title}: {config.steps} steps on {device}, {text.source}; everything goes to {directory}/"
-    )
+    console.print(f"{config.title}: {config.steps} steps on {device}, {text.source}; everything goes to {directory}/")
     jobs: dict[str, tuple[str, Policy | None]] = {"recipe": (config.title, policy)}
     if config.baseline:
         jobs[BASELINE] = (BASELINE, plain_bf16(device, console))

@@ -34,9 +34,7 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count <= (device.index or 0):
-            has = (
-                f"{count} CUDA device{'s'[: count != 1]}" if count else "no CUDA device that PyTorch can use"
-            )
+            has = f"{count} CUDA device{'s'[: count != 1]}" if count else "no CUDA device that PyTorch can use"
             raise TrainError(f"device = {name!r}, but this machine has {has}: use --device cpu, or auto")
     return device
 

@@ -35,9 +35,7 @@ def held_for_backward(model: nn.Module) -> Iterator[Held]:
     def keep(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in own:
-            held.storages[storage.data_ptr()] = (
-                storage  # holding it keeps the address from being given out again
-            )
+            held.storages[storage.data_ptr()] = storage  # holding it keeps the address from being given out again
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
@@ -66,10 +64,7 @@ def served_by(model: nn.Module, device: torch.device) -> list[Served]:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             counted.update((gemm, *how) for gemm, how in _gemms(module, device).items())
-    return [
-        Served(*what, layers)
-        for what, layers in sorted(counted.items(), key=lambda item: GEMMS.index(item[0][0]))
-    ]
+    return [Served(*what, layers) for what, layers in sorted(counted.items(), key=lambda item: GEMMS.index(item[0][0]))]
 
 
 GEMMS = ("fprop", "dgrad", "wgrad")

@@ -83,13 +83,9 @@ def close(summary: Summary, console: Console) -> Summary:
     """Show and write all of it."""
     console.print(comparison(summary))
     console.print(kernels(summary.outcomes[0].served))
-    (summary.directory / "summary.json").write_text(
-        json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8"
-    )
+    (summary.directory / "summary.json").write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
     plotted = plot(summary, summary.directory / "loss.png")
-    console.print(
-        f"written to {summary.directory}/: summary.json, the metrics of each step, checkpoints, {plotted}"
-    )
+    console.print(f"written to {summary.directory}/: summary.json, the metrics of each step, checkpoints, {plotted}")
     return summary
 
 
@@ -103,7 +99,7 @@ def comparison(summary: Summary) -> Table:
     table.add_row("held-out loss (nats per byte)", *(f"{o.held_out_loss:.4f}" for o in outcomes))
     table.add_row("perplexity (per byte)", *(f"{o.perplexity:.3f}" for o in outcomes))
     if summary.gap is not None:
-        table.add_row("gap to bf16", f"{summary.gap:+.2%}", "–")
+        table.add_row("gap to bf16, of the loss", f"{summary.gap:+.2%}", "–")
     table.add_row("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes))
     table.add_row("held for backward, per step", *(size(o.bytes_held) for o in outcomes))
     table.add_row("time per step", *(f"{o.seconds * 1e3:.0f} ms" for o in outcomes))

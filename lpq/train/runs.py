@@ -37,18 +37,14 @@ def newest() -> Path:
     """The directory under ``runs/`` that was begun last."""
     found = sorted(RUNS.glob(f"*/{CONFIG}"), key=lambda p: p.stat().st_mtime_ns)
     if not found:
-        raise TrainError(
-            f"there is no run under {RUNS}/ to resume: start one without --resume, or name it with --out"
-        )
+        raise TrainError(f"there is no run under {RUNS}/ to resume: start one without --resume, or name it with --out")
     return found[-1].parent
 
 
 def stored_config(directory: Path) -> TrainConfig:
     """The settings of the run in ``directory``."""
     if not (directory / CONFIG).is_file():
-        raise TrainError(
-            f"there is no run in {directory} to resume (it has no {CONFIG}): start it without --resume"
-        )
+        raise TrainError(f"there is no run in {directory} to resume (it has no {CONFIG}): start it without --resume")
     return TrainConfig(**read(directory / CONFIG))
 
 

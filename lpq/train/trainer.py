@@ -103,9 +103,7 @@ class Trainer:
     def held_out_loss(self) -> float:
         """The loss on text that the model never trained on."""
         self.model.eval()
-        batches = (
-            self.text.held_out_batch(i, self.config.batch, self.config.seq) for i in range(HELD_OUT_BATCHES)
-        )
+        batches = (self.text.held_out_batch(i, self.config.batch, self.config.seq) for i in range(HELD_OUT_BATCHES))
         mean = sum(self.loss(*batch).item() for batch in batches) / HELD_OUT_BATCHES
         self.model.train()
         return mean
@@ -146,9 +144,7 @@ class Trainer:
                 f"The checkpoint's is:\n{state['policy']}"
             )
         if self.policy is not None and state["step"]:
-            lpq.set_step(
-                self.model, state["step"] - 1
-            )  # the recipes, and so the buffers, of the last step done
+            lpq.set_step(self.model, state["step"] - 1)  # the recipes, and so the buffers, of the last step done
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.losses, self.bytes_held = state["step"], list(state["losses"]), state["bytes_held"]

@@ -60,9 +60,7 @@ def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callabl
 
 def test_a_kernel_that_runs_is_named_and_those_that_cannot_say_why(install: Callable, lpq: Callable) -> None:
     install("swift", "1.0", KERNELS)
-    (decode,) = [
-        k for k in doctor(lpq, "--device", "cpu")["kernels"] if (k["format"], k["op"]) == ("mxfp8", "decode")
-    ]
+    (decode,) = [k for k in doctor(lpq, "--device", "cpu")["kernels"] if (k["format"], k["op"]) == ("mxfp8", "decode")]
     assert (decode["backend"], decode["impl"]) == ("torch", "lpq_swift_plugin:decode")
     reasons = {entry["impl"]: entry["reason"] for entry in decode["why_not"]}
     assert "cuda, not on cpu" in reasons["cuda lpq_swift_plugin:gone"]
@@ -73,9 +71,7 @@ def test_a_kernel_that_runs_is_named_and_those_that_cannot_say_why(install: Call
     assert "lpq_swift_plugin:decode" in table
 
 
-def test_a_request_that_nothing_meets_is_an_error_in_the_table(
-    lpq: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_nothing_meets_is_an_error_in_the_table(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LPQ_KERNELS", "triton")
     found = doctor(lpq, "--device", "cpu", status=1)
     assert found["environment"]["LPQ_KERNELS"] == "triton"

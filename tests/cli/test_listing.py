@@ -60,9 +60,7 @@ def test_a_third_party_is_listed_and_its_words_are_no_markup(install: Callable, 
 
 
 @pytest.mark.parametrize("command", ["formats", "recipes", "plugins"])
-def test_a_broken_plugin_is_explained_and_breaks_nothing_else(
-    command: str, install: Callable, lpq: Callable
-) -> None:
+def test_a_broken_plugin_is_explained_and_breaks_nothing_else(command: str, install: Callable, lpq: Callable) -> None:
     before = json.loads(lpq(command, "--json").out)
     install("sad", "1.3", BROKEN)
     after = lpq(command, "--json")
@@ -89,9 +87,7 @@ def test_the_plugin_list_has_cause_and_remedy(install: Callable, lpq: Callable) 
     assert not found["sad"]["builtin"]
 
 
-def test_a_hidden_plugin_is_listed_as_hidden(
-    install: Callable, lpq: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hidden_plugin_is_listed_as_hidden(install: Callable, lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     install("tiny", "2.0", GOOD)
     monkeypatch.setenv("LPQ_LOAD_PLUGINS", "")
     registry.refresh()

@@ -47,9 +47,7 @@ def test_version(lpq: Callable) -> None:
         (("doctor", "--device", "cuda:97"), 1, ("cuda:97",)),
     ],
 )
-def test_an_error_is_words(
-    arguments: tuple[str, ...], status: int, words: tuple[str, ...], lpq: Callable
-) -> None:
+def test_an_error_is_words(arguments: tuple[str, ...], status: int, words: tuple[str, ...], lpq: Callable) -> None:
     ended = lpq(*arguments)
     assert ended.status == status
     assert ended.out == ""

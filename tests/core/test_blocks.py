@@ -45,17 +45,13 @@ def each_block(x: Tensor, block: Block) -> list[list[Tensor]]:
     SIZES, SIZES, st.sampled_from(BLOCKS), st.sampled_from(sorted(VIEWS)),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )  # fmt: skip
-def test_amax_scaling_and_expansion(
-    rows: int, cols: int, block: Block, view: str, dtype: torch.dtype
-) -> None:
+def test_amax_scaling_and_expansion(rows: int, cols: int, block: Block, view: str, dtype: torch.dtype) -> None:
     x = VIEWS[view](matrix(rows, cols, dtype))
     amax = block_amax(x, block)
     assert amax.is_contiguous()
     assert amax.dtype == torch.float32
     assert amax.shape == Stat("amax", block=block).grid(rows, cols)
-    expected = torch.stack(
-        [torch.stack([b.abs().max() for b in band]) for band in each_block(x, block)]
-    ).float()
+    expected = torch.stack([torch.stack([b.abs().max() for b in band]) for band in each_block(x, block)]).float()
     assert torch.equal(amax.reshape(expected.shape), expected)
     of_each = torch.empty(rows, cols)
     for tiles, values in zip(each_block(of_each, block), expected, strict=True):

@@ -226,9 +226,7 @@ CASTS: dict[str, Callable[[Tensor], Tensor]] = {
     "e4m3": lambda x: decode_float8(cast_float8(x, E4M3)),
     "e5m2": lambda x: decode_float8(scale_float8(x, torch.full((), 0.7, dtype=torch.float32), E5M2)),
     "e2m1": lambda x: decode_e2m1(cast_e2m1(x)),
-    "e2m1 stochastic": lambda x: decode_e2m1(
-        cast_e2m1_stochastic(x, torch.full(x.shape, 77, dtype=torch.uint8))
-    ),
+    "e2m1 stochastic": lambda x: decode_e2m1(cast_e2m1_stochastic(x, torch.full(x.shape, 77, dtype=torch.uint8))),
     "e8m0": lambda x: decode_e8m0(cast_e8m0(x.abs())) * inverse_e8m0(cast_e8m0(x.abs())),
 }
 
@@ -253,9 +251,7 @@ def test_strides_and_shapes_change_nothing_and_the_input_is_kept(cast: Callable[
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-def test_the_default_dtype_changes_nothing(
-    cast: Callable[[Tensor], Tensor], default_dtype: torch.dtype
-) -> None:
+def test_the_default_dtype_changes_nothing(cast: Callable[[Tensor], Tensor], default_dtype: torch.dtype) -> None:
     decoded = cast(sample())
     torch.set_default_dtype(torch.float32)
     assert decoded.dtype == torch.float32

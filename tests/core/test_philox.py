@@ -31,14 +31,9 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), VECTORS)
-def test_the_published_vectors(
-    counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]
-) -> None:
+def test_the_published_vectors(counter: tuple[int, ...], key: tuple[int, ...], result: tuple[int, ...]) -> None:
     c0, c1, c2, c3 = (torch.tensor([c]) for c in counter)
-    assert (
-        tuple(int(w) for w in philox((c0, c1, c2, c3), (torch.tensor(key[0]), torch.tensor(key[1]))))
-        == result
-    )
+    assert tuple(int(w) for w in philox((c0, c1, c2, c3), (torch.tensor(key[0]), torch.tensor(key[1])))) == result
 
 
 def words(counter: list[int], key: list[int]) -> list[int]:
@@ -80,9 +75,7 @@ def test_a_shard_that_knows_its_offset_draws_the_bits_of_the_whole(
 
 def test_seeds_and_directions_draw_unlike_bits() -> None:
     streams = [
-        RandomBits(torch.tensor(seed), direction).bytes(64, 64)
-        for seed in (0, 1, 2**32, -1)
-        for direction in (0, 1)
+        RandomBits(torch.tensor(seed), direction).bytes(64, 64) for seed in (0, 1, 2**32, -1) for direction in (0, 1)
     ]
     for i, one in enumerate(streams):
         for other in streams[:i]:

@@ -22,7 +22,9 @@ sides = pytest.mark.parametrize(("row", "col"), SIDES, ids=["row", "col", "both"
 ROWS, COLS = 256, 384
 
 
-def make(text: str, row: bool, col: bool, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (ROWS, COLS)):
+def make(
+    text: str, row: bool, col: bool, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (ROWS, COLS)
+):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     return lpq.quantizer(text).quantize(x, row=row, col=col, seed=1)
 
@@ -98,7 +100,14 @@ def test_views_share_the_buffers(text: str, row: bool, col: bool, view: str) -> 
 @sides
 @pytest.mark.parametrize(
     "operation",
-    [lambda t: t[::2], lambda t: t[1:4], lambda t: t[:, 3:7], lambda t: t + 1, lambda t: t.abs().sum(), lambda t: t[5]],
+    [
+        lambda t: t[::2],
+        lambda t: t[1:4],
+        lambda t: t[:, 3:7],
+        lambda t: t + 1,
+        lambda t: t.abs().sum(),
+        lambda t: t[5],
+    ],
     ids=["step", "cut rows", "cut columns", "add", "reduce", "select"],
 )
 def test_what_buffers_cannot_express_decodes_and_says_so(text: str, row: bool, col: bool, operation) -> None:
@@ -257,7 +266,9 @@ def test_copying_between_equal_layouts_moves_bytes(text: str, row: bool, col: bo
 
 
 @every
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["single", "foreach", "fused"])
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"fused": True}], ids=["single", "foreach", "fused"]
+)
 def test_optimizers_step_a_quantized_parameter(text: str, options: dict[str, bool]) -> None:
     t = make(text, True, True)
     parameter = nn.Parameter(t)
@@ -301,7 +312,9 @@ def test_it_can_be_made_and_read_inside_a_compiled_function(text: str) -> None:
 
 
 def test_an_absent_operand_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"col operand of this \[256, 384\] tensor is absent.*quantize with col=True"):
+    with pytest.raises(
+        ValueError, match=r"col operand of this \[256, 384\] tensor is absent.*quantize with col=True"
+    ):
         make("mxfp8", True, False).operand("col")
     derived = make("fp8", True, False).operand("col")
     assert torch.equal(derived.data.view(torch.uint8), make("fp8", True, True).col.data.view(torch.uint8))

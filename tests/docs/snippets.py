@@ -2,8 +2,8 @@
 
 A block without a title is run: Python in one namespace for the page, ``lpq …`` and ``pip install …`` lines as
 commands. A block with ``title="path"`` is a file, written before what comes after it runs. A comment before a
-block says what else there is to know, which no reader of the page sees: ``<!-- not run: reason -->``, ``<!-- read
-by lpq.recipe -->`` (or ``lpq.policy``), ``<!-- added to class Name -->``.
+block says what else there is to know: ``<!-- not run: reason -->``, ``<!-- read by lpq.recipe -->`` (or
+``lpq.policy``), ``<!-- added to class Name -->``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 _FENCE = re.compile(
     r"(?:^<!-- (?P<note>[^\n]+?) -->\n+)?^```(?P<info>[^\n`]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
 )
-_NOTE = re.compile(
-    r"not run: (?P<reason>.+)|read by lpq\.(?P<reader>recipe|policy)|added to class (?P<owner>\w+)"
-)
+_NOTE = re.compile(r"not run: (?P<reason>.+)|read by lpq\.(?P<reader>recipe|policy)|added to class (?P<owner>\w+)")
 _INFO = re.compile(r'(?P<language>\w*)(?: title="(?P<title>[^"]+)")?')
 KNOWN = {"python", "shell", "toml", "text"}
 

@@ -44,9 +44,7 @@ class Reader:
         monkeypatch.setenv("COLUMNS", "100")
 
     def run(self, block: Block) -> None:
-        assert block.language in KNOWN, (
-            f"{block.place}: a block in {block.language!r}; the tests know {sorted(KNOWN)}"
-        )
+        assert block.language in KNOWN, f"{block.place}: a block in {block.language!r}; the tests know {sorted(KNOWN)}"
         if block.reason is not None or block.language == "text":
             return
         if block.title is not None:

@@ -62,9 +62,7 @@ def cast(y: np.ndarray, random: np.ndarray | None) -> np.ndarray:
     return np.searchsorted(GRID, total, side="right") - 1 | sign
 
 
-def encode(
-    x: np.ndarray, block: tuple[int, int], *, rht: bool = False, random: np.ndarray | None = None
-) -> Encoded:
+def encode(x: np.ndarray, block: tuple[int, int], *, rht: bool = False, random: np.ndarray | None = None) -> Encoded:
     """A matrix in fp32; ``random`` holds a byte for each element to round with."""
     x = rotate(x) if rht else x
     high, wide = block

@@ -164,9 +164,7 @@ def test_the_declared_statistics_are_the_amaxes_of_the_blocks() -> None:
     padded = torch.nn.functional.pad(x, (0, 30)).view(40, 5, 32)
     assert torch.equal(measured["amax"], padded.abs().amax(2))
     half = {name: t / 2 for name, t in measured.items()}
-    assert torch.equal(q.encode(x, half).scale, q.encode(x, measured).scale - 1), (
-        "encode must use what it is given"
-    )
+    assert torch.equal(q.encode(x, half).scale, q.encode(x, measured).scale - 1), "encode must use what it is given"
 
 
 # ------------------------------------------------------------------------------ limits
@@ -175,9 +173,7 @@ def test_the_declared_statistics_are_the_amaxes_of_the_blocks() -> None:
 @every_element
 @every_dtype
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_block_with_a_non_finite_element_is_nan_and_no_other(
-    element: str, dtype: torch.dtype, value: float
-) -> None:
+def test_a_block_with_a_non_finite_element_is_nan_and_no_other(element: str, dtype: torch.dtype, value: float) -> None:
     q = quantizer(element)
     clean = normal(64, 96, dtype=dtype)
     x = clean.clone()

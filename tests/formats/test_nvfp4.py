@@ -62,9 +62,7 @@ def test_golden_bytes(golden, name: str, encoding: str) -> None:
     assert list(buffers) == list(expected) == ["data", "scale", "amax"]
     assert torch.equal(unsigned_zeros(buffers["data"]), unsigned_zeros(expected["data"]))
     repeated = expected["scale"] if "16x16" not in text else expected["scale"][::16]
-    assert torch.equal(
-        expected["scale"], repeated.repeat_interleave(len(expected["scale"]) // len(repeated), 0)
-    )
+    assert torch.equal(expected["scale"], repeated.repeat_interleave(len(expected["scale"]) // len(repeated), 0))
     assert torch.equal(buffers["scale"].view(torch.uint8), repeated)
     assert torch.equal(buffers["amax"].view(torch.int32), expected["amax"].view(torch.int32))
 
@@ -177,9 +175,7 @@ def test_the_input_dtype_changes_no_byte(options: str, dtype: torch.dtype) -> No
     x = normal(40, 130, dtype=dtype)
     narrow, exact = (quantizer(options).quantize(y, seed=3) for y in (x, x.float()))
     for a, b in ((narrow.row, exact.row), (narrow.col, exact.col)):
-        assert all(
-            torch.equal(bytes_of(p), bytes_of(q)) for p, q in zip(a.tensors(), b.tensors(), strict=True)
-        )
+        assert all(torch.equal(bytes_of(p), bytes_of(q)) for p, q in zip(a.tensors(), b.tensors(), strict=True))
     assert narrow.dequantize().dtype == dtype
 
 
@@ -353,9 +349,7 @@ def test_quantize_takes_the_offset_of_a_shard(options: str) -> None:
 
 def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:
     # One element of 2688 and a 6 in every block make all scales 1: what is stored is x itself, rounded.
-    fractions = torch.tensor(
-        [0.125, 0.3, 0.85, 1.1, 1.45, 1.9, 2.2, 2.75, 3.4, 3.9, 4.5, 5.5, -0.3, -2.2, -5.5]
-    )
+    fractions = torch.tensor([0.125, 0.3, 0.85, 1.1, 1.45, 1.9, 2.2, 2.75, 3.4, 3.9, 4.5, 5.5, -0.3, -2.2, -5.5])
     x = torch.cat([fractions, torch.tensor([6.0])]).repeat(20_000, 1)
     x[0, 0] = 2688
     stochastic, nearest = (
@@ -388,9 +382,7 @@ def test_what_the_grid_holds_is_not_rounded() -> None:
 @every_option
 @every_dtype
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_one_non_finite_element_makes_everything_non_finite(
-    options: str, dtype: torch.dtype, value: float
-) -> None:
+def test_one_non_finite_element_makes_everything_non_finite(options: str, dtype: torch.dtype, value: float) -> None:
     x = normal(40, 50, dtype=dtype)
     x[33, 49] = value
     t, again = (quantizer(options).quantize(x, seed=1) for _ in range(2))

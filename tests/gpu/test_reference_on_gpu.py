@@ -14,7 +14,10 @@ import lpq
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 from quantizers import QUANTIZERS, as_bytes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def inputs() -> dict[str, torch.Tensor]:
@@ -28,8 +31,12 @@ def inputs() -> dict[str, torch.Tensor]:
         "subnormal": normal * 1e-39,
         "large": torch.full((32, 48), 3.3895e38),
         "zeros": torch.zeros(32, 48),
-        "non-finite": torch.where(torch.rand(64, 64, generator=g) < 0.02, float("nan"), torch.randn(64, 64, generator=g)),
-        "infinite": torch.where(torch.rand(64, 64, generator=g) < 0.02, float("inf"), torch.randn(64, 64, generator=g)),
+        "non-finite": torch.where(
+            torch.rand(64, 64, generator=g) < 0.02, float("nan"), torch.randn(64, 64, generator=g)
+        ),
+        "infinite": torch.where(
+            torch.rand(64, 64, generator=g) < 0.02, float("inf"), torch.randn(64, 64, generator=g)
+        ),
     }
 
 

@@ -64,7 +64,7 @@ def test_a_mistake_is_found_and_named(run: Run, mistake: type[Quantizer]) -> Non
 
 
 def test_the_same_tests_pass_on_a_right_format(run: Run) -> None:
-    """The negative control of the test above: INT8 as it should be fails none of these."""
+    """The negative control: INT8 as it should be fails none of them."""
     result = run(broken.Plugin(broken.Int8), " or ".join({test for test, _ in MISTAKES.values()}))
     assert result.ret == pytest.ExitCode.OK
     assert result.parseoutcomes()["passed"] >= len(MISTAKES)
@@ -84,9 +84,7 @@ def test_kernels_are_compared_with_poisoned_outputs(run: Run) -> None:
     absent = broken.cpu_kernel("right_kernel", requires=("a_library_that_is_not_there",))
     skipped = run(broken.Plugin(broken.Int8, kernels=(absent,)), "test_kernels")
     skipped.assert_outcomes(skipped=2)
-    skipped.stdout.fnmatch_lines(
-        ["*right_kernel: needs a_library_that_is_not_there, which is not installed*"]
-    )
+    skipped.stdout.fnmatch_lines(["*right_kernel: needs a_library_that_is_not_there, which is not installed*"])
 
 
 def test_known_failures_are_expected_and_listed(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Which quantizers the kit tests: read off the options, all of them or enough that every pair of values meets."""
+"""Which quantizers the kit tests: all that a format's options make, or enough that every two values meet."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ def test_every_option_reaches_the_configuration(app: typer.Typer, ran: list[Trai
     assert ran == [TrainConfig(**said)]
 
 
-def test_what_is_not_given_comes_from_the_file(
-    app: typer.Typer, ran: list[TrainConfig], tmp_path: Path
-) -> None:
+def test_what_is_not_given_comes_from_the_file(app: typer.Typer, ran: list[TrainConfig], tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("steps = 5\nbaseline = false\nseed = 3\n")
     CliRunner().invoke(app, ["--config", str(file), "--seed", "0"], catch_exceptions=False)

@@ -61,9 +61,7 @@ def test_an_absent_file_is_refused_in_words(tmp_path: Path) -> None:
     "config",
     [
         TrainConfig(),
-        TrainConfig(
-            policy="my policy.toml", out='o"dd\\näme\x7f', data=("a", "b c"), lr=3e-5, baseline=False
-        ),
+        TrainConfig(policy="my policy.toml", out='o"dd\\näme\x7f', data=("a", "b c"), lr=3e-5, baseline=False),
     ],
 )
 def test_what_is_written_is_read_again(tmp_path: Path, config: TrainConfig) -> None:
@@ -77,9 +75,7 @@ def test_a_resumed_run_brings_its_own_options(tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     resumed = resolve({"resume": True, "out": out, "checkpoint_every": 3, "recipe": "mxfp8"})
     assert resumed == replace(config, resume=True, out=out, checkpoint_every=3)
-    with pytest.raises(
-        TrainError, match=r"has recipe = 'mxfp8' and cannot go on with 'nvfp4': leave recipe out"
-    ):
+    with pytest.raises(TrainError, match=r"has recipe = 'mxfp8' and cannot go on with 'nvfp4': leave recipe out"):
         resolve({"resume": True, "out": out, "recipe": "nvfp4"})
 
 

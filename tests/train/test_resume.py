@@ -34,8 +34,7 @@ recipe = "nvfp4"
 def final(directory: Path, steps: int = 6) -> dict[str, Any]:
     """The last checkpoint of both models."""
     return {
-        name: torch.load(directory / name / f"step-{steps:08d}.pt", weights_only=True)
-        for name in ("recipe", "bf16")
+        name: torch.load(directory / name / f"step-{steps:08d}.pt", weights_only=True) for name in ("recipe", "bf16")
     }
 
 
@@ -85,12 +84,8 @@ def test_a_signal_saves_and_resuming_is_bitwise(
     a, b = (final(s.directory) for s in (whole, resumed))
     for name in a:
         assert_same(*({k: v for k, v in s[name].items() if k not in same} for s in (a, b)), name)
-    assert [replace(o, seconds=0) for o in whole.outcomes] == [
-        replace(o, seconds=0) for o in resumed.outcomes
-    ]
-    lines = [
-        json.loads(line) for line in (resumed.directory / "recipe" / loop.METRICS).read_text().splitlines()
-    ]
+    assert [replace(o, seconds=0) for o in whole.outcomes] == [replace(o, seconds=0) for o in resumed.outcomes]
+    lines = [json.loads(line) for line in (resumed.directory / "recipe" / loop.METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["loss"] for line in lines] == list(whole.outcomes[0].losses)
 
@@ -145,9 +140,7 @@ def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(
     assert_same(a["recipe"]["optimizer"], b["recipe"]["optimizer"])
 
 
-def test_a_truncated_checkpoint_is_refused_and_the_previous_one_resumed(
-    tiny: MakeConfig, console: Console
-) -> None:
+def test_a_truncated_checkpoint_is_refused_and_the_previous_one_resumed(tiny: MakeConfig, console: Console) -> None:
     config = tiny("run", baseline=False)
     whole = run(config, console)
     newest = whole.directory / "recipe" / "step-00000006.pt"

@@ -88,14 +88,10 @@ def test_no_baseline_is_one_column_and_no_gap(tiny: MakeConfig, console: Console
 
 
 def test_a_model_learns_and_seeds_matter(tiny: MakeConfig, console: Console) -> None:
-    learned = run(
-        tiny("a", steps=60, lr=1e-2, batch=8, checkpoint_every=0, baseline=False), console
-    ).outcomes[0]
+    learned = run(tiny("a", steps=60, lr=1e-2, batch=8, checkpoint_every=0, baseline=False), console).outcomes[0]
     assert learned.losses[0] > math.log(256)  # no better than chance
     assert learned.held_out_loss < 2.5
-    seeds = [
-        run(tiny(f"seed {s}", baseline=False, seed=s), console).outcomes[0].losses for s in (1, 1 << 32 | 1)
-    ]
+    seeds = [run(tiny(f"seed {s}", baseline=False, seed=s), console).outcomes[0].losses for s in (1, 1 << 32 | 1)]
     assert seeds[0] != seeds[1]
 
 
@@ -171,9 +167,7 @@ def test_what_is_left_alone_is_served_by_torch() -> None:
     assert served["fprop", "mxfp8 · mxfp8"][1] == 4
 
 
-def test_the_loop_tells_the_model_its_step(
-    tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console
-) -> None:
+def test_the_loop_tells_the_model_its_step(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     steps: list[int] = []
     real = lpq.set_step
     monkeypatch.setattr(lpq, "set_step", lambda model, step: (steps.append(step), real(model, step)))
@@ -181,9 +175,7 @@ def test_the_loop_tells_the_model_its_step(
     assert steps == list(range(6))
 
 
-def test_a_compiled_run_is_the_eager_run(
-    tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console
-) -> None:
+def test_a_compiled_run_is_the_eager_run(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
     compiled: list[nn.Module] = []
 
     def compile_to_the_same_operations(self: nn.Module) -> None:

@@ -14,7 +14,7 @@ import lpq
 from lpq import registry
 
 AUTHOR = {
-    "lpq_int8/__init__.py": '''
+    "lpq_int8/__init__.py": """
         from lpq.registry import FormatSpec, hookimpl
 
         @hookimpl
@@ -22,8 +22,8 @@ AUTHOR = {
             return FormatSpec(name="int8", summary="symmetric INT8, one scale per row",
                               quantizer="lpq_int8.format:Int8Quantizer", storage="lpq_int8.format:Int8Storage",
                               effective_bits=8)
-    ''',
-    "lpq_int8/format.py": '''
+    """,
+    "lpq_int8/format.py": """
         from dataclasses import dataclass
 
         import torch
@@ -45,7 +45,7 @@ AUTHOR = {
             def encode(self, x, stats):
                 scale = stats["amax"].clamp(min=1e-12) / 127
                 return Int8Storage(data=(x / scale).round().to(torch.int8), scale=scale)
-    ''',
+    """,
     "lpq_int8-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: lpq-int8\nVersion: 1.0\n",
     "lpq_int8-1.0.dist-info/entry_points.txt": "[lpq.plugins]\nint8 = lpq_int8\n",
 }
@@ -104,7 +104,9 @@ def test_the_users_view(recipe: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fprop=int8, dgrad=nvfp4, wgrad=bf16", "fprop=mxfp8, dgrad=int8, wgrad=int8"])
+@pytest.mark.parametrize(
+    "recipe", ["int8", "fprop=int8, dgrad=nvfp4, wgrad=bf16", "fprop=mxfp8, dgrad=int8, wgrad=int8"]
+)
 def test_the_authors_view(int8: str, recipe: str) -> None:
     torch.manual_seed(0)
     losses = train(lpq.convert(nn.Sequential(Block(), Block()), recipe))

@@ -25,9 +25,7 @@ def specified(block: list[float]) -> tuple[int, list[float]]:
     values = []
     for v in block:
         scaled = min(abs(v) / 2.0**exponent, 6.0)
-        code = min(
-            range(8), key=lambda c: (abs(GRID[c] - scaled), c % 2)
-        )  # to nearest, a tie to the even code
+        code = min(range(8), key=lambda c: (abs(GRID[c] - scaled), c % 2))  # to nearest, a tie to the even code
         values.append(math.copysign(GRID[code] * 2.0**exponent, v))
     return exponent + 127, values
 
@@ -80,9 +78,7 @@ def test_named_recipes() -> None:
     ],
     ids=["normal", "student", "uniform"],
 )
-def test_what_rounding_the_scale_down_costs(
-    values: torch.distributions.Distribution, down: float, up: float
-) -> None:
+def test_what_rounding_the_scale_down_costs(values: torch.distributions.Distribution, down: float, up: float) -> None:
     """The table in the README: relative RMS errors of both rules."""
     torch.manual_seed(0)
     x = values.sample((2048, 1024))
@@ -91,3 +87,20 @@ def test_what_rounding_the_scale_down_costs(
         elements = decode_e2m1(cast_e2m1(scale_blocks(x, inverse_e8m0(scale), BLOCK)))
         error = scale_blocks(elements, decode_e8m0(scale), BLOCK) - x
         assert (error.norm() / x.norm()).item() == pytest.approx(expected, abs=0.002)
+
+
+def test_it_trains_in_a_mixture() -> None:
+    """MXFP4 forward, MXFP8 and bf16 in the gradients: the loss falls."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+    model = lpq.convert(torch.nn.Sequential(*layers), "fprop=mxfp4, dgrad=mxfp8, wgrad=bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    x = torch.randn(64, 64)
+    losses = []
+    for _ in range(30):
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]

@@ -58,9 +58,7 @@ class NVFP4Quantizer(Quantizer):
     def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> NVFP4Storage:
         return self._encode(x, stats, lambda y: cast_e2m1_stochastic(y, bits.bytes(*y.shape)))
 
-    def _encode(
-        self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]
-    ) -> NVFP4Storage:
+    def _encode(self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]) -> NVFP4Storage:
         amax, block_amax = stats["amax"], stats["block_amax"]
         data, scale = reference.encode(self._stored(x), amax, block_amax, BLOCKS[self.block], cast)
         return NVFP4Storage(data=data, scale=scale, amax=amax)

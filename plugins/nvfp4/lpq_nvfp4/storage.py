@@ -58,6 +58,4 @@ class NVFP4Storage(Storage):
 
     def transposed(self) -> NVFP4Storage:
         code = unpack_nibbles(self.data)[:, : self.shape[1]].t()
-        return NVFP4Storage(
-            data=pack_nibbles(pad_blocks(code, (1, GROUP))), scale=self.scale.t(), amax=self.amax
-        )
+        return NVFP4Storage(data=pack_nibbles(pad_blocks(code, (1, GROUP))), scale=self.scale.t(), amax=self.amax)

@@ -1,0 +1,46 @@
+"""The example distribution: what its metadata says is there, and its own tests, the kit among them, pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mxfp4"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process in which the example is installed: its sources and its metadata on the path."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    info = tmp_path / f"lpq_mxfp4-{project['version']}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(metadata)
+    plugins = project["entry-points"]["lpq.plugins"]
+    entries = "".join(f"{name} = {module}\n" for name, module in plugins.items())
+    (info / "entry_points.txt").write_text(f"[lpq.plugins]\n{entries}")
+    path = os.pathsep.join([str(tmp_path), str(EXAMPLE)])
+    return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+
+
+def test_it_is_no_part_of_lpq() -> None:
+    """Neither the wheel nor lpq's own metadata knows of it."""
+    lpq = (EXAMPLE.parents[1] / "pyproject.toml").read_text()
+    wheel = tomllib.loads(lpq)["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert not [package for package in wheel if "mxfp4" in package or package.startswith("examples")]
+
+
+@pytest.mark.slow
+def test_its_own_tests_pass(installed: dict[str, str]) -> None:
+    """The conformance kit, the formulas of the specification, and training in a mixture."""
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull, "--rootdir", str(EXAMPLE)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(EXAMPLE / "tests")],
+        env=installed, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr

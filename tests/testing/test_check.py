@@ -1,0 +1,60 @@
+"""``lpq check``: it runs the kit wherever one stands, and what cannot be run is said in words."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lpq.cli import main
+
+
+def lpq(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "lpq", *arguments],
+        cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_a_format_is_checked_wherever_one_stands(tmp_path: Path) -> None:
+    """Neither the settings of a project that one stands in nor its tests come into it, and no file is left."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (tmp_path / "test_mine.py").write_text("def test_mine(): assert False\n")
+    ended = lpq("check", "mxfp8()", "-k", "test_text or test_known", "-v", cwd=tmp_path, PYTEST_ADDOPTS="")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "test_text_makes_the_same_quantizer[mxfp8] PASSED" in ended.stdout
+    assert "2 passed" in ended.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["pytest.ini", "test_mine.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["mxfp9"], 2, "did you mean 'mxfp8'?"),
+        (["nvfp4(block=16x16"], 2, "expected ',' or ')'"),
+        (["mxfp8", "nvfp5"], 2, "did you mean 'nvfp4'?"),
+    ],
+)
+def test_what_is_not_there_is_said(
+    arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", *arguments])
+    assert ended.value.code == status
+    assert words in capsys.readouterr().err
+
+
+def test_without_pytest_or_hypothesis_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "hypothesis" else find(name))
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "mxfp8"])
+    assert ended.value.code == 1
+    assert "needs hypothesis: pip install 'lpq[check]'" in capsys.readouterr().err
