@@ -15,9 +15,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def same(actual: Tensor, expected: Tensor, what: str) -> None:
     """Both tensors have the same dtype, shape and bits."""
     assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
-    assert actual.shape == expected.shape, (
-        f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
-    )
+    assert actual.shape == expected.shape, f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
     integer = _INTEGERS[actual.element_size()]
     differing = (bits(actual, integer) != bits(expected, integer)).nonzero()
     if len(differing):
@@ -48,12 +46,8 @@ def same_operand(actual: Storage, expected: Storage, what: str) -> None:
 def same_quantized(actual: Tensor, expected: Tensor, what: str) -> None:
     """Both are quantized tensors that hold the same operands."""
     assert isinstance(expected, QuantizedTensor)
-    assert isinstance(actual, QuantizedTensor), (
-        f"{what}: it is a {type(actual).__name__}, not a QuantizedTensor"
-    )
-    assert actual.shape == expected.shape, (
-        f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
-    )
+    assert isinstance(actual, QuantizedTensor), f"{what}: it is a {type(actual).__name__}, not a QuantizedTensor"
+    assert actual.shape == expected.shape, f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
     held = [d for d, _ in actual.operands]
     wanted = [d for d, _ in expected.operands]

@@ -100,9 +100,7 @@ def test_transposed_tensors(quantizer: Quantizer, held: str) -> None:
         same_values(flipped, expected, f"{quantizer} ({held}): t()")
         if quantizer.flipped() is not None:
             assert isinstance(flipped, QuantizedTensor)
-            assert {d for d, _ in flipped.operands} == {
-                {"row": "col", "col": "row"}[d] for d, _ in tensor.operands
-            }
+            assert {d for d, _ in flipped.operands} == {{"row": "col", "col": "row"}[d] for d, _ in tensor.operands}
             same_quantized(flipped.t(), tensor, f"{quantizer} ({held}): t().t()")
     same_values(tensor.transpose(0, 0), tensor, f"{quantizer} ({held}): transpose(0, 0)")
 
@@ -126,9 +124,7 @@ def test_making_new_tensors(quantizer: Quantizer, held: str) -> None:
     before = memory(tensor)
     assert tensor.zero_() is tensor
     assert memory(tensor) == before, f"{quantizer}: zero_ replaced the buffers"
-    assert (tensor.dequantize() == 0).all(), (
-        f"{quantizer}: zero_ leaves {tensor.dequantize().abs().max().item()}"
-    )
+    assert (tensor.dequantize() == 0).all(), f"{quantizer}: zero_ leaves {tensor.dequantize().abs().max().item()}"
 
 
 @HELD
@@ -140,9 +136,7 @@ def test_copying_between_tensors(quantizer: Quantizer, held: str) -> None:
     same_values(ordinary, source.dequantize(), f"{quantizer} ({held}): copy_ to an ordinary tensor")
 
 
-@only(
-    lambda q: all(side.plain for side in sides(q)) is False, "loses precision: an ordinary matrix loses none"
-)
+@only(lambda q: all(side.plain for side in sides(q)) is False, "loses precision: an ordinary matrix loses none")
 @QUIET
 def test_decoding_is_said(quantizer: Quantizer) -> None:
     """An operator that the buffers cannot express says so: no precision is lost or gained in silence."""

@@ -37,9 +37,7 @@ def test_quantizer_is_a_constant(quantizer: Quantizer) -> None:
 def test_text_makes_the_same_quantizer(quantizer: Quantizer) -> None:
     """``lpq.quantizer(str(q)) == q``, for its sides too."""
     for made in (quantizer, quantizer.side("row"), quantizer.side("col")):
-        assert lpq.quantizer(str(made)) == made, (
-            f"{str(made)!r} makes another quantizer than the one it describes"
-        )
+        assert lpq.quantizer(str(made)) == made, f"{str(made)!r} makes another quantizer than the one it describes"
 
 
 def test_declarations_can_be_read(side: Quantizer) -> None:
@@ -51,14 +49,10 @@ def test_declarations_can_be_read(side: Quantizer) -> None:
         assert len(set(names)) == len(names), f"{what} declares a name twice: {names}"
         for entry in declared:
             assert entry.name.isidentifier(), f"{what}: {entry.name!r} is no name for an attribute"
-            assert all(step is None or step >= 1 for step in entry.block), (
-                f"{what}: {entry.name} covers {entry.block}"
-            )
+            assert all(step is None or step >= 1 for step in entry.block), f"{what}: {entry.name} covers {entry.block}"
     for buffer in layout:
         taken = buffer.name in ("quantizer", "shape", "dtype") or hasattr(side.storage, buffer.name)
-        assert not taken, (
-            f"{name}.layout: {buffer.name!r} is an attribute of every Storage; choose another name"
-        )
+        assert not taken, f"{name}.layout: {buffer.name!r} is an attribute of every Storage; choose another name"
         step = buffer.block[1]
         assert buffer.pad == 1 or (step is not None and buffer.pad % step == 0), (
             f"{name}.layout: {buffer.name} is padded to {buffer.pad} columns, which is no multiple of {step}"
@@ -73,9 +67,7 @@ def test_effective_bits_are_those_of_the_buffers(quantizer: Quantizer) -> None:
     """The bits an element that the spec advertises are the bytes of the layout, on a large matrix."""
     said, bits = advertised(quantizer), stored_bits(quantizer.side("row"))
     assert said is not None
-    assert abs(bits - said) < 0.05, (
-        f"the spec says effective_bits={said}; the layout takes {bits:.3f} bits an element"
-    )
+    assert abs(bits - said) < 0.05, f"the spec says effective_bits={said}; the layout takes {bits:.3f} bits an element"
 
 
 def advertised(quantizer: Quantizer) -> float | None:
@@ -88,7 +80,5 @@ def test_known_failures_name_tests(quantizer: Quantizer) -> None:
     from lpq.testing.conformance import __all__ as tests
 
     for name, reason in known_failures(quantizer).items():
-        assert name in tests, (
-            f"known_failures of {type(quantizer).__name__}: {name!r}: {suggestion(name, tests)}"
-        )
+        assert name in tests, f"known_failures of {type(quantizer).__name__}: {name!r}: {suggestion(name, tests)}"
         assert reason, f"known_failures of {type(quantizer).__name__}: {name!r} needs a reason"

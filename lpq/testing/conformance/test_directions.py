@@ -16,9 +16,7 @@ from lpq.testing.options import only
 @given(rows=st.integers(0, 48), cols=st.integers(1, 140))
 @example(rows=0, cols=32)
 @example(rows=5, cols=40)
-def test_operands_are_those_of_the_matrix_and_its_transpose(
-    quantizer: Quantizer, rows: int, cols: int
-) -> None:
+def test_operands_are_those_of_the_matrix_and_its_transpose(quantizer: Quantizer, rows: int, cols: int) -> None:
     """The row operand encodes ``x`` and the column operand ``xᵀ``, each by its side of the quantizer."""
     x = normal(rows, cols, torch.bfloat16)
     tensor = quantizer.quantize(x, seed=SEED)
@@ -88,9 +86,7 @@ def test_leading_dimensions_are_rows(quantizer: Quantizer) -> None:
     assert cube.shape == (2, 12, 64)
     assert vector.shape == (64,)
     for direction, operand in matrix.operands:
-        same_operand(
-            cube.operand(direction), operand, f"{quantizer}: the {direction} operand of a 3-D tensor"
-        )
+        same_operand(cube.operand(direction), operand, f"{quantizer}: the {direction} operand of a 3-D tensor")
     first = quantizer.quantize(x[:1], seed=SEED)
     same_operand(vector.operand("row"), first.operand("row"), f"{quantizer}: the row operand of a vector")
     same(cube.dequantize().view(24, 64), matrix.dequantize(), f"{quantizer}: a 3-D tensor, decoded")

@@ -59,9 +59,7 @@ def test_ragged_edges_do_no_harm(side: Quantizer, rows: int, cols: int, seed: in
     decoded = encode(side, x).decode()
     for part, what in ((..., "the values"), ((-1,), "the last row"), ((..., -1), "the last column")):
         error = relative_error(decoded[part], x[part])
-        assert error <= 3 * bound(side), (
-            f"{side}, {what} of a matrix {[rows, cols]}: relative error {error:.3f}"
-        )
+        assert error <= 3 * bound(side), f"{side}, {what} of a matrix {[rows, cols]}: relative error {error:.3f}"
 
 
 @only(lambda side: not side.stochastic and side.rotation is None, "rounds to nearest in its own basis")
@@ -81,9 +79,7 @@ def test_zeros_stay_zeros(side: Quantizer) -> None:
     """Also beside other values."""
     for x in (torch.zeros(20, 40), normal(20, 40) * (normal(20, 40, seed=1) > 0)):
         decoded = encode(side, x).decode()
-        assert (decoded[x == 0] == 0).all(), (
-            f"{side}: a zero comes back as {decoded[x == 0].abs().max().item()}"
-        )
+        assert (decoded[x == 0] == 0).all(), f"{side}: a zero comes back as {decoded[x == 0].abs().max().item()}"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
@@ -103,16 +99,12 @@ def test_large_values_overflow_or_survive(side: Quantizer) -> None:
     decoded = encode(side, x).decode().float()
     wrapped = decoded.isfinite() & (decoded.sign() * x.sign() < 0)
     if side.rotation is None:
-        assert not wrapped.any(), (
-            f"{side}: {x[wrapped][0].item():.3g} comes back as {decoded[wrapped][0].item():.3g}"
-        )
+        assert not wrapped.any(), f"{side}: {x[wrapped][0].item():.3g} comes back as {decoded[wrapped][0].item():.3g}"
     if decoded.isfinite().all():
         assert relative_error(decoded, x) <= bound(side)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_encode_is_pure(side: Quantizer, dtype: torch.dtype) -> None:
     """The same bytes twice, the inputs and torch's generator untouched, and strides do not matter."""
     x = normal(24, 72, dtype)
@@ -127,6 +119,9 @@ def test_encode_is_pure(side: Quantizer, dtype: torch.dtype) -> None:
     assert torch.equal(torch.get_rng_state(), generator), f"{side}: encode draws from torch's generator"
     strided = torch.empty(72, 48, dtype=dtype).t()[::2].copy_(x)
     same_operand(encode(side, strided), first, f"{side}: encoding the same values from a strided view")
+    expanded = x[:1].expand(24, 72)
+    repeated = encode(side, expanded.contiguous())
+    same_operand(encode(side, expanded), repeated, f"{side}: encoding an expanded view")
 
 
 @only(lambda side: side.stochastic, "rounds stochastically")

@@ -98,9 +98,7 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
     with Poisoned():  # type: ignore[no-untyped-call]
         got = flat(registry.resolve(kernel.impl)(*arguments))
     what = f"{kernel.backend} kernel {kernel.impl} on {row} and {col}, {list(x.shape)}"
-    assert len(got) == len(expected), (
-        f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
-    )
+    assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if kernel.op == "gemm":
             assert one.shape == other.shape, f"{what}: {list(one.shape)}, not {list(other.shape)}"

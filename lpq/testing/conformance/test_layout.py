@@ -37,9 +37,7 @@ def check_buffers(side: Quantizer, operand: Storage, shape: tuple[int, int], dty
     assert set(held) == set(declared), f"{name}.layout declares {declared}; encode set {list(held)}"
     for buffer in layout:
         tensor, wanted, grid = held[buffer.name], buffer.dtype or dtype, buffer.grid(*shape)
-        assert tensor.dtype == wanted, (
-            f"{name}.layout says {buffer.name} is {wanted}; encode returned {tensor.dtype}"
-        )
+        assert tensor.dtype == wanted, f"{name}.layout says {buffer.name} is {wanted}; encode returned {tensor.dtype}"
         assert tuple(tensor.shape) == grid, (
             f"{name}.layout says {buffer.name} covers {buffer.block}, so for {list(shape)} it must be "
             f"{grid}; encode returned {tuple(tensor.shape)}"
@@ -49,9 +47,7 @@ def check_buffers(side: Quantizer, operand: Storage, shape: tuple[int, int], dty
 def test_storage_empty_matches(side: Quantizer) -> None:
     """``Storage.empty`` has room for exactly what ``encode`` returns."""
     for shape in ((0, 32), (1, 1), (5, 40), (64, 128)):
-        check_buffers(
-            side, side.storage.empty(side, shape, torch.float16, torch.device("cpu")), shape, torch.float16
-        )
+        check_buffers(side, side.storage.empty(side, shape, torch.float16, torch.device("cpu")), shape, torch.float16)
         bits = 8 * encode(side, normal(*shape)).nbytes
         assert side.storage.empty(side, shape, torch.float32, torch.device("meta")).nbytes * 8 == bits
 
@@ -67,21 +63,15 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
     for dtype in (torch.float32, torch.bfloat16):
         measured = side.measure(normal(*shape, dtype=dtype))
         declared = [stat.name for stat in side.stats]
-        assert set(measured) == set(declared), (
-            f"{name}.stats declares {declared}; measure returned {list(measured)}"
-        )
+        assert set(measured) == set(declared), f"{name}.stats declares {declared}; measure returned {list(measured)}"
         for stat in side.stats:
             tensor, grid = measured[stat.name], stat.grid(*shape)
             assert tuple(tensor.shape) == grid, (
                 f"{name}.stats says {stat.name} covers {stat.block}, so for {list(shape)} it must be {grid}; "
                 f"measure returned {tuple(tensor.shape)}"
             )
-            assert tensor.dtype == torch.float32, (
-                f"{name}.measure: {stat.name} is {tensor.dtype}; it must be float32"
-            )
-            assert not (tensor < 0).any(), (
-                f"{name}.measure: {stat.name} is negative, and MAX over ranks would lose it"
-            )
+            assert tensor.dtype == torch.float32, f"{name}.measure: {stat.name} is {tensor.dtype}; it must be float32"
+            assert not (tensor < 0).any(), f"{name}.measure: {stat.name} is negative, and MAX over ranks would lose it"
 
 
 @few

@@ -61,9 +61,7 @@ def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
         exact = a.decode().double() @ b.decode().double().t() + (0 if bias is None else bias)
         kept = a.tensors()[0].dtype if a.quantizer.plain and b.quantizer.plain else torch.float32
         allowed = 4 * max(torch.finfo(kept).eps, 1e-6)  # ordinary matrices multiply in their own dtype
-        assert relative_error(got, exact) < allowed, (
-            f"{quantizer}: {name} is not the product of its decoded operands"
-        )
+        assert relative_error(got, exact) < allowed, f"{quantizer}: {name} is not the product of its decoded operands"
     torch.testing.assert_close(layer.bias.grad, dy.sum(0))
 
 
@@ -86,9 +84,7 @@ def test_any_shape(quantizer: Quantizer, shape: tuple[int, int, int]) -> None:
 def test_it_trains(quantizer: Quantizer) -> None:
     """A few steps on a linear task bring the loss well down."""
     losses = train(Linear(K, N, recipe=recipe_of(quantizer)))
-    assert losses[-1] < 0.6 * losses[0], (
-        f"{quantizer}: the loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
-    )
+    assert losses[-1] < 0.6 * losses[0], f"{quantizer}: the loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
 
 
 def train(layer: Linear, steps: int = 8) -> list[float]:

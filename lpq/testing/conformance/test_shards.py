@@ -54,15 +54,18 @@ def test_a_shard_is_its_piece_of_the_whole(side: Quantizer, direction: Direction
     dim = DIRECTIONS.index(direction)
     x, shards, size = sharded(side, dim)
     whole, parts = encode(side, x, direction=direction), [measure(side, shard) for shard in shards]
+    spanning = [stat for stat in side.stats if stat.block[dim] is None]
+    alone = []
     for rank, shard in enumerate(shards):
         stats = dict(parts[rank])
-        for stat in side.stats:
-            if stat.block[dim] is None:
-                stats[stat.name] = reduced(stat, dim, [part[stat.name] for part in parts])
+        for stat in spanning:
+            stats[stat.name] = reduced(stat, dim, [part[stat.name] for part in parts])
         offset = (rank * size, 0) if dim == 0 else (0, rank * size)
         piece = whole.narrow(dim, rank * size, (rank + 1) * size)
         assert piece is not None
-        what = (
-            f"{side}: shard {rank} of {RANKS} of a {direction} operand, encoded with the reduced statistics"
-        )
+        what = f"{side}: shard {rank} of {RANKS} of a {direction} operand, encoded with the reduced statistics"
         same_operand(encode(side, shard, stats, direction=direction, offset=offset), piece, what)
+        alone.append(encode(side, shard, parts[rank], direction=direction, offset=offset).decode())
+    if spanning:
+        own = torch.cat(alone, dim)
+        assert not torch.equal(own, whole.decode()), f"{side} encodes alike without the reduction: this saw nothing"

@@ -29,9 +29,7 @@ def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
         what = f"{side}: {'rows' if dim == 0 else 'columns'} [{start}, {stop}) of {size}"
         assert piece is not None, f"{what} lie on whole blocks and cannot be taken"
         assert memory == [t.untyped_storage().data_ptr() for t in piece.tensors()], f"{what} were copied"
-        same_values(
-            piece.decode(), decoded.narrow(dim, start, stop - start), what, exact=side.rotation is None
-        )
+        same_values(piece.decode(), decoded.narrow(dim, start, stop - start), what, exact=side.rotation is None)
         pieces.append(piece)
     joined = Storage.cat(pieces, dim)
     assert joined is not None, f"{side}: pieces on whole blocks do not join"
@@ -51,9 +49,7 @@ def test_any_slice_has_the_right_values(quantizer: Quantizer, begin: int, length
         piece = tensor[begin:end] if dim == 0 else tensor[:, begin:end]
     expected = tensor.dequantize().narrow(dim, begin, end - begin)
     assert plain(piece).shape == expected.shape
-    same_values(
-        piece, expected, f"{quantizer}: [{begin}:{end}] of dimension {dim}", exact=not rotated(quantizer)
-    )
+    same_values(piece, expected, f"{quantizer}: [{begin}:{end}] of dimension {dim}", exact=not rotated(quantizer))
 
 
 def test_split_and_cat_are_the_whole(quantizer: Quantizer) -> None:

@@ -12,6 +12,7 @@ import torch
 from lpq.core import QuantizedTensor, Quantizer
 from lpq.testing.expect import memory, same, same_quantized
 from lpq.testing.operands import SEED, normal, rotated
+from lpq.testing.options import Family
 
 HELD = pytest.mark.parametrize("held", ["row", "col", "both"])
 
@@ -73,3 +74,15 @@ def test_moves(quantizer: Quantizer, held: str) -> None:
     meta = tensor.to("meta")
     assert isinstance(meta, QuantizedTensor)
     assert (meta.shape, meta.dtype, meta.device.type) == (tensor.shape, tensor.dtype, "meta")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+def test_devices(family: Family) -> None:
+    """Pinned memory, moves to a GPU and back, and streams keep every byte."""
+    tensor = quantized(family.default, "both")
+    pinned = tensor.pin_memory()
+    assert pinned.is_pinned()
+    moved = pinned.to("cuda", non_blocking=True)
+    assert moved.device.type == "cuda"
+    moved.record_stream(torch.cuda.Stream())
+    same_quantized(moved.cpu(), tensor, f"{family}: moved to a GPU and back")

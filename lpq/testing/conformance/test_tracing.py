@@ -90,9 +90,7 @@ def opcheck(name: str, *args: Any) -> None:
         same(tensor, copy, f"lpq::{name} changed an input")
     storages = [t.untyped_storage().data_ptr() for t in (*given, *made) if t.numel()]
     assert len(set(storages[-len(made) :])) == len(made), f"lpq::{name} returns a buffer twice"
-    assert not set(storages[: len(given)]) & set(storages[-len(made) :]), (
-        f"lpq::{name} returns a view of an input"
-    )
+    assert not set(storages[: len(given)]) & set(storages[-len(made) :]), f"lpq::{name} returns a view of an input"
     # torch checks inputs by allclose, which has no 8-bit floats: there the lines above stand in for it.
     wide = all(t.element_size() > 1 or not t.is_floating_point() for t in given)
     torch.library.opcheck(op, args, test_utils=("test_schema", *CHECKS) if wide else CHECKS)
@@ -112,8 +110,6 @@ def test_compile_without_a_break(family: Family) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(round_trips, fullgraph=True, backend="aot_eager")(x)
-    names = [
-        f"{quantizer}: the {direction} operand" for quantizer in family.quantizers for direction in DIRECTIONS
-    ]
+    names = [f"{quantizer}: the {direction} operand" for quantizer in family.quantizers for direction in DIRECTIONS]
     for name, traced, eager in zip(names, compiled, round_trips(x), strict=True):
         same(traced, eager, f"{name}, compiled and not")

@@ -66,6 +66,4 @@ def test_optimizers_step(quantizer: Quantizer) -> None:
         if stochastic(quantizer) or rotated(quantizer):
             assert relative_error(plain(weight.detach()), decoded.detach()) < 0.5
         else:
-            same_quantized(
-                weight.detach(), expected, f"{quantizer}: a step of {type(make(decoded)).__name__}"
-            )
+            same_quantized(weight.detach(), expected, f"{quantizer}: a step of {type(make(decoded)).__name__}")
