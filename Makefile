@@ -38,7 +38,7 @@ types: $(READY)  ## mypy, strict
 	$(BIN)/mypy
 
 docs: $(READY)  ## build the site into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check-example: $(READY)  ## install the example plugin, check it and train with it
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable examples/lpq-mxfp4

@@ -313,8 +313,18 @@ def _transpose_fake(buffers: list[Tensor], quantizer: str, shape: list[int], sto
 # ---------------------------------------------------------------------------------------------- gemm
 
 
-def gemm(a: Storage, b: Storage, *, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """``decode(a) @ decode(b)ᵀ + bias``, summed in fp32, as ``dtype`` (default: the dtype of ``a``)."""
+def gemm(
+    a: Storage,
+    b: Storage,
+    *,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    fast_accumulate: bool = False,
+) -> Tensor:
+    """``decode(a) @ decode(b)ᵀ + bias``, summed in fp32, as ``dtype`` (default: the dtype of ``a``).
+
+    ``fast_accumulate`` lets a kernel sum in less than fp32 where the hardware offers that. The reference never does.
+    """
     if a.shape[1] != b.shape[1]:
         raise ValueError(
             f"gemm: the contractions differ: a is {list(a.shape)} and b is {list(b.shape)} "
@@ -327,7 +337,7 @@ def gemm(a: Storage, b: Storage, *, bias: Tensor | None = None, dtype: torch.dty
         "Tensor",
         torch.ops.lpq.gemm(
             a.tensors(), b.tensors(), bias, a.quantizer.text, b.quantizer.text,
-            a.shape, b.shape, a.dtype, b.dtype, dtype,
+            a.shape, b.shape, a.dtype, b.dtype, dtype, fast_accumulate,
         ),
     )  # fmt: skip
 
@@ -338,8 +348,10 @@ def _plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -
     return torch.nn.functional.linear(a.to(common), b.to(common), bias).to(dtype)
 
 
-def gemm_reference(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``decode(a) @ decode(b)ᵀ + bias``, summed in fp32."""
+def gemm_reference(
+    a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
+) -> Tensor:
+    """``decode(a) @ decode(b)ᵀ + bias``, summed in fp32 whatever ``fast_accumulate`` allows."""
     if a.quantizer.rotation == b.quantizer.rotation:  # a rotation of both drops out of the product
         left, right = a.decode_rotated(), b.decode_rotated()
     else:
@@ -352,16 +364,16 @@ def gemm_reference(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dty
 
 def _gemm(
     a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
-    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype,
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
     impl = choose("gemm", (qa, qb), a[0].device).impl or gemm_reference
     left, right = _operand(a, qa, shape_a, dtype_a), _operand(b, qb, shape_b, dtype_b)
-    return cast("Tensor", impl(left, right, bias, dtype))
+    return cast("Tensor", impl(left, right, bias, dtype, fast_accumulate))
 
 
 def _gemm_fake(
     a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
-    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype,
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
     return a[0].new_empty((shape_a[0], shape_b[0]), dtype=dtype)
 
@@ -396,7 +408,7 @@ _define(
 )
 _define(
     "gemm(Tensor[] a, Tensor[] b, Tensor? bias, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
-    "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype) -> Tensor",
+    "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast_accumulate) -> Tensor",
     _gemm,
     _gemm_fake,
 )

@@ -34,6 +34,14 @@ class Plan:
     x: Quantizer
     w: Quantizer
     dy: Quantizer
+    fast: tuple[bool, bool, bool]
+    """For fprop, dgrad and wgrad: whether a kernel may sum in less than fp32."""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Plan:
+        """The plan that a recipe makes. Gradients are summed exactly unless it says otherwise."""
+        fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
+        return cls(recipe.x, recipe.w, recipe.dy, (fast[0] is not False, fast[1] is True, fast[2] is True))
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
@@ -80,7 +88,7 @@ class _Multiply(torch.autograd.Function):
         else:
             w_row, w_col, w_stats = weight_operands(plan.w, weight, col=needs_dx, state=state_w, seed=seeds.get("w"))
         assert x_row is not None
-        y = gemm(x_row, w_row, bias=bias, dtype=dtype)
+        y = gemm(x_row, w_row, bias=bias, dtype=dtype, fast_accumulate=plan.fast[0])
         kept_x, kept_w = (x_col if needs_dw else None), (w_col if needs_dx else None)
         tensors = [*_tensors(kept_x), *_tensors(kept_w), *x_stats, *w_stats]
         seed = seeds.get("dy")
@@ -108,11 +116,11 @@ class _Multiply(torch.autograd.Function):
             if needs_dx:
                 assert dy_row is not None
                 assert w_col is not None
-                dx = gemm(dy_row, w_col, dtype=x_dtype)
+                dx = gemm(dy_row, w_col, dtype=x_dtype, fast_accumulate=plan.fast[1])
             if needs_dw:
                 assert dy_col is not None
                 assert x_col is not None
-                dw = gemm(dy_col, x_col, dtype=w_dtype)
+                dw = gemm(dy_col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2])
             if state is not None:
                 remember(plan.dy, state, dy_stats, row=needs_dx, col=needs_dw)
             if "x" in ctx.states:
@@ -207,7 +215,7 @@ class Linear(nn.Linear):
         for name in self._state_names():
             delattr(self, name)
         self._recipe = recipe
-        self._plan = Plan(recipe.x, recipe.w, recipe.dy) if recipe is not None else None
+        self._plan = Plan.of(recipe) if recipe is not None else None
         for tensor in TENSORS if self._plan is not None else ():
             for name, state in getattr(self._plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{name}", state)

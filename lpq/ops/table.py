@@ -98,9 +98,16 @@ def why_not(
         if kernel.max_sm is not None and sm > kernel.max_sm:
             return f"serves compute capability up to {kernel.max_sm / 10:.1f}, this GPU has {major}.{minor}"
     for module in kernel.requires:
-        if importlib.util.find_spec(module) is None:
+        if not _installed(module):
             return f"needs {module}, which is not installed"
     if kernel.why_not is not None:
         reason: str | None = registry.resolve(kernel.why_not)(*quantizers)
         return reason
     return None
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that would hold it
+        return False

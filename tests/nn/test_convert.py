@@ -24,9 +24,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 32)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
         self.norm = nn.LayerNorm(32)
         self.custom = Custom(32, 32)
         self.head = nn.Linear(32, 16, bias=False)
@@ -62,9 +60,7 @@ def test_conversion_is_in_place_and_keeps_every_parameter() -> None:
 
 
 def test_the_report_says_what_was_swapped_and_what_was_left_and_why() -> None:
-    model = lpq.convert(
-        Net(), {"rules": [{"match": ["head"], "recipe": "skip"}, {"match": ["*"], "recipe": "mxfp8"}]}
-    )
+    model = lpq.convert(Net(), {"rules": [{"match": ["head"], "recipe": "skip"}, {"match": ["*"], "recipe": "mxfp8"}]})
     report = lpq.report(model)
     assert [e.name for e in report.converted] == [f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)]
     left = {e.name: e.note for e in report.left}
@@ -164,6 +160,4 @@ def test_plugins_may_convert_other_modules(request: pytest.FixtureRequest) -> No
 def test_moving_a_converted_model_moves_its_state() -> None:
     model = lpq.convert(Net(), "fp8-delayed").to("meta")
     assert all(b.device.type == "meta" for b in model.buffers())
-    assert all(
-        b.dtype == torch.float32 for b in lpq.convert(Net(), "fp8-delayed").to(torch.bfloat16).buffers()
-    )
+    assert all(b.dtype == torch.float32 for b in lpq.convert(Net(), "fp8-delayed").to(torch.bfloat16).buffers())

@@ -25,9 +25,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-def layer(
-    recipe: str | None, fan_in: int = 48, fan_out: int = 32, dtype: torch.dtype = torch.float32
-) -> lpq.nn.Linear:
+def layer(recipe: str | None, fan_in: int = 48, fan_out: int = 32, dtype: torch.dtype = torch.float32) -> lpq.nn.Linear:
     torch.manual_seed(3)
     return lpq.nn.Linear(fan_in, fan_out, dtype=dtype, recipe=recipe)
 
@@ -124,9 +122,7 @@ def saved_bytes(module: nn.Module, x: torch.Tensor) -> int:
         ("fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", 2, 0.5 + 1 / 256), ("mxfp8-fwd-bf16-bwd", 2, 0),
     ],
 )  # fmt: skip
-def test_backward_holds_the_encoded_operands_and_nothing_else(
-    recipe: str, x_bytes: float, w_bytes: float
-) -> None:
+def test_backward_holds_the_encoded_operands_and_nothing_else(recipe: str, x_bytes: float, w_bytes: float) -> None:
     module = layer(recipe, 256, 512, torch.bfloat16)
     held = saved_bytes(module, torch.randn(1024, 256, dtype=torch.bfloat16))
     expected = 1024 * 256 * x_bytes + 512 * 256 * w_bytes
@@ -251,9 +247,7 @@ def test_leading_dimensions_are_rows(recipe: str) -> None:
 
 
 @EVERY
-def test_held_weights_change_nothing_and_are_encoded_once(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_weights_change_nothing_and_are_encoded_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from lpq.nn import linear
 
     x = torch.randn(3, 8, 48)
@@ -298,9 +292,7 @@ def test_delayed_scaling_resumes_bitwise() -> None:
     optimizer = torch.optim.AdamW(whole.parameters())
     train(whole, optimizer, range(3))
     saved = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
-    assert {"0.weight", "0.bias", "0.x_amax_history", "0.w_amax_history", "0.dy_amax_history"} <= set(
-        saved[0]
-    )
+    assert {"0.weight", "0.bias", "0.x_amax_history", "0.w_amax_history", "0.dy_amax_history"} <= set(saved[0])
     train(whole, optimizer, range(3, 6))
     resumed = model()
     resumed.load_state_dict(saved[0])
@@ -308,8 +300,7 @@ def test_delayed_scaling_resumes_bitwise() -> None:
     optimizer.load_state_dict(saved[1])
     train(resumed, optimizer, range(3, 6))
     assert all(
-        torch.equal(a, b)
-        for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True)
+        torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True)
     )
     forgetful = model()
     forgetful.load_state_dict({k: v for k, v in saved[0].items() if "amax" not in k})
@@ -366,3 +357,20 @@ def test_non_finite_inputs_are_not_hidden() -> None:
             x = torch.randn(8, 48)
             x[3, 5] = value
             assert not layer(recipe)(x)[3].isfinite().all(), recipe
+
+
+def test_the_recipe_says_which_sums_may_be_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lpq.nn import linear
+
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        linear, "gemm", lambda *a, **k: seen.append(k["fast_accumulate"]) or gemm(*a, **k)
+    )  # fprop, then dgrad, then wgrad
+    for recipe, expected in (
+        ("mxfp8", [True, False, False]),
+        ("fprop=mxfp8, dgrad=mxfp8, wgrad=mxfp8, fprop.fast_accumulate=false", [False, False, False]),
+        ("fprop=mxfp8, dgrad=mxfp8, wgrad=mxfp8, wgrad.fast_accumulate=true", [True, False, True]),
+    ):
+        seen.clear()
+        layer(recipe)(torch.randn(4, 48, requires_grad=True)).sum().backward()
+        assert seen == expected

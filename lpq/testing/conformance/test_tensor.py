@@ -84,5 +84,5 @@ def test_devices(family: Family) -> None:
     assert pinned.is_pinned()
     moved = pinned.to("cuda", non_blocking=True)
     assert moved.device.type == "cuda"
-    moved.record_stream(torch.cuda.Stream())
+    moved.record_stream(torch.cuda.current_stream())
     same_quantized(moved.cpu(), tensor, f"{family}: moved to a GPU and back")
