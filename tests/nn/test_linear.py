@@ -374,3 +374,10 @@ def test_the_recipe_says_which_sums_may_be_fast(monkeypatch: pytest.MonkeyPatch)
         seen.clear()
         layer(recipe)(torch.randn(4, 48, requires_grad=True)).sum().backward()
         assert seen == expected
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = torch.randn(4, 48, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer("mxfp8")(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
