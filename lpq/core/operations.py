@@ -266,7 +266,7 @@ def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
 def _decode(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype) -> Tensor:
     operand = _operand(buffers, quantizer, shape, stored)
     impl = choose("decode", (quantizer,), buffers[0].device).impl or decode_reference
-    return cast("Tensor", impl(operand, dtype))
+    return _distinct([impl(operand, dtype)], buffers)[0]
 
 
 def _decode_fake(
@@ -345,7 +345,9 @@ def gemm(
 def _plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     common = torch.promote_types(a.dtype, b.dtype)
     bias = bias.to(common) if bias is not None else None
-    return torch.nn.functional.linear(a.to(common), b.to(common), bias).to(dtype)
+    product = torch.nn.functional.linear(a.to(common), b.to(common), bias)
+    # torch.compile of torch 2.11 loses the gradient of a product that is cast to the dtype it has.
+    return product if product.dtype == dtype else product.to(dtype)
 
 
 def gemm_reference(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from lpq.train import checkpoint, data, report, runs
 from lpq.train.config import TrainConfig
 from lpq.train.errors import Stopped
 from lpq.train.interrupt import Interrupt
-from lpq.train.machine import deterministic, fast_bf16, pick_device, refuse_torchrun
+from lpq.train.machine import fast_bf16, fixed_sums, pick_device, refuse_torchrun
 from lpq.train.measure import served_by
 from lpq.train.report import Outcome, Summary
 from lpq.train.trainer import Trainer
@@ -50,7 +51,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     if config.baseline:
         jobs[BASELINE] = (BASELINE, plain_bf16(device, console))
     outcomes = []
-    with Interrupt() as interrupt, deterministic(device):
+    with Interrupt() as interrupt, fixed_sums(device, config.threads):
         for name, (title, its_policy) in jobs.items():
             trainer = Trainer(config, text, its_policy, device)
             if its_policy is policy:
@@ -101,10 +102,9 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
         if trainer.step != saved:
             checkpoint.save(directory, trainer.step, trainer.state())
     if interrupt.signum is not None:
-        out = directory.parent
         raise Stopped(
             f"stopped after step {trainer.step} of {config.steps} ({title}), which is saved; "
-            f"go on with: lpq train --resume --out {out}",
+            f"go on with: lpq train --resume --out {shlex.quote(str(directory.parent))}",
             interrupt.signum,
         )
 

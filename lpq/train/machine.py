@@ -40,18 +40,22 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """On a GPU, ask PyTorch for kernels that sum in a fixed order, so that resuming is bitwise exact."""
-    if device.type != "cuda":
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+def fixed_sums(device: torch.device, threads: int) -> Iterator[None]:
+    """Have PyTorch sum in an order that is always the same, so that a resumed run is bitwise the uninterrupted one.
+
+    On a CPU the order follows from the number of threads; 0 leaves it to PyTorch. On a GPU PyTorch must be asked.
+    """
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    if threads:
+        torch.set_num_threads(threads)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
 
 
 def fast_bf16(device: torch.device) -> bool:

@@ -59,7 +59,7 @@ class Served:
 
 
 def served_by(model: nn.Module, device: torch.device) -> list[Served]:
-    """What runs the GEMMs of the model's linear layers on this device; layers alike are counted together."""
+    """What runs the GEMMs of the model's linear layers, as its last step had them; layers alike are counted."""
     counted: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for module in model.modules():
         if isinstance(module, nn.Linear):

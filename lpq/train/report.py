@@ -73,7 +73,6 @@ class Summary:
             "config": asdict(self.config),
             "device": self.device,
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
             "gap": self.gap,
             "outcomes": [o.to_dict() for o in self.outcomes],
         }

@@ -70,20 +70,20 @@ class Trainer:
         with held_for_backward(self.model) if self.step == 0 else nullcontext() as held:
             loss = self.loss(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item()
         if held is not None:
             self.bytes_held = held.bytes
-        if not math.isfinite(value := loss.item()):
+        if not (math.isfinite(value := loss.item()) and math.isfinite(norm)):
             raise TrainError(
-                f"the loss of step {self.step} is {value}: training diverged. A lower --lr may train, or a "
-                "recipe with more bits in the gradients; the checkpoints from before are kept"
+                f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
+                "--lr may train, or a recipe with more bits in the gradients; the checkpoints from before are kept"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(value)
         self.step += 1
         seconds = time.perf_counter() - began
-        return {"step": self.step, "loss": value, "lr": lr, "grad_norm": norm.item(), "seconds": seconds}
+        return {"step": self.step, "loss": value, "lr": lr, "grad_norm": norm, "seconds": seconds}
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy in nats per byte."""

@@ -29,15 +29,15 @@ def test_a_format_is_checked_wherever_one_stands(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "test_text_makes_the_same_quantizer[mxfp8] PASSED" in ended.stdout
     assert "2 passed" in ended.stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["pytest.ini", "test_mine.py"]
+    assert not {".hypothesis", ".pytest_cache"} & {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["mxfp9"], 2, "did you mean 'mxfp8'?"),
+        (["mxfp9"], 2, "did you mean 'mxfp8'"),
         (["nvfp4(block=16x16"], 2, "expected ',' or ')'"),
-        (["mxfp8", "nvfp5"], 2, "did you mean 'nvfp4'?"),
+        (["mxfp8", "nvfp5"], 2, "did you mean 'nvfp4'"),
     ],
 )
 def test_what_is_not_there_is_said(

@@ -130,9 +130,18 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_diverged_run_ends_in_words(tiny: MakeConfig, text: Path) -> None:
     config = tiny()
     trainer = Trainer(config, load(config.data, config.seq), None, CPU)
+    weight = trainer.model.blocks[0].mlp.up.weight
+    before = weight.detach().clone()
+    hook = weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(
+        TrainError, match=r"step 0 has a loss of \d.* and a gradient norm of (nan|inf): training diverged"
+    ):
+        trainer.advance()
+    assert torch.equal(weight, before)  # no such step reaches the weights
+    hook.remove()
     with torch.no_grad():
         trainer.model.embedding.weight.fill_(math.nan)
-    with pytest.raises(TrainError, match=r"the loss of step 0 is nan: training diverged"):
+    with pytest.raises(TrainError, match=r"a loss of nan"):
         trainer.advance()
 
 
@@ -189,3 +198,16 @@ def test_a_compiled_run_is_the_eager_run(tiny: MakeConfig, monkeypatch: pytest.M
     assert eager.losses == other.losses
     assert eager.held_out_loss == other.held_out_loss
     assert other.bytes_held > 0
+
+
+def test_the_number_of_threads_is_the_run_s_alone(
+    tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> None:
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    advance = Trainer.advance
+    monkeypatch.setattr(Trainer, "advance", lambda self: (seen.append(torch.get_num_threads()), advance(self))[1])
+    for threads in (1, 3, 0):
+        run(tiny(f"{threads} threads", threads=threads, steps=1, baseline=False), console)
+    assert seen == [1, 3, before]
+    assert torch.get_num_threads() == before

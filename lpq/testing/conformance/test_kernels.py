@@ -127,7 +127,7 @@ def arguments_of(op: str, row: Quantizer | None, col: Quantizer | None, x: Tenso
     if op == "decode":
         return operand, torch.bfloat16
     assert col is not None
-    return operand, encode(col, x), None, torch.bfloat16
+    return operand, encode(col, x), None, torch.bfloat16, False
 
 
 def flat(result: Any) -> list[Tensor]:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lpq.core import QuantizedTensor, Quantizer, operations
-from lpq.core.operations import declared, shared
+from lpq.core import QuantizedTensor, Quantizer, decode, gemm, operations, transpose
 from lpq.testing.expect import same
-from lpq.testing.operands import DIRECTIONS, SEED, encode, normal, sides
+from lpq.testing.operands import DIRECTIONS, SEED, normal, sides
 from lpq.testing.options import Family, only
 
 CHECKS = ("test_autograd_registration", "test_faketensor")
@@ -42,55 +43,47 @@ def test_meta_and_fake_tensors(quantizer: Quantizer, shape: tuple[int, int]) -> 
         assert fake.dequantize().dtype == torch.bfloat16
 
 
-@only(
-    lambda quantizer: not all(side.plain for side in sides(quantizer)),
-    "has operators: an ordinary matrix needs none",
-)
+@only(lambda quantizer: not all(side.plain for side in sides(quantizer)), "has an operator to check")
 def test_operators_pass_opcheck(quantizer: Quantizer) -> None:
-    """Schemas, autograd registration and fake results of measure, quantize, decode, transpose and gemm."""
+    """Schema, autograd registration and fake results of every operator call that this format leads to."""
     x = normal(32, 48, torch.bfloat16)
-    row, col = (None if s.plain else s for s in (quantizer.side("row"), quantizer.side("col")))
-    texts = [side.text if side is not None else "" for side in (row, col)]
-    seed = torch.tensor(SEED)
-    if declared(row, col):
-        opcheck("measure", x, *texts)
-    stats = operations.measure_reference(x, row, col)
-    opcheck("quantize", x, stats, *texts, seed, 0, False)
-    opcheck("quantize", x, [], *texts, seed, 0, True)
-    for side in (row, col) if not shared(row, col) else (row,):
-        if side is None:
-            continue
-        operand = encode(side, x)
-        buffers = operand.tensors()
-        opcheck("decode", buffers, side.text, operand.shape, x.dtype, torch.bfloat16)
-        if side.transposable:
-            opcheck("transpose", buffers, side.text, operand.shape, x.dtype)
-        bias = torch.zeros(32)
-        opcheck(
-            "gemm",
-            buffers,
-            buffers,
-            bias,
-            side.text,
-            side.text,
-            operand.shape,
-            operand.shape,
-            x.dtype,
-            x.dtype,
-            x.dtype,
-        )
+    row, col = quantizer.side("row"), quantizer.side("col")
+    with Calls() as calls:
+        if not (row.plain or col.plain):
+            operations.measure(x, row, col)
+        tensor = quantizer.quantize(x, seed=SEED, state=quantizer.new_state() or None)
+        for _, operand in tensor.operands:
+            decode(operand, torch.float32)
+            gemm(operand, operand, bias=torch.zeros(operand.shape[0]))
+            if operand.quantizer.transposable:
+                transpose(operand)
+    assert calls.made, f"{quantizer} calls no operator"
+    for op, args in calls.made:
+        opcheck(op, args)
 
 
-def opcheck(name: str, *args: Any) -> None:
-    op = getattr(torch.ops.lpq, name).default
-    given = [a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, Tensor)]
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The calls of lpq's operators that are made under it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "lpq":
+            self.made.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def opcheck(op: Any, args: tuple[Any, ...]) -> None:
+    given = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
     before = [t.clone() for t in given]
-    made = torch.utils._pytree.tree_leaves(op(*args))
+    made = tree_leaves(op(*args))
     for tensor, copy in zip(given, before, strict=True):
-        same(tensor, copy, f"lpq::{name} changed an input")
-    storages = [t.untyped_storage().data_ptr() for t in (*given, *made) if t.numel()]
-    assert len(set(storages[-len(made) :])) == len(made), f"lpq::{name} returns a buffer twice"
-    assert not set(storages[: len(given)]) & set(storages[-len(made) :]), f"lpq::{name} returns a view of an input"
+        same(tensor, copy, f"{op} changed an input")
+    inputs, outputs = ([t.untyped_storage().data_ptr() for t in tensors] for tensors in (given, made))
+    assert len(set(outputs)) == len(outputs), f"{op} returns one buffer twice"
+    assert not set(inputs) & set(outputs), f"{op} returns a view of an input"
     # torch checks inputs by allclose, which has no 8-bit floats: there the lines above stand in for it.
     wide = all(t.element_size() > 1 or not t.is_floating_point() for t in given)
     torch.library.opcheck(op, args, test_utils=("test_schema", *CHECKS) if wide else CHECKS)
