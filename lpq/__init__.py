@@ -1,10 +1,11 @@
 """lpq: low-precision training and calibration for PyTorch in which a number format is a plugin.
 
-The public names are imported when they are first used (PEP 562): ``import lpq`` needs no torch and no plugin.
+The public names are imported when they are first used (PEP 562): ``import lpq`` imports no torch and no plugin.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ _HOME = {
     "lpq.registry": ("quantizer",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_SUBMODULES = ("core", "distributed", "nn", "ops", "recipes", "registry")
+_SUBMODULES = ("core", "nn", "ops", "recipes", "registry", "testing", "train")
 
 __all__ = [
     "Policy",
@@ -59,3 +60,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULE_OF, *_SUBMODULES, "__version__"})
+
+
+if "torch" in sys.modules:
+    # Importing the core tells torch what a quantized tensor in a file is made of. Where torch is at hand this costs
+    # little, and torch.load(path, weights_only=True) works before anything else of lpq is used.
+    import_module("lpq.core")

@@ -15,7 +15,7 @@ from lpq import registry
 from lpq.cli.kernels import Served, pick_device, served_by_format, show
 from lpq.cli.listing import described
 from lpq.cli.output import Json, as_json, table
-from lpq.registry.errors import LpqError, OptionError
+from lpq.registry.errors import LpqError, OptionError, suggestion
 
 ENVIRONMENT = ("LPQ_KERNELS", "LPQ_LOAD_PLUGINS")
 Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
@@ -41,6 +41,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
                 "device": str(where),
                 "kernels": [{"format": name, **s.plain()} for name, found in kernels.items() for s in found],
                 "broken_formats": broken,
+                "unused_kernels": unused_kernels(),
             }
         )
     else:
@@ -58,9 +59,11 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
         if without := set(registry.formats()) - set(kernels) - set(broken):
             names = ", ".join(sorted(without))
             typer.echo(f"Not listed, as they have no default options: {names} (`lpq explain RECIPE` shows them).")
+        for impl, problem in unused_kernels().items():
+            typer.echo(f"Kernel {impl} never runs: {problem}")
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
-    if wrong or broken or any(s.error for found in kernels.values() for s in found):
+    if wrong or broken or any(s.error or s.broken for found in kernels.values() for s in found):
         raise typer.Exit(1)
 
 
@@ -77,6 +80,19 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
             except LpqError as error:
                 broken[name] = str(error)
     return kernels, broken
+
+
+def unused_kernels() -> dict[str, str]:
+    """The kernels for a format that is not here, and what it is: no error, as its plugin may be absent."""
+    known = registry.formats()
+    found: dict[str, str] = {}
+    for plugin in registry.plugins():
+        for kernel in plugin.kernels:
+            if missing := next((name for name in kernel.formats if name not in known), None):
+                found[kernel.impl] = (
+                    f"{plugin.title} has it for {missing!r}, no format here; {suggestion(missing, known)}"
+                )
+    return found
 
 
 def versions() -> dict[str, str]:

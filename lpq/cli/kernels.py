@@ -31,6 +31,8 @@ class Served:
     """The kernels that would have been preferred, and why each cannot run here."""
     error: str | None = None
     """Why nothing may run: the kernels that ``LPQ_KERNELS`` allows are not there."""
+    broken: tuple[str, ...] = ()
+    """The kernels among these that are at fault, as opposed to not being for this place."""
 
     @property
     def reasons(self) -> str:
@@ -56,7 +58,9 @@ def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Se
     except KernelError as error:
         return Served(op, texts, "error", None, (), str(error))
     rejected = tuple((f"{kernel.backend} {kernel.impl}", reason) for kernel, reason in choice.rejected)
-    return Served(op, texts, choice.backend, choice.kernel.impl if choice.kernel else None, rejected)
+    broken = tuple(f"{kernel.backend} {kernel.impl}" for kernel in choice.broken)
+    impl = choice.kernel.impl if choice.kernel else None
+    return Served(op, texts, choice.backend, impl, rejected, broken=broken)
 
 
 def show(title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str], Served]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lpq.core.quantize import DTYPES, as_matrix, encode_operands
 from lpq.core.storage import Storage
-from lpq.core.tensor import PrecisionWarning, QuantizedTensor
+from lpq.core.tensor import PrecisionWarning, QuantizedTensor, Window
 
 aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -68,12 +69,28 @@ def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence
     col = t.col.narrow(1 - dim, start, stop) if t.col is not None else None
     if (row is None) != (t.row is None) or (col is None) != (t.col is None):
         return NotImplemented
-    return t.with_operands(row, col, torch.Size(shape), t.dtype)
+    part = t.with_operands(row, col, torch.Size(shape), t.dtype)
+    part.window = t.window
+    if (start, stop) != (0, _matrix(t)[dim]) and (t.window is not None or _shares(t, dim)):
+        part.window = Window(t, dim, start, stop)
+    return part
+
+
+def _shares(t: QuantizedTensor, dim: int) -> bool:
+    """Whether some value covers the whole of this dimension of the matrix, and so every part of it."""
+    along = {"row": dim, "col": 1 - dim}
+    return any(b.unit(along[d]) is None for d, s in t.operands for b in s.layout_for(s.quantizer))
+
+
+def _same_matrix(t: QuantizedTensor, view: QuantizedTensor) -> QuantizedTensor:
+    """``view``, over the same matrix as ``t``, written to as ``t`` is."""
+    view.window = t.window
+    return view
 
 
 @implements(aten.detach.default, aten.alias.default)
 def _alias(t: QuantizedTensor) -> Any:
-    return t.map(aten.alias.default)
+    return _same_matrix(t, t.map(aten.alias.default))
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -84,14 +101,14 @@ def _view(t: QuantizedTensor, size: Sequence[int]) -> Any:
         size[size.index(-1)] = t.numel() // known if known else 0
     if math.prod(size) != t.numel():
         return NotImplemented  # the operator itself says what is wrong
-    return t.with_operands(t.row, t.col, torch.Size(size), t.dtype)
+    return _same_matrix(t, t.with_operands(t.row, t.col, torch.Size(size), t.dtype))
 
 
 @implements(aten.unsqueeze.default)
 def _unsqueeze(t: QuantizedTensor, dim: int) -> Any:
     shape = list(t.shape)
     shape.insert(dim + t.dim() + 1 if dim < 0 else dim, 1)
-    return t.with_operands(t.row, t.col, torch.Size(shape), t.dtype)
+    return _same_matrix(t, t.with_operands(t.row, t.col, torch.Size(shape), t.dtype))
 
 
 @implements(aten.slice.Tensor)
@@ -155,7 +172,10 @@ def _t(t: QuantizedTensor) -> Any:
     if t.dim() != 2 or not _natural(t) or flipped is None:
         return NotImplemented
     shape = torch.Size((t.shape[1], t.shape[0]))
-    return QuantizedTensor(t.col, t.row, flipped, shape, t.dtype)
+    view = QuantizedTensor(t.col, t.row, flipped, shape, t.dtype)
+    if t.window is not None:
+        view.window = replace(t.window, flipped=not t.window.flipped)
+    return view
 
 
 @implements(aten.transpose.int)
@@ -218,6 +238,12 @@ def _record_stream(t: QuantizedTensor, stream: Any) -> None:
     for _, storage in t.operands:
         for buffer in storage.tensors():
             buffer.record_stream(stream)
+
+
+@implements(torch.ops.lpq.draw_seeds.default)
+def _draw_seeds(x: Tensor, owner: QuantizedTensor, count: int) -> Any:
+    """The owner only tells draws apart, and a buffer of its does that."""
+    return torch.ops.lpq.draw_seeds(x, owner.operands[0][1].tensors()[0], count)
 
 
 @implements(aten.empty_like.default)
@@ -302,12 +328,15 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, QuantizedTensor):
         return target.copy_(source.dequantize(target.dtype), non_blocking)
     if isinstance(source, QuantizedTensor):
-        if _same_layout(target, source):
+        if target.window is None and _same_layout(target, source):
             _overwrite(target, source.row, source.col)
             return target
-        source = source.dequantize()
+        source = source.dequantize(torch.float32)
     source = source.to(target.device).expand(target.shape)
     matrix = source.reshape(_matrix(target))
+    if target.window is not None:
+        _write_through(target.window, matrix)
+        return target
     with torch.no_grad():
         row, col, _ = encode_operands(
             target.quantizer,
@@ -318,6 +347,15 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
         )
     _overwrite(target, row, col)
     return target
+
+
+def _write_through(window: Window, matrix: Tensor) -> None:
+    """Write a part of a tensor, and encode the whole again."""
+    parent = window.parent
+    plain = parent.dequantize(torch.float32)
+    part = plain.view(_matrix(parent)).narrow(window.dim, window.start, window.stop - window.start)
+    part.copy_(matrix.t() if window.flipped else matrix)
+    parent.copy_(plain)
 
 
 def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
@@ -375,9 +413,10 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value.dequantize()
 
     args, kwargs = tree_map(decode, args), tree_map(decode, kwargs)
+    copy = ", and writing to the result does not change the tensor" if func.is_view else ""
     warnings.warn(  # Python shows the same text from the same place once
         f"{func} has no form on the buffers of {told[0] if told else 'a quantized tensor'}: "
-        "it runs on the decoded tensor, in high precision",
+        f"it runs on the decoded tensor, in high precision{copy}",
         PrecisionWarning,
         stacklevel=1,
     )

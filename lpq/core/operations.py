@@ -8,6 +8,7 @@ wrote, serves whatever no kernel serves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,8 +30,22 @@ def _define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **o
     """Give an operator its body on every device, and what it returns for fake tensors."""
     name = schema[: schema.index("(")]
     _library.define(schema, **options)  # type: ignore[no-untyped-call]
-    _library.impl(name, body, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(name, _without_autocast(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"lpq::{name}", fake, lib=_library)
+
+
+def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body in the precision in which it is written: autocast would round the operands of a reference's matmul."""
+
+    @wraps(body)
+    def run(first: Tensor | list[Tensor], *args: Any) -> Any:
+        device = (first if isinstance(first, Tensor) else first[0]).device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return body(first, *args)
+        with torch.autocast(device, enabled=False):
+            return body(first, *args)
+
+    return run
 
 
 def _quantizer(text: str) -> Quantizer | None:
@@ -325,6 +340,9 @@ def gemm(
 
     ``fast_accumulate`` lets a kernel sum in less than fp32 where the hardware offers that. The reference never does.
     """
+    for operand in (a, b):
+        if not isinstance(operand, Storage):
+            raise TypeError(f"gemm multiplies operands, such as t.row and t.col, and not a {type(operand).__name__}")
     if a.shape[1] != b.shape[1]:
         raise ValueError(
             f"gemm: the contractions differ: a is {list(a.shape)} and b is {list(b.shape)} "

@@ -45,6 +45,7 @@ def encode_operands(
     offset: int = 0,
 ) -> Operands:
     """Encode the matrix ``x``. The state is read, never written: see ``remember``."""
+    check_input(x)
     row_side = quantizer.side("row") if row else None
     col_side = quantizer.side("col") if col else None
     if quantizer.col_source == "original" or col_side is None:
@@ -152,9 +153,12 @@ def quantize_tensor(
 
 
 def check_input(x: Tensor) -> None:
+    """Refuse what is not a number of at most fp32, in which everything is computed."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a tensor can be encoded, and not a {type(x).__name__}")
     if x.dtype not in DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise TypeError(f"quantize: the input is {x.dtype}; lpq encodes {names}: cast it first")
+        raise TypeError(f"the tensor to encode is {x.dtype}; lpq encodes {names}: cast it first")
 
 
 def as_matrix(x: Tensor) -> Tensor:

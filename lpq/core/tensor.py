@@ -7,7 +7,9 @@ what each operator does with the buffers. Pickled and saved, it is its quantizer
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -26,6 +28,21 @@ class PrecisionWarning(UserWarning):
     """An operation that the buffers cannot express was done on the decoded tensor."""
 
 
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Where a view lies in a tensor whose buffers it shares: rows (0) or columns (1) ``[start, stop)`` of ``parent``.
+
+    One value may cover the whole of a dimension. A write to the view changes it, so the parent is encoded anew.
+    """
+
+    parent: QuantizedTensor
+    dim: int
+    start: int
+    stop: int
+    flipped: bool = False
+    """The view is the transpose of that part."""
+
+
 class QuantizedTensor(Tensor):
     """A tensor that is stored quantized; made by ``Quantizer.quantize``."""
 
@@ -37,6 +54,8 @@ class QuantizedTensor(Tensor):
     """What encodes it again when it is written to."""
     amax_group: ProcessGroup | None
     """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved."""
+    window: Window | None
+    """Set on a view that cannot be written to by itself."""
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """What an operator does; ``lpq.core.aten``, which is written over this class, provides it."""
@@ -58,7 +77,7 @@ class QuantizedTensor(Tensor):
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
         )
-        self.row, self.col, self.quantizer, self.amax_group = row, col, quantizer, amax_group
+        self.row, self.col, self.quantizer, self.amax_group, self.window = row, col, quantizer, amax_group, None
         return self
 
     @property
@@ -107,6 +126,26 @@ class QuantizedTensor(Tensor):
     def held_bytes(self) -> int:
         """The bytes of all its buffers."""
         return sum(storage.nbytes for _, storage in self.operands)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrecisionWarning)
+            part = self[index]
+        if isinstance(part, QuantizedTensor):
+            part.copy_(torch.as_tensor(value, device=self.device))
+        else:  # the index cuts a block: what it selects is no view
+            plain = self.dequantize(torch.float32)
+            plain[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
+            self.copy_(plain)
+
+    def share_memory_(self) -> QuantizedTensor:
+        for _, storage in self.operands:
+            for buffer in storage.tensors():
+                buffer.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        return all(b.is_shared() for _, s in self.operands for b in s.tensors())  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------------------ to PyTorch
 
@@ -210,6 +249,21 @@ def rebuild(
 
 
 torch.serialization.add_safe_globals([rebuild])
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: str) -> list[Tensor]:
+    """The buffers of ``tensor.operand(direction)``, which must be what this quantizer encodes.
+
+    Also inside ``torch.compile``, which knows tensors and constants only.
+    """
+    operand = tensor.operand(direction)
+    if operand.quantizer.text != quantizer:
+        raise ValueError(
+            f"the {direction} operand of this {list(tensor.shape)} tensor is stored as {operand.quantizer}, and "
+            f"{quantizer} is wanted: quantize it with the quantizer of the recipe"
+        )
+    return operand.tensors()
 
 
 def wrap_operands(

@@ -11,11 +11,13 @@ from torch import nn
 
 from lpq import recipes, registry
 from lpq.nn.linear import Linear
+from lpq.recipes import RecipeError
 
 if TYPE_CHECKING:
-    from lpq.recipes import Policy, PolicyLike, Recipe
+    from lpq.recipes import Policy, PolicyLike, Recipe, Schedule
 
 RECORD = "lpq_conversion"
+NO_RECIPE = "the policy gives it no recipe"
 
 
 @dataclass(frozen=True)
@@ -69,47 +71,87 @@ def convert(model: nn.Module, policy: PolicyLike, *, steps: int | None = None) -
     ``policy`` is a policy or anything that makes a recipe: a name, the grammar, a mapping, a TOML file. ``steps`` is
     the length of the run, for rules that end at a fraction of it; see ``set_step``. A model may be converted again.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
     policy = recipes.policy(policy)
+    names = _names(model)
+    schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
     converted: list[Entry] = []
     left: list[Entry] = []
-    seen: list[str] = []
-    done: set[int] = set()
-    for name, module in list(model.named_modules()):
-        if any(name.startswith(f"{e.name}.") for e in converted if e.name):
+    for name, schedule in schedules.items():
+        if any(name.startswith(f"{entry.name}.") for entry in converted if entry.name):
             continue  # inside a module that a plugin took as a whole
-        if isinstance(module, Linear) or next(module.parameters(recurse=False), None) is not None:
-            seen.append(name)
-            kind = "Linear" if isinstance(module, Linear) else type(module).__name__
-            entry = _convert_one(model, name, module, kind, policy, steps)
-            (converted if entry[0] else left).append(entry[1])
-            done.add(id(module))
-    report = Report(tuple(converted), tuple(left), tuple(policy.unmatched(seen)))
+        module = model.get_submodule(name)
+        kind = "Linear" if isinstance(module, Linear) else type(module).__name__
+        made, note = _convert_module(module, name, schedule)
+        if made is not None:
+            converted.append(Entry(name, kind, note))
+            if made is not module and not name:
+                model = made  # a plugin took the whole model
+                break
+            if made is not module:
+                _replace(model, names[name], made)
+        elif next(module.parameters(recurse=False), None) is not None:
+            left.append(Entry(name, kind, note))
+    _close_shortcuts(model)
+    every = [alias for aliases in names.values() for alias in aliases]
+    report = Report(tuple(converted), tuple(left), tuple(policy.unmatched(every)))
     model.__dict__[RECORD] = Conversion(policy, steps, report)
     return model
 
 
-def _convert_one(
-    model: nn.Module, name: str, module: nn.Module, kind: str, policy: Policy, steps: int | None
-) -> tuple[bool, Entry]:
-    schedule = policy.schedule(name, steps)
-    recipe = schedule.at(0)
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Every module's first name, and all its names: a module may be in several places."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(module), name), []).append(name)
+    return names
+
+
+def _schedule(policy: Policy, aliases: list[str], steps: int | None) -> Schedule:
+    first, *others = aliases
+    schedule = policy.schedule(first, steps)
+    for other in others:
+        if policy.schedule(other, steps) != schedule:
+            raise RecipeError(
+                f"{first!r} and {other!r} are one and the same module, and the policy gives them different recipes: "
+                f"{schedule}; {policy.schedule(other, steps)}"
+            )
+    return schedule
+
+
+def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:
+    """The module in low precision, or None; and its recipe, or why it has none."""
+    first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
     if isinstance(module, Linear):
-        module.recipe, module.schedule = recipe, schedule
-        return recipe is not None, Entry(name, kind, str(recipe) if recipe else "the policy gives it no recipe")
-    first = next((r for _, r in schedule.pieces if r is not None), None)
+        module.recipe, module.schedule = schedule.at(0), schedule
+        return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
     if first is None:
-        return False, Entry(name, kind, "the policy gives it no recipe")
-    made = registry.convert_module(module, name, first, own=_LinearConverter())
+        return None, NO_RECIPE
+    made: nn.Module | None = registry.convert_module(module, name, first, own=_LinearConverter())
     if made is None:
         if isinstance(module, nn.Linear):
-            return False, Entry(name, kind, "a subclass of nn.Linear, whose forward may be its own")
-        return False, Entry(name, kind, f"no plugin converts {kind}")
+            return None, "a subclass of nn.Linear, whose forward may be its own"
+        return None, f"no plugin converts {type(module).__name__}"
     if isinstance(made, Linear):
-        made.recipe, made.schedule = recipe, schedule
-    if made is not module:
-        parent, _, leaf = name.rpartition(".")
+        made.recipe, made.schedule = schedule.at(0), schedule
+    return made, str(schedule)
+
+
+def _replace(model: nn.Module, aliases: list[str], made: nn.Module) -> None:
+    for alias in aliases:
+        parent, _, leaf = alias.rpartition(".")
         setattr(model.get_submodule(parent), leaf, made)
-    return True, Entry(name, kind, str(schedule))
+
+
+def _close_shortcuts(model: nn.Module) -> None:
+    """Make PyTorch's own Transformer layers call their linear layers: in evaluation they read the weights instead."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.modules()):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _conversion(model: nn.Module) -> Conversion:
@@ -127,6 +169,9 @@ def report(model: nn.Module) -> Report:
 
 def set_step(model: nn.Module, step: int) -> None:
     """Give every layer the recipe that the policy has for this step. Weights and optimizer state stay."""
+    if type(step) is not int or step < 0:
+        raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
+    _conversion(model)
     for module in model.modules():
         if isinstance(module, Linear) and module.schedule is not None:
             module.recipe = module.schedule.at(step)

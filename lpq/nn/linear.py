@@ -19,12 +19,15 @@ from torch.autograd.function import once_differentiable
 from lpq import recipes
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
 from lpq.core.operations import draw_seeds
-from lpq.core.quantize import as_matrix
+from lpq.core.quantize import DTYPES, as_matrix
+from lpq.core.quantizer import Direction
+from lpq.core.tensor import operand_tensors
 
 if TYPE_CHECKING:
     from lpq.recipes import Recipe, RecipeLike, Schedule
 
 TENSORS = ("x", "w", "dy")
+DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 State = dict[str, Tensor]
 
 
@@ -144,10 +147,19 @@ def weight_operands(
 ) -> tuple[Storage, Storage | None, list[Tensor]]:
     """The operands of a weight, which may be stored quantized already."""
     if isinstance(weight, QuantizedTensor):
-        return weight.operand("row"), weight.operand("col") if col else None, []
+        stored = [_stored_operand(quantizer, weight, d) for d in (DIRECTIONS if col else DIRECTIONS[:1])]
+        return stored[0], stored[1] if col else None, []
     operands = encode_operands(quantizer, weight, col=col, state=state, seed=seed)
     assert operands.row is not None
     return operands.row, operands.col, operands.measured
+
+
+def _stored_operand(quantizer: Quantizer, weight: QuantizedTensor, direction: Direction) -> Storage:
+    side = quantizer.side(direction)
+    rows, cols = weight.shape
+    shape = (rows, cols) if direction == "row" else (cols, rows)
+    tensors = operand_tensors(weight, direction, side.text)
+    return side.storage.wrap(tensors, side, shape, weight.dtype)
 
 
 def _tensors(operand: Storage | None) -> list[Tensor]:
@@ -170,7 +182,8 @@ class Linear(nn.Linear):
     """``y = x Wᵀ + b`` with the three GEMMs of ``recipe``; with ``recipe=None`` it is ``nn.Linear``.
 
     The state dict has the keys of ``nn.Linear``. A recipe that remembers statistics across steps (delayed scaling) adds
-    its buffers, ``x_…``, ``w_…`` and ``dy_…``; a checkpoint without them loads too, and starts them afresh.
+    its buffers, ``x_…``, ``w_…`` and ``dy_…``. A checkpoint without them loads too, and starts them afresh; those of
+    another recipe say nothing here, and are left out.
     """
 
     _recipe: Recipe | None
@@ -239,15 +252,21 @@ class Linear(nn.Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing: list[str] = args[2]
+        unexpected: list[str] = args[3]
         for name in self._state_names():
             if prefix + name in missing:
                 missing.remove(prefix + name)
+                getattr(self, name).zero_()
+        others = tuple(f"{prefix}{tensor}_" for tensor in TENSORS)
+        unexpected[:] = [key for key in unexpected if not key.startswith(others)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         state = {name: getattr(self, name) for name in self._state_names()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
-            setattr(self, name, before.to(getattr(self, name).device))
+            device = getattr(self, name).device
+            fresh = before.is_meta and device.type != "meta"
+            setattr(self, name, torch.zeros_like(before, device=device) if fresh else before.to(device))
         return self
 
     # ------------------------------------------------------------------------------ running it
@@ -260,9 +279,15 @@ class Linear(nn.Linear):
                 f"lpq.nn.Linear({self.in_features}, {self.out_features}): the input is {list(input.shape)}, "
                 f"its last dimension must be {self.in_features}"
             )
+        for name, tensor in (("input", input), ("weight", self.weight)):
+            if tensor.dtype not in DTYPES:
+                raise TypeError(
+                    f"lpq.nn.Linear({self.in_features}, {self.out_features}): the {name} is {tensor.dtype}; "
+                    "float32, bfloat16 and float16 can be encoded: cast it first"
+                )
         x = as_matrix(input)
         dtype = input.dtype
-        if torch.is_autocast_enabled(input.device.type):
+        if not input.is_meta and torch.is_autocast_enabled(input.device.type):
             dtype = torch.get_autocast_dtype(input.device.type)
         seeds = {}
         if self._plan.stochastic:
@@ -297,4 +322,4 @@ class Linear(nn.Linear):
         return held
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self._recipe}"
+        return f"{super().extra_repr()}, recipe={self._recipe.title if self._recipe else None}"

@@ -2,7 +2,8 @@
 
 The answer is looked up once for each operation, operands, device and ``LPQ_KERNELS``, then remembered. ``LPQ_KERNELS``
 is a comma-separated list of the backends that may run (``reference``, ``torch``, ``triton``, ``cuda``); unset, all may.
-An explicit list that cannot be met is an error: the table never falls back past it.
+An explicit list that cannot be met is an error: the table never falls back past it. A kernel that is at fault is
+passed over as any other that cannot run here, and its reason names its plugin.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch
 
 from lpq import registry
 from lpq.registry import KernelSpec
-from lpq.registry.errors import LpqError
+from lpq.registry.errors import ImportStringError, LpqError
 
-BACKENDS = ("reference", "torch", "triton", "cuda")
+BACKENDS = ("reference", *registry.BACKENDS)
 ENVIRONMENT = "LPQ_KERNELS"
 
 
@@ -39,6 +40,8 @@ class Choice:
     """The kernel's callable; None: the reference."""
     rejected: tuple[tuple[KernelSpec, str], ...]
     """The kernels that would have been preferred, and why each cannot run here."""
+    broken: tuple[KernelSpec, ...] = ()
+    """Those of them that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
 
 
 def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
@@ -53,11 +56,20 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
     formats = tuple(registry.format_of(type(q)).name for q in quantizers)
     if op != "gemm" and len(set(formats)) == 1:
         formats = formats[:1]
+    where = torch.device(device if index is None else f"{device}:{index}")
     rejected: list[tuple[KernelSpec, str]] = []
-    for kernel in sorted(registry.kernels(op, formats), key=lambda k: -k.priority):
-        reason = why_not(kernel, quantizers, torch.device(device if index is None else f"{device}:{index}"), allowed)
+    broken: list[KernelSpec] = []
+    for kernel in registry.kernels(op, formats):
+        reason = _elsewhere(kernel, where, allowed)
         if reason is None:
-            return Choice(kernel.backend, kernel, registry.resolve(kernel.impl), tuple(rejected))
+            try:
+                reason = _refusal(kernel, quantizers)
+                if reason is None:
+                    impl = _implementation(kernel)
+                    return Choice(kernel.backend, kernel, impl, tuple(rejected), tuple(broken))
+            except Exception as error:  # what a kernel does wrong must not take its format away
+                reason = _fault(kernel, error)
+                broken.append(kernel)
         rejected.append((kernel, reason))
     if "reference" not in allowed:
         reasons = "".join(f"\n  {k.backend} {k.impl}: {why}" for k, why in rejected) or "\n  it has none"
@@ -65,7 +77,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
             f"{ENVIRONMENT}={forced} leaves no kernel for {op} of {' and '.join(operands)} on {device}:{reasons}\n"
             f"Allow the reference as well: {ENVIRONMENT}={forced},reference"
         )
-    return Choice("reference", None, None, tuple(rejected))
+    return Choice("reference", None, None, tuple(rejected), tuple(broken))
 
 
 def _allowed(forced: str | None) -> frozenset[str]:
@@ -86,6 +98,12 @@ def why_not(
     allowed: frozenset[str] = frozenset(BACKENDS),
 ) -> str | None:
     """Why a kernel cannot serve these quantizers on this device, or None when it can."""
+    reason = _elsewhere(kernel, device, allowed)
+    return _refusal(kernel, quantizers) if reason is None else reason
+
+
+def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]) -> str | None:
+    """Why it cannot run on this device, whatever it is to do."""
     if kernel.backend not in allowed:
         return f"{ENVIRONMENT} does not allow {kernel.backend}"
     if kernel.device != device.type:
@@ -97,6 +115,11 @@ def why_not(
             return f"needs compute capability {kernel.min_sm / 10:.1f}, this GPU has {major}.{minor}"
         if kernel.max_sm is not None and sm > kernel.max_sm:
             return f"serves compute capability up to {kernel.max_sm / 10:.1f}, this GPU has {major}.{minor}"
+    return None
+
+
+def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...]) -> str | None:
+    """What it says itself against serving these quantizers. This runs code of its plugin, which may raise."""
     for module in kernel.requires:
         if not _installed(module):
             return f"needs {module}, which is not installed"
@@ -104,6 +127,23 @@ def why_not(
         reason: str | None = registry.resolve(kernel.why_not)(*quantizers)
         return reason
     return None
+
+
+def _implementation(kernel: KernelSpec) -> Callable[..., Any]:
+    impl = registry.resolve(kernel.impl)
+    if not callable(impl):
+        raise KernelError(f"{kernel.impl!r} is {impl!r}, which cannot be called")
+    found: Callable[..., Any] = impl
+    return found
+
+
+def _fault(kernel: KernelSpec, error: Exception) -> str:
+    """What went wrong in a kernel, and whose it is."""
+    plugin = registry.provider_of(kernel)
+    whose = f"{plugin.title} is at fault: " if plugin else ""
+    if isinstance(error, ImportStringError | KernelError):  # these name the import string
+        return f"{whose}{error}"
+    return f"{whose}asking whether {kernel.impl!r} serves this raised {registry.words(error)}"
 
 
 def _installed(module: str) -> bool:

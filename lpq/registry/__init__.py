@@ -11,13 +11,15 @@ from typing import Any
 from lpq.registry.errors import LpqError, PluginError
 from lpq.registry.grammar import split_items
 from lpq.registry.hookspecs import hookimpl
-from lpq.registry.loader import PluginInfo, resolve
+from lpq.registry.loader import PluginInfo, resolve, words
 from lpq.registry.lookup import cached, default, refresh
 from lpq.registry.quantizers import format_of, quantizer, spec_string
-from lpq.registry.specs import API_VERSION, FormatSpec, KernelSpec, RecipeSpec
+from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, RecipeSpec
 
 __all__ = [
     "API_VERSION",
+    "BACKENDS",
+    "OPERATIONS",
     "FormatSpec",
     "KernelSpec",
     "LpqError",
@@ -32,6 +34,7 @@ __all__ = [
     "hookimpl",
     "kernels",
     "plugins",
+    "provider_of",
     "quantizer",
     "quantizer_class",
     "recipe_spec",
@@ -42,6 +45,7 @@ __all__ = [
     "spec_string",
     "split_items",
     "storage_class",
+    "words",
 ]
 
 
@@ -74,6 +78,11 @@ def recipe_spec(name: str) -> RecipeSpec:
 def kernels(op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
     """The kernels of all usable plugins for this operation on exactly these formats, the preferred first."""
     return default().kernels(op, formats)
+
+
+def provider_of(kernel: KernelSpec) -> PluginInfo | None:
+    """The plugin that brought this very kernel; None for one that no plugin returned."""
+    return default().provider_of(kernel)
 
 
 def quantizer_class(name: str) -> Any:

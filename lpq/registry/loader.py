@@ -17,7 +17,7 @@ import pluggy
 from lpq.registry import hookspecs
 from lpq.registry.errors import ImportStringError, PluginError, suggestion
 from lpq.registry.grammar import NAME
-from lpq.registry.specs import API_VERSION, FormatSpec, KernelSpec, RecipeSpec
+from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, RecipeSpec
 
 GROUP = "lpq.plugins"
 OWN = "lpq"
@@ -46,6 +46,11 @@ class PluginInfo:
     def builtin(self) -> bool:
         """Whether it ships with lpq."""
         return self.distribution == OWN
+
+    @property
+    def title(self) -> str:
+        """What it is called in a message: ``plugin acme (acme-formats 1.2)``."""
+        return f"plugin {self.name} ({f'{self.distribution} {self.version}'.strip()})"
 
     @property
     def status(self) -> str:
@@ -80,7 +85,7 @@ class Source:
             if package != self.module.partition(".")[0]:
                 cause = f"{what} needs the module {error.name}, which is not installed"
                 return self.error(cause, f"pip install {package}")
-        return self.error(f"importing {what} raised {_words(error)}", self.other_version)
+        return self.error(f"importing {what} raised {words(error)}", self.other_version)
 
 
 def installed() -> dict[str, list[Source]]:
@@ -108,8 +113,8 @@ def resolve(string: str) -> Any:
         raise ImportStringError(f"{string!r} is not an import string: write it as 'package.module:attribute'")
     try:
         return attrgetter(attribute)(import_module(module))
-    except Exception as error:
-        raise ImportStringError(f"{string!r} cannot be imported: {_words(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ImportStringError(f"{string!r} cannot be imported: {words(error)}") from error
 
 
 def load(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
@@ -126,7 +131,7 @@ def load(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
             manager.unregister(name=source.name)
         if isinstance(error, PluginError):
             raise
-        raise source.error(f"reading its specs raised {_words(error)}", source.other_version) from error
+        raise source.error(f"reading its specs raised {words(error)}", source.other_version) from error
 
 
 def _register(source: Source, plugin: object, manager: pluggy.PluginManager) -> None:
@@ -158,11 +163,7 @@ def _read(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
     kernels = [kernel for spec in formats.values() for kernel in _own_kernels(source, spec)]
     kernels += _answers(source, manager, "lpq_register_kernels", KernelSpec)
     for kernel in kernels:
-        if not kernel.formats or isinstance(kernel.formats, str):
-            raise source.error(
-                f"kernel {kernel.impl} has formats={kernel.formats!r}",
-                "name the formats that it serves, as in KernelSpec(formats=('acme',))",
-            )
+        _check_kernel(source, kernel)
     return PluginInfo(
         name=source.name,
         distribution=source.distribution,
@@ -182,7 +183,7 @@ def _answers(source: Source, manager: pluggy.PluginManager, hook: str, kind: typ
         try:
             answer = implementation.function()
         except (Exception, SystemExit) as error:
-            raise source.error(f"{hook} raised {_words(error)}", source.other_version) from error
+            raise source.error(f"{hook} raised {words(error)}", source.other_version) from error
         found = [answer] if isinstance(answer, kind) else answer
         if not isinstance(found, Sequence) or not all(isinstance(spec, kind) for spec in found):
             raise source.error(f"{hook} returned {answer!r}", f"return a {kind.__name__} or a list of them")
@@ -190,15 +191,30 @@ def _answers(source: Source, manager: pluggy.PluginManager, hook: str, kind: typ
     return specs
 
 
+def _check_version(source: Source, what: str, version: int) -> None:
+    if version != API_VERSION:
+        older = source.distribution if version < API_VERSION else OWN
+        cause = f"{what} is for plugin interface {version}, and this lpq has {API_VERSION}"
+        raise source.error(cause, f"pip install --upgrade {older}")
+
+
+def _check_kernel(source: Source, kernel: KernelSpec) -> None:
+    """What is misspelt would never run, and nobody would know."""
+    what = f"kernel {kernel.impl}"
+    _check_version(source, what, kernel.api_version)
+    for field_name, known in (("op", OPERATIONS), ("backend", BACKENDS)):
+        value = getattr(kernel, field_name)
+        if value not in known:
+            raise source.error(f"{what} has {field_name}={value!r}", f"change it ({suggestion(str(value), known)})")
+    if not kernel.formats or isinstance(kernel.formats, str):
+        remedy = "name the formats that it serves, as in KernelSpec(formats=('acme',))"
+        raise source.error(f"{what} has formats={kernel.formats!r}", remedy)
+
+
 def _by_name(source: Source, kind: Kind, specs: Sequence[Named]) -> dict[str, Named]:
     found: dict[str, Named] = {}
     for spec in specs:
-        if spec.api_version != API_VERSION:
-            older = source.distribution if spec.api_version < API_VERSION else OWN
-            raise source.error(
-                f"{spec.name} is for plugin interface {spec.api_version}, and this lpq has {API_VERSION}",
-                f"pip install --upgrade {older}",
-            )
+        _check_version(source, spec.name, spec.api_version)
         if not owns(source.name, spec.name, kind):
             allowed = " or ".join([source.name, *(f"{source.name}{sep}*" for sep in SEPARATORS[kind])])
             raise source.error(
@@ -227,5 +243,6 @@ def _own_kernels(source: Source, spec: FormatSpec) -> list[KernelSpec]:
     return kernels
 
 
-def _words(error: BaseException | None) -> str:
+def words(error: BaseException | None) -> str:
+    """What was raised, in one line or as many as it has itself."""
     return f"{type(error).__name__}: {error}"

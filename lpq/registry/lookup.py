@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import pluggy
@@ -26,7 +29,7 @@ from lpq.registry.errors import (
     UnknownRecipe,
     suggestion,
 )
-from lpq.registry.loader import HERE, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
+from lpq.registry.loader import HERE, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve, words
 from lpq.registry.specs import FormatSpec, KernelSpec, RecipeSpec
 
 LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
@@ -50,6 +53,7 @@ class Registry:
                 self._sources.setdefault(name, [])
         self._plugins: dict[str, PluginInfo] = {}
         self._lock = threading.RLock()
+        self._format_of: dict[type, FormatSpec] = {}
         self.caches: dict[object, Callable[..., Any]] = {}
 
     def plugin(self, name: str) -> PluginInfo:
@@ -90,22 +94,54 @@ class Registry:
         found = [k for p in self.plugins() for k in p.kernels if k.op == op and tuple(k.formats) == formats]
         return tuple(sorted(found, key=lambda kernel: -kernel.priority))
 
+    def provider_of(self, kernel: KernelSpec) -> PluginInfo | None:
+        """The plugin that brought this very kernel."""
+        return next((p for p in self.plugins() if any(k is kernel for k in p.kernels)), None)
+
     def load_class(self, name: str, role: Literal["quantizer", "storage"]) -> Any:
         """The quantizer or storage class of a format, imported."""
         plugin = self._provider(name, "formats")
-        string = getattr(plugin.formats[name], role)
+        spec = plugin.formats[name]
+        string = getattr(spec, role)
+        source = self._source(plugin.name)
         try:
-            return resolve(string)
+            found = resolve(string)
         except ImportStringError as error:
-            raise self._source(plugin.name).import_error(string, error.__cause__ or error) from error
+            raise source.import_error(string, error.__cause__ or error) from error
+        if not isinstance(found, type):
+            cause = f"format {name} has {role}={string!r}, which is no class but {found!r}"
+            raise source.error(cause, f"name the {role} class of the format")
+        if role == "quantizer":
+            if not (hasattr(found, "from_options") and is_dataclass(found)):
+                cause = f"format {name} has quantizer={string!r}, which is no dataclass with from_options"
+                raise source.error(
+                    cause, "name a subclass of lpq.core.Quantizer, decorated with dataclass(frozen=True)"
+                )
+            self._format_of.setdefault(found, spec)
+        return found
+
+    def loaded_as(self, cls: type) -> FormatSpec | None:
+        """The format as whose quantizer this class was loaded by name; None: it was not."""
+        return self._format_of.get(cls)
 
     def convert_module(self, module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
         """Call ``lpq_convert_module`` of all usable plugins, and of ``own``."""
         self.plugins()
+        hook = self._manager.hook.lpq_convert_module
         with self._lock:
             self._manager.register(own)
             try:
-                return self._manager.hook.lpq_convert_module(module=module, fqn=fqn, recipe=recipe)
+                return hook(module=module, fqn=fqn, recipe=recipe)
+            except PluginError:
+                raise  # it says already whose fault it is
+            except Exception as error:
+                culprit = _raised_in(error, hook.get_hookimpls())
+                if culprit not in self._sources:
+                    raise  # lpq's own
+                source = self._source(culprit)
+                what = f"the module {fqn!r}" if fqn else "the model itself"
+                cause = f"its lpq_convert_module raised {words(error)}, for {what} ({type(module).__name__})"
+                raise source.error(cause, source.other_version) from error
             finally:
                 self._manager.unregister(own)
 
@@ -128,6 +164,7 @@ class Registry:
             self._manager.unregister(name=name)
         self._sources.pop(name, None)
         self._plugins.pop(name, None)
+        self._format_of.clear()
         self.caches.clear()
 
     def _provider(self, name: str, kind: Kind) -> PluginInfo:
@@ -163,6 +200,16 @@ class Registry:
             raise PluginHidden(name, origins, "", f"{setting} leaves it out", remedy)
         remedy = f"pip install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
         raise PluginMissing(name, "not installed", "", f"{setting} names it", remedy)
+
+
+def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> str | None:
+    """The name of the plugin whose hook raised: that of the innermost frame that runs the code of one.
+
+    pluggy does not tell. A decorated hook counts as what it decorates, as decorators are shared.
+    """
+    code = {getattr(inspect.unwrap(i.function), "__code__", None): i.plugin_name for i in implementations}
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((code[ran] for ran in reversed(frames) if ran in code), None)
 
 
 @functools.cache

@@ -48,6 +48,9 @@ def _quantizer(text: str, extra: dict[str, Any]) -> Any:
 @cached
 def format_of(cls: type) -> FormatSpec:
     """The format of which ``cls`` is the quantizer class."""
+    loaded = default().loaded_as(cls)
+    if loaded is not None:
+        return loaded  # and no other plugin is imported to find it
     path = f"{cls.__module__}:{cls.__qualname__}"
     for spec in default().formats().values():
         if spec.quantizer == path or _imported(spec.quantizer) is cls:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 API_VERSION = 1
 """The version of the plugin interface. A plugin written for another one is refused, in words."""
+OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm")
+"""What ``KernelSpec.op`` may be."""
+BACKENDS = ("torch", "triton", "cuda")
+"""What ``KernelSpec.backend`` may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,8 @@ class KernelSpec:
     """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
     why_not: str | None = None
     """Import string of ``f(*quantizers) -> str | None``: why these options are not served; None: they are."""
+    api_version: int = API_VERSION
+    """The interface version that the plugin was written for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,8 +72,10 @@ class TrainConfig:
         """The settings as a configuration file; what is None is left out."""
         hidden = {"resume", "recipe" if self.policy is not None else "policy"}
         given = {k: v for k, v in asdict(self).items() if v is not None and k not in hidden}
-        # What JSON writes of such values is TOML as well, but for DEL, which JSON leaves bare.
-        return "".join(f"{k} = {json.dumps(v)}\n".replace("\x7f", "\\u007f") for k, v in given.items())
+        # What JSON writes of such values is TOML as well, but for DEL, which JSON leaves bare, and for its escapes of
+        # what is beyond 16 bits, which are surrogate pairs.
+        written = {k: json.dumps(v, ensure_ascii=False).replace("\x7f", "\\u007f") for k, v in given.items()}
+        return "".join(f"{k} = {v}\n" for k, v in written.items())
 
     def settings(self) -> dict[str, object]:
         """What decides the numbers that come out; a resumed run must agree on all of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,9 +114,10 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
 def metrics(path: Path, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A writer of one JSON line a step, behind the lines of the ``done`` steps that a resumed run keeps."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:done] if path.exists() else []
-    with path.open("w", encoding="utf-8", buffering=1) as file:  # a line reaches the file when it ends
-        file.writelines(kept)
+    path.touch()
+    lines = path.read_bytes().splitlines(keepends=True)
+    os.truncate(path, sum(map(len, lines[:done])))  # what is kept is never written again, so no kill can lose it
+    with path.open("a", encoding="utf-8", buffering=1) as file:  # a line reaches the file when it ends
         yield lambda record: print(json.dumps(record), file=file)
 
 

@@ -22,9 +22,7 @@ sides = pytest.mark.parametrize(("row", "col"), SIDES, ids=["row", "col", "both"
 ROWS, COLS = 256, 384
 
 
-def make(
-    text: str, row: bool, col: bool, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (ROWS, COLS)
-):
+def make(text: str, row: bool, col: bool, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (ROWS, COLS)):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     return lpq.quantizer(text).quantize(x, row=row, col=col, seed=1)
 
@@ -266,9 +264,7 @@ def test_copying_between_equal_layouts_moves_bytes(text: str, row: bool, col: bo
 
 
 @every
-@pytest.mark.parametrize(
-    "options", [{}, {"foreach": True}, {"fused": True}], ids=["single", "foreach", "fused"]
-)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["single", "foreach", "fused"])
 def test_optimizers_step_a_quantized_parameter(text: str, options: dict[str, bool]) -> None:
     t = make(text, True, True)
     parameter = nn.Parameter(t)
@@ -312,9 +308,7 @@ def test_it_can_be_made_and_read_inside_a_compiled_function(text: str) -> None:
 
 
 def test_an_absent_operand_is_refused_in_words() -> None:
-    with pytest.raises(
-        ValueError, match=r"col operand of this \[256, 384\] tensor is absent.*quantize with col=True"
-    ):
+    with pytest.raises(ValueError, match=r"col operand of this \[256, 384\] tensor is absent.*quantize with col=True"):
         make("mxfp8", True, False).operand("col")
     derived = make("fp8", True, False).operand("col")
     assert torch.equal(derived.data.view(torch.uint8), make("fp8", True, True).col.data.view(torch.uint8))
@@ -333,3 +327,71 @@ def test_pinning() -> None:
         pytest.skip("pinned memory needs a CUDA device")
     t = make("mxfp8", True, True).pin_memory()
     assert t.is_pinned()
+
+
+# A part of a tensor, written to as a view and as the decoded tensor would be.
+PARTS: dict[str, Callable[[Tensor], object]] = {
+    "rows": lambda t: t[:128].copy_(torch.full((128, COLS), 300.0)),
+    "zeroed rows": lambda t: t[128:].zero_(),
+    "columns": lambda t: t[:, 128:256].fill_(300.0),
+    "rows of columns": lambda t: t[:, 128:256][:128].mul_(100.0),
+    "rows of a flattened tensor": lambda t: t.view(-1)[: 128 * COLS].fill_(-2.0),
+    "a piece of a split": lambda t: t.split(128)[1].add_(50.0),
+    "one row": lambda t: t.__setitem__(3, 0.0),
+    "cut columns": lambda t: t.__setitem__((slice(None), slice(3, 5)), 0.0),
+    "every second row": lambda t: t.__setitem__(slice(None, None, 2), 7.0),
+    "a mask": lambda t: t.__setitem__(torch.eye(ROWS, COLS).bool(), 9.0),
+}
+
+
+@pytest.mark.parametrize("text", [q for q in QUANTIZERS if "stochastic" not in q and "col_source" not in q])
+@sides
+@pytest.mark.parametrize("part", PARTS)
+def test_writing_a_part_encodes_what_shares_a_value_with_it(text: str, row: bool, col: bool, part: str) -> None:
+    t = make(text, row, col)
+    expected = t.dequantize()
+    held = buffers(t)
+    PARTS[part](t)
+    PARTS[part](expected)
+    written = t.dequantize()
+    fresh = lpq.quantizer(text).quantize(expected, row=row, col=col)
+    assert buffers(t) == held
+    # Encoding a decoded tensor again moves it a little, and by no more than encoding what was written moves that.
+    moved, allowed = (written - expected).norm(), (fresh.dequantize() - expected).norm()
+    assert moved <= 1.5 * allowed + 1e-3 * expected.norm()
+    if row and col:
+        other = t.col.decode().t()
+        assert (other - expected).norm() <= 1.5 * (fresh.col.decode().t() - expected).norm() + 1e-3 * expected.norm()
+
+
+def test_a_part_of_a_transposed_view_is_written_through() -> None:
+    t = make("fp8", True, True)
+    t[:128].t().fill_(300.0)
+    assert (t.dequantize()[:128] == 300).all()
+    assert (t.dequantize()[128:].abs() < 10).all()
+    assert torch.equal(t.dequantize(), t.col.decode().t())
+
+
+def test_a_copy_that_stands_for_a_view_says_that_writing_to_it_is_lost() -> None:
+    t = make("mxfp8", True, False)
+    with pytest.warns(PrecisionWarning, match="writing to the result does not change the tensor"):
+        t[::2].zero_()
+    assert t.dequantize()[0].any()
+
+
+def test_shared_memory() -> None:
+    t = make("nvfp4", True, True)
+    assert not t.is_shared()
+    assert t.share_memory_().is_shared()
+    assert t.dequantize().isfinite().all()
+
+
+@every
+def test_distributed_checkpoints_hold_it(text: str, tmp_path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    t = make(text, True, True)
+    dcp.save({"w": t}, checkpoint_id=str(tmp_path), no_dist=True)
+    target = {"w": torch.empty_like(t)}
+    dcp.load(target, checkpoint_id=str(tmp_path), no_dist=True)
+    assert same(target["w"], t)

@@ -11,6 +11,9 @@ from torch import nn
 
 import lpq
 from lpq import registry
+from lpq.core import gemm
+from lpq.nn import linear
+from lpq.recipes import RecipeError
 
 
 class Custom(nn.Linear):
@@ -161,3 +164,79 @@ def test_moving_a_converted_model_moves_its_state() -> None:
     model = lpq.convert(Net(), "fp8-delayed").to("meta")
     assert all(b.device.type == "meta" for b in model.buffers())
     assert all(b.dtype == torch.float32 for b in lpq.convert(Net(), "fp8-delayed").to(torch.bfloat16).buffers())
+
+
+def test_a_plugin_may_take_a_whole_block(request: pytest.FixtureRequest) -> None:
+    class Plugin:
+        @staticmethod
+        @registry.hookimpl
+        def lpq_convert_module(module, fqn, recipe):
+            return nn.Identity() if fqn == "blocks.1" else None
+
+    request.addfinalizer(registry.refresh)
+    registry.register(Plugin, name="blocks")
+    model = lpq.convert(Net(), "mxfp8")
+    assert isinstance(model.blocks[1], nn.Identity)
+    assert [e.name for e in lpq.report(model).converted if e.name.startswith("blocks.1")] == ["blocks.1"]
+
+
+def test_a_module_in_two_places_is_one_module() -> None:
+    def shared() -> nn.ModuleDict:
+        layer = nn.Linear(8, 8)
+        return nn.ModuleDict({"a": layer, "b": layer})
+
+    model = lpq.convert(shared(), {"rules": [{"match": ["a", "b"], "recipe": "mxfp8"}]})
+    assert model["a"] is model["b"]
+    assert lpq.report(model).unmatched == ()
+    with pytest.raises(RecipeError, match="'a' and 'b' are one and the same module"):
+        lpq.convert(shared(), {"rules": [{"match": ["a"], "recipe": "mxfp8"}, {"match": ["b"], "recipe": "nvfp4"}]})
+
+
+def test_nothing_is_swapped_when_the_policy_does_not_fit() -> None:
+    model = Net()
+    rules = [{"match": ["blocks.0.*"], "recipe": "mxfp8"}, {"match": ["*"], "recipe": "nvfp4", "until": 0.5}]
+    with pytest.raises(RecipeError, match="the run's length is not known"):
+        lpq.convert(model, {"rules": rules})
+    assert type(model.blocks[0][0]) is nn.Linear
+
+
+def test_the_report_is_the_same_the_second_time() -> None:
+    rules = [{"match": ["*"], "recipe": "skip", "until": 10}, {"match": ["*"], "recipe": "mxfp8"}]
+    model = Net()
+    first = lpq.report(lpq.convert(model, {"rules": rules}))
+    assert lpq.report(lpq.convert(model, {"rules": rules})) == first
+    assert "left alone until step 10, then mxfp8" in str(first)
+
+
+def test_transformer_layers_multiply_in_low_precision_in_evaluation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    converted = lpq.convert(copy.deepcopy(model), "nvfp4").eval()
+    x = torch.randn(2, 8, 64)
+    products: list[int] = []
+    monkeypatch.setattr(linear, "gemm", lambda *a, **k: products.append(1) or gemm(*a, **k))
+    with torch.no_grad():
+        assert not torch.equal(converted(x), model(x))
+    assert len(products) == 4  # two layers of two
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[0, 5:] = True
+    with torch.no_grad():
+        assert converted(x, src_key_padding_mask=mask).shape == x.shape
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3"])
+def test_a_step_is_a_whole_number(step: object) -> None:
+    with pytest.raises(ValueError, match="a step is a whole number from 0 on"):
+        lpq.set_step(lpq.convert(Net(), "mxfp8"), step)
+
+
+def test_what_is_no_converted_model_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="not converted"):
+        lpq.set_step(Net(), 3)
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, not str"):
+        lpq.convert("model", "mxfp8")
+    t = lpq.quantizer("mxfp8").quantize(torch.randn(4, 32))
+    with pytest.raises(TypeError, match=r"t\.row and t\.col, and not a QuantizedTensor"):
+        lpq.gemm(t, t)
+    with pytest.raises(TypeError, match="and not a list"):
+        lpq.quantizer("mxfp8").quantize([1.0])

@@ -381,3 +381,98 @@ def test_a_second_derivative_is_refused() -> None:
     (dx,) = torch.autograd.grad(layer("mxfp8")(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@EVERY
+def test_other_dtypes_are_refused_in_words(recipe: str) -> None:
+    for dtype in (torch.int64, torch.bool, torch.complex64, torch.float64):
+        with pytest.raises(TypeError, match=rf"Linear\(48, 32\): the input is {dtype}"):
+            layer(recipe)(torch.ones(2, 48).to(dtype))
+    with pytest.raises(TypeError, match=r"the weight is torch\.float64"):
+        layer(recipe).double()(torch.ones(2, 48))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=fp8(), wgrad=bf16"])
+def test_a_weight_stored_quantized_gives_the_same_products_compiled_too(recipe: str) -> None:
+    eager, stored = layer(recipe), layer(recipe)
+    quantized = stored.recipe.w.quantize(stored.weight.detach())
+    stored.weight = nn.Parameter(quantized)
+    compiled = torch.compile(stored, fullgraph=True, backend="aot_eager")
+    x = torch.randn(24, 48)
+
+    def step(module: nn.Module) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.square().sum().backward()
+        return y.detach(), leaf.grad
+
+    expected = step(eager)
+    assert equal(step(stored), expected)
+    stored.weight.grad = None
+    assert equal(step(compiled), expected)
+    assert torch.equal(stored.weight.grad, eager.weight.grad)
+    other = layer("mxfp8" if recipe != "mxfp8" else "fp8-row")
+    other.weight = nn.Parameter(quantized)
+    with pytest.raises(ValueError, match="is wanted: quantize it with the quantizer of the recipe"):
+        other(x.clone().requires_grad_())
+
+
+@EVERY
+def test_autocast_does_not_reach_into_the_products(recipe: str) -> None:
+    eager = layer(recipe)
+    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
+    x = torch.randn(24, 48)
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b = run(eager, x), run(compiled, x)
+    assert equal(a, b)
+    if recipe != "bf16":
+        assert torch.equal(a[0], run(layer(recipe), x)[0].bfloat16())
+
+
+@EVERY
+def test_compiled_for_any_batch_and_with_held_weights(recipe: str) -> None:
+    eager = layer(recipe)
+    module = copy.deepcopy(eager)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for tokens in (8, 24, 40, 7):
+        x = torch.randn(tokens, 48)
+        a = run(eager, x, tokens)
+        torch.manual_seed(tokens)
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        y = compiled(leaf)
+        (y.float().square().sum() / 7).backward()
+        assert equal(a, (y.detach(), leaf.grad, *(p.grad for p in module.parameters())))
+    with lpq.hold_weights(eager), lpq.hold_weights(module):
+        torch.manual_seed(0)
+        expected = eager(x)
+        torch.manual_seed(0)
+        assert torch.equal(compiled(x), expected)
+
+
+def test_a_checkpoint_without_the_state_starts_it_afresh() -> None:
+    module = layer("fp8-delayed")
+    module(torch.randn(8, 48)).sum().backward()
+    assert module.x_amax_history.any()
+    module.load_state_dict(nn.Linear(48, 32).state_dict())
+    assert not any(b.any() for b in module.buffers())
+
+
+def test_the_state_of_another_recipe_is_left_out() -> None:
+    delayed = layer("fp8-delayed")
+    delayed(torch.randn(8, 48)).sum().backward()
+    other = layer("mxfp8")
+    other.load_state_dict(delayed.state_dict())
+    assert torch.equal(other.weight, delayed.weight)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        other.load_state_dict({**delayed.state_dict(), "stray": torch.zeros(())})
+
+
+def test_a_meta_model_can_be_run_and_materialised() -> None:
+    for recipe in RECIPES:
+        with torch.device("meta"):
+            module = lpq.convert(nn.Sequential(nn.Linear(48, 64)), recipe)
+        assert module(torch.empty(3, 48, device="meta")).shape == (3, 64)
+        module.to_empty(device="cpu")
+        assert all(b.device.type == "cpu" and not b.any() for b in module.buffers())

@@ -15,7 +15,7 @@ from lpq.train import TrainConfig, TrainError, resolve, runs
 
 def stored(directory: Path, config: TrainConfig) -> TrainConfig:
     directory.mkdir(parents=True)
-    (directory / runs.CONFIG).write_text(config.to_toml())
+    (directory / runs.CONFIG).write_text(config.to_toml(), encoding="utf-8")
     return config
 
 
@@ -62,6 +62,7 @@ def test_an_absent_file_is_refused_in_words(tmp_path: Path) -> None:
     [
         TrainConfig(),
         TrainConfig(policy="my policy.toml", out='o"dd\\näme\x7f', data=("a", "b c"), lr=3e-5, baseline=False),
+        TrainConfig(out="läufe/🦊", data=("数据.txt", "tab\tand \u2028, \x85, \x01")),
     ],
 )
 def test_what_is_written_is_read_again(tmp_path: Path, config: TrainConfig) -> None:

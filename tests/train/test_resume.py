@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -138,6 +139,33 @@ def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(
     a, b = final(whole.directory), final(resumed.directory)
     assert_same(a["recipe"]["model"], b["recipe"]["model"])
     assert_same(a["recipe"]["optimizer"], b["recipe"]["optimizer"])
+
+
+def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: Path) -> None:
+    """Whenever the process is killed: the file is looked at before each line of the writer."""
+    path = tmp_path / "metrics.jsonl"
+    kept, lost = '{"step": 1}\n{"step": 2}\n', '{"step": 3}\n{"st'
+    path.write_text(kept + lost)
+    seen: list[str] = []
+
+    def look(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code is loop.metrics.__wrapped__.__code__:  # type: ignore[attr-defined]
+            seen.append(path.read_text())
+            return look
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with loop.metrics(path, 2) as write:
+            write({"step": 3})
+            sys.settrace(before)
+            assert path.read_text() == kept + '{"step": 3}\n'
+    finally:
+        sys.settrace(before)
+    assert len(seen) > 5
+    assert seen[0] == kept + lost
+    assert all(content.startswith(kept) for content in seen)
 
 
 def test_a_truncated_checkpoint_is_refused_and_the_previous_one_resumed(tiny: MakeConfig, console: Console) -> None:
