@@ -59,8 +59,8 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
         if without := set(registry.formats()) - set(kernels) - set(broken):
             names = ", ".join(sorted(without))
             typer.echo(f"Not listed, as they have no default options: {names} (`lpq explain RECIPE` shows them).")
-        for impl, problem in unused_kernels().items():
-            typer.echo(f"Kernel {impl} never runs: {problem}")
+        for kernel in unused_kernels():
+            typer.echo(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
     if wrong or broken or any(s.error or s.broken for found in kernels.values() for s in found):
@@ -82,17 +82,18 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
     return kernels, broken
 
 
-def unused_kernels() -> dict[str, str]:
-    """The kernels for a format that is not here, and what it is: no error, as its plugin may be absent."""
+def unused_kernels() -> list[dict[str, str]]:
+    """The kernels for a format that is not here. That is no error, as the plugin of the format may be absent."""
     known = registry.formats()
-    found: dict[str, str] = {}
-    for plugin in registry.plugins():
-        for kernel in plugin.kernels:
-            if missing := next((name for name in kernel.formats if name not in known), None):
-                found[kernel.impl] = (
-                    f"{plugin.title} has it for {missing!r}, no format here; {suggestion(missing, known)}"
-                )
-    return found
+    return [
+        {
+            "impl": f"{kernel.backend} {kernel.impl}",
+            "reason": f"{plugin.title} has it for {missing!r}, a format that is not here: {suggestion(missing, known)}",
+        }
+        for plugin in registry.plugins()
+        for kernel in plugin.kernels
+        for missing in sorted(set(kernel.formats) - set(known))
+    ]
 
 
 def versions() -> dict[str, str]:

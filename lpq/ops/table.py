@@ -18,7 +18,7 @@ import torch
 
 from lpq import registry
 from lpq.registry import KernelSpec
-from lpq.registry.errors import ImportStringError, LpqError
+from lpq.registry.errors import ImportStringError, LpqError, words
 
 BACKENDS = ("reference", *registry.BACKENDS)
 ENVIRONMENT = "LPQ_KERNELS"
@@ -143,7 +143,7 @@ def _fault(kernel: KernelSpec, error: Exception) -> str:
     whose = f"{plugin.title} is at fault: " if plugin else ""
     if isinstance(error, ImportStringError | KernelError):  # these name the import string
         return f"{whose}{error}"
-    return f"{whose}asking whether {kernel.impl!r} serves this raised {registry.words(error)}"
+    return f"{whose}asking whether {kernel.impl!r} serves this raised {words(error)}"
 
 
 def _installed(module: str) -> bool:

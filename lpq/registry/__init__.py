@@ -11,7 +11,7 @@ from typing import Any
 from lpq.registry.errors import LpqError, PluginError
 from lpq.registry.grammar import split_items
 from lpq.registry.hookspecs import hookimpl
-from lpq.registry.loader import PluginInfo, resolve, words
+from lpq.registry.loader import PluginInfo, resolve
 from lpq.registry.lookup import cached, default, refresh
 from lpq.registry.quantizers import format_of, quantizer, spec_string
 from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, RecipeSpec
@@ -45,7 +45,6 @@ __all__ = [
     "spec_string",
     "split_items",
     "storage_class",
-    "words",
 ]
 
 

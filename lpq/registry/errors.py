@@ -84,3 +84,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {' or '.join(repr(spelling[c]) for c in close)}?"
     return f"choose from {', '.join(spelling.values())}" if spelling else "there are none"
+
+
+def words(error: BaseException | None) -> str:
+    """What was raised: its type and its message."""
+    return f"{type(error).__name__}: {error}"

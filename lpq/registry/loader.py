@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import pluggy
 
 from lpq.registry import hookspecs
-from lpq.registry.errors import ImportStringError, PluginError, suggestion
+from lpq.registry.errors import ImportStringError, PluginError, suggestion, words
 from lpq.registry.grammar import NAME
 from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, RecipeSpec
 
@@ -206,6 +206,8 @@ def _check_kernel(source: Source, kernel: KernelSpec) -> None:
         value = getattr(kernel, field_name)
         if value not in known:
             raise source.error(f"{what} has {field_name}={value!r}", f"change it ({suggestion(str(value), known)})")
+    if not isinstance(kernel.priority, int):
+        raise source.error(f"{what} has priority={kernel.priority!r}", "give it a whole number")
     if not kernel.formats or isinstance(kernel.formats, str):
         remedy = "name the formats that it serves, as in KernelSpec(formats=('acme',))"
         raise source.error(f"{what} has formats={kernel.formats!r}", remedy)
@@ -241,8 +243,3 @@ def _own_kernels(source: Source, spec: FormatSpec) -> list[KernelSpec]:
             )
         kernels.append(replace(kernel, formats=formats))
     return kernels
-
-
-def words(error: BaseException | None) -> str:
-    """What was raised, in one line or as many as it has itself."""
-    return f"{type(error).__name__}: {error}"

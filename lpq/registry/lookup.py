@@ -28,8 +28,9 @@ from lpq.registry.errors import (
     UnknownFormat,
     UnknownRecipe,
     suggestion,
+    words,
 )
-from lpq.registry.loader import HERE, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve, words
+from lpq.registry.loader import HERE, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
 from lpq.registry.specs import FormatSpec, KernelSpec, RecipeSpec
 
 LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
@@ -114,9 +115,7 @@ class Registry:
         if role == "quantizer":
             if not (hasattr(found, "from_options") and is_dataclass(found)):
                 cause = f"format {name} has quantizer={string!r}, which is no dataclass with from_options"
-                raise source.error(
-                    cause, "name a subclass of lpq.core.Quantizer, decorated with dataclass(frozen=True)"
-                )
+                raise source.error(cause, "name a subclass of lpq.core.Quantizer that is a frozen dataclass")
             self._format_of.setdefault(found, spec)
         return found
 

@@ -106,6 +106,35 @@ def test_a_format_whose_code_is_broken_is_a_finding(install: Callable, lpq: Call
     assert "mxfp8" in {k["format"] for k in found["kernels"]}
 
 
+def test_a_kernel_at_fault_is_a_finding_and_its_format_stays(install: Callable, lpq: Callable) -> None:
+    broken = KERNELS.replace('here + "gone", backend="cuda"', 'here + "gone", backend="torch", device="cpu"')
+    install("swift", "1.0", broken.replace('return f"{quantizer} is too [odd]"', "raise ValueError('oh [no]')"))
+    found = doctor(lpq, "--device", "cpu", status=1)
+    (decode,) = [k for k in found["kernels"] if (k["format"], k["op"]) == ("mxfp8", "decode")]
+    assert (decode["backend"], decode["impl"]) == ("torch", "lpq_swift_plugin:decode")
+    assert decode["broken"] == ["torch lpq_swift_plugin:gone", "torch lpq_swift_plugin:odd"]
+    reasons = {entry["impl"]: entry["reason"] for entry in decode["why_not"]}
+    for impl, words in (("gone", "has no attribute 'gone'"), ("odd", "ValueError: oh [no]")):
+        reason = reasons[f"torch lpq_swift_plugin:{impl}"]
+        assert "plugin swift (lpq-swift 1.0) is at fault" in reason
+        assert words in reason
+    assert found["broken_formats"] == {}
+    assert {k["op"] for k in found["kernels"] if k["format"] == "mxfp8"} == {"measure", "quantize", "decode", "gemm"}
+
+
+def test_a_kernel_for_an_absent_format_is_told_and_is_no_error(install: Callable, lpq: Callable) -> None:
+    install("swift", "1.0", KERNELS.replace('("mxfp8",)', '("mxpf8",)'))
+    unused = doctor(lpq, "--device", "cpu")["unused_kernels"]
+    assert unused[0]["impl"] == "cuda lpq_swift_plugin:gone"
+    assert len(unused) == 4
+    for entry in unused:
+        assert "plugin swift (lpq-swift 1.0) has it for 'mxpf8'" in entry["reason"]
+        assert "did you mean 'mxfp8'" in entry["reason"]
+    ended = lpq("doctor", "--device", "cpu")
+    assert ended.status == 0
+    assert "Kernel cuda lpq_swift_plugin:gone never runs" in ended.out
+
+
 def test_explain_names_operands_and_quantizers(lpq: Callable) -> None:
     ended = lpq("explain", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "--device", "cpu", "--json")
     found = json.loads(ended.out)

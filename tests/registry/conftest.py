@@ -18,9 +18,7 @@ class Site:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def install(
-        self, name: str, version: str, plugins: dict[str, str], modules: dict[str, str] | None = None
-    ) -> None:
+    def install(self, name: str, version: str, plugins: dict[str, str], modules: dict[str, str] | None = None) -> None:
         """Install a distribution with these entry points and these module sources."""
         info = self.path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)

@@ -113,6 +113,37 @@ BROKEN = {
         "format acme lists kernel acme_k:run, which is for base",
         "return kernels for other formats from lpq_register_kernels",
     ),
+    "an unknown operation": (
+        formats(spec("acme", f", kernels=({kernel().replace('quantize', 'quantise')},)")),
+        "kernel acme_k:run has op='quantise'",
+        "change it (did you mean 'quantize'?)",
+    ),
+    "an unknown backend": (
+        formats(spec("acme", f", kernels=({kernel().replace('triton', 'cudaa')},)")),
+        "kernel acme_k:run has backend='cudaa'",
+        "change it (did you mean 'cuda'?)",
+    ),
+    "the reference as a backend": (
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n"
+        f"    return {kernel(', formats=(chr(97),)').replace('triton', 'reference')}\n",
+        "kernel acme_k:run has backend='reference'",
+        "choose from cuda, torch, triton",
+    ),
+    "a kernel of an old API version": (
+        formats(spec("acme", f", kernels=({kernel(', api_version=0')},)")),
+        "kernel acme_k:run is for plugin interface 0, and this lpq has 1",
+        "pip install --upgrade acme-formats",
+    ),
+    "a kernel of a new API version": (
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n    return {kernel(', formats=(chr(97),), api_version=2')}\n",
+        "kernel acme_k:run is for plugin interface 2, and this lpq has 1",
+        "pip install --upgrade lpq",
+    ),
+    "a priority that is no number": (
+        formats(spec("acme", f", kernels=({kernel(', priority=chr(97)')},)")),
+        "kernel acme_k:run has priority='a'",
+        "whole number",
+    ),
     "a kernel for no format": (
         f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n    return {kernel()}\n",
         "kernel acme_k:run has formats=()",
@@ -200,9 +231,7 @@ def test_errors_can_be_pickled(site) -> None:
 
 def test_two_distributions_with_one_name_clash_before_any_import(site) -> None:
     site.install("acme-one", "1.0", {"acme": "one"}, {"one": site.format("acme")})
-    site.install(
-        "acme-two", "2.0", {"acme": "two", "other": "other_plugin"}, {"other_plugin": site.format("other")}
-    )
+    site.install("acme-two", "2.0", {"acme": "two", "other": "other_plugin"}, {"other_plugin": site.format("other")})
     with pytest.raises(PluginError) as caught:
         registry.format("acme")
     text = str(caught.value)
@@ -217,9 +246,7 @@ def test_two_distributions_with_one_name_clash_before_any_import(site) -> None:
     assert list(registry.formats()) == ["base", "other"]
 
 
-def test_a_clash_with_a_built_in_leaves_the_other_built_ins_alone(
-    site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clash_with_a_built_in_leaves_the_other_built_ins_alone(site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.install("evil", "1.0", {"base": "evil_plugin"}, {"evil_plugin": site.format("base")})
     with pytest.raises(PluginError, match=r"evil 1\.0.*Remedy: pip uninstall evil\."):
         registry.format("base")
@@ -239,9 +266,7 @@ def test_one_distribution_found_twice_is_no_clash(site, monkeypatch: pytest.Monk
 
 
 def test_two_names_for_one_module(site) -> None:
-    site.install(
-        "acme", "1", {"acme": "acme_plugin", "acme_b": "acme_plugin"}, {"acme_plugin": site.format("acme")}
-    )
+    site.install("acme", "1", {"acme": "acme_plugin", "acme_b": "acme_plugin"}, {"acme_plugin": site.format("acme")})
     assert registry.format("acme").name == "acme"
     with pytest.raises(PluginError, match="same module as plugin acme"):
         registry.recipe_spec("acme_b")
@@ -251,14 +276,10 @@ def test_a_quantizer_that_cannot_be_imported(site) -> None:
     """Listing works; the error comes when the class is wanted, and names the plugin all the same."""
     site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, {"acme_plugin": site.format("acme")})
     assert "acme" in registry.formats()
-    with pytest.raises(
-        PluginError, match=r"plugin acme \(acme-formats 1\.2\).*needs the module acme_quantizer"
-    ):
+    with pytest.raises(PluginError, match=r"plugin acme \(acme-formats 1\.2\).*needs the module acme_quantizer"):
         registry.quantizer("acme")
     site.install("acme-more", "1", {}, {"acme_quantizer": "import no_such_library"})
-    with pytest.raises(
-        PluginError, match=r"needs the module no_such_library.*Remedy: pip install no_such_library\."
-    ):
+    with pytest.raises(PluginError, match=r"needs the module no_such_library.*Remedy: pip install no_such_library\."):
         registry.quantizer("acme")
     assert registry.quantizer("base").margin == 0
 
@@ -266,9 +287,7 @@ def test_a_quantizer_that_cannot_be_imported(site) -> None:
 def test_a_kernel_for_someone_elses_format(site) -> None:
     source = site.format("acme") + (
         "@hookimpl\ndef lpq_register_kernels():\n"
-        f"    return [{kernel(', priority=1')}, {kernel(', priority=2')}]\n".replace(
-            "run'", "run', formats=('base',)"
-        )
+        f"    return [{kernel(', priority=1')}, {kernel(', priority=2')}]\n".replace("run'", "run', formats=('base',)")
     )
     site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, {"acme_plugin": source})
     assert [k.priority for k in registry.kernels("quantize", ("base",))] == [2, 1]

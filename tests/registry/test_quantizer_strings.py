@@ -169,9 +169,7 @@ def test_format_of_a_class(site) -> None:
     class Derived(cls):
         pass
 
-    with pytest.raises(
-        UnknownFormat, match=r"Derived is the quantizer of no format here.*lpq\.registry\.register"
-    ):
+    with pytest.raises(UnknownFormat, match=r"Derived is the quantizer of no format here.*lpq\.registry\.register"):
         registry.spec_string(Derived())
 
 

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
 
 import lpq
 from lpq import registry
@@ -21,9 +23,7 @@ def lpq_register_recipes():
 
 
 def run(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_importing_lpq_and_listing_formats_imports_no_torch() -> None:
@@ -32,9 +32,23 @@ def test_importing_lpq_and_listing_formats_imports_no_torch() -> None:
     assert run(f"import sys, lpq; lpq.registry.formats(); lpq.registry.recipes(); print({heavy})") == "[]"
 
 
+def test_a_file_loads_in_a_process_that_only_imported_lpq(tmp_path: Path) -> None:
+    path = tmp_path / "tensor.pt"
+    saved = lpq.quantizer("mxfp8").quantize(torch.randn(32, 64))
+    torch.save(saved, path)
+    code = f"print(torch.load({str(path)!r}, weights_only=True).dequantize().sum().item())"
+    assert float(run(f"import torch, lpq; {code}")) == saved.dequantize().sum().item()
+    with pytest.raises(subprocess.CalledProcessError) as caught:  # it is lpq that lets torch read it
+        run(f"import torch; {code}")
+    assert "weights_only" in caught.value.stderr
+
+
 def test_every_public_name_is_listed_and_typed() -> None:
     assert set(lpq.__all__) | {"__version__"} <= set(dir(lpq))
     assert set(lpq.__all__) == set(lpq._MODULE_OF)
+    for name in lpq._SUBMODULES:
+        assert getattr(lpq, name) is sys.modules[f"lpq.{name}"]
+    assert {"testing", "train"} <= set(lpq._SUBMODULES)
     assert lpq.registry is registry
     assert lpq.quantizer is registry.quantizer
     with pytest.raises(AttributeError, match="has no attribute 'quantiser'"):
@@ -51,6 +65,32 @@ def test_a_lookup_imports_one_plugin(site) -> None:
     assert site.imported() == {"one_plugin", "two_plugin"}
     assert registry.quantizer("base") == registry.quantizer("base()")
     assert site.imported() == {"one_plugin", "two_plugin", "base_plugin", "base_quantizer"}
+
+
+def test_making_a_quantizer_imports_one_plugin(site) -> None:
+    """Its text and its format are found with the class that was loaded by name, not by listing all formats."""
+    site.install("spy", "1", {"spy": "spy_plugin"}, {"spy_plugin": site.format("spy")})
+    made = registry.quantizer("base(rht=true)")
+    assert registry.spec_string(made) == "base(rht=true)"
+    assert registry.format_of(type(made)) is registry.format("base")
+    assert site.imported() == {"base_plugin", "base_quantizer"}
+    registry.refresh()  # what was loaded is forgotten: only the list of formats knows the class
+    assert registry.format_of(type(made)) is registry.format("base")
+    assert "spy_plugin" in site.imported()
+
+
+def test_making_an_installed_quantizer_imports_one_plugin(site) -> None:
+    spy = "raise SystemExit('the spy was imported')"
+    elsewhere = type(site)(site.path / "elsewhere")
+    elsewhere.install("spy", "1", {"spy": "spy_plugin"}, {"spy_plugin": spy})
+    code = f"""
+import sys
+sys.path.insert(0, {str(elsewhere.path)!r})
+import lpq
+print(lpq.quantizer("nvfp4(rht=true)"), lpq.quantizer("mxfp8"))
+print("spy_plugin" in sys.modules, [p.status for p in lpq.registry.plugins() if p.name == "spy"])
+"""
+    assert run(code).splitlines() == ["nvfp4(rht=true) mxfp8", "False ['broken']"]
 
 
 def test_the_longest_name_owns(site) -> None:
@@ -74,9 +114,7 @@ def test_a_broken_plugin_with_a_longer_name_takes_nothing_away(site) -> None:
 
 
 def test_did_you_mean(site) -> None:
-    site.install(
-        "mxfp8", "1", {"mxfp8": "m"}, {"m": site.format("mxfp8") + "NAMES = ['mxfp8-fast']\n" + RECIPES}
-    )
+    site.install("mxfp8", "1", {"mxfp8": "m"}, {"m": site.format("mxfp8") + "NAMES = ['mxfp8-fast']\n" + RECIPES})
     site.install("nvfp4", "1", {"nvfp4": "n"}, {"n": "1 / 0"})
     for text, meant in (("mxpf8", "mxfp8"), ("MXFP8", "mxfp8"), ("mxfp8_", "mxfp8"), ("nvpf4", "nvfp4")):
         with pytest.raises(UnknownFormat, match=f"no format '{text}' here: did you mean '{meant}'"):
@@ -143,9 +181,7 @@ def test_load_plugins_names_what_is_not_installed(site, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("limit", [None, ""])
-def test_a_format_can_be_tried_without_packaging_it(
-    site, monkeypatch: pytest.MonkeyPatch, limit: str | None
-) -> None:
+def test_a_format_can_be_tried_without_packaging_it(site, monkeypatch: pytest.MonkeyPatch, limit: str | None) -> None:
     if limit is not None:
         monkeypatch.setenv("LPQ_LOAD_PLUGINS", limit)
         registry.refresh()

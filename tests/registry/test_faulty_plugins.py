@@ -1,0 +1,172 @@
+"""Plugins that load and go wrong later: in a kernel, in a class of a format, in the conversion of a module."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+
+from lpq import registry
+from lpq.ops import KernelError, choose
+from lpq.registry.errors import OptionError, PluginError
+
+CPU = torch.device("cpu")
+KERNELS = """
+    from lpq.registry import KernelSpec, hookimpl
+
+    VALUE = 7
+
+    def run(operand, dtype):
+        return operand
+
+    def raises(quantizer):
+        raise ZeroDivisionError("oops")
+
+    @hookimpl
+    def lpq_register_kernels():
+        common = dict(op="decode", formats=("base",), backend="torch", device="cpu")
+        return [KernelSpec(**common, **fields) for fields in (FIELDS)]
+"""
+FAULTS = {
+    "impl='acme_gone:run'": "'acme_gone:run' cannot be imported: ModuleNotFoundError: No module named 'acme_gone'",
+    "impl='acme_plugin:gone'": "'acme_plugin:gone' cannot be imported: AttributeError",
+    "impl='acme_exits:run'": "'acme_exits:run' cannot be imported: SystemExit: bye",
+    "impl='no colon'": "'no colon' is not an import string",
+    "impl='acme_plugin:VALUE'": "'acme_plugin:VALUE' is 7, which cannot be called",
+    "impl='acme_plugin:run', why_not='acme_gone:f'": "'acme_gone:f' cannot be imported",
+    "impl='acme_plugin:run', why_not='acme_plugin:raises'": "'acme_plugin:run' serves this raised ZeroDivisionError",
+    "impl='acme_plugin:run', requires=('acme_bad.part',)": "'acme_plugin:run' serves this raised RuntimeError: bad",
+}
+GOOD = "dict(impl='acme_plugin:run', priority=-1),"
+
+
+def install_kernels(site, fields: str) -> None:
+    modules = {
+        "acme_plugin": KERNELS.replace("FIELDS", fields),
+        "acme_exits": "raise SystemExit('bye')",
+        "acme_bad": "raise RuntimeError('bad')",
+    }
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, modules)
+
+
+@pytest.mark.parametrize("fields", FAULTS)
+def test_a_kernel_at_fault_is_passed_over(site, monkeypatch: pytest.MonkeyPatch, fields: str) -> None:
+    monkeypatch.delenv("LPQ_KERNELS", raising=False)
+    install_kernels(site, f"dict({fields}), {GOOD}")
+    choice = choose("decode", ("base",), CPU)
+    assert (choice.backend, choice.impl.__name__) == ("torch", "run")
+    ((kernel, reason),) = choice.rejected
+    assert choice.broken == (kernel,)
+    assert reason.startswith("plugin acme (acme-formats 1.2) is at fault: ")
+    assert FAULTS[fields] in reason
+
+
+@pytest.mark.parametrize("fields", FAULTS)
+def test_the_reference_serves_unless_it_is_excluded(site, monkeypatch: pytest.MonkeyPatch, fields: str) -> None:
+    install_kernels(site, f"dict({fields}),")
+    monkeypatch.delenv("LPQ_KERNELS", raising=False)
+    choice = choose("decode", ("base",), CPU)
+    assert (choice.backend, choice.impl, len(choice.rejected)) == ("reference", None, 1)
+    monkeypatch.setenv("LPQ_KERNELS", "torch")
+    with pytest.raises(KernelError, match="leaves no kernel for decode of base on cpu") as caught:
+        choose("decode", ("base",), CPU)
+    assert "plugin acme (acme-formats 1.2) is at fault: " in str(caught.value)
+    assert FAULTS[fields] in str(caught.value)
+
+
+def test_a_kernel_for_another_device_is_not_imported(site) -> None:
+    install_kernels(site, "dict(impl='acme_plugin:run'),")
+    choice = choose("decode", ("base",), torch.device("meta"))
+    ((_, reason),) = choice.rejected
+    assert (reason, choice.broken) == ("runs on cpu, not on meta", ())
+
+
+@pytest.mark.parametrize(
+    ("role", "value", "words"),
+    [
+        ("quantizer", "json:loads", "has quantizer='json:loads', which is no class but <function loads"),
+        ("quantizer", "json:JSONDecoder", "which is no dataclass with from_options"),
+        ("storage", "json:loads", "has storage='json:loads', which is no class but <function loads"),
+    ],
+)
+def test_a_class_that_is_none(site, role: str, value: str, words: str) -> None:
+    source = site.format("acme").replace(f"acme_quantizer:Fake{role.title()}", value)
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, {"acme_plugin": source})
+    lookup = functools.partial(getattr(registry, f"{role}_class"), "acme")
+    with pytest.raises(PluginError, match=r"plugin acme \(acme-formats 1\.2\) cannot be used: format acme") as caught:
+        lookup()
+    assert words in caught.value.cause
+    assert role in caught.value.remedy.lower()
+    assert registry.quantizer("base").margin == 0
+
+
+class Own:
+    """Stands for lpq's own conversion."""
+
+    @registry.hookimpl(trylast=True)
+    def lpq_convert_module(self, module: object) -> object:
+        if module == "odd":
+            raise OptionError("lpq itself says no")
+        return "own"
+
+
+CONVERTS = """
+    import functools
+    from lpq.registry import hookimpl
+
+    def decorator(function):
+        @functools.wraps(function)
+        def inner(*args):
+            return function(*args)
+        return inner
+
+    @hookimpl
+    @decorator
+    def lpq_convert_module(module, fqn):
+        if module == "NAME":
+            return {}["key"]
+        return "by NAME" if module == "for NAME" else None
+"""
+
+
+@pytest.mark.parametrize("decorated", [True, False])
+def test_a_conversion_that_raises_names_its_plugin(site, decorated: bool) -> None:
+    for name in ("first", "second", "third"):
+        source = CONVERTS.replace("NAME", name).replace("" if decorated else "    @decorator\n", "")
+        site.install(f"{name}-dist", "3.1", {name: f"{name}_plugin"}, {f"{name}_plugin": source})
+    for name in ("first", "second", "third"):
+        with pytest.raises(PluginError) as caught:
+            registry.convert_module(name, "block.0", "recipe", own=Own())
+        error = caught.value
+        assert (error.plugin, error.distribution, error.version) == (name, f"{name}-dist", "3.1")
+        assert error.cause == "its lpq_convert_module raised KeyError: 'key', for the module 'block.0' (str)"
+        assert isinstance(error.__cause__, KeyError)
+        assert registry.convert_module(f"for {name}", "block.0", "recipe", own=Own()) == f"by {name}"
+    assert registry.convert_module("linear", "block.0", "recipe", own=Own()) == "own"
+    with pytest.raises(PluginError, match="for the model itself"):
+        registry.convert_module("first", "", "recipe", own=Own())
+
+
+def test_an_error_of_lpqs_own_conversion_is_nobodys(site) -> None:
+    source = CONVERTS.replace("NAME", "first")
+    site.install("first-dist", "3.1", {"first": "first_plugin"}, {"first_plugin": source})
+    with pytest.raises(OptionError, match="lpq itself says no"):
+        registry.convert_module("odd", "block.0", "recipe", own=Own())
+
+
+def test_a_plugin_around_a_conversion_is_not_blamed_for_it(site) -> None:
+    around = types.ModuleType("around")
+    exec(
+        "from lpq.registry import hookimpl\n@hookimpl(wrapper=True)\ndef lpq_convert_module(module):\n"
+        "    found = yield\n    return 1 // 0 if module == 'zero' else found\n",
+        around.__dict__,
+    )
+    source = CONVERTS.replace("NAME", "first")
+    site.install("first-dist", "3.1", {"first": "first_plugin"}, {"first_plugin": source})
+    registry.register(around, name="around")
+    for module, culprit in (("first", "first"), ("zero", "around")):
+        with pytest.raises(PluginError) as caught:
+            registry.convert_module(module, "block.0", "recipe", own=Own())
+        assert caught.value.plugin == culprit
