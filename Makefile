@@ -41,7 +41,7 @@ docs: $(READY)  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check-example: $(READY)  ## install the example plugin, check it and train with it
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable examples/lpq-mxfp4
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-mxfp4
 	$(BIN)/lpq check mxfp4
 	$(BIN)/lpq train --recipe "fprop=mxfp4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
 	$(BIN)/python -m pip uninstall --quiet --yes lpq-mxfp4

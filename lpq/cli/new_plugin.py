@@ -30,6 +30,8 @@ def new_plugin(
 ) -> None:
     """Write the folder lpq-NAME: a package with a new number format, ready to install and to change."""
     check_name(name)
+    if not directory.is_dir():
+        raise NewPluginError(f"--dir {directory} is not a folder that exists: make it first, or choose another --dir")
     target = directory / f"lpq-{name}"
     if target.exists():
         raise NewPluginError(f"{target} exists already: remove it, or choose another --dir")

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lpq import registry
 from lpq.core import Quantizer
-from lpq.registry.errors import OptionError
+from lpq.registry.errors import LpqError, OptionError
 
 ALL = 8
 SEARCHED = 4096
@@ -100,17 +100,26 @@ def _alternatives(name: str, hint: Any) -> Iterator[Any]:
 
 
 @registry.cached
+def partners() -> dict[str, str]:
+    """The installed formats that need no option, each with the reason why it cannot be loaded, or ``""``.
+
+    A format that is tested meets the others here, and what is wrong with one of them is not its fault.
+    """
+    found: dict[str, str] = {}
+    for name in registry.formats():
+        try:
+            registry.quantizer(name)
+            found[name] = ""
+        except (OptionError, TypeError):  # it needs an option; a dataclass says TypeError of that
+            continue
+        except Exception as error:
+            found[name] = str(error) if isinstance(error, LpqError) else f"{name}: {type(error).__name__}: {error}"
+    return found
+
+
 def simple_formats() -> tuple[str, ...]:
-    """The installed formats that need no option."""
-    return tuple(name for name in registry.formats() if _builds(name))
-
-
-def _builds(name: str) -> bool:
-    try:
-        registry.quantizer(name)
-    except (OptionError, TypeError):  # a dataclass says TypeError of a field without a default
-        return False
-    return True
+    """Those of them that can be loaded."""
+    return tuple(name for name, reason in partners().items() if not reason)
 
 
 def _pairwise(valid: dict[Quantizer, tuple[Any, ...]]) -> list[Quantizer]:
@@ -142,7 +151,8 @@ def only(predicate: Callable[[Quantizer], bool], words: str) -> Callable[[Test],
 def known_failures(quantizer: Quantizer) -> dict[str, str]:
     """What a format says it cannot do: ``known_failures`` of its quantizer, the name of a test to the reason.
 
-    Such a test must fail: once it passes, the kit asks to take it off the list.
+    It is read from the quantizer, not from its class: a property gives what holds for these options. Such a
+    test must fail: once it passes, the kit asks to take it off the list.
     """
     known: dict[str, str] = getattr(quantizer, "known_failures", {})
     return known

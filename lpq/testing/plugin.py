@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the tests of the kit what they run for; see ``lpq.testing.conformance``."""
     if not metafunc.function.__module__.startswith(KIT):
         return
-    from lpq.testing.options import simple_formats
+    from lpq.testing.options import partners
 
     families = _families(metafunc)
     quantizers = [quantizer for family in families for quantizer in family.quantizers]
@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         elif argument == "family":
             _parametrize(metafunc, argument, {family: family.default for family in families}, asked)
         elif argument == "partner":
-            metafunc.parametrize(argument, simple_formats())
+            metafunc.parametrize(argument, [_partner(name, reason) for name, reason in partners().items()])
 
 
 def _families(metafunc: pytest.Metafunc) -> list[Family]:
@@ -66,6 +66,11 @@ def _families(metafunc: pytest.Metafunc) -> list[Family]:
         return [family(text) for text in asked]
     except LpqError as error:
         raise pytest.Collector.CollectError(str(error)) from None
+
+
+def _partner(name: str, reason: str) -> Any:
+    """A format to stand on the other side of a hybrid; one that cannot be loaded is skipped, with the reason."""
+    return pytest.param(name, id=name, marks=[pytest.mark.skip(reason=reason)] if reason else [])
 
 
 def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Quantizer], asked: str) -> None:

@@ -77,7 +77,7 @@ def test_the_reference_serves_unless_it_is_excluded(site, monkeypatch: pytest.Mo
 
 
 def test_a_kernel_for_another_device_is_not_imported(site) -> None:
-    install_kernels(site, "dict(impl='acme_plugin:run'),")
+    install_kernels(site, "dict(impl='acme_exits:run'),")
     choice = choose("decode", ("base",), torch.device("meta"))
     ((_, reason),) = choice.rejected
     assert (reason, choice.broken) == ("runs on cpu, not on meta", ())

@@ -119,6 +119,53 @@ class NoZero(Int8):
         return Int8Storage(data=torch.where(made.data == 0, 1, made.data).to(torch.int8), scale=made.scale)
 
 
+@dataclass(frozen=True)
+class MaybeNoZero(Int8):
+    """Has a grid with or without a zero, and says of the latter that it has none."""
+
+    zero: bool = True
+
+    @property
+    def known_failures(self) -> dict[str, str]:
+        return {} if self.zero else {"test_zeros_stay_zeros": "without zero=true this grid has no zero"}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        made = super().encode(x, stats)
+        if self.zero:
+            return made
+        return Int8Storage(data=torch.where(made.data == 0, 1, made.data).to(torch.int8), scale=made.scale)
+
+
+class ThreeBits(Int8):
+    """Keeps three bits in each byte: more error than eight stored bits promise."""
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        scale = stats["amax"].clamp(min=1e-12) / 3
+        return Int8Storage(data=(x / scale).round().to(torch.int8), scale=scale)
+
+
+class HonestThreeBits(ThreeBits):
+    error_bound: ClassVar[float] = 0.35
+
+
+class BoundlessThreeBits(ThreeBits):
+    """Says of its error what no mistake exceeds."""
+
+    error_bound: ClassVar[float] = 2.0
+
+
+class BoundedButLost(LosesTheScale):
+    error_bound: ClassVar[float] = 0.35
+
+
+class LosesTheTop(Int8):
+    """Clips its scale, and so what is large, and stays finite."""
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        amax = {"amax": stats["amax"].clamp(max=2.0**100)}
+        return super().encode(x.clamp(-(2.0**100), 2.0**100), amax)
+
+
 class Pessimist(Int8):
     """Claims a failure that it does not have."""
 

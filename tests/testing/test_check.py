@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import broken_formats as broken
 import pytest
 
+from lpq import registry
 from lpq.cli import main
 
 
@@ -19,6 +23,18 @@ def lpq(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         [sys.executable, "-m", "lpq", *arguments],
         cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
     )  # fmt: skip
+
+
+@pytest.fixture
+def sad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A format ``sad``, whose module is no Python."""
+    (tmp_path / "no_python.py").write_text("def (")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = broken.Plugin(broken.Int8)
+    plugin.spec = dataclasses.replace(plugin.spec, name="sad", quantizer="no_python:Sad")
+    registry.register(plugin, name="sad")
+    yield
+    registry.refresh()
 
 
 def test_a_format_is_checked_wherever_one_stands(tmp_path: Path) -> None:
@@ -38,15 +54,21 @@ def test_a_format_is_checked_wherever_one_stands(tmp_path: Path) -> None:
         (["mxfp9"], 2, "did you mean 'mxfp8'"),
         (["nvfp4(block=16x16"], 2, "expected ',' or ')'"),
         (["mxfp8", "nvfp5"], 2, "did you mean 'nvfp4'"),
+        (["mxfp8(foo=1)"], 2, "mxfp8 has no option 'foo'"),
+        (["sad"], 1, "importing no_python:Sad raised SyntaxError"),
     ],
 )
 def test_what_is_not_there_is_said(
-    arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], status: int, words: str, sad: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Once, and before any test is collected."""
     with pytest.raises(SystemExit) as ended:
         main(["check", *arguments])
     assert ended.value.code == status
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert said.err.count(words) == 1
+    assert said.err.startswith("lpq: ")
+    assert said.out == ""
 
 
 def test_without_pytest_or_hypothesis_it_says_what_to_install(

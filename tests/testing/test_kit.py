@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import broken_formats as broken
@@ -34,6 +35,10 @@ MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
     broken.RankLocal: ("test_a_shard_is_its_piece_of_the_whole", "encoded with the reduced statistics"),
     broken.HidesNaN: ("test_non_finite_is_never_silently_finite", "comes back as"),
     broken.LosesTheScale: ("test_error_is_bounded", "the relative RMS error of normal values is"),
+    broken.ThreeBits: ("test_error_is_bounded", "of normal values is 0.*; 8.* bits an element allow 0.06"),
+    broken.BoundedButLost: ("test_error_is_bounded", "of normal values is 0.*; its error_bound is 0.3500"),
+    broken.BoundlessThreeBits: ("test_error_is_bounded", "its error_bound is 2.0000, which holds for values that were"),
+    broken.LosesTheTop: ("test_large_values_overflow", "near the top of bf16 the relative RMS error is 1.0000; 8"),
     broken.TransposesByReshape: (
         "test_transposed_is_the_operand_of_the_transpose",
         "TensorStorage.transposed of",
@@ -91,6 +96,32 @@ def test_known_failures_are_expected_and_listed(run: Run) -> None:
     result = run(broken.Plugin(broken.NoZero), "test_zeros_stay or test_known")
     result.assert_outcomes(passed=1, xfailed=1)
     result.stdout.fnmatch_lines(["*XFAIL*test_zeros_stay_zeros*this grid has no zero*"])
+
+
+def test_an_error_bound_of_its_own(run: Run) -> None:
+    """Three bits in a byte, with the bound that they keep, pass everything that is about errors."""
+    tests = ["test_error_is_bounded", "test_ragged_edges", "test_large_values", "test_what_it_represents"]
+    result = run(broken.Plugin(broken.HonestThreeBits), " or ".join(tests))
+    result.assert_outcomes(passed=6)
+
+
+def test_known_failures_may_depend_on_options(run: Run) -> None:
+    result = run(broken.Plugin(broken.MaybeNoZero), "test_zeros_stay or test_known")
+    result.assert_outcomes(passed=3, xfailed=1)
+    result.stdout.fnmatch_lines(["*XFAIL*broken(zero=false)*without zero=true this grid has no zero*"])
+
+
+def test_a_partner_that_cannot_be_loaded_is_skipped(run: Run, pytester: pytest.Pytester) -> None:
+    """A format whose module is no Python is a skip with a reason to every other format, and breaks none."""
+    pytester.makepyfile(no_python="def (")
+    pytester.syspathinsert()
+    sad = broken.Plugin(broken.Int8)
+    sad.spec = dataclasses.replace(sad.spec, name="sad", quantizer="no_python:Sad")
+    registry.register(sad, name="sad")
+    result = run(broken.Plugin(broken.Int8), "test_column_operand_from or test_each_side")
+    assert result.ret == pytest.ExitCode.OK
+    assert result.parseoutcomes()["skipped"] == 2
+    result.stdout.fnmatch_lines(["*plugin sad (*) cannot be used: importing no_python:Sad raised SyntaxError*"])
 
 
 def test_a_known_failure_must_fail(run: Run) -> None:

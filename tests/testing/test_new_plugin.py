@@ -80,6 +80,14 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "lpq-mine exists already: remove it, or choose another --dir" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["new-plugin", "mine", "--dir", str(tmp_path / "gone" / "deeper")])
+    assert ended.value.code == 1
+    assert "deeper is not a folder that exists: make it first, or choose another --dir" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_it_installs_is_listed_and_passes_the_kit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By pip, in a process that knows nothing of this one; its own tests are the kit."""

@@ -1,10 +1,19 @@
 """Abstract tests over what a format declares, one subject a module; see ``lpq.testing`` for how to run them.
 
 The argument of a test says what it runs for: ``family``, each format; ``quantizer``, each of its options;
-``side``, the quantizer of each operand that these have; ``partner``, each installed format. A format lists
-what it cannot do in its quantizer class::
+``side``, the quantizer of each operand that these have; ``partner``, each installed format that needs no option.
 
-    known_failures: ClassVar[dict[str, str]] = {"test_zeros_stay_zeros": "this grid has no zero"}
+A quantizer may say two things to the kit, each as a class attribute or as a property that depends on its
+options. What it cannot do, by test, with the reason; such a test must fail::
+
+    @property
+    def known_failures(self) -> dict[str, str]:
+        return {} if self.zero else {"test_zeros_stay_zeros": "without zero=true this grid has no zero"}
+
+And the relative RMS error that it may make on normally distributed values, if it is more than the bits which
+it stores promise: logarithms, and codes that leave bits of a byte empty (``test_encoding`` has the kit's own)::
+
+    error_bound: ClassVar[float] = 0.25
 """
 
 # ruff: noqa: F403

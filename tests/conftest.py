@@ -1,0 +1,38 @@
+"""The suite sees lpq's own plugins and the fakes that a test installs, whatever else this environment has.
+
+So it needs no environment of its own: a plugin of a third party may be installed beside lpq. Tests that look
+into another process see what is there, and must say what they look for.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from lpq import registry
+from lpq.registry.loader import GROUP, OWN
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide what is installed now and is not lpq; before collection, which asks for all formats."""
+    found = metadata.entry_points
+
+    def place(entry: metadata.EntryPoint) -> tuple[str, str]:
+        assert entry.dist is not None
+        return str(entry.dist.locate_file("")), entry.dist.name
+
+    foreign = {place(entry) for entry in found(group=GROUP)}
+    foreign = {(folder, name) for folder, name in foreign if name != OWN}
+
+    def without_foreign(**wanted: Any) -> metadata.EntryPoints:
+        entries = found(**wanted)
+        if wanted.get("group") != GROUP:
+            return entries
+        return metadata.EntryPoints(entry for entry in entries if place(entry) not in foreign)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(metadata, "entry_points", without_foreign)
+    config.add_cleanup(patch.undo)
+    registry.refresh()
