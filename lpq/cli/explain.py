@@ -14,6 +14,7 @@ from lpq.cli.output import Json, as_json, table
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import GEMMS, TENSORS
+from lpq.train.sources import refuse_rules
 
 SIDES: tuple[Direction, Direction] = ("row", "col")
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
@@ -25,6 +26,7 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
 
     A kernel that would be better and cannot run here is listed with the reason.
     """
+    refuse_rules(recipe, f"it is for `lpq train --policy {recipe}`; explain the recipe of one of its rules")
     made, where = lpq.recipe(recipe), pick_device(device)
     gemms = {gemm: described(made, gemm) for gemm in GEMMS}
     runs: dict[str, Served] = {

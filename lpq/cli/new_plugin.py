@@ -51,9 +51,7 @@ def check_name(name: str) -> None:
         )
     (_, value), *_ = parse(f"format(name={name})").options
     if value != name:
-        raise NewPluginError(
-            f"{name!r} cannot be the name of a format: in a quantizer string it means {value}"
-        )
+        raise NewPluginError(f"{name!r} cannot be the name of a format: in a quantizer string it means {value}")
     for plugin in registry.plugins():
         if name == plugin.name or name in plugin.formats or name in plugin.recipes:
             origin = f"{plugin.distribution} {plugin.version}".strip()

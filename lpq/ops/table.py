@@ -81,9 +81,9 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
 
 
 def _allowed(forced: str | None) -> frozenset[str]:
-    if not forced:
+    names = frozenset(name.strip() for name in (forced or "").split(",")) - {""}
+    if not names:
         return frozenset(BACKENDS)
-    names = frozenset(n.strip() for n in forced.split(","))
     if unknown := names - set(BACKENDS):
         raise KernelError(
             f"{ENVIRONMENT}={forced}: unknown {', '.join(sorted(unknown))}; choose from {', '.join(BACKENDS)}"

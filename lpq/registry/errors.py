@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar, Self
 
 
@@ -87,5 +89,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def words(error: BaseException | None) -> str:
-    """What was raised: its type and its message."""
-    return f"{type(error).__name__}: {error}"
+    """What was raised: its type, its message, and the line of the file that raised it."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

@@ -197,7 +197,11 @@ class Registry:
         if found:
             remedy = f"add {name} to {LOAD_PLUGINS}, or unset it"
             raise PluginHidden(name, origins, "", f"{setting} leaves it out", remedy)
-        remedy = f"pip install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
+        inside = [plugin for plugin, sources in self._sources.items() if any(s.distribution == name for s in sources)]
+        if inside:
+            remedy = f"{name} is a distribution: name its plugin, {' or '.join(sorted(inside))}, in {LOAD_PLUGINS}"
+        else:
+            remedy = f"pip install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
         raise PluginMissing(name, "not installed", "", f"{setting} names it", remedy)
 
 

@@ -65,8 +65,10 @@ class TrainConfig:
 
     @property
     def title(self) -> str:
-        """What the model is trained with, in a word: the recipe, or the name of the policy's file."""
-        return self.recipe if self.policy is None else Path(self.policy).stem
+        """What the model is trained with, in a word: the recipe, or the name of its file or of the policy's."""
+        if self.policy is not None:
+            return Path(self.policy).stem
+        return Path(self.recipe).stem if self.recipe.endswith(".toml") else self.recipe
 
     def to_toml(self) -> str:
         """The settings as a configuration file; what is None is left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -23,13 +24,15 @@ from lpq.train.interrupt import Interrupt
 from lpq.train.machine import fast_bf16, fixed_sums, pick_device, refuse_torchrun
 from lpq.train.measure import served_by
 from lpq.train.report import Outcome, Summary
+from lpq.train.sources import policy_of
 from lpq.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from lpq.recipes import Policy
 
 BASELINE = "bf16"
-METRICS = "metrics.jsonl"
+LINES = 10
+"""About how many lines tell of a training where no progress bar can be shown."""
 COLUMNS = (
     TextColumn("{task.description}"),
     BarColumn(),
@@ -44,9 +47,16 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     refuse_torchrun()
     console = console or Console()
     device = pick_device(config.device)
-    policy = lpq.policy(config.policy if config.policy is not None else config.recipe)
+    policy = policy_of(config)
     text = data.load(config.data, config.seq)
-    directory = runs.open_directory(config)
+    with runs.opened(config) as directory:
+        return compare(config, policy, text, device, directory, console)
+
+
+def compare(
+    config: TrainConfig, policy: Policy, text: data.Text, device: torch.device, directory: Path, console: Console
+) -> Summary:
+    """Train by ``policy`` and then in bf16, and close with what came of them."""
     console.print(f"{config.title}: {config.steps} steps on {device}, {text.source}; everything goes to {directory}/")
     jobs: dict[str, tuple[str, Policy | None]] = {"recipe": (config.title, policy)}
     if config.baseline:
@@ -58,7 +68,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
             if its_policy is policy:
                 tell_conversion(trainer, directory, console)
             train(trainer, directory / name, title, interrupt, console)
-            seconds = median(r["seconds"] for r in records(directory / name / METRICS))
+            seconds = median(r["seconds"] for r in records(directory / name / runs.METRICS))
             outcomes.append(Outcome.of(title, trainer, seconds, served_by(trainer.model, device)))
     return report.close(Summary(config, str(device), directory, tuple(outcomes)), console)
 
@@ -66,9 +76,9 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
     """Say how many layers the policy reaches, and what it fails to; all the rest is in ``conversion.txt``."""
     conversion = lpq.report(trainer.model)
-    (directory / "conversion.txt").write_text(f"{conversion}\n", encoding="utf-8")
+    (directory / runs.CONVERSION).write_text(f"{conversion}\n", encoding="utf-8")
     converted, left = len(conversion.converted), len(conversion.left)
-    console.print(f"{converted} layers converted, {left} left alone: see conversion.txt")
+    console.print(f"{converted} layers converted, {left} left alone: see {runs.CONVERSION}")
     for pattern in conversion.unmatched:
         console.print(f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
 
@@ -92,12 +102,16 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
         trainer.restore(state)
         console.print(f"{title}: resumed after step {trainer.step}")
     saved = trainer.step if state is not None else -1
-    with metrics(directory / METRICS, trainer.step) as write, Progress(*COLUMNS, console=console) as progress:
+    told = math.ceil(config.steps / LINES)
+    bars = Progress(*COLUMNS, console=console, disable=not console.is_terminal)
+    with metrics(directory / runs.METRICS, trainer.step) as write, bars as progress:
         bar = progress.add_task(title, total=config.steps, completed=trainer.step, loss="")
         while trainer.step < config.steps and interrupt.signum is None:
             record = trainer.advance()
             write(record)
             progress.update(bar, completed=trainer.step, loss=f"{record['loss']:.3f}")
+            if not console.is_terminal and (trainer.step % told == 0 or trainer.step == config.steps):
+                console.print(f"{title}: step {trainer.step} of {config.steps}, loss {record['loss']:.3f}")
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
                 checkpoint.save(directory, saved := trainer.step, trainer.state())
         if trainer.step != saved:

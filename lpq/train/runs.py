@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lpq.train.config import TrainConfig, read
@@ -17,6 +19,13 @@ from lpq.train.errors import TrainError
 RUNS = Path("runs")
 """Where runs go that are not told where to go."""
 CONFIG = "config.toml"
+CONVERSION = "conversion.txt"
+METRICS = "metrics.jsonl"
+
+WHY_FIXED: Mapping[str, str] = MappingProxyType(
+    {"steps": " (the learning rate's schedule, and a policy's fractions, span the whole run, so its length is fixed)"}
+)
+"""Why an option must stay as it is, where that does not go without saying."""
 
 
 def resolve(command_line: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
@@ -53,7 +62,8 @@ def refuse_other_settings(given: Mapping[str, object], stored: TrainConfig, dire
     for key, value in stored.settings().items():
         if key in given and given[key] != value:
             raise TrainError(
-                f"the run in {directory} has {key} = {value!r} and cannot go on with {given[key]!r}: "
+                f"the run in {directory} has {key} = {value!r} and cannot go on with "
+                f"{given[key]!r}{WHY_FIXED.get(key, '')}: "
                 f"leave {key} out, or name another run with --out"
             )
 
@@ -70,6 +80,37 @@ def open_directory(config: TrainConfig) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG).write_text(config.to_toml(), encoding="utf-8")
     return directory
+
+
+@contextmanager
+def opened(config: TrainConfig) -> Iterator[Path]:
+    """``open_directory``; a new run that fails before it has done a step leaves nothing behind.
+
+    So the same command, corrected, can be given again.
+    """
+    directory = open_directory(config)
+    try:
+        yield directory
+    except BaseException:
+        if not config.resume and not begun(directory):
+            _forget(directory)
+        raise
+
+
+def begun(directory: Path) -> bool:
+    """Whether the run in ``directory`` has done a step, or saved anything."""
+    lines = any(path.stat().st_size for path in directory.glob(f"*/{METRICS}"))
+    return lines or any(directory.glob("*/step-*"))
+
+
+def _forget(directory: Path) -> None:
+    """Remove what a run makes before its first step, and no file of anybody else."""
+    empty = list(directory.glob(f"*/{METRICS}"))
+    for path in (directory / CONFIG, directory / CONVERSION, *empty):
+        path.unlink(missing_ok=True)
+    for folder in (*(path.parent for path in empty), directory):
+        with suppress(OSError):  # something else is in it
+            folder.rmdir()
 
 
 def _unused(title: str) -> Path:

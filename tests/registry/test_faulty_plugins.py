@@ -141,7 +141,10 @@ def test_a_conversion_that_raises_names_its_plugin(site, decorated: bool) -> Non
             registry.convert_module(name, "block.0", "recipe", own=Own())
         error = caught.value
         assert (error.plugin, error.distribution, error.version) == (name, f"{name}-dist", "3.1")
-        assert error.cause == "its lpq_convert_module raised KeyError: 'key', for the module 'block.0' (str)"
+        lines = (site.path / f"{name}_plugin.py").read_text().splitlines()
+        line = next(number for number, text in enumerate(lines, 1) if '["key"]' in text)
+        where = f"({name}_plugin.py, line {line})"
+        assert error.cause == f"its lpq_convert_module raised KeyError: 'key' {where}, for the module 'block.0' (str)"
         assert isinstance(error.__cause__, KeyError)
         assert registry.convert_module(f"for {name}", "block.0", "recipe", own=Own()) == f"by {name}"
     assert registry.convert_module("linear", "block.0", "recipe", own=Own()) == "own"

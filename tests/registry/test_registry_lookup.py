@@ -242,3 +242,13 @@ def test_resolve() -> None:
     ):
         with pytest.raises(ImportError, match=words):
             registry.resolve(text)
+
+
+def test_a_distribution_named_in_place_of_its_plugin(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install("log6-formats", "1.0", {"log6": "log6_plugin"}, {"log6_plugin": site.format("log6")})
+    monkeypatch.setenv("LPQ_LOAD_PLUGINS", "log6-formats")
+    registry.refresh()
+    with pytest.raises(
+        PluginMissing, match="log6-formats is a distribution: name its plugin, log6, in LPQ_LOAD_PLUGINS"
+    ):
+        registry.format("log6-formats")

@@ -78,6 +78,8 @@ def test_a_resumed_run_brings_its_own_options(tmp_path: Path) -> None:
     assert resumed == replace(config, resume=True, out=out, checkpoint_every=3)
     with pytest.raises(TrainError, match=r"has recipe = 'mxfp8' and cannot go on with 'nvfp4': leave recipe out"):
         resolve({"resume": True, "out": out, "recipe": "nvfp4"})
+    with pytest.raises(TrainError, match=r"steps = 17 and cannot go on with 18 \(the learning rate's schedule"):
+        resolve({"resume": True, "out": out, "steps": 18})
 
 
 def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +103,27 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
         runs.open_directory(replace(config, resume=True, seed=1))
     with pytest.raises(TrainError, match=r"there is no run in .*other to resume"):
         runs.open_directory(replace(config, resume=True, out=str(tmp_path / "other")))
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_what_was_there(tmp_path: Path) -> None:
+    config = TrainConfig(out=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes").write_text("mine")
+    with pytest.raises(ZeroDivisionError), runs.opened(config) as directory:
+        raise ZeroDivisionError
+    assert [path.name for path in directory.iterdir()] == ["notes"]
+    (directory / "recipe").mkdir()
+    (directory / "recipe" / runs.METRICS).write_text("{}\n")
+    with pytest.raises(ZeroDivisionError), runs.opened(config) as directory:
+        raise ZeroDivisionError
+    assert runs.begun(directory)
+    assert (directory / runs.CONFIG).exists()
+
+
+def test_a_run_is_titled_by_its_recipe_or_its_file() -> None:
+    assert TrainConfig(recipe="nvfp4(block=1x16)").title == "nvfp4(block=1x16)"
+    assert TrainConfig(recipe="here/narrow.toml").title == "narrow"
+    assert TrainConfig(policy="here/layers.toml").title == "layers"
 
 
 def test_help_needs_no_torch() -> None:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from training import MakeConfig, assert_same, shown
 
-from lpq.train import CheckpointError, Stopped, checkpoint, loop, run
+from lpq.train import CheckpointError, Stopped, checkpoint, loop, run, runs
 from lpq.train.trainer import Trainer
 
 POLICY = """
@@ -86,7 +86,7 @@ def test_a_signal_saves_and_resuming_is_bitwise(
     for name in a:
         assert_same(*({k: v for k, v in s[name].items() if k not in same} for s in (a, b)), name)
     assert [replace(o, seconds=0) for o in whole.outcomes] == [replace(o, seconds=0) for o in resumed.outcomes]
-    lines = [json.loads(line) for line in (resumed.directory / "recipe" / loop.METRICS).read_text().splitlines()]
+    lines = [json.loads(line) for line in (resumed.directory / "recipe" / runs.METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["loss"] for line in lines] == list(whole.outcomes[0].losses)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import math
 from dataclasses import replace
@@ -16,6 +17,9 @@ from torch import nn
 from training import MakeConfig, shown
 
 import lpq
+from lpq.cli.explain import explain
+from lpq.recipes import RecipeError
+from lpq.registry.errors import LpqError
 from lpq.train import TrainError, run
 from lpq.train.data import load
 from lpq.train.machine import pick_device
@@ -100,6 +104,48 @@ def test_a_pattern_that_matches_nothing_is_told(tiny: MakeConfig, console: Conso
     policy.write_text('[[rules]]\nmatch = ["blocks.*", "decoder.*"]\nrecipe = "mxfp8"\n')
     run(tiny(policy=str(policy), baseline=False), console)
     assert "no layer matches the pattern 'decoder.*'" in shown(console)
+
+
+def test_a_policy_is_no_recipe(tiny: MakeConfig, console: Console, tmp_path: Path) -> None:
+    rules = tmp_path / "p.toml"
+    rules.write_text('[[rules]]\nmatch = "*"\nrecipe = "mxfp8"\n')
+    with pytest.raises(RecipeError, match=r"has rules: give it as --policy .*p\.toml"):
+        run(tiny(recipe=str(rules)), console)
+    with pytest.raises(RecipeError, match=r"has rules: .*`lpq train --policy .*p\.toml`"):
+        explain(str(rules))
+    recipe = tmp_path / "narrow.toml"
+    recipe.write_text(lpq.recipe("mxfp8").to_toml())
+    assert run(tiny(recipe=str(recipe), steps=1, baseline=False), console).outcomes[0].title == "narrow"
+
+
+def test_a_run_refused_at_its_first_step_can_be_corrected(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(steps=2, baseline=False)
+    assert config.out is not None
+    with monkeypatch.context() as refused:
+        refused.setenv("LPQ_KERNELS", "triton")
+        with pytest.raises(LpqError):
+            run(config, console)
+    assert not Path(config.out).exists()
+    assert len(run(config, console).outcomes[0].losses) == 2
+
+
+@pytest.mark.parametrize(("steps", "told"), [(3, [1, 2, 3]), (25, [3, 6, 9, 12, 15, 18, 21, 24, 25])])
+def test_without_a_terminal_a_line_tells_of_every_tenth(
+    tiny: MakeConfig, console: Console, steps: int, told: list[int]
+) -> None:
+    losses = run(tiny(steps=steps, recipe="bf16", baseline=False), console).outcomes[0].losses
+    lines = [line for line in shown(console).splitlines() if line.startswith("bf16: step ")]
+    assert lines == [f"bf16: step {n} of {steps}, loss {losses[n - 1]:.3f}" for n in told]
+    assert "━" not in shown(console).partition("lpq train")[0]
+
+
+def test_in_a_terminal_there_is_a_bar(tiny: MakeConfig) -> None:
+    terminal = Console(file=io.StringIO(), width=200, force_terminal=True)
+    run(tiny(steps=2, recipe="bf16", baseline=False), terminal)
+    assert "━" in shown(terminal).partition("lpq train")[0]
+    assert "step 1 of 2" not in shown(terminal)
 
 
 def test_several_processes_are_refused(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
