@@ -41,6 +41,9 @@ def test_a_format_is_checked_wherever_one_stands(tmp_path: Path) -> None:
     """Neither the settings of a project that one stands in nor its tests come into it, and no file is left."""
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (tmp_path / "test_mine.py").write_text("def test_mine(): assert False\n")
+    for folder in (tmp_path, tmp_path / "tests"):
+        folder.mkdir(exist_ok=True)
+        (folder / "conftest.py").write_text("raise SystemExit('a conftest.py of somebody else was imported')\n")
     ended = lpq("check", "mxfp8()", "-k", "test_text or test_known", "-v", cwd=tmp_path, PYTEST_ADDOPTS="")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "test_text_makes_the_same_quantizer[mxfp8] PASSED" in ended.stdout
