@@ -48,7 +48,8 @@ def check(
     here = str(Path(lpq.testing.__file__).parent)
     options = [
         "--pyargs", "lpq.testing.conformance", *(f"--lpq-format={text}" for text in formats),
-        "-c", os.devnull, "--rootdir", here, "--noconftest", "-p", "lpq", "-p", "no:cacheprovider",  # nothing of where we are
+        "-c", os.devnull, "--rootdir", here, "--noconftest",  # nothing of where we are
+        "-p", "lpq", "-p", "no:cacheprovider",
         "-W", "ignore::pytest.PytestAssertRewriteWarning",  # lpq itself was imported before pytest
         "--tb=short", "--no-header", "--show-capture=no", "-rfEsx", "-v" if verbose else "-q",
         *(["-k", select] if select else []), *(["-x"] if first else []),

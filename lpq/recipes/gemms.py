@@ -184,8 +184,7 @@ def _check_bases(a: tuple[Operand, Quantizer], b: tuple[Operand, Quantizer]) -> 
     if a[1].rotation == b[1].rotation:
         return
     first, second = (
-        f"{o.tensor}.{o.side} = {q} is {f'rotated by {q.rotation}' if q.rotation else 'not rotated'}"
-        for o, q in (a, b)
+        f"{o.tensor}.{o.side} = {q} is {f'rotated by {q.rotation}' if q.rotation else 'not rotated'}" for o, q in (a, b)
     )
     raise RecipeError(
         f"{a[0].gemm} cannot multiply its operands: {first}, {second}. "

@@ -81,8 +81,7 @@ def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple
             sums[key] = given.gemm(key).fast_accumulate
     _check_complete(quantizers)
     fprop, dgrad, wgrad = (
-        Gemm(quantizers[a], quantizers[b], sums.get(a.gemm))
-        for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)
+        Gemm(quantizers[a], quantizers[b], sums.get(a.gemm)) for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)
     )
     return Recipe(fprop, dgrad, wgrad, name=cast("str | None", name))
 

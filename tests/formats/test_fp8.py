@@ -104,9 +104,7 @@ def test_every_amax_has_the_right_scale(element: str, pow2: bool) -> None:
     amaxes = torch.cat([torch.exp2(exponents) * m for m in (1, 1.0000001, 1.3166, 1.3217, 1.75, 1.9999999)])
     amaxes = torch.cat([amaxes, torch.tensor([torch.finfo(torch.float32).max, 1e-45, 0.0])])
     row = lpq.quantizer("fp8", scaling="row", dtype=element, pow2=pow2).quantize(amaxes[:, None]).row
-    scales = [
-        oracle.encode_scale(amax, element, pow2=pow2, when_infinite=oracle.FLT_MAX) for amax in amaxes.numpy()
-    ]
+    scales = [oracle.encode_scale(amax, element, pow2=pow2, when_infinite=oracle.FLT_MAX) for amax in amaxes.numpy()]
     assert np.array_equal(row.scale.numpy()[:, 0], np.float32(1) / np.array(scales))
     assert row.scale.isfinite().all()
     assert (row.scale > 0).all()

@@ -34,9 +34,7 @@ def inputs() -> dict[str, torch.Tensor]:
         "non-finite": torch.where(
             torch.rand(64, 64, generator=g) < 0.02, float("nan"), torch.randn(64, 64, generator=g)
         ),
-        "infinite": torch.where(
-            torch.rand(64, 64, generator=g) < 0.02, float("inf"), torch.randn(64, 64, generator=g)
-        ),
+        "infinite": torch.where(torch.rand(64, 64, generator=g) < 0.02, float("inf"), torch.randn(64, 64, generator=g)),
     }
 
 

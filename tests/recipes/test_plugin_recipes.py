@@ -26,17 +26,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         package, metadata = tmp_path / f"lpq_{name}.py", tmp_path / f"{name}_lowbits-{version}.dist-info"
         package.write_text(textwrap.dedent(source))
         metadata.mkdir()
-        (metadata / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}-lowbits\nVersion: {version}\n"
-        )
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-lowbits\nVersion: {version}\n")
         (metadata / "entry_points.txt").write_text(f"[lpq.plugins]\n{name} = lpq_{name}\n")
         registry.refresh()
 
     monkeypatch.syspath_prepend(tmp_path)
     yield write
-    for module in [
-        m for m in sys.modules if Path(getattr(sys.modules[m], "__file__", None) or "/").parent == tmp_path
-    ]:
+    for module in [m for m in sys.modules if Path(getattr(sys.modules[m], "__file__", None) or "/").parent == tmp_path]:
         del sys.modules[module]
     monkeypatch.undo()
     registry.refresh()
@@ -54,9 +50,7 @@ def recipes(**specs: object) -> str:
 def test_a_plugins_recipes_appear_beside_lpqs_own(install: Install) -> None:
     install(
         "acme",
-        recipes(
-            acme="fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", acme__all={"x": "acme", "w": "acme", "dy": "mxfp8"}
-        ),
+        recipes(acme="fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", acme__all={"x": "acme", "w": "acme", "dy": "mxfp8"}),
     )
     acme = lpq.recipe("acme")
     assert acme == lpq.recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=bf16")
@@ -121,12 +115,8 @@ def test_whatever_is_wrong_with_a_plugins_recipe_is_told_by_plugin_and_name(
 
 
 def test_a_recipe_made_of_itself_is_refused_in_words(install: Install) -> None:
-    install(
-        "acme", recipes(acme="acme", acme__a="fprop=mxfp8, dgrad=acme-b, wgrad=bf16", acme__b={"x": "acme-a"})
-    )
-    with pytest.raises(
-        PluginRecipeError, match=r"recipe acme of .* made of itself \(acme → acme\).*acme\(\)"
-    ):
+    install("acme", recipes(acme="acme", acme__a="fprop=mxfp8, dgrad=acme-b, wgrad=bf16", acme__b={"x": "acme-a"}))
+    with pytest.raises(PluginRecipeError, match=r"recipe acme of .* made of itself \(acme → acme\).*acme\(\)"):
         lpq.recipe("acme")
     with pytest.raises(PluginRecipeError, match=r"made of itself \(acme-a → acme-b → acme-a\)"):
         lpq.recipe("acme-a")
@@ -145,9 +135,7 @@ def test_the_recipe_of_a_plugin_that_cannot_be_imported(install: Install) -> Non
     install("acme", recipes(acme="fprop=mxfp8, dgrad=broken, wgrad=bf16"))
     with pytest.raises(PluginError, match=r"plugin broken \(broken-lowbits 1\.2\).*out of order"):
         lpq.recipe("broken")
-    with pytest.raises(
-        PluginRecipeError, match=r"recipe acme of plugin acme .*dgrad: plugin broken .*out of order"
-    ):
+    with pytest.raises(PluginRecipeError, match=r"recipe acme of plugin acme .*dgrad: plugin broken .*out of order"):
         lpq.recipe("acme")
     with pytest.raises(RecipeError, match=r"^wgrad: plugin broken .*out of order"):
         lpq.recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=broken")

@@ -83,9 +83,7 @@ def test_a_step_needs_no_length_and_a_fraction_does() -> None:
     assert policy((("*",), MXFP8, 10)).schedule("up").at(9) == MXFP8
     mixed = policy((("up",), NVFP4), (("*",), MXFP8, 0.5))
     assert mixed.schedule("up").at(0) == NVFP4
-    with pytest.raises(
-        RecipeError, match=r"rule 2: until = 0\.5 is a fraction.*lpq\.convert\(model, policy, steps="
-    ):
+    with pytest.raises(RecipeError, match=r"rule 2: until = 0\.5 is a fraction.*lpq\.convert\(model, policy, steps="):
         mixed.schedule("down")
 
 
@@ -112,18 +110,14 @@ def policies(draw: st.DrawFn) -> Policy:
 
 @settings(max_examples=150, deadline=None)
 @given(policies(), NAMES, st.integers(1, 15))
-def test_a_schedule_is_the_first_rule_that_matches_and_has_not_ended(
-    policy: Policy, name: str, steps: int
-) -> None:
+def test_a_schedule_is_the_first_rule_that_matches_and_has_not_ended(policy: Policy, name: str, steps: int) -> None:
     schedule = policy.schedule(name, steps)
     assert schedule.pieces[-1][0] is None
     ends = [until for until, _ in schedule.pieces[:-1]]
     assert ends == sorted(set(ends))
     assert all(a[1] != b[1] for a, b in zip(schedule.pieces, schedule.pieces[1:], strict=False))
     for step in range(steps + 3):
-        holding = [
-            r for r in policy.rules if r.matches(name) and ((end := r.end(steps)) is None or step < end)
-        ]
+        holding = [r for r in policy.rules if r.matches(name) and ((end := r.end(steps)) is None or step < end)]
         assert schedule.at(step) == (holding[0].recipe if holding else None)
 
 
@@ -189,9 +183,7 @@ def test_files_of_rules_and_files_of_recipes(tmp_path: Path, monkeypatch: pytest
 
 def test_mappings_may_hold_objects() -> None:
     rule = Rule(("lm_head",), None)
-    made = lpq.policy(
-        {"rules": [rule, {"match": ("a", "b"), "recipe": None}, {"match": "*", "recipe": MXFP8}]}
-    )
+    made = lpq.policy({"rules": [rule, {"match": ("a", "b"), "recipe": None}, {"match": "*", "recipe": MXFP8}]})
     assert made == policy((("lm_head",), None), (("a", "b"), None), (("*",), MXFP8))
 
 
@@ -200,9 +192,7 @@ def test_mappings_may_hold_objects() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(policies())
-def test_every_way_of_keeping_a_policy_gives_it_back(
-    tmp_path_factory: pytest.TempPathFactory, policy: Policy
-) -> None:
+def test_every_way_of_keeping_a_policy_gives_it_back(tmp_path_factory: pytest.TempPathFactory, policy: Policy) -> None:
     path = tmp_path_factory.mktemp("policy") / "kept.toml"
     path.write_text(policy.to_toml(), encoding="utf-8")
     file = io.BytesIO()
@@ -229,9 +219,7 @@ def test_any_pattern_survives_toml(patterns: tuple[str, ...]) -> None:
 
 
 def test_the_toml_is_what_a_person_would_write() -> None:
-    rules = policy(
-        (("lm_head",), None), (("*",), lpq.recipe("mxfp8"), 0.85), (("*",), lpq.recipe("mxfp8(dtype=e5m2)"))
-    )
+    rules = policy((("lm_head",), None), (("*",), lpq.recipe("mxfp8"), 0.85), (("*",), lpq.recipe("mxfp8(dtype=e5m2)")))
     assert rules.to_toml() == (
         '[[rules]]\nmatch = ["lm_head"]\nrecipe = "skip"\n\n'
         '[[rules]]\nmatch = ["*"]\nuntil = 0.85\nrecipe = "mxfp8()"\n\n'
@@ -293,9 +281,7 @@ def test_wrong_types_are_refused_in_words() -> None:
     for match in ("*", ["*"], (), ("*", 3)):
         with pytest.raises(RecipeError, match="match must be a tuple of one or more patterns"):
             Rule(match, MXFP8)
-    with pytest.raises(
-        RecipeError, match=r"recipe must be a Recipe or None, not 'mxfp8': lpq\.policy takes names"
-    ):
+    with pytest.raises(RecipeError, match=r"recipe must be a Recipe or None, not 'mxfp8': lpq\.policy takes names"):
         Rule(("*",), "mxfp8")
     for rules in ((), [Rule(("*",), MXFP8)], ("mxfp8",)):
         with pytest.raises(RecipeError, match="a policy's rules must be a tuple of one or more Rules"):

@@ -125,9 +125,7 @@ def test_one_quantizer_for_both_operands_stays_itself(text: str) -> None:
 def test_operands_that_are_the_two_sides_of_one_quantizer_need_no_hybrid() -> None:
     apart = lpq.recipe({"fprop": "nvfp4()", "dgrad": "nvfp4()", "wgrad": "nvfp4(rht=true)"})
     assert apart.x == apart.dy == lpq.quantizer("nvfp4(rht=true)")
-    assert (
-        lpq.recipe({"fprop": "nvfp4(rht=true)", "dgrad": "nvfp4()", "wgrad": "nvfp4(rht=true)"}).x == apart.x
-    )
+    assert lpq.recipe({"fprop": "nvfp4(rht=true)", "dgrad": "nvfp4()", "wgrad": "nvfp4(rht=true)"}).x == apart.x
 
 
 # ---------------------------------------------------------------------------------- keeping it
@@ -233,9 +231,7 @@ def test_operands_in_different_bases_are_refused() -> None:
         "dgrad.w",
     ):
         assert word in str(error.value)
-    with pytest.raises(
-        RecipeError, match=r"wgrad cannot multiply its operands: dy\.col = .* is rotated by .*x\.col"
-    ):
+    with pytest.raises(RecipeError, match=r"wgrad cannot multiply its operands: dy\.col = .* is rotated by .*x\.col"):
         Recipe(plain, plain, Gemm(rotated.a, plain.b))
     with pytest.raises(RecipeError, match="dgrad"):
         lpq.recipe("nvfp4(rht=true)")
