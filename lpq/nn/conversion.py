@@ -39,12 +39,15 @@ class Report:
     left: tuple[Entry, ...]
     unmatched: tuple[str, ...]
     """Patterns of the policy that match no layer."""
+    unreached: tuple[int, ...] = ()
+    """The numbers of the policy's rules that hold for no layer at any step: rules before them always win."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.converted)} converted, {len(self.left)} left alone"]
         for title, entries in (("converted", self.converted), ("left alone", self.left)):
             lines += [f"{title:>10}  {e.name or '(the model)'} ({e.kind}): {e.note}" for e in entries]
         lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]
+        lines += [f"rule {number} never holds: the rules before it win at every step" for number in self.unreached]
         return "\n".join(lines)
 
 
@@ -95,7 +98,8 @@ def convert(model: nn.Module, policy: PolicyLike, *, steps: int | None = None) -
             left.append(Entry(name, kind, note))
     _close_shortcuts(model)
     every = [alias for aliases in names.values() for alias in aliases]
-    report = Report(tuple(converted), tuple(left), tuple(policy.unmatched(every)))
+    unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
+    report = Report(tuple(converted), tuple(left), unmatched, unreached)
     model.__dict__[RECORD] = Conversion(policy, steps, report)
     return model
 

@@ -7,7 +7,7 @@ after those the rules below it take over. A layer that no rule speaks of is left
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -117,25 +117,41 @@ class Policy:
         return tuple(rule for rule in self.rules if rule.matches(name))
 
     def schedule(self, name: str, steps: int | None = None) -> Schedule:
-        """What the layer of this name has at each step. Fractions need ``steps``, the length of the run."""
+        """What the layer of this name has at each step. ``steps``: the length of the run, for rules with fractions."""
         pieces: list[tuple[int | None, Recipe | None]] = []
+        for _, until, recipe in self._holding(name, steps):
+            if pieces and pieces[-1][1] == recipe:
+                pieces.pop()  # goes on with the same recipe
+            pieces.append((until, recipe))
+        if pieces and pieces[-1][0] is None:
+            return Schedule(tuple(pieces))
+        if pieces and pieces[-1][1] is None:
+            pieces.pop()
+        return Schedule((*pieces, (None, None)))
+
+    def _holding(self, name: str, steps: int | None) -> Iterator[tuple[int, int | None, Recipe | None]]:
+        """The rules that hold for this layer at some step, in their order: number, end and recipe."""
         reached = 0
         for number, rule in enumerate(self.rules, 1):
             if not rule.matches(name):
                 continue
             with place(f"rule {number}"):
                 until = rule.end(steps)
-            if until is not None and until <= reached:
-                continue
-            if pieces and pieces[-1][1] == rule.recipe:
-                pieces.pop()  # goes on with the same recipe
-            pieces.append((until, rule.recipe))
+            if until is None or until > reached:
+                yield number, until, rule.recipe
             if until is None:
-                return Schedule(tuple(pieces))
-            reached = until
-        if pieces and pieces[-1][1] is None:
-            pieces.pop()
-        return Schedule((*pieces, (None, None)))
+                return
+            reached = max(reached, until)
+
+    def unreached(self, names: Iterable[str], steps: int | None = None) -> tuple[int, ...]:
+        """The numbers of the rules that match some of these layers and hold for none of them at any step."""
+        layers = tuple(names)
+        holding = {number for name in layers for number, _, _ in self._holding(name, steps)}
+        return tuple(
+            number
+            for number, rule in enumerate(self.rules, 1)
+            if number not in holding and any(rule.matches(name) for name in layers)
+        )
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """The patterns that match none of these layers."""

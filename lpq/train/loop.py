@@ -81,6 +81,8 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
     console.print(f"{converted} layers converted, {left} left alone: see {runs.CONVERSION}")
     for pattern in conversion.unmatched:
         console.print(f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
+    for number in conversion.unreached:
+        console.print(f"rule {number} of the policy never holds: the rules before it win at every step", style="yellow")
 
 
 def plain_bf16(device: torch.device, console: Console) -> Policy | None:

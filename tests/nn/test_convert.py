@@ -240,3 +240,16 @@ def test_what_is_no_converted_model_is_refused_in_words() -> None:
         lpq.gemm(t, t)
     with pytest.raises(TypeError, match="and not a list"):
         lpq.quantizer("mxfp8").quantize([1.0])
+
+
+def test_rules_that_never_hold_are_reported() -> None:
+    def unreached(*rules: dict[str, object]) -> tuple[int, ...]:
+        return lpq.report(lpq.convert(Net(), {"rules": list(rules)}, steps=1000)).unreached
+
+    short = {"match": ["blocks.0.*"], "recipe": "nvfp4", "until": 0.05}
+    assert unreached({"match": ["blocks.0.*"], "recipe": "mxfp8", "until": 100}, short) == (2,)
+    assert unreached({"match": ["blocks.0.*"], "recipe": "mxfp8", "until": 10}, short) == ()
+    halves = [{"match": ["blocks.0.0"], "recipe": "mxfp8"}, {"match": ["blocks.0.2"], "recipe": "mxfp8"}]
+    assert unreached(*halves, {"match": ["blocks.0.[02]"], "recipe": "nvfp4"}) == (3,)
+    text = str(lpq.report(lpq.convert(Net(), {"rules": [*halves, {"match": ["blocks.0.[02]"], "recipe": "nvfp4"}]})))
+    assert "rule 3 never holds: the rules before it win at every step" in text
