@@ -278,7 +278,8 @@ def formats_installed_from(target: Path) -> subprocess.CompletedProcess[str]:
     """
     return subprocess.run(
         [sys.executable, "-S", "-c", textwrap.dedent(code)],
-        cwd=target, env={"PATH": "", "PYTHONPATH": "", "LPQ_LOAD_PLUGINS": ""}, capture_output=True, text=True, check=True,
+        cwd=target, env={"PATH": "", "PYTHONPATH": "", "LPQ_LOAD_PLUGINS": ""},
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
 
 
