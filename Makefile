@@ -43,6 +43,7 @@ docs: $(READY)  ## build the site into site/
 check-example: $(READY)  ## install the example plugin, check it and train with it
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-mxfp4
 	$(BIN)/lpq check mxfp4
+	rm -rf runs/example
 	$(BIN)/lpq train --recipe "fprop=mxfp4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example
 	$(BIN)/python -m pip uninstall --quiet --yes lpq-mxfp4
 
