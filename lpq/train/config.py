@@ -33,7 +33,7 @@ class TrainConfig:
     recipe: str = option(RECIPE, "A recipe: a name that `lpq recipes` lists, the grammar, or a TOML file.")
     policy: str | None = option(None, "A policy file (TOML): recipes by layer and step, in place of --recipe.")
     baseline: bool = option(True, "Train the same model in bf16 afterwards and compare.")
-    steps: int = option(400, "Optimizer steps of each run.", least=1)
+    steps: int = option(300, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)
     seq: int = option(128, "Bytes per sequence.", least=1)
     lr: float = option(3e-3, "Peak learning rate; it warms up over the first twentieth and decays to a tenth.", least=0)
