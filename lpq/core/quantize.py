@@ -56,7 +56,9 @@ def encode_operands(
     second = _encode(quantizer, decoded, None, col_side, group, state, seed, offset)
     assert second.col is not None
     col_operand = second.col.astype(x.dtype)  # it stands for x, not for what was decoded
-    return Operands(first.row if row else None, col_operand, first.measured + second.measured)
+    if not row:
+        return Operands(None, col_operand, second.measured)
+    return Operands(first.row, col_operand, first.measured + second.measured)
 
 
 def _encode(
@@ -71,7 +73,7 @@ def _encode(
 ) -> Operands:
     known = recall(quantizer, row, col, state) if state is not None else []
     declared = operations.declared(row, col)
-    if group is not None:
+    if group is not None and group.size() > 1:
         check_shard(declared, x.shape[0])
         if state is None or any(k is None and spans(d) for k, d in zip(known, declared, strict=True)):
             stats = operations.measure(x, row, col)

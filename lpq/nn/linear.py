@@ -40,21 +40,20 @@ class Plan:
     dy: Quantizer
     fast: tuple[bool, bool, bool]
     """For fprop, dgrad and wgrad: whether a kernel may sum in less than fp32."""
+    stochastic: bool
+    """Whether anything is rounded with random bits."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
         """The plan that a recipe makes. Gradients are summed exactly unless it says otherwise."""
         fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
-        return cls(recipe.x, recipe.w, recipe.dy, (fast[0] is not False, fast[1] is True, fast[2] is True))
+        tensors = (recipe.x, recipe.w, recipe.dy)
+        stochastic = any(q.side(d).stochastic for q in tensors for d in DIRECTIONS)
+        return cls(*tensors, (fast[0] is not False, fast[1] is True, fast[2] is True), stochastic)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
             quantizer.ready()
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether anything is rounded with random bits."""
-        return any(q.side(d).stochastic for q in (self.x, self.w, self.dy) for d in ("row", "col"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +257,7 @@ class Linear(nn.Linear):
                 missing.remove(prefix + name)
                 getattr(self, name).zero_()
         others = tuple(f"{prefix}{tensor}_" for tensor in TENSORS)
-        unexpected[:] = [key for key in unexpected if not key.startswith(others)]
+        unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         state = {name: getattr(self, name) for name in self._state_names()}

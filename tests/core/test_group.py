@@ -106,3 +106,14 @@ def _delayed_state_is_reduced(rank: int) -> None:
 )
 def test_two_ranks(check: Callable[[int], None]) -> None:
     spawn(check)
+
+
+def _one_rank_may_have_any_shape(rank: int) -> None:
+    alone = [dist.new_group([r]) for r in range(RANKS)][rank]
+    x = torch.randn(24, 64)
+    grouped = lpq.quantizer("mxfp8").quantize(x, amax_group=alone)
+    assert torch.equal(grouped.dequantize(), lpq.quantizer("mxfp8").quantize(x).dequantize())
+
+
+def test_a_group_of_one() -> None:
+    spawn(_one_rank_may_have_any_shape)

@@ -349,3 +349,14 @@ def test_third_party_formats_on_either_side(halves: str, other: str) -> None:
         assert same(t.row, lpq.quantizer(row).quantize(x, seed=1).row)
         assert same(t.col, lpq.quantizer(col).quantize(x, seed=1).col)
         assert all(tensor.isfinite().all() for tensor in trained(hybrid))
+
+
+def test_the_column_alone_remembers_its_own_statistics() -> None:
+    side = "fp8(scaling=delayed, history=4)"
+    q = lpq.quantizer("hybrid", row=side, col=side, col_source="row")
+    state = q.new_state()
+    state["row_amax"].fill_(1.0)  # the row operand saturates at 1, and that is what the column operand sees
+    x = torch.full((4, 8), 100.0)
+    q.quantize(x, row=False, state=state)
+    assert state["col_amax_history"][0] == 1.0
+    assert not state["row_amax_history"].any()

@@ -467,6 +467,8 @@ def test_the_state_of_another_recipe_is_left_out() -> None:
     assert torch.equal(other.weight, delayed.weight)
     with pytest.raises(RuntimeError, match="Unexpected key"):
         other.load_state_dict({**delayed.state_dict(), "stray": torch.zeros(())})
+    with pytest.raises(RuntimeError, match=r"x_proj\.weight"):
+        other.load_state_dict({**delayed.state_dict(), "x_proj.weight": torch.zeros(())})
 
 
 def test_a_meta_model_can_be_run_and_materialised() -> None:

@@ -263,12 +263,16 @@ def test_a_hidden_rule_is_refused(rules: tuple[tuple[object, ...], ...], words: 
 
 
 def test_rules_that_overlap_without_hiding_are_not_refused() -> None:
-    policy((("layers.*",), MXFP8), (("*",), BF16))
-    policy((("*",), MXFP8, 0.5), (("*",), BF16))
-    policy((("*",), MXFP8, 5), (("a",), BF16, 6))
-    policy((("*",), MXFP8, 0.5), (("a",), BF16, 6))
-    policy((("a*",), MXFP8), (("*a",), BF16))
-    policy((("*", "lm_head"), MXFP8))
+    for first, second, name, steps in (
+        ((("layers.*",), MXFP8), (("*",), BF16), "head", None),
+        ((("*",), MXFP8, 0.5), (("*",), BF16), "a", 10),
+        ((("*",), MXFP8, 5), (("a",), BF16, 6), "a", None),
+        ((("*",), MXFP8, 0.5), (("a",), BF16, 6), "a", 10),
+        ((("a*",), MXFP8), (("*a",), BF16), "ba", None),
+    ):
+        # Both rules have a layer and a step of their own.
+        assert policy(first, second).unreached(["layers.0", "a", "ab", name], steps) == ()
+    assert policy((("*", "lm_head"), MXFP8)).unmatched(["lm_head"]) == ()
 
 
 @pytest.mark.parametrize("until", [0, -1, 0.0, -0.5, 1.5, 5.0, float("nan"), float("inf"), True, "0.5"])
