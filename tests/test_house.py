@@ -20,15 +20,15 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PLUGINS: dict[str, str] = PYPROJECT["project"]["entry-points"]["lpq.plugins"]
 
 FLOORS = {
-    "registry": 1, "ops": 2, "core": 2, "recipes": 3, "nn": 4, "distributed": 4,
-    "calibrate": 5, "export": 5, "observe": 5, "testing": 6, "train": 7, "cli": 7, "__main__": 7,
+    "registry": 1, "ops": 2, "core": 2, "recipes": 3, "distributed": 4, "nn": 5, "optim": 6,
+    "checkpoint": 6, "calibrate": 6, "export": 6, "observe": 6, "testing": 7, "train": 8, "cli": 8, "__main__": 8,
 }  # fmt: skip
-TOP = 6
+TOP = 7
 """From this floor on a module may use lpq as a user does: ``import lpq``."""
 BESIDE = {("core", "ops"), ("cli", "train"), ("__main__", "cli")}
 """Parts of one floor of which the first may import the second."""
 FOR_PLUGINS = {"registry", "core", "ops"}
-NAMELESS = ("core", "nn", "ops", "distributed")
+NAMELESS = ("core", "nn", "ops", "distributed", "optim", "checkpoint")
 """The parts that know no format."""
 NOT_OURS = re.compile(r"\.git|\.venv|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis")
 

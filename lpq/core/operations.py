@@ -18,7 +18,7 @@ from lpq import registry
 from lpq.core.layout import Stat
 from lpq.core.philox import RandomBits
 from lpq.core.storage import Storage
-from lpq.ops import choose
+from lpq.ops import KernelError, choose
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
@@ -93,8 +93,20 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
 
 
 def _measure(x: Tensor, row: str, col: str) -> list[Tensor]:
+    if _one_at_a_time("measure", row, col, x.device):
+        return _distinct(_measure(x, row, "") + _measure(x, "", col), ())
     impl = choose("measure", tuple(t for t in (row, col) if t), x.device).impl or measure_reference
     return _distinct(impl(x, _quantizer(row), _quantizer(col)), ())
+
+
+def _one_at_a_time(op: str, row: str, col: str, device: torch.device) -> bool:
+    """Whether no kernel takes these two operands, which share nothing, together; each may have one of its own."""
+    if not row or not col or shared(_quantizer(row), _quantizer(col)):
+        return False
+    try:
+        return choose(op, (row, col), device).impl is None
+    except KernelError:  # the reference is not allowed: each operand says for itself what it lacks
+        return True
 
 
 def _measure_fake(x: Tensor, row: str, col: str) -> list[Tensor]:
@@ -200,9 +212,15 @@ def _quantize(
     offset: int,
     measure: bool,
 ) -> list[Tensor]:
-    operands = tuple(t for t in (row, col) if t)
-    impl = choose("quantize", operands, x.device).impl or quantize_reference
-    return _distinct(impl(x, stats, _quantizer(row), _quantizer(col), seed, offset, measure), stats)
+    left, right = _quantizer(row), _quantizer(col)
+    if left is not None and right is not None and _one_at_a_time("quantize", row, col, x.device):
+        known = len(left.stats) if stats else 0
+        first = _quantize(x, stats[:known], row, "", seed, offset, measure)
+        second = _quantize(x, stats[known:], "", col, seed, offset, measure)
+        at, end = len(left.storage.layout_for(left)), len(right.storage.layout_for(right))
+        return _distinct(first[:at] + second[:end] + first[at:] + second[end:], stats)
+    impl = choose("quantize", tuple(t for t in (row, col) if t), x.device).impl or quantize_reference
+    return _distinct(impl(x, stats, left, right, seed, offset, measure), stats)
 
 
 def _distinct(made: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
@@ -266,6 +284,7 @@ def _draw_seeds_fake(x: Tensor, owner: Tensor, count: int) -> Tensor:
 def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
     """The matrix that an operand stands for, in memory of its own."""
     if operand.quantizer.plain:
+        check_there(operand.tensors()[0])
         return operand.decode().to(dtype, copy=True)
     return cast(
         "Tensor",
@@ -291,8 +310,18 @@ def _decode_fake(
 
 
 def _operand(buffers: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
+    check_there(buffers[0])
     quantizer = cast("Quantizer", registry.quantizer(text))
     return quantizer.storage.wrap(buffers, quantizer, (shape[0], shape[1]), dtype)
+
+
+def check_there(buffer: Tensor) -> None:
+    """Refuse an operand of a sharded weight that was not gathered: its buffers have no memory then."""
+    if buffer.numel() and not buffer.untyped_storage().size():
+        raise RuntimeError(
+            "this operand of a sharded weight is not there: forward gathers row operands and backward column operands. "
+            "If forward runs again in backward inside a compiled module, wrap it with PyTorch's checkpoint_wrapper"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- transpose
@@ -350,6 +379,8 @@ def gemm(
         )
     dtype = dtype or a.dtype
     if a.quantizer.plain and b.quantizer.plain:
+        if not torch.compiler.is_compiling():
+            check_there(b.tensors()[0])
         return _plain_gemm(a.tensors()[0], b.tensors()[0], bias, dtype)
     return cast(
         "Tensor",

@@ -24,22 +24,26 @@ def spans(declared: Declared) -> bool:
 
 
 def reduce_stats(declared: Sequence[Declared], stats: list[Tensor], group: ProcessGroup) -> None:
-    """Reduce, in one collective, those statistics whose elements span ranks; ``stats`` is changed in place.
+    """Reduce, in one collective, those statistics whose elements span ranks; ``stats`` is changed in place."""
+    spanning = [i for i, d in enumerate(declared) if spans(d)]
+    for i, reduced in zip(spanning, reduce_max([stats[i] for i in spanning], group), strict=True):
+        stats[i] = reduced
+
+
+def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """The MAX over the ranks of these tensors of non-negative fp32 values, in one collective.
 
     A non-negative float orders as its bits do, and NaN above infinity: so the bits are reduced, as integers, because
     a floating-point MAX may lose a NaN.
     """
     import torch.distributed as dist
 
-    spanning = [i for i, d in enumerate(declared) if spans(d)]
-    if not spanning:
-        return
-    flat = torch.cat([stats[i].reshape(-1) for i in spanning]).abs().view(torch.int32)
+    if not values:
+        return []
+    flat = torch.cat([v.reshape(-1) for v in values]).abs().view(torch.int32)
     dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    reduced = flat.view(torch.float32)
-    parts = torch.split(reduced, [stats[i].numel() for i in spanning])
-    for i, part in zip(spanning, parts, strict=True):
-        stats[i] = part.view(stats[i].shape)
+    parts = torch.split(flat.view(torch.float32), [v.numel() for v in values])
+    return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
 
 
 def check_shard(declared: Sequence[Declared], rows: int) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from lpq import registry
+from lpq.core.derive import derive_col, derives_col
+from lpq.core.gathered import Gathered
 from lpq.core.operations import decode, transpose
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.core.storage import Storage
@@ -43,7 +45,7 @@ class Window:
     """The view is the transpose of that part."""
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(Gathered, Tensor):
     """A tensor that is stored quantized; made by ``Quantizer.quantize``."""
 
     row: Storage | None
@@ -92,13 +94,14 @@ class QuantizedTensor(Tensor):
         if here is not None:
             return here
         assert other is not None
-        derivable = other.quantizer.transposable and self.quantizer.col_source == "original"
-        if not derivable or self.quantizer.side(direction) != other.quantizer:
-            raise ValueError(
-                f"the {direction} operand of this {list(self.shape)} tensor is absent and {self.quantizer} cannot "
-                f"derive it: quantize with {direction}=True"
-            )
-        return transpose(other)
+        if direction == "col" and derives_col(self.quantizer):
+            return derive_col(self.quantizer, other)
+        if direction == "row" and derives_col(self.quantizer) and self.quantizer.col_source == "original":
+            return transpose(other)
+        raise ValueError(
+            f"the {direction} operand of this {list(self.shape)} tensor is absent and {self.quantizer} cannot "
+            f"derive it: quantize with {direction}=True"
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there."""

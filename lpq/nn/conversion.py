@@ -11,6 +11,7 @@ from torch import nn
 
 from lpq import recipes, registry
 from lpq.nn.linear import Linear
+from lpq.nn.weights import Weights, prepare_weights
 from lpq.recipes import RecipeError
 
 if TYPE_CHECKING:
@@ -68,11 +69,23 @@ class _LinearConverter:
         return Linear.adopt(module, recipe) if type(module) is nn.Linear else None
 
 
-def convert(model: nn.Module, policy: PolicyLike, *, steps: int | None = None) -> nn.Module:
+def convert(
+    model: nn.Module,
+    policy: PolicyLike,
+    *,
+    steps: int | None = None,
+    weights: Weights | None = None,
+    ranks: int | None = None,
+) -> nn.Module:
     """Convert the linear layers of ``model`` in place and return it.
 
     ``policy`` is a policy or anything that makes a recipe: a name, the grammar, a mapping, a TOML file. ``steps`` is
     the length of the run, for rules that end at a fraction of it; see ``set_step``. A model may be converted again.
+
+    ``weights`` is for a model that ``fully_shard`` shards afterwards. ``"high_precision"``: the shards stay as they
+    are, and what FSDP2 gathers of them is their quantized form. ``"quantized"``: the shards themselves are stored
+    quantized, for ``lpq.optim`` or any optimizer; a weight that cannot be cut for ``ranks`` ranks stays in high
+    precision. ``None``: FSDP2 gathers in high precision. Make the optimizer after this.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
@@ -101,6 +114,8 @@ def convert(model: nn.Module, policy: PolicyLike, *, steps: int | None = None) -
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     report = Report(tuple(converted), tuple(left), unmatched, unreached)
     model.__dict__[RECORD] = Conversion(policy, steps, report)
+    if weights is not None:
+        prepare_weights(model, weights, ranks)
     return model
 
 

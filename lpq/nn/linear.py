@@ -24,6 +24,8 @@ from lpq.core.quantizer import Direction
 from lpq.core.tensor import operand_tensors
 
 if TYPE_CHECKING:
+    from lpq.distributed.gather import Gather
+    from lpq.distributed.gathering import Gathering
     from lpq.recipes import Recipe, RecipeLike, Schedule
 
 TENSORS = ("x", "w", "dy")
@@ -79,6 +81,7 @@ class _Multiply(torch.autograd.Function):
         states: dict[str, State],
         seeds: dict[str, Tensor],
         held: HeldWeight | None,
+        measured: list[Tensor],
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         state_x, state_w = states.get("x"), states.get("w")
@@ -90,13 +93,14 @@ class _Multiply(torch.autograd.Function):
             w_row, w_col, w_stats = held.row, held.col, []
         else:
             w_row, w_col, w_stats = weight_operands(plan.w, weight, col=needs_dx, state=state_w, seed=seeds.get("w"))
+            w_stats = w_stats or measured
         assert x_row is not None
         y = gemm(x_row, w_row, bias=bias, dtype=dtype, fast_accumulate=plan.fast[0])
         kept_x, kept_w = (x_col if needs_dw else None), (w_col if needs_dx else None)
         tensors = [*_tensors(kept_x), *_tensors(kept_w), *x_stats, *w_stats]
         seed = seeds.get("dy")
         ctx.save_for_backward(*tensors, *([seed] if seed is not None else []))
-        ctx.plan, ctx.states, ctx.held = plan, states, held is not None
+        ctx.plan, ctx.states = plan, states
         ctx.kept_x, ctx.kept_w = _described(kept_x), _described(kept_w)
         ctx.stats = len(x_stats), len(w_stats)
         ctx.dtypes = x.dtype, weight.dtype, bias.dtype if bias is not None else None
@@ -129,11 +133,16 @@ class _Multiply(torch.autograd.Function):
                 remember(plan.dy, state, dy_stats, row=needs_dx, col=needs_dw)
             if "x" in ctx.states:
                 remember(plan.x, ctx.states["x"], x_stats, col=needs_dw)
-            if "w" in ctx.states and not ctx.held:
+            if "w" in ctx.states and w_stats:
                 remember(plan.w, ctx.states["w"], w_stats, col=needs_dx)
         if needs_db:
             db = dy.sum(0).to(b_dtype)
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
+
+
+def _runs_again() -> bool:
+    """Whether this forward is one of activation checkpointing, which runs it again in backward."""
+    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def weight_operands(
@@ -190,6 +199,8 @@ class Linear(nn.Linear):
     _held: HeldWeight | None
     schedule: Schedule | None
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
+    gathering: Gathering | None
+    """With which other weights this one is gathered quantized, if it is."""
 
     def __init__(
         self,
@@ -202,7 +213,7 @@ class Linear(nn.Linear):
         recipe: RecipeLike | None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._recipe, self._plan, self._held, self.schedule = None, None, None, None
+        self._recipe, self._plan, self._held, self.schedule, self.gathering = None, None, None, None, None
         self.recipe = recipe
 
     @classmethod
@@ -210,7 +221,7 @@ class Linear(nn.Linear):
         """Turn this very ``nn.Linear`` into a ``Linear``: parameters, hooks and references to it stay."""
         module.__class__ = cls
         assert isinstance(module, cls)
-        module._recipe, module._plan, module._held, module.schedule = None, None, None, None
+        module._recipe, module._plan, module._held, module.schedule, module.gathering = None, None, None, None, None
         module.recipe = recipe
         return module
 
@@ -291,10 +302,44 @@ class Linear(nn.Linear):
         seeds = {}
         if self._plan.stochastic:
             seeds = dict(zip(TENSORS, draw_seeds(x, self.weight, len(TENSORS)).unbind(), strict=True))
+        states = self._states()
+        measured = self._gathered("w" in states)
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self._plan, dtype, self._states(), seeds, self._held_weight()
+            x, self.weight, self.bias, self._plan, dtype, states, seeds, self._held_weight(), measured
         )
-        return y.reshape(*input.shape[:-1], self.out_features)
+        # Not a view to autograd: what a module returns may be changed in place.
+        return y if input.dim() == 2 else torch.ops.aten._unsafe_view(y, (*input.shape[:-1], self.out_features))
+
+    # ------------------------------------------------------------------------------ being sharded
+
+    def weight_quantizer(self) -> Quantizer | None:
+        """What quantizes the weight at this step; None: nothing does."""
+        return self._plan.w if self._plan is not None else None
+
+    def weight_state(self) -> State | None:
+        """What the quantizer remembers of the weight across steps."""
+        return self._states().get("w")
+
+    def memories(self) -> list[Tensor]:
+        """All that the layer's quantizers remember across steps."""
+        return [memory for state in self._states().values() for memory in state.values()]
+
+    def weight_gather(self) -> Gather:
+        """How the weight is gathered; FSDP2 asks for it, once it shards the layer."""
+        if self.gathering is None:
+            raise RuntimeError(f"{self}: its weight was prepared by lpq.convert(…, weights=…) for another layer")
+        return self.gathering.of(self)
+
+    def _gathered(self, remembers: bool) -> list[Tensor]:
+        """Forward begins: say whether it runs again, and get what was measured of a weight that was gathered."""
+        gather = self.gathering.find(self) if self.gathering is not None else None
+        if gather is None:
+            return []
+        if not torch.compiler.is_compiling():
+            gather.note(_runs_again())
+        return [s for s in gather.stats if s is not None] if remembers else []
+
+    # ------------------------------------------------------------------------------ holding an encoded weight
 
     def hold_weight(self) -> None:
         """Encode the weight now, for every pass until ``release_weight``."""

@@ -1,0 +1,28 @@
+"""A column operand that follows from the row operand, so that only one of the two is kept or sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lpq.core.operations import decode, quantize, transpose
+from lpq.core.storage import Storage
+
+if TYPE_CHECKING:
+    from lpq.core.quantizer import Quantizer
+
+
+def derives_col(quantizer: Quantizer) -> bool:
+    """Whether the column operand follows from the row operand alone."""
+    row = quantizer.side("row")
+    return quantizer.col_source == "row" or (row.transposable and quantizer.side("col") == row)
+
+
+def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
+    """The column operand that follows from the row operand: turned round, or encoded from what that decodes to."""
+    if quantizer.col_source == "original":
+        return transpose(row)
+    _, col, _ = quantize(decode(row, torch.float32), None, None, quantizer.side("col"))
+    assert col is not None
+    return col.astype(row.dtype)  # it stands for the tensor, not for what was decoded

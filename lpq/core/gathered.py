@@ -1,0 +1,52 @@
+"""What FSDP2 asks of a tensor that it shards: what to gather, and what to make of that. Its layer answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class Gather(Protocol):
+    """How one parameter is gathered."""
+
+    def begin(self, shard: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What is gathered of this rank's shard, for a parameter of this dtype."""
+
+    def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
+        """The whole parameter and the tensors to free with it, of what was gathered; or nothing, into ``out``."""
+
+
+class Gathered:
+    """A tensor of which FSDP2 gathers what its layer says."""
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], Gather]:
+        """Called before a gather."""
+        gather_of = getattr(module, "weight_gather", None)
+        if gather_of is None:
+            raise RuntimeError(
+                f"{type(module).__name__} has a parameter that lpq.convert(…, weights=…) prepared for a layer of lpq, "
+                "and only such a layer can gather it"
+            )
+        gather: Gather = gather_of()
+        assert isinstance(self, Tensor)
+        return gather.begin(self, mp_policy.param_dtype or self.dtype), gather
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], gather: Gather, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """Called after it; ``out`` is what the first call returned."""
+        return gather.finish(outputs, out)

@@ -1,0 +1,220 @@
+"""One weight that is gathered in its quantized form: forward gathers the row operand, backward the column operand.
+
+The whole weight is a ``QuantizedTensor`` whose buffers stay the same tensors; their memory is filled by a gather and
+freed when FSDP2 shards the weight again. A layer saves the column operand in forward, where it is empty, and finds it
+filled in backward. An operand that follows from the other one never travels.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lpq.core import QuantizedTensor, Quantizer, Storage
+from lpq.core.derive import derive_col, derives_col
+from lpq.core.operations import declared, measure, quantize
+from lpq.core.quantize import recall
+from lpq.core.reduce import spans
+from lpq.distributed import fsdp
+from lpq.distributed.fits import why_not
+from lpq.distributed.shard import WeightShard, plain
+from lpq.distributed.whole import Whole
+
+
+class Layer(Protocol):
+    """What a layer says of its weight."""
+
+    weight: Tensor
+
+    def weight_quantizer(self) -> Quantizer | None:
+        """What quantizes the weight at this step; None: nothing does."""
+
+    def weight_state(self) -> Mapping[str, Tensor] | None:
+        """What the quantizer remembers of the weight across steps."""
+
+    def memories(self) -> list[Tensor]:
+        """All that the layer's quantizers remember across steps."""
+
+
+class Measured(NamedTuple):
+    """What was measured: which tensor, after how many writes, for which quantizer."""
+
+    local: weakref.ref[Tensor]
+    writes: int
+    quantizer: Quantizer | None
+
+
+class Gather:
+    """How one weight is gathered. FSDP2 calls ``begin`` before a gather and ``finish`` after it."""
+
+    def __init__(self, layer: Layer, site: fsdp.Site, refresh: Callable[[], None], checkpointed: bool) -> None:
+        self.layer, self.site = layer, site
+        self.stats: list[Tensor | None] = []
+        """The statistics of the whole weight that reach beyond a shard or are remembered, as ``declared`` has them."""
+        self.runs_again = checkpointed
+        """Whether forward runs again in backward, which then needs the row operand too."""
+        self._checkpointed = checkpointed
+        self._refresh = refresh
+        self._measured: Measured | None = None
+        self._whole: tuple[Quantizer, Whole, Whole] | None = None
+        self._made_for: tuple[Any, ...] | None = None
+        self._wanted = (False, False)
+        self._local: tuple[Storage | None, Storage | None] = (None, None)
+        self._filled: list[Tensor] = []
+        """What FSDP2 frees beside what it gathered into: it holds this very list."""
+
+    def note(self, runs_again: bool) -> None:
+        """Forward begins, and it will, or will not, run again in backward."""
+        self.runs_again = runs_again or self._checkpointed
+
+    # ------------------------------------------------------------------------------ the quantizer and the statistics
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """What the gathered weight is quantized with; None: it is gathered in high precision."""
+        quantizer = self.layer.weight_quantizer()
+        return quantizer if quantizer is not None and self.why_whole(quantizer) is None else None
+
+    def why_whole(self, quantizer: Quantizer) -> str | None:
+        """Why the weight cannot be gathered quantized; None if it can."""
+        return self.site.refusal() or why_not(quantizer, self.layer.weight.shape[0], self.site.group.size())
+
+    @property
+    def stale(self) -> bool:
+        """Whether the shard was written to, or its quantizer changed, since it was measured."""
+        measured, local = self._measured, self.site.local
+        return (
+            measured is None
+            or measured.local() is not local
+            or (isinstance(local, WeightShard) and measured.writes != local.writes[0])
+            or measured.quantizer != self.layer.weight_quantizer()
+        )
+
+    def measure(self) -> list[Tensor]:
+        """Measure this rank's shard into ``stats``; those of them that have yet to be reduced over the ranks."""
+        local, quantizer = self.site.local, self.quantizer
+        writes = local.writes[0] if isinstance(local, WeightShard) else 0
+        self._measured = Measured(weakref.ref(local), writes, self.layer.weight_quantizer())
+        self.stats = []
+        if quantizer is None or not isinstance(local, WeightShard):
+            return []
+        sides = _sides(quantizer)
+        of = declared(*sides)
+        if not any(spans(d) for d in of) and not any(side is not None and side.state for side in sides):
+            self.stats = [None] * len(of)
+            return []
+        self.stats = [*measure(self._prepared(local), *sides)]
+        return [s for s, d in zip(self.stats, of, strict=True) if s is not None and spans(d)]
+
+    def _prepared(self, shard: Tensor) -> Tensor:
+        """The shard as it is encoded: what FSDP2 would gather of an ordinary parameter."""
+        return plain(shard).to(self.site.device, self.site.dtype, non_blocking=True)
+
+    # ------------------------------------------------------------------------------ before a gather
+
+    def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Encode the shard; what FSDP2 gathers of it."""
+        if self.site.reshards_to_fewer_ranks:
+            raise ValueError(
+                "fully_shard(reshard_after_forward=…) with a number of ranks: FSDP2 supports that for ordinary "
+                "parameters only, and these are gathered quantized; use True or False"
+            )
+        if isinstance(shard, QuantizedTensor):
+            self.site.local.amax_group = self.site.group  # type: ignore[attr-defined]
+        elif self.stale:
+            self._refresh()
+        self._filled.clear()
+        quantizer = self._stored_quantizer(shard) if isinstance(shard, QuantizedTensor) else self.quantizer
+        self._make(quantizer, dtype)
+        if self._whole is None:
+            return (plain(self.site.padded).to(self.site.device, dtype, non_blocking=True),)
+        quantizer, row, col = self._whole
+        self._wanted = self.site.directions(self.runs_again)
+        if isinstance(shard, QuantizedTensor):
+            self._local = self._stored(shard, quantizer)
+        else:
+            self._local = self._encoded(self._prepared(shard), quantizer)
+        travels = [(w, s.astype(dtype)) for w, s in zip((row, col), self._local, strict=True) if s is not None]
+        if row.ranks == 1:  # there is nobody to send to, and FSDP2 takes one tensor only
+            self.site.gather_into([_nothing(self.site.device)])
+            return (_nothing(self.site.device),)
+        self.site.gather_into([t for whole, _ in travels for t in whole.arrived])
+        return tuple(t for whole, storage in travels for t in whole.departing(storage))
+
+    def _make(self, quantizer: Quantizer | None, dtype: torch.dtype) -> None:
+        """Have what the gather fills, made once for a quantizer."""
+        (rows, cols), ranks = self.layer.weight.shape, self.site.group.size()
+        made_for = (quantizer, dtype, rows, cols, ranks)
+        if made_for == self._made_for:
+            return
+        self.site.forget()
+        self._made_for, self._whole = made_for, None
+        if quantizer is not None:
+            of = (rows, cols, ranks, dtype, self.site.device)
+            self._whole = quantizer, Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
+
+    def _encoded(self, x: Tensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
+        """The operands of this rank's shard that travel."""
+        row_side, col_side = _sides(quantizer)
+        state = self.layer.weight_state()
+        known = recall(quantizer, row_side, col_side, state) if state else [None] * len(self.stats)
+        of = declared(row_side, col_side)
+        use = [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
+        row = col = None
+        if self._wanted[0] or col_side is None:
+            row, _, _ = quantize(x, use[: len(row_side.stats)], row_side, None)
+        if self._wanted[1] and col_side is not None:
+            _, col, _ = quantize(x, use[len(row_side.stats) :], None, col_side)
+        return row, col
+
+    def _stored(self, shard: QuantizedTensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
+        """As ``_encoded``, of a shard that is quantized already."""
+        derived = derives_col(quantizer)
+        row = shard.operand("row") if self._wanted[0] or derived else None
+        return row, (shard.operand("col") if self._wanted[1] and not derived else None)
+
+    def _stored_quantizer(self, shard: QuantizedTensor) -> Quantizer:
+        """The quantizer of a stored weight, which must be the recipe's."""
+        wanted = self.layer.weight_quantizer()
+        if wanted != shard.quantizer:
+            raise ValueError(
+                f"the weight of {self.layer} is stored as {shard.quantizer} and its recipe wants {wanted}: a weight "
+                "that is stored quantized keeps its format; convert with weights='high_precision' to change it"
+            )
+        return shard.quantizer
+
+    # ------------------------------------------------------------------------------ after a gather
+
+    def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
+        """The whole weight of what arrived; FSDP2 gives it back as ``out`` later, and then it is filled."""
+        if self._whole is None:
+            return (outputs[0].reshape(-1), []) if out is None else None
+        quantizer, row, col = self._whole
+        local_row, local_col = self._local
+        self._local = None, None
+        if local_row is not None:
+            row.receive(local_row)
+        if local_col is not None:
+            col.receive(local_col)
+        elif self._wanted[1]:
+            col.take(derive_col(quantizer, row.operand))
+        if not self._wanted[0]:
+            fsdp.free(row.large)
+        self._filled += [*row.large, *col.large]
+        if out is not None:
+            return None
+        whole = QuantizedTensor(row.operand, col.operand, quantizer, self.layer.weight.shape, row.operand.dtype)
+        return whole, self._filled
+
+
+def _sides(quantizer: Quantizer) -> tuple[Quantizer, Quantizer | None]:
+    """The quantizers of the operands that are encoded from the shard."""
+    return quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")
+
+
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device)

@@ -1,0 +1,100 @@
+"""Gathering: the weights of one model that are gathered quantized, and what all ranks must know of them together.
+
+After an optimizer's step, every weight that it wrote to is measured, and one collective makes the statistics of all
+of them those of the whole weights; what layers remember across steps is combined in the same way. A weight that was
+written to otherwise (a checkpoint was loaded) is measured when it is gathered next, with all others of that kind.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from lpq.core.reduce import reduce_max
+from lpq.distributed import fsdp
+from lpq.distributed.gather import Gather, Layer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Gathering:
+    """All weights of ``root`` that are gathered quantized."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self._gathers: dict[nn.Module, Gather] = {}
+
+    def of(self, layer: nn.Module) -> Gather:
+        """How the weight of this layer is gathered. When that is asked first, FSDP2 has sharded the model."""
+        if layer not in self._gathers:
+            self._find()
+        if layer not in self._gathers:
+            raise RuntimeError(f"the weight of {layer} is in no module on which fully_shard was called")
+        return self._gathers[layer]
+
+    def find(self, layer: nn.Module) -> Gather | None:
+        """The same, or None where FSDP2 shards nothing of this layer."""
+        return self._gathers.get(layer)
+
+    def _find(self) -> None:
+        if not self._gathers:
+            _call_after_steps(self)
+        checkpointed = _checkpointed(self.root)
+        for module, site in fsdp.sites(self.root, "weight").items():
+            if getattr(module, "gathering", None) is self and module not in self._gathers:
+                layer = cast("Layer", module)
+                self._gathers[module] = Gather(layer, site, self.refresh, module in checkpointed)
+
+    def refresh(self) -> None:
+        """Measure every weight that was written to, and reduce all their statistics in one collective."""
+        self._reduce([g for g in self._gathers.values() if g.stale], [])
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer took a step: the same for its weights, and what their layers remember becomes that of all."""
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = [g for g in self._gathers.values() if id(g.site.param) in params]
+        self._reduce([g for g in held if g.stale], held)
+
+    def _reduce(self, written: list[Gather], remembering: list[Gather]) -> None:
+        """One collective over each group of ranks that shares out weights; there is one unless meshes differ."""
+        by_group: dict[ProcessGroup, list[Gather]] = {}
+        for gather in dict.fromkeys([*written, *remembering]):
+            by_group.setdefault(gather.site.group, []).append(gather)
+        for group, gathers in by_group.items():
+            spanning = [values for g in gathers if g in written for values in g.measure()]
+            memories = [memory for g in gathers if g in remembering for memory in g.layer.memories()]
+            with torch.no_grad():
+                _max_in_place([*spanning, *memories], group)
+                replicas = gathers[0].site.replicas
+                if replicas is not None:  # they hold the same weights, and saw other inputs
+                    _max_in_place(memories, replicas)
+
+
+def _max_in_place(values: list[Tensor], group: ProcessGroup) -> None:
+    if group.size() > 1:
+        for value, reduced in zip(values, reduce_max(values, group), strict=True):
+            value.copy_(reduced)
+
+
+def _call_after_steps(gathering: Gathering) -> None:
+    """Have torch call ``after_step`` after the step of any optimizer, for as long as ``gathering`` lives."""
+    alive = weakref.ref(gathering)
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = alive()
+        if found is not None:
+            found.after_step(optimizer)
+
+    weakref.finalize(gathering, register_optimizer_step_post_hook(hook).remove)
+
+
+def _checkpointed(root: nn.Module) -> set[nn.Module]:
+    """The modules inside PyTorch's wrapper for activation checkpointing, which may be compiled as well."""
+    wrappers = [m for m in root.modules() if isinstance(m, CheckpointWrapper)]
+    return {inner for wrapper in wrappers for inner in wrapper.modules()}

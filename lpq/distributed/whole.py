@@ -1,0 +1,77 @@
+"""Whole: one operand of a whole weight, put together from the operands of its shards.
+
+A shard holds some rows of the weight: those rows of the row operand, those columns of the column operand. A buffer
+whose elements span the sharded dimension is the same on every rank and does not travel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpq.core import Quantizer, Storage
+from lpq.core.quantizer import Direction
+from lpq.distributed import fsdp
+
+
+class Whole:
+    """An operand in memory that is filled, freed and filled again, while its tensors stay the same."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        side: Quantizer,
+        rows: int,
+        cols: int,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        dim = 0 if direction == "row" else 1
+        shape = (rows, cols) if direction == "row" else (cols, rows)
+        self.ranks = ranks
+        self.operand = side.storage.empty(side, shape, dtype, device)
+        self._travels = [b.unit(dim) is not None for b in side.storage.layout_for(side)]
+        self.large = [t for t, travels in zip(self.operand.tensors(), self._travels, strict=True) if travels]
+        """The buffers that travel."""
+        in_place = direction == "row" or ranks == 1
+        self.arrived = [_bytes(t) if in_place else _bytes(torch.empty_like(t)) for t in self.large]
+        """Where their bytes arrive, one rank's after the other's: of rows, that is their place."""
+        self._in_place = in_place
+        fsdp.free((*self.large, *self.arrived))
+
+    def departing(self, local: Storage) -> list[Tensor]:
+        """What this rank sends of its operand."""
+        return [_bytes(t.contiguous()) for t, travels in zip(local.tensors(), self._travels, strict=True) if travels]
+
+    def receive(self, local: Storage) -> None:
+        """Complete the operand by what arrived and, of this rank's, what is the same on all."""
+        if self.ranks == 1:
+            self.take(local)
+            return
+        for target, source, travels in zip(self.operand.tensors(), local.tensors(), self._travels, strict=True):
+            if not travels:
+                if source.is_cuda:  # it was encoded on the stream on which FSDP2 gathers
+                    source.record_stream(torch.cuda.current_stream(source.device))
+                fsdp.fill(target, source)
+        if not self._in_place:
+            self._interleave()
+
+    def _interleave(self) -> None:
+        """Put the columns that arrived rank by rank in their places."""
+        fsdp.allocate(self.large)
+        for target, arrived in zip(self.large, self.arrived, strict=True):
+            rows, cols = target.shape
+            by_rank = arrived.view(target.dtype).view(self.ranks, rows, cols // self.ranks)
+            fsdp.fill(target.view(rows, self.ranks, cols // self.ranks), by_rank.transpose(0, 1))
+        fsdp.free(self.arrived)
+
+    def take(self, operand: Storage) -> None:
+        """Take the whole operand."""
+        fsdp.allocate(self.large)
+        for target, source in zip(self.operand.tensors(), operand.tensors(), strict=True):
+            fsdp.fill(target, source)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,60 @@
+"""The collectives that a piece of code runs, with the bytes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective as this rank sees it."""
+
+    kind: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or the operator's own name."""
+    bytes: int
+    """What the result of all ranks takes: the whole of a gather, the input of a reduce-scatter."""
+
+
+KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "scatter_": "scatter",
+}
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, seen: list[Collective]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.partition("::")[2]
+            sizes = [sum(t.nbytes for t in tree_iter(a) if isinstance(t, Tensor)) for a in args]
+            self.seen.append(Collective(KINDS.get(name, name), max(sizes, default=0)))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def collectives() -> Iterator[list[Collective]]:
+    """Fill a list with the collectives that run inside, on this rank, forward and backward."""
+    seen: list[Collective] = []
+    with _Watch(seen):
+        yield seen
+
+
+def gathered_bytes(seen: list[Collective]) -> int:
+    """The bytes that all-gathers brought together."""
+    return sum(c.bytes for c in seen if c.kind == "all_gather")

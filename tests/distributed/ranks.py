@@ -1,0 +1,34 @@
+"""Several processes on this machine: gloo over a store in a file. What fails in one is told by the test."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def _enter(rank: int, function: Callable[..., None], ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    try:
+        function(rank, *args)
+        dist.barrier()  # nobody takes its end of a connection away while another still uses it
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
+    """Run ``function(rank, *args)`` in so many processes; the first that fails ends all, and its error is raised."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_enter, (function, ranks, folder, args), ranks)  # type: ignore[no-untyped-call]
