@@ -24,7 +24,9 @@ _HOME = {
     "lpq.registry": ("quantizer",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_SUBMODULES = ("core", "nn", "ops", "recipes", "registry", "testing", "train")
+_SUBMODULES = (
+    "checkpoint", "core", "distributed", "nn", "observe", "ops", "optim", "recipes", "registry", "testing", "train",
+)  # fmt: skip
 
 __all__ = [
     "Policy",

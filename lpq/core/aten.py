@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from lpq.core.quantize import DTYPES, as_matrix, encode_operands
+from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.storage import Storage
 from lpq.core.tensor import PrecisionWarning, QuantizedTensor, Window
+from lpq.core.write import overwrite, write
 
 aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -270,9 +271,26 @@ def _new_empty(
 def _new_zeros(
     t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
-    """A tensor to hold another piece of this one."""
-    made = _new_empty(t, size, dtype=dtype, device=device)
-    return made.zero_()
+    """A tensor to hold another piece of this one; FSDP2 makes its shards so."""
+    is_shard = t.dim() and tuple(size[1:]) == tuple(t.shape[1:]) and size[0] < t.shape[0]
+    if is_shard:
+        _check_shard(t, size[0])
+    made = _new_empty(t, size, dtype=dtype, device=device).zero_()
+    if is_shard and isinstance(made, QuantizedTensor):
+        made.amax_group = "unattached"
+    return made
+
+
+def _check_shard(t: QuantizedTensor, rows: int) -> None:
+    """Refuse shards of so many rows if they are uneven or cut a block: all ranks do, from sizes that are global."""
+    units = [b.unit(0 if d == "row" else 1) for d, s in t.operands for b in s.layout_for(s.quantizer)]
+    cut = next((unit for unit in units if unit is not None and rows * t[0].numel() // _matrix(t)[1] % unit), None)
+    if rows == 0 or t.shape[0] % rows or cut is not None:
+        why = f"cuts blocks of {cut}" if cut is not None else "leaves a smaller one"
+        raise ValueError(
+            f"a shard of {rows} rows of a {list(t.shape)} tensor that is stored as {t.quantizer} {why}: give "
+            "lpq.convert(…, ranks=…) the number of ranks, and weights that cannot be cut so stay in high precision"
+        )
 
 
 def _values_like(function: Any) -> Handler:
@@ -329,24 +347,20 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
         return target.copy_(source.dequantize(target.dtype), non_blocking)
     if isinstance(source, QuantizedTensor):
         if target.window is None and _same_layout(target, source):
-            _overwrite(target, source.row, source.col)
+            overwrite(target, source.row, source.col)
             return target
         source = source.dequantize(torch.float32)
-    source = source.to(target.device).expand(target.shape)
-    matrix = source.reshape(_matrix(target))
-    if target.window is not None:
-        _write_through(target.window, matrix)
-        return target
-    with torch.no_grad():
-        row, col, _ = encode_operands(
-            target.quantizer,
-            matrix,
-            row=target.row is not None,
-            col=target.col is not None,
-            group=target.amax_group,
-        )
-    _overwrite(target, row, col)
+    _write_all([target], [source.to(target.device).expand(target.shape)])
     return target
+
+
+def _write_all(targets: list[QuantizedTensor], values: list[Tensor]) -> None:
+    """Write these values, with one reduction for all that are no parts of others."""
+    whole = [(t, v.reshape(_matrix(t))) for t, v in zip(targets, values, strict=True) if t.window is None]
+    write([t for t, _ in whole], [v for _, v in whole])
+    for target, value in zip(targets, values, strict=True):
+        if target.window is not None:
+            _write_through(target.window, value.reshape(_matrix(target)))
 
 
 def _write_through(window: Window, matrix: Tensor) -> None:
@@ -363,13 +377,6 @@ def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
         return [(d, s.quantizer, tuple(s.shape), s.dtype) for d, s in t.operands]
 
     return a.shape == b.shape and described(a) == described(b)
-
-
-def _overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
-    for old, new in ((target.row, row), (target.col, col)):
-        if old is not None and new is not None:
-            for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
-                buffer.copy_(written)
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -390,11 +397,11 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.update(id(v) for v in (value if isinstance(value, list | tuple) else [value]))
     out = func(*tree_map(decode, args), **tree_map(decode, kwargs))
-    for original, plain in decoded.values():
-        if id(original) in written:
-            original.copy_(plain)
-            if not original.is_inference():  # autograd counts a write to a tensor, but not to one in a list
-                torch.autograd.graph.increment_version(original)
+    changed = [(original, plain) for original, plain in decoded.values() if id(original) in written]
+    _write_all([original for original, _ in changed], [plain for _, plain in changed])
+    for original, _ in changed:
+        if not original.is_inference():  # autograd counts a write to a tensor, but not to one in a list
+            torch.autograd.graph.increment_version(original)
     originals = {id(plain): original for original, plain in decoded.values()}
     return tree_map(lambda v: originals.get(id(v), v), out)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -54,8 +54,9 @@ class QuantizedTensor(Gathered, Tensor):
     """The operand ``Xᵀ``, or None."""
     quantizer: Quantizer
     """What encodes it again when it is written to."""
-    amax_group: ProcessGroup | None
-    """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved."""
+    amax_group: ProcessGroup | Literal["unattached"] | None
+    """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved. A shard
+    to which it is not attached yet cannot be written to where its format needs statistics of the whole."""
     window: Window | None
     """Set on a view that cannot be written to by itself."""
 
@@ -71,7 +72,7 @@ class QuantizedTensor(Gathered, Tensor):
         shape: torch.Size | tuple[int, ...],
         dtype: torch.dtype,
         *,
-        amax_group: ProcessGroup | None = None,
+        amax_group: ProcessGroup | Literal["unattached"] | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
         operand = row if row is not None else col
@@ -199,7 +200,8 @@ class QuantizedTensor(Gathered, Tensor):
             for d, s in self.operands
         }
         is_param = bool(getattr(self, "_is_param", False))
-        state = (self.quantizer.text, sides, tuple(self.shape), self.dtype, self.requires_grad, is_param)
+        is_shard = self.amax_group is not None
+        state = (self.quantizer.text, sides, tuple(self.shape), self.dtype, self.requires_grad, is_param, is_shard)
         return rebuild, state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
@@ -213,7 +215,7 @@ class QuantizedTensor(Gathered, Tensor):
 class _Group:
     """A process group in a place that PyTorch compares and hashes, but must neither copy nor save."""
 
-    def __init__(self, value: ProcessGroup | None) -> None:
+    def __init__(self, value: ProcessGroup | Literal["unattached"] | None) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -235,6 +237,7 @@ def rebuild(
     dtype: torch.dtype,
     requires_grad: bool,
     is_param: bool,
+    is_shard: bool = False,
 ) -> QuantizedTensor:
     """A saved QuantizedTensor. The format's plugin is looked up now, so a missing one is an error in words."""
     operands: dict[str, Storage] = {}
@@ -244,7 +247,7 @@ def rebuild(
         operands[direction] = side.storage.wrap(tensors, side, matrix, stored)
     tensor = QuantizedTensor(
         operands.get("row"), operands.get("col"), registry.quantizer(quantizer), shape, dtype,
-        requires_grad=requires_grad,
+        requires_grad=requires_grad, amax_group="unattached" if is_shard else None,
     )  # fmt: skip
     if is_param:
         tensor._is_param = True

@@ -5,17 +5,27 @@ So every rank decides alike, and the report of a conversion can say what was dec
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from lpq.core import Quantizer
 from lpq.core.derive import derives_col
 
 
 def why_not(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
-    """Why a weight of so many rows cannot be gathered in its quantized form by so many ranks; None if it can."""
+    """Why shards of a weight of so many rows cannot be encoded when it is gathered; None if they can."""
     row, col = quantizer.side("row"), quantizer.side("col")
     if row.stochastic or col.stochastic:
         return f"{quantizer} rounds stochastically, and each rank would draw random bits of its own"
     if quantizer.col_source == "row" and col.state:
         return f"{col} would have to remember statistics of what the row operand decodes to"
+    return why_uncut(quantizer, rows, ranks)
+
+
+def why_uncut(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
+    """Why a weight of so many rows cannot be cut into shards of whole blocks for so many ranks; None if it can."""
+    row, col = quantizer.side("row"), quantizer.side("col")
     if rows % ranks:
         return f"its {rows} rows over {ranks} ranks are uneven"
     if ranks == 1:
@@ -28,3 +38,14 @@ def why_not(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
             if unit is not None and shard % unit:
                 return f"shards of {shard} of its {rows} rows cut the blocks of {unit} of {side}"
     return None
+
+
+def sent_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The bytes that all ranks together send of a weight in forward, and in backward."""
+    row = _sent(quantizer.side("row"), 0, rows, cols, dtype)
+    return row, row if derives_col(quantizer) else _sent(quantizer.side("col"), 1, cols, rows, dtype)
+
+
+def _sent(side: Quantizer, dim: int, rows: int, cols: int, dtype: torch.dtype) -> int:
+    layout = side.storage.layout_for(side)
+    return sum(math.prod(b.grid(rows, cols)) * (b.dtype or dtype).itemsize for b in layout if b.unit(dim) is not None)

@@ -20,6 +20,7 @@ from lpq.core.operations import declared, measure, quantize
 from lpq.core.quantize import recall
 from lpq.core.reduce import spans
 from lpq.distributed import fsdp
+from lpq.distributed.attach import attach
 from lpq.distributed.fits import why_not
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.whole import Whole
@@ -124,7 +125,7 @@ class Gather:
                 "parameters only, and these are gathered quantized; use True or False"
             )
         if isinstance(shard, QuantizedTensor):
-            self.site.local.amax_group = self.site.group  # type: ignore[attr-defined]
+            attach(self.site.param)
         elif self.stale:
             self._refresh()
         self._filled.clear()

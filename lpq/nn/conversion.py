@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lpq import recipes, registry
 from lpq.nn.linear import Linear
-from lpq.nn.weights import Weights, prepare_weights
+from lpq.nn.weights import Weights, prepare_weights, weight_notes
 from lpq.recipes import RecipeError
 
 if TYPE_CHECKING:
@@ -42,11 +42,14 @@ class Report:
     """Patterns of the policy that match no layer."""
     unreached: tuple[int, ...] = ()
     """The numbers of the policy's rules that hold for no layer at any step: rules before them always win."""
+    weights: tuple[Entry, ...] = ()
+    """With ``convert(…, weights=…)``: how each weight is stored and gathered, and why it is not quantized."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.converted)} converted, {len(self.left)} left alone"]
         for title, entries in (("converted", self.converted), ("left alone", self.left)):
             lines += [f"{title:>10}  {e.name or '(the model)'} ({e.kind}): {e.note}" for e in entries]
+        lines += [f"    weight  {e.name}: {e.note}" for e in self.weights]
         lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]
         lines += [f"rule {number} never holds: the rules before it win at every step" for number in self.unreached]
         return "\n".join(lines)
@@ -59,6 +62,8 @@ class Conversion:
     policy: Policy
     steps: int | None
     report: Report
+    weights: Weights | None = None
+    ranks: int | None = None
 
 
 class _LinearConverter:
@@ -113,7 +118,7 @@ def convert(
     every = [alias for aliases in names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     report = Report(tuple(converted), tuple(left), unmatched, unreached)
-    model.__dict__[RECORD] = Conversion(policy, steps, report)
+    model.__dict__[RECORD] = Conversion(policy, steps, report, weights, ranks)
     if weights is not None:
         prepare_weights(model, weights, ranks)
     return model
@@ -182,8 +187,12 @@ def _conversion(model: nn.Module) -> Conversion:
 
 
 def report(model: nn.Module) -> Report:
-    """What ``convert`` swapped in this model, what it left alone and why."""
-    return _conversion(model).report
+    """What ``convert`` swapped in this model, what it left alone and why; and how its weights travel as it is now."""
+    conversion = _conversion(model)
+    if conversion.weights is None:
+        return conversion.report
+    notes = weight_notes(model, conversion.ranks)
+    return replace(conversion.report, weights=tuple(Entry(name, "weight", note) for name, note in notes))
 
 
 def set_step(model: nn.Module, step: int) -> None:

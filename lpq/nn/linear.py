@@ -324,6 +324,14 @@ class Linear(nn.Linear):
         """All that the layer's quantizers remember across steps."""
         return [memory for state in self._states().values() for memory in state.values()]
 
+    def reset_parameters(self) -> None:
+        """Initialise as ``nn.Linear`` does, also a weight that is sharded and stored quantized."""
+        if getattr(self, "gathering", None) is not None:
+            from lpq.distributed.attach import attach
+
+            attach(self.weight)
+        super().reset_parameters()
+
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 asks for it, once it shards the layer."""
         if self.gathering is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from torch import nn
@@ -16,25 +17,66 @@ Weights = Literal["high_precision", "quantized"]
 
 def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> None:
     """Have FSDP2 gather the weights of the converted layers in their quantized form, or store them so, too."""
-    from lpq.distributed.fits import why_not
+    from lpq.distributed.fits import why_uncut
     from lpq.distributed.gathering import Gathering
     from lpq.distributed.shard import as_shard
 
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     gathering = Gathering(model)
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    for name, layer in model.named_modules():
-        if not isinstance(layer, Linear) or owners[id(layer.weight)] > 1:
-            continue
+    for name, layer, shared in list(_layers(model)):
         if hasattr(layer.weight, "device_mesh"):
             raise ValueError(f"{name}: its weight is sharded already; call lpq.convert before fully_shard")
+        if shared:
+            continue
         layer.gathering = gathering
         weight, quantizer = layer.weight.detach(), layer.weight_quantizer()
         if isinstance(weight, QuantizedTensor):
             continue
-        if weights == "quantized" and quantizer is not None and why_not(quantizer, weight.shape[0], ranks or 1) is None:
+        if (
+            weights == "quantized"
+            and quantizer is not None
+            and why_uncut(quantizer, weight.shape[0], ranks or 1) is None
+        ):
             weight = quantizer.quantize(weight, col=not derives_col(quantizer))
         else:
             weight = as_shard(weight)
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+
+
+def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str]]:
+    """Of each layer whose weight was prepared, or could not be: what is stored and what is gathered.
+
+    ``ranks``: how many will share the weights out, where they do not yet.
+    """
+    for name, layer, shared in _layers(model):
+        if shared:
+            yield name, "in high precision: the weight belongs to several modules"
+        elif layer.gathering is not None:
+            yield name, _note(layer, ranks)
+
+
+def _note(layer: Linear, ranks: int | None) -> str:
+    from lpq.distributed.fits import sent_bytes, why_not, why_uncut
+
+    weight, quantizer = layer.weight, layer.weight_quantizer()
+    if quantizer is None:
+        return "in high precision: the recipe quantizes nothing"
+    rows, cols = weight.shape
+    mesh = getattr(weight, "device_mesh", None)
+    over = mesh.size(mesh.ndim - 1) if mesh is not None else ranks or 1
+    stored = isinstance(weight.to_local() if mesh is not None else weight, QuantizedTensor)  # type: ignore[operator]
+    reason = (why_uncut if stored else why_not)(quantizer, rows, over)
+    if reason is not None:
+        return f"in high precision: {reason}"
+    shares = [sent / (2 * rows * cols) for sent in sent_bytes(quantizer, rows, cols, weight.dtype)]
+    kept = "stored and gathered" if stored else "gathered"
+    return f"{kept} as {quantizer}: {shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Linear, bool]]:
+    """Every converted layer, and whether its weight is a parameter of another module, too."""
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            yield name, module, owners[id(module.weight)] > 1

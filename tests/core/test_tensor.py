@@ -187,8 +187,20 @@ def test_saving_needs_no_unsafe_pickle(text: str, row: bool, col: bool) -> None:
 
 def test_a_group_is_not_saved() -> None:
     t = make("mxfp8", True, True)
-    t.amax_group = object()
     assert pickle.loads(pickle.dumps(t)).amax_group is None
+    t.amax_group = object()  # type: ignore[assignment]
+    assert pickle.loads(pickle.dumps(t)).amax_group == "unattached"
+
+
+def test_a_shard_without_its_group_is_not_written_to() -> None:
+    shard = make("fp8", True, True).new_zeros(ROWS // 2, COLS)
+    assert shard.amax_group == "unattached"
+    with pytest.raises(RuntimeError, match="is a shard, and the group"):
+        shard.add_(1)
+    shard.copy_(make("fp8", True, True)[: ROWS // 2])  # the same layout: its bytes are taken
+    blocks = make("mxfp8", True, False).new_zeros(ROWS // 2, COLS)
+    blocks.add_(1)  # its blocks lie in the shard
+    assert blocks.dequantize().eq(1).all()
 
 
 @every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,9 +23,11 @@ def _enter(rank: int, function: Callable[..., None], ranks: int, folder: str, ar
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
         function(rank, *args)
-        dist.barrier()  # nobody takes its end of a connection away while another still uses it
+        dist.barrier()
     finally:
         dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort the interpreter's own way out
 
 
 def spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:

@@ -1,0 +1,22 @@
+"""Telling a stored shard which ranks hold the others: found from the mesh, at run time, and never saved."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lpq.core import QuantizedTensor
+
+
+def attach(parameter: Tensor) -> None:
+    """Attach to the local part of a sharded parameter, if it is stored quantized, the group that shards it.
+
+    FSDP2's first gather, ``lpq.optim`` and ``Linear.reset_parameters`` do it. Before them, a write that needs
+    statistics of the whole tensor is an error.
+    """
+    if not isinstance(parameter, DTensor) or not isinstance(parameter._local_tensor, QuantizedTensor):
+        return
+    mesh = parameter.device_mesh
+    sharded = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if len(sharded) == 1:
+        parameter._local_tensor.amax_group = mesh.get_group(sharded[0])

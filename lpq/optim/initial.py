@@ -1,0 +1,50 @@
+"""Starting quantized weights from high-precision values: a checkpoint of an ordinary model, or an initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lpq.core import QuantizedTensor
+from lpq.core.write import write
+from lpq.distributed.attach import attach
+from lpq.optim.masters import MasterWeights, local
+
+
+@torch.no_grad()
+def load_high_precision(
+    model: nn.Module, state_dict: Mapping[str, Tensor], optimizer: MasterWeights | None = None
+) -> None:
+    """Load ordinary weights into a model whose weights are sharded, stored quantized, or both.
+
+    ``state_dict`` has the whole tensors by name, the same on every rank. Masters get the values themselves; weights
+    are encoded from them, with one reduction for all. Parameters and buffers must all be there, and nothing else.
+    """
+    targets = model.state_dict(keep_vars=True)
+    others = dict(state_dict)
+    stored: list[tuple[Tensor, Tensor]] = []
+    for name, target in targets.items():
+        if name not in others:
+            continue  # load_state_dict says so, unless it may be absent
+        others[name] = shared_out(others[name], target)
+        if isinstance(local(target), QuantizedTensor):
+            attach(target)
+            stored.append((target, local(others[name]).float()))
+            others[name] = target.detach()
+    model.load_state_dict(others)
+    write([cast("QuantizedTensor", local(target)) for target, _ in stored], [value for _, value in stored])
+    for target, value in stored:
+        if optimizer is not None and target in optimizer.masters:
+            local(optimizer.masters[target]).copy_(value)
+
+
+def shared_out(value: Tensor, target: Tensor) -> Tensor:
+    """The tensor cut as ``target`` is; every rank has the whole, so nothing is sent."""
+    if not isinstance(target, DTensor) or isinstance(value, DTensor):
+        return value
+    value = value.to(target.device)
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)

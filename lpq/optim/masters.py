@@ -1,0 +1,137 @@
+"""MasterWeights: an optimizer that updates fp32 copies of quantized weights, and encodes these from them.
+
+It wraps any torch optimizer. To everybody else (schedulers, checkpoints, ``zero_grad``) it is an optimizer of the
+model's parameters; the wrapped one updates the masters in their places. A master is cut as its weight is, so that an
+optimizer's state is sharded too. After a step all weights are encoded with one reduction of their statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lpq.core import QuantizedTensor
+from lpq.core.write import write
+from lpq.distributed.attach import attach
+
+MASTER = "master"
+"""Under this name a master is part of the optimizer's state."""
+
+
+class MasterWeights(Optimizer):
+    """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if optimizer.state:
+            raise ValueError(
+                "MasterWeights takes an optimizer that has not taken a step yet: its state is of other tensors"
+            )
+        groups = [dict(group) for group in optimizer.param_groups]
+        super().__init__(groups, dict(optimizer.defaults))
+        self.optimizer = optimizer
+        """The wrapped optimizer."""
+        self.masters: dict[Tensor, Tensor] = {}
+        """The fp32 master of each quantized weight."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._master_of(p) for p in group["params"]]
+
+    def _master_of(self, weight: Tensor) -> Tensor:
+        if not isinstance(local(weight), QuantizedTensor):
+            return weight
+        attach(weight)
+        master = like(weight, cast("QuantizedTensor", local(weight)).dequantize(torch.float32))
+        self.masters[weight] = master.requires_grad_(weight.requires_grad)
+        return self.masters[weight]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the masters, then encode the weights from them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for weight, master in self.masters.items():
+            master.grad = None if weight.grad is None else like(weight, local(weight.grad).float())
+        self._share_options()
+        self.optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+        self.encode()
+        return loss
+
+    def _share_options(self) -> None:
+        """The wrapped optimizer goes by what schedulers, and others, set in this one's groups."""
+        for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+            theirs.update({key: value for key, value in ours.items() if key != "params"})
+
+    @torch.no_grad()
+    def encode(self) -> None:
+        """Encode every weight from its master; one collective for all."""
+        targets = [cast("QuantizedTensor", local(weight)) for weight in self.masters]
+        write(targets, [local(master).detach() for master in self.masters.values()])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as the wrapped optimizer would."""
+        super().add_param_group(param_group)
+        if hasattr(self, "optimizer"):
+            added = self.param_groups[-1]
+            self.optimizer.add_param_group({**added, "params": [self._master_of(p) for p in added["params"]]})
+
+    # ------------------------------------------------------------------------------ saving and loading
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state of each parameter and, beside it, its master."""
+        self.state.clear()
+        for weight, stand_in in self._pairs():
+            state = dict(self.optimizer.state.get(stand_in, {}))
+            if weight in self.masters:
+                state[MASTER] = self.masters[weight].detach()
+            if state:
+                self.state[weight] = state
+        saved = super().state_dict()
+        self.state.clear()
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave. The weights are not touched: they are in the model's state."""
+        pairs = list(self._pairs())
+        inner = dict(state_dict["state"])
+        for index, (weight, _) in enumerate(pairs):
+            if weight not in self.masters:
+                continue
+            if MASTER not in inner.get(index, {}):
+                raise ValueError(
+                    f"the optimizer's state has no master for parameter {index}: it was saved without masters"
+                )
+            inner[index] = dict(inner[index])
+            local(self.masters[weight]).copy_(local(inner[index].pop(MASTER)))
+            if not inner[index]:
+                del inner[index]
+        self.optimizer.load_state_dict({**state_dict, "state": inner})
+        for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter with the tensor that the wrapped optimizer updates for it."""
+        groups = zip(self.param_groups, self.optimizer.param_groups, strict=True)
+        return [pair for ours, theirs in groups for pair in zip(ours["params"], theirs["params"], strict=True)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like(weight: Tensor, part: Tensor) -> Tensor:
+    """A tensor that is shared out as ``weight`` is, of which ``part`` is this rank's."""
+    if not isinstance(weight, DTensor):
+        return part
+    return DTensor.from_local(
+        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
