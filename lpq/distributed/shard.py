@@ -1,18 +1,17 @@
 """WeightShard: a high-precision weight that FSDP2 gathers in its quantized form.
 
-It has its data as any tensor has; its class adds that FSDP2 asks the layer what to gather, and that writes to it are
-counted. FSDP2 cuts, pads and moves parameters, so those operators keep the class and every other one gives an ordinary
-tensor. It is pickled and saved as an ordinary tensor, too.
+It wraps an ordinary tensor, and adds that FSDP2 asks the layer what to gather and that writes are counted. FSDP2 cuts,
+pads and moves parameters, so those operators keep the class, and every other one gives an ordinary tensor. In a state
+dict it is saved as an ordinary tensor, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from lpq.core.gathered import Gathered
@@ -32,10 +31,18 @@ COPIES = {
 class WeightShard(Gathered, Tensor):
     """A weight, or a shard of one, in high precision."""
 
+    held: Tensor
+    """The ordinary tensor that has the data."""
     writes: list[int]
     """How often it was written to: a list of one number that it shares with its views."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @staticmethod
+    def __new__(cls, held: Tensor, writes: list[int] | None = None) -> WeightShard:
+        self = Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=held.device
+        )
+        self.held, self.writes = held, [0] if writes is None else writes
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -44,9 +51,8 @@ class WeightShard(Gathered, Tensor):
         shards: dict[int, WeightShard] = {}
 
         def unwrap(shard: WeightShard) -> Tensor:
-            tensor = plain(shard)
-            shards[id(tensor)] = shard
-            return tensor
+            shards[id(shard.held)] = shard
+            return shard.held
 
         args, kwargs = tree_map_only(WeightShard, unwrap, (args, kwargs or {}))
         result = func(*args, **kwargs)
@@ -56,41 +62,46 @@ class WeightShard(Gathered, Tensor):
                     shards[id(written)].writes[0] += 1
         if func in VIEWS:
             (whole,) = shards.values()
-            return tree_map_only(Tensor, lambda view: _shard(view, whole.writes), result)
+            return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)
         if func in COPIES:
             return as_shard(result)
         return tree_map_only(Tensor, lambda t: shards.get(id(t), t), result)
 
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> WeightShard:
+        return WeightShard(inner["held"])
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).requires_grad_(self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        if getattr(self, "_is_param", False):  # of a pickled module; a state dict has no parameters
+            return _parameter, (self.held, self.requires_grad)
+        return self.held.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copy = as_shard(plain(self).clone()).requires_grad_(self.requires_grad)
-        if getattr(self, "_is_param", False):
-            copy._is_param = True
-        memo[id(self)] = copy
-        return copy
+        copy = WeightShard(self.held.clone())
+        memo[id(self)] = _parameter(copy, self.requires_grad) if getattr(self, "_is_param", False) else copy
+        return cast("Tensor", memo[id(self)])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"WeightShard({plain(self)!r})"
+        return f"WeightShard({self.held!r})"
+
+
+def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return torch.nn.Parameter(as_shard(tensor), requires_grad=requires_grad)
 
 
 def as_shard(tensor: Tensor) -> Tensor:
     """The same data, gathered quantized; a tensor that is of a class of its own stays as it is."""
-    return _shard(tensor, [0]) if type(tensor) in (Tensor, torch.nn.Parameter) else tensor
+    return WeightShard(tensor) if type(tensor) is Tensor else tensor
 
 
-def _shard(tensor: Tensor, writes: list[int]) -> Tensor:
-    with no_dispatch():
-        shard = Tensor._make_subclass(WeightShard, tensor)
-    shard.writes = writes
-    return shard
-
-
-def plain(shard: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """The same data as an ordinary tensor."""
-    with no_dispatch():
-        return Tensor._make_subclass(Tensor, shard)
+    return tensor.held if isinstance(tensor, WeightShard) else tensor
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterable[Any]:

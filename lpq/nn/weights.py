@@ -30,14 +30,11 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         if shared:
             continue
         layer.gathering = gathering
-        weight, quantizer = layer.weight.detach(), layer.weight_quantizer()
+        weight = layer.weight.detach()
+        quantizer = layer.weight_quantizer() if weights == "quantized" else None
         if isinstance(weight, QuantizedTensor):
             continue
-        if (
-            weights == "quantized"
-            and quantizer is not None
-            and why_uncut(quantizer, weight.shape[0], ranks or 1) is None
-        ):
+        if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1) is None:
             weight = quantizer.quantize(weight, col=not derives_col(quantizer))
         else:
             weight = as_shard(weight)
@@ -65,7 +62,7 @@ def _note(layer: Linear, ranks: int | None) -> str:
     rows, cols = weight.shape
     mesh = getattr(weight, "device_mesh", None)
     over = mesh.size(mesh.ndim - 1) if mesh is not None else ranks or 1
-    stored = isinstance(weight.to_local() if mesh is not None else weight, QuantizedTensor)  # type: ignore[operator]
+    stored = isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor)
     reason = (why_uncut if stored else why_not)(quantizer, rows, over)
     if reason is not None:
         return f"in high precision: {reason}"
