@@ -6,6 +6,7 @@ This is the one place where statistics meet a process group, state meets a step 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -120,9 +121,10 @@ def remember(
         reduce_stats(operations.declared(*sides), measured, group)
     rest = iter(measured)
     for prefix, branch in _branches(quantizer, *sides):
-        stats = {s.name: next(rest) for s in branch.stats}
+        stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
         if branch.state:
-            branch.remember({s.name: state[prefix + s.name] for s in branch.state}, stats)
+            named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
+            branch.remember({s.name: state[prefix + s.name] for s in branch.state}, named)
 
 
 def quantize_tensor(

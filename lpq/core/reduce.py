@@ -46,6 +46,13 @@ def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
 
 
+def same_ranks(group: ProcessGroup) -> tuple[int, ...]:
+    """The ranks of a group: what groups have in common over which one reduction does for all."""
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group))
+
+
 def check_shard(declared: Sequence[Declared], rows: int) -> None:
     """Refuse equal shards of ``rows`` rows that cut a block. Every rank has as many, so every rank refuses."""
     for stat, dim in declared:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpq.core import operations
 from lpq.core.quantize import check_input, encode_operands
-from lpq.core.reduce import check_shard, reduce_stats, spans
+from lpq.core.reduce import check_shard, reduce_stats, same_ranks, spans
 from lpq.core.storage import Storage
 from lpq.core.tensor import QuantizedTensor
 
@@ -27,6 +27,11 @@ class _Write:
         self.col = target.quantizer.side("col") if target.col is not None else None
         self.declared = operations.declared(self.row, self.col)
         self.stats: list[Tensor] = []
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the column operand is encoded too, from what the row operand decodes to."""
+        return self.col is not None and self.target.quantizer.col_source == "row"
 
     def shared_with(self) -> ProcessGroup | None:
         """The group over which statistics have to be reduced before this one can be encoded; None if there is none."""
@@ -45,7 +50,7 @@ class _Write:
         self.stats = operations.measure(self.value, self.row, self.col)
 
     def encode(self) -> None:
-        if self.col is not None and self.target.quantizer.col_source == "row":
+        if self.in_turn:
             group = self.shared_with()
             both = encode_operands(self.target.quantizer, self.value, row=self.row is not None, group=group)
             row, col = both.row, both.col
@@ -61,12 +66,12 @@ def write(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
     for target, value in zip(targets, values, strict=True):
         check_input(value)
         writes.append(_Write(target, value))
-    by_group: dict[ProcessGroup, list[_Write]] = {}
+    by_ranks: dict[tuple[int, ...], tuple[ProcessGroup, list[_Write]]] = {}
     for one in writes:
         group = one.shared_with()
-        if group is not None and one.target.quantizer.col_source == "original":
-            by_group.setdefault(group, []).append(one)
-    for group, together in by_group.items():
+        if group is not None and not one.in_turn:
+            by_ranks.setdefault(same_ranks(group), (group, []))[1].append(one)
+    for group, together in by_ranks.values():
         for one in together:
             one.measure()
         declared = [d for one in together for d in one.declared]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from lpq.core.reduce import reduce_max
+from lpq.core.reduce import reduce_max, same_ranks
 from lpq.distributed import fsdp
 from lpq.distributed.gather import Gather, Layer
 
@@ -62,11 +62,12 @@ class Gathering:
         self._reduce([g for g in held if g.stale], held)
 
     def _reduce(self, written: list[Gather], remembering: list[Gather]) -> None:
-        """One collective over each group of ranks that shares out weights; there is one unless meshes differ."""
-        by_group: dict[ProcessGroup, list[Gather]] = {}
+        """One collective over each set of ranks that share out weights; there is one unless meshes differ."""
+        by_ranks: dict[tuple[int, ...], list[Gather]] = {}
         for gather in dict.fromkeys([*written, *remembering]):
-            by_group.setdefault(gather.site.group, []).append(gather)
-        for group, gathers in by_group.items():
+            by_ranks.setdefault(same_ranks(gather.site.group), []).append(gather)
+        for gathers in by_ranks.values():
+            group = gathers[0].site.group
             spanning = [values for g in gathers if g in written for values in g.measure()]
             memories = [memory for g in gathers if g in remembering for memory in g.layer.memories()]
             with torch.no_grad():

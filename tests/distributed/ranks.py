@@ -17,10 +17,14 @@ import torch.multiprocessing as mp
 TIMEOUT = timedelta(seconds=120)
 
 
-def _enter(rank: int, function: Callable[..., None], ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, function: Callable[..., None], ranks: int, backend: str, folder: str, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     try:
         function(rank, *args)
         dist.barrier()
@@ -30,8 +34,8 @@ def _enter(rank: int, function: Callable[..., None], ranks: int, folder: str, ar
     os._exit(0)  # gloo's threads now and then abort the interpreter's own way out
 
 
-def spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
+def spawn(function: Callable[..., None], ranks: int, *args: Any, backend: str = "gloo") -> None:
     """Run ``function(rank, *args)`` in so many processes; the first that fails ends all, and its error is raised."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (function, ranks, folder, args), ranks)  # type: ignore[no-untyped-call]
+        mp.spawn(_enter, (function, ranks, backend, folder, args), ranks)  # type: ignore[no-untyped-call]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -53,6 +54,7 @@ class How:
     accumulate: int = 1
     ranks: int | None = None
     shard: bool = True
+    device: str = "cpu"
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
         default=lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True)
     )
@@ -60,7 +62,7 @@ class How:
 
 def built(how: How) -> nn.Sequential:
     """The model, converted and sharded."""
-    net = model(how.width, how.inner)
+    net = model(how.width, how.inner).to(how.device)
     lpq.convert(net, how.recipe, weights=how.weights, ranks=how.ranks)
     if how.checkpoint:
         for i, block in enumerate(net):
@@ -70,7 +72,7 @@ def built(how: How) -> nn.Sequential:
             block.compile(fullgraph=True)
     if how.shard:
         options: dict[str, Any] = {
-            "mesh": how.mesh,
+            "mesh": how.mesh or init_device_mesh(how.device, (dist.get_world_size(),)),
             "reshard_after_forward": how.reshard,
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how.mixed else MixedPrecisionPolicy(),
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if how.offload else OffloadPolicy(),
@@ -83,7 +85,7 @@ def built(how: How) -> nn.Sequential:
 
 def batch(step: int, how: How, micro: int = 0, rank: int = 0) -> Tensor:
     x = torch.randn(TOKENS, how.width, generator=torch.Generator().manual_seed(1000 * step + 10 * micro + rank))
-    return x.bfloat16() if how.mixed else x
+    return x.to(how.device, torch.bfloat16 if how.mixed else torch.float32)
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int, how: How) -> float:

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import spawn
 from sharded import How, batch, built
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lpq
 from lpq.core import QuantizedTensor
 from lpq.observe import collectives, gathered_bytes
 
-HYBRIDS = ["fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "fprop=nvfp4, dgrad=fp8-row, wgrad=bf16"]
 W8 = "x=mxfp8(), w={}, dy=mxfp8()"
 SHARES = {
     "fp8-current": (0.52, 0.52),
@@ -36,15 +38,13 @@ class _Linears(nn.Sequential):
 
 
 def _sharded(recipe: str, reshard: bool = True) -> tuple[nn.Module, torch.optim.Optimizer, int]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     torch.manual_seed(0)
     net = _Linears(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
     lpq.convert(net, recipe, weights="high_precision")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for layer in net:
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(net, mp_policy=policy, reshard_after_forward=reshard)
+    for part in (*net, net):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # several meshes of the same ranks are no difference
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     return net, torch.optim.AdamW(net.parameters(), lr=1e-3), 3 * 512 * 512
 
 
