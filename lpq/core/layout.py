@@ -85,7 +85,10 @@ class Stat(Covering):
 
 @dataclass(frozen=True)
 class StateBuffer:
-    """One fp32 tensor that lives across steps (an amax history, a calibrated amax); it starts as zeros."""
+    """One fp32 tensor that lives across steps (an amax history, a calibrated amax); it starts as zeros.
+
+    Like a statistic it is non-negative, and that of several ranks is the MAX of theirs.
+    """
 
     name: str
     shape: tuple[int, ...] = ()

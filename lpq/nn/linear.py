@@ -260,6 +260,11 @@ class Linear(nn.Linear):
         return states
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        assigned = args[0].get("assign_to_params_buffers") and f"{prefix}weight" in state_dict
+        if assigned and self.gathering is not None:
+            from lpq.distributed.shard import in_place_of
+
+            state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing: list[str] = args[2]
         unexpected: list[str] = args[3]
@@ -340,7 +345,14 @@ class Linear(nn.Linear):
 
     def _gathered(self, remembers: bool) -> list[Tensor]:
         """Forward begins: say whether it runs again, and get what was measured of a weight that was gathered."""
-        gather = self.gathering.find(self) if self.gathering is not None else None
+        if self.gathering is None:
+            return []
+        if hasattr(self.weight, "device_mesh"):
+            raise RuntimeError(
+                f"{self}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "
+                "whose forward gathers it, or its unshard()"
+            )
+        gather = self.gathering.find(self)
         if gather is None:
             return []
         if not torch.compiler.is_compiling():
@@ -353,6 +365,11 @@ class Linear(nn.Linear):
         """Encode the weight now, for every pass until ``release_weight``."""
         if self._plan is None:
             return
+        if hasattr(self.weight, "device_mesh"):
+            raise ValueError(
+                f"{self}: hold_weights is for weights that are not sharded; FSDP2 keeps gathered ones for several "
+                "passes after set_reshard_after_backward(False)"
+            )
         state = self._states().get("w")
         with torch.no_grad():
             row, col, stats = weight_operands(self._plan.w, self.weight, state=state)

@@ -82,6 +82,8 @@ class Reader:
             self.succeed(["make", "--dry-run", *command[1:]], block, cwd=ROOT)
         elif command[:2] == ["pip", "install"]:
             self.install(self.folder / command[-1], block)
+        elif command[0] == "torchrun":
+            self.succeed([sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]], block)
         elif command[0] == "lpq" and command[1] in IN_A_PROCESS:
             path = os.pathsep.join(map(str, [*self.sources, self.site]))
             self.succeed([sys.executable, "-m", *command], block, env={**os.environ, "PYTHONPATH": path})
