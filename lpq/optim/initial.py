@@ -40,6 +40,7 @@ def load_high_precision(
     for target, value in stored:
         if optimizer is not None and target in optimizer.masters:
             local(optimizer.masters[target]).copy_(value)
+            optimizer.seen(target)
 
 
 def shared_out(value: Tensor, target: Tensor) -> Tensor:

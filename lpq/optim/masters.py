@@ -37,6 +37,7 @@ class MasterWeights(Optimizer):
         """The wrapped optimizer."""
         self.masters: dict[Tensor, Tensor] = {}
         """The fp32 master of each quantized weight."""
+        self._seen: dict[Tensor, list[int]] = {}
         for group in optimizer.param_groups:
             group["params"] = [self._master_of(p) for p in group["params"]]
 
@@ -44,9 +45,20 @@ class MasterWeights(Optimizer):
         if not isinstance(local(weight), QuantizedTensor):
             return weight
         attach(weight)
-        master = like(weight, cast("QuantizedTensor", local(weight)).dequantize(torch.float32))
-        self.masters[weight] = master.requires_grad_(weight.requires_grad)
-        return self.masters[weight]
+        self.masters[weight] = torch.zeros_like(weight, dtype=torch.float32)  # on its device, shared out as it is
+        self.take(weight)
+        return self.masters[weight].requires_grad_(weight.requires_grad)
+
+    @torch.no_grad()
+    def take(self, weight: Tensor) -> None:
+        """Start the master of this weight from what the weight is now."""
+        stored = cast("QuantizedTensor", local(weight))
+        local(self.masters[weight]).copy_(stored.dequantize(torch.float32))
+        self.seen(weight)
+
+    def seen(self, weight: Tensor) -> None:
+        """The weight and its master belong together as they are now."""
+        self._seen[weight] = _versions(weight)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -56,7 +68,12 @@ class MasterWeights(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for weight, master in self.masters.items():
-            master.grad = None if weight.grad is None else like(weight, local(weight.grad).float())
+            if self._seen[weight] != _versions(weight):
+                raise RuntimeError(
+                    f"a {list(weight.shape)} weight was written to since its master was made, and the step would undo "
+                    "that: make MasterWeights after loading weights, load its state too, or call take(weight)"
+                )
+            master.grad = None if weight.grad is None else weight.grad.float()
         self._share_options()
         self.optimizer.step()
         for master in self.masters.values():
@@ -74,6 +91,8 @@ class MasterWeights(Optimizer):
         """Encode every weight from its master; one collective for all."""
         targets = [cast("QuantizedTensor", local(weight)) for weight in self.masters]
         write(targets, [local(master).detach() for master in self.masters.values()])
+        for weight in self.masters:
+            self.seen(weight)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as the wrapped optimizer would."""
@@ -111,6 +130,7 @@ class MasterWeights(Optimizer):
                 )
             inner[index] = dict(inner[index])
             local(self.masters[weight]).copy_(local(inner[index].pop(MASTER)))
+            self.seen(weight)
             if not inner[index]:
                 del inner[index]
         self.optimizer.load_state_dict({**state_dict, "state": inner})
@@ -128,10 +148,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def like(weight: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is shared out as ``weight`` is, of which ``part`` is this rank's."""
-    if not isinstance(weight, DTensor):
-        return part
-    return DTensor.from_local(
-        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+def _versions(weight: Tensor) -> list[int]:
+    """What changes when the weight is written to, as a whole or one of its buffers."""
+    stored = cast("QuantizedTensor", local(weight))
+    return [t._version for t in (weight, stored, *(b for _, s in stored.operands for b in s.tensors()))]

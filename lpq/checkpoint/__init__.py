@@ -1,0 +1,30 @@
+"""Checkpoints of models and optimizers, sharded or not, on ``torch.distributed.checkpoint`` (DCP).
+
+A checkpoint is a directory: DCP's files, ``lpq.json`` (what it holds: step, policy, quantizers), ``extra.pt`` and
+``manifest.json`` (size and SHA-256 of each of them). It is written beside its place and renamed when it is whole. A
+quantized tensor is saved as its buffers, each a plain tensor with its own placement, so that a checkpoint loads bit for
+bit on another number of ranks and needs no plugin to be read. Nothing in it is code: it is read as
+``torch.load(…, weights_only=True)`` reads. All ranks call these functions together, and what is wrong on one of them is
+the same error on all.
+"""
+
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, MissingPlugin, NoCheckpoint
+from lpq.checkpoint.info import Info, info
+from lpq.checkpoint.loading import load
+from lpq.checkpoint.saving import Saving, save, save_async
+from lpq.checkpoint.single import export_file, import_file
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointWarning",
+    "Info",
+    "MissingPlugin",
+    "NoCheckpoint",
+    "Saving",
+    "export_file",
+    "import_file",
+    "info",
+    "load",
+    "save",
+    "save_async",
+]

@@ -1,0 +1,97 @@
+"""``lpq.json``: what a checkpoint says about itself in plain data, so that it can be judged before a tensor is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lpq import registry
+from lpq.checkpoint.errors import CheckpointError, MissingPlugin
+from lpq.core import Quantizer
+from lpq.recipes import Policy
+from lpq.registry.errors import LpqError
+
+VERSION = 1
+"""The version of this file. One that is written by a later lpq is refused, in words."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a checkpoint's tensors, and of the model that they are of."""
+
+    step: int | None = None
+    conversions: Mapping[str, Any] = field(default_factory=dict)
+    """By the name of the module that ``lpq.convert`` got: its policy as data, and the length of the run."""
+    recipes: Mapping[str, str | None] = field(default_factory=dict)
+    """The recipe of each layer of lpq at that step, as text."""
+    memories: tuple[str, ...] = ()
+    """The names of the buffers in which quantizers remember something across steps."""
+    quantized: Mapping[str, Any] = field(default_factory=dict)
+    """Of each tensor that is stored quantized: its quantizer, shape, dtype and operands."""
+    formats: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The plugin, distribution and version that brought each format in use."""
+    stored: tuple[str, ...] = ()
+    """The formats of ``quantized``."""
+    version: int = VERSION
+
+    def data(self) -> dict[str, Any]:
+        """All of it, as plain data."""
+        return dataclasses.asdict(self)
+
+    def json(self) -> bytes:
+        """The file."""
+        return json.dumps(self.data(), indent=1).encode()
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Description:
+        """What such data describes."""
+        if data.get("version") != VERSION:
+            raise CheckpointError(
+                f"it is written in version {data.get('version')} of the format, and this lpq reads version {VERSION}: "
+                "pip install --upgrade lpq"
+            )
+        return cls(**{**data, "memories": tuple(data["memories"]), "stored": tuple(data["stored"])})
+
+    def require(self, formats: Iterable[str]) -> None:
+        """Make sure that these formats are here; say what to install if one is not."""
+        for name in sorted(formats):
+            try:
+                registry.format(name)
+            except LookupError as error:
+                raise MissingPlugin(self._missing(name)) from error
+            except LpqError as error:
+                raise MissingPlugin(f"it uses the format {name}, which cannot be used here: {error}") from error
+
+    def _missing(self, name: str) -> str:
+        origin = self.formats.get(name)
+        if origin is None:
+            return f"it uses the format {name}, which no plugin brings here: install the one that does"
+        title = f"plugin {origin['plugin']} ({origin['distribution']} {origin['version']})".replace(" )", ")")
+        remedy = f"pip install {origin['distribution']}" if origin["version"] else "bring the plugin in the same way"
+        return f"it uses the format {name}, which came with {title} and is not installed here: {remedy}"
+
+    def policies(self) -> dict[str, tuple[Policy, int | None]]:
+        """The policy and the length of the run of each conversion."""
+        self.require(self.formats)
+        return {n: (Policy.from_dict(c["policy"]), c["steps"]) for n, c in self.conversions.items()}
+
+
+def formats_of(quantizer: Quantizer) -> set[str]:
+    """The formats that a quantizer is made of."""
+    inner = (getattr(quantizer, field.name) for field in dataclasses.fields(quantizer))  # type: ignore[arg-type]
+    names = {name for value in inner if isinstance(value, Quantizer) for name in formats_of(value)}
+    return names | {registry.format_of(type(quantizer)).name}
+
+
+def origins(formats: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The plugin, distribution and version that bring each of these formats."""
+    plugins = registry.plugins()
+    found = {}
+    for name in sorted(formats):
+        plugin = next((p for p in plugins if name in p.formats), None)
+        if plugin is not None:
+            found[name] = {"plugin": plugin.name, "distribution": plugin.distribution, "version": plugin.version}
+    return found

@@ -1,0 +1,40 @@
+"""What goes wrong with checkpoints, in words that name the file or the tensor and the remedy.
+
+Each is made from its message alone, so that it travels from the rank that found it to all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lpq.registry.errors import LpqError
+
+LISTED = 5
+"""So many names are listed in a message."""
+
+
+class CheckpointError(LpqError):
+    """A checkpoint that could not be saved or cannot be loaded."""
+
+
+class NoCheckpoint(CheckpointError):
+    """There is none, or none was ever finished: a new run may start."""
+
+
+class MissingPlugin(CheckpointError):
+    """A checkpoint with a format whose plugin cannot be used here."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was refused, and an older one serves."""
+
+
+def shown(name: str) -> str:
+    """The name of a tensor in a checkpoint as its owner knows it."""
+    return name.removeprefix("model.")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names, or the first few of them and how many more there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,49 @@
+"""Files and directories that are whole or do not count: written beside their place, flushed to the disk, renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+PARTIAL = ".partial"
+"""What the name of an unfinished file or directory ends in."""
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fault(path: Path, size: int, sha256: str | None) -> str | None:
+    """Why a file is not what its manifest says, or None. Without a digest its size alone is compared."""
+    if (found := path.stat().st_size) != size:
+        return f"it has {found} bytes where its manifest says {size}, so it is truncated or was changed"
+    if sha256 is not None and digest(path) != sha256:
+        return "its SHA-256 is not that of its manifest, so it is damaged or was changed"
+    return None
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a file or a directory its name once it is on the disk, and wait until the name is, too."""
+    flush(temporary)
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until the bytes of a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

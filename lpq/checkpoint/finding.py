@@ -1,0 +1,105 @@
+"""Finding the checkpoint to load: one that is whole, the same on all ranks.
+
+Every rank digests a share of the files, and all hear of every fault before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lpq.checkpoint import files
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint
+from lpq.checkpoint.files import PARTIAL
+from lpq.checkpoint.ranks import Ranks
+
+MANIFEST = "manifest.json"
+DESCRIPTION = "lpq.json"
+EXTRA = "extra.pt"
+REPLACED = ".replaced"
+"""What the name of a checkpoint ends in while another one takes its place."""
+UNFINISHED = "it was never finished (a process ended while it was written)"
+STEP = re.compile(rf"step-(\d+)({re.escape(REPLACED)}|{re.escape(PARTIAL)})?")
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint after this step."""
+    return f"step-{step:08d}"
+
+
+def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:
+    """The checkpoint at ``path``, or the newest whole one below it; and what was refused before it, in words.
+
+    Not ``thorough``: the sizes of all files are compared, and the digests of the small ones only.
+    """
+    candidates = ranks.first(lambda: _candidates(path))
+    refused: list[str] = []
+    unfinished = 0
+    for candidate in candidates:
+        reason = _why_not(candidate, ranks, thorough)
+        if reason is None:
+            for line in refused:
+                warnings.warn(f"{line}; {candidate.name} is loaded in its place", CheckpointWarning, stacklevel=3)
+            return candidate, tuple(refused)
+        refused.append(f"checkpoint {candidate} is refused: {reason}")
+        unfinished += reason == UNFINISHED
+    if not refused:
+        raise NoCheckpoint(f"there is no checkpoint in {path}")
+    error = NoCheckpoint if unfinished == len(refused) else CheckpointError
+    raise error("\n".join([*refused, "No whole checkpoint is left there"]))
+
+
+def steps_in(directory: Path) -> list[tuple[int, str, Path]]:
+    """The checkpoints of a run, newest first: step, what their names end in, and path."""
+    matched = [(STEP.fullmatch(p.name), p) for p in directory.iterdir() if p.is_dir()]
+    found = [(int(match[1]), match[2] or "", path) for match, path in matched if match is not None]
+    return sorted(found, key=lambda entry: (-entry[0], ("", REPLACED, PARTIAL).index(entry[1])))
+
+
+def _candidates(path: Path) -> list[Path]:
+    """Where to look: the path itself, or the checkpoints of the run that is there."""
+    if path.is_dir() and not ((path / MANIFEST).exists() or (path / ".metadata").exists()):
+        return [found for _, _, found in steps_in(path)]
+    beside = [path, path.with_name(path.name + REPLACED), path.with_name(path.name + PARTIAL)]
+    return [p for p in beside if p.exists()][:1]
+
+
+def _why_not(path: Path, ranks: Ranks, thorough: bool) -> str | None:
+    """Why a checkpoint must not be loaded, or None if it is whole."""
+    manifest = ranks.first(lambda: _manifest(path))
+    if isinstance(manifest, str):
+        return manifest
+    share = sorted(manifest)[ranks.rank :: ranks.size]
+    faults = ranks.all(lambda: [found for name in share if (found := _fault(path, name, manifest[name], thorough))])
+    every = [found for on_rank in faults for found in on_rank]
+    return "; ".join(every) or None
+
+
+def _manifest(path: Path) -> dict[str, Any] | str:
+    """The files of a checkpoint, or why it has no list of them."""
+    if path.name.endswith(PARTIAL):
+        return UNFINISHED
+    try:
+        said = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        if all(type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in said.values()):
+            found: dict[str, Any] = said
+            return found
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}: lpq.checkpoint.save did not write it, or somebody removed that"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return f"its {MANIFEST} is damaged"
+
+
+def _fault(path: Path, name: str, said: dict[str, Any], thorough: bool) -> str | None:
+    small = name in (DESCRIPTION, EXTRA)
+    try:
+        found = files.fault(path / name, said["bytes"], said["sha256"] if thorough or small else None)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror or error}"
+    return f"{name}: {found}" if found is not None else None

@@ -1,0 +1,97 @@
+"""Loading: judge first, on all ranks alike, then read in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader as dcp
+
+from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.finding import find
+from lpq.checkpoint.info import Info, read
+from lpq.checkpoint.matching import Match, check_complete, match
+from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState
+from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.reading import Reader
+
+
+def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, any_policy: bool = False) -> Info:
+    """Load a checkpoint into the model and its optimizer (or several), on any number of ranks; say what it holds.
+
+    All ranks call it. ``path`` is a checkpoint, or the directory of a run: then the newest whole one is loaded, and a
+    warning tells which were refused. Every file is compared with the manifest before anything is written.
+
+    The model must have the policy that it was saved with, and its layers get the recipes that they had at that step;
+    call ``lpq.set_step`` in the loop as before. With ``any_policy`` it keeps its own, and what its quantizers remember
+    starts anew where nothing was saved. Weights that are stored quantized may come from a checkpoint in high precision,
+    and are encoded. An optimizer that took no step yet gets its state made.
+    """
+    ranks = Ranks()
+    found, refused = find(Path(path), ranks)
+    what = f"checkpoint {found} cannot be loaded"
+    seen = Model(model)
+    job: list[_Job] = []
+    with ranks.saying(what):
+        ranks.all(lambda: job.append(_prepare(found, refused, seen, optimizer, any_policy)))
+    (plan,) = job
+    with ranks.saying(f"{what}, and the model is partly overwritten"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(plan.state(), storage_reader=plan.reader, no_dist=not ranks.many)
+    plan.match.finish()
+    seen.forget(plan.fresh)
+    seen.set_extra_state(plan.beside["model"])
+    for loaded in plan.loaded:
+        loaded.apply()
+    return plan.info
+
+
+class _Job:
+    """What is loaded from where into what."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        info: Info,
+        beside: dict[str, Any],
+        match: Match,
+        fresh: Mapping[str, Tensor],
+        loaded: list[Loaded],
+    ) -> None:
+        self.reader, self.info, self.beside = reader, info, beside
+        self.match, self.fresh, self.loaded = match, fresh, loaded
+
+    def state(self) -> dict[str, Any]:
+        """The tensors to fill. Their names are those of the index, which has no levels."""
+        return dict(self.match.targets)
+
+
+def _prepare(path: Path, refused: tuple[str, ...], model: Model, given: Optimizers, any_policy: bool) -> _Job:
+    """Everything that can be wrong, before anything is written."""
+    info, beside = read(path, refused)
+    said = info.description
+    said.require(said.stored)
+    if not any_policy:
+        model.check_policy(said)
+        model.restore_recipes(said)
+    reader = Reader(path)
+    saved = reader.saved()
+    tensors, _ = model.state()
+    wanted, loaded = dict(tensors), list[Loaded]()
+    if given is not None:
+        if beside["optimizer"] is None:
+            raise CheckpointError("it was saved without an optimizer: load it without, or start the optimizer anew")
+        names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
+        theirs, loaded = OptimizerState(given, names).join(beside["optimizer"], saved)
+        wanted.update(theirs)
+    else:
+        saved = {name: entry for name, entry in saved.items() if name.startswith(PREFIX)}
+    memories = model.memories()
+    found = match(wanted, saved, said.quantized)
+    check_complete(found, saved, said.quantized, may_lack=memories, may_ignore=said.memories)
+    fresh = {name: memories[name] for name in found.absent if name in memories}
+    return _Job(reader, info, beside, found, fresh, loaded)

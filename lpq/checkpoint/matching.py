@@ -1,0 +1,117 @@
+"""What of a checkpoint goes into which tensor, found out and judged before anything is written.
+
+A tensor takes what was saved of it bit for bit, if it is stored as it was. A weight that is stored quantized takes one
+that was saved in high precision, too, and encodes it. Anything else is an error that names the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.checkpoint.errors import CheckpointError, listed, shown
+from lpq.checkpoint.optimizer import Saved
+from lpq.checkpoint.tensors import described, encode, parts, plain_like, touched
+
+
+@dataclass
+class Match:
+    """Where a checkpoint's tensors go."""
+
+    targets: dict[str, Tensor] = field(default_factory=dict)
+    """By the names in the checkpoint, what to fill: the memory of the model, or that of values to encode."""
+    to_encode: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Tensors that are stored quantized, each with what it is encoded of."""
+    written: list[Tensor] = field(default_factory=list)
+    """The tensors that ``targets`` fills in place."""
+    absent: list[str] = field(default_factory=list)
+    """The tensors of which nothing was saved."""
+
+    def finish(self) -> None:
+        """Once the targets are filled: encode, and let everybody see that the tensors changed."""
+        encoded = [tensor for tensor, _ in self.to_encode]
+        encode(encoded, [values for _, values in self.to_encode])
+        for tensor in [*self.written, *encoded]:
+            touched(tensor)
+
+
+def match(tensors: Mapping[str, Tensor], saved: Saved, quantized: Mapping[str, Any], *, cast: bool = False) -> Match:
+    """Find for each tensor what was saved of it. ``cast``: an ordinary tensor may have been saved in another dtype."""
+    found = Match()
+    for name, tensor in tensors.items():
+        theirs, mine = quantized.get(name), described(tensor)
+        if theirs is None and name not in saved:
+            found.absent.append(name)
+        elif mine is not None and theirs is None:
+            shape, dtype = saved[name]
+            _check_shape(name, shape, tensor.shape)
+            values = plain_like(name, tensor, dtype)
+            found.targets[name] = values
+            found.to_encode.append((tensor, values))
+        else:
+            _check_storage(name, theirs, mine)
+            for part, target in parts(name, tensor).items():
+                _check(part, target, saved, exact=not cast or mine is not None)
+                found.targets[part] = target
+            found.written.append(tensor)
+    return found
+
+
+def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str, Any], may_lack: Collection[str],
+                   may_ignore: Collection[str]) -> None:  # fmt: skip
+    """Make sure that nothing is left over on either side but quantizers' memories."""
+    lacking = [shown(name) for name in found.absent if name not in may_lack]
+    if lacking:
+        raise CheckpointError(f"it has nothing for these tensors of the model: {listed(lacking)}")
+    left = sorted(set(saved) - found.targets.keys() - set(may_ignore))
+    unused = [name for name in left if not any(name.startswith(f"{taken}.") for taken in _taken(found, quantized))]
+    if unused:
+        raise CheckpointError(f"it has tensors for which the model has no place: {listed([shown(n) for n in unused])}")
+
+
+def _taken(found: Match, quantized: Mapping[str, Any]) -> list[str]:
+    """The quantized tensors of which one operand was enough."""
+    return [name for name in quantized if any(part.startswith(f"{name}.") for part in found.targets)]
+
+
+def _check_storage(name: str, theirs: Any, mine: Any) -> None:
+    ours = mine["quantizer"] if mine is not None else "in high precision"
+    saved = theirs["quantizer"] if theirs is not None else "in high precision"
+    if ours != saved:
+        raise CheckpointError(
+            f"{shown(name)} was saved as {saved}, and the model stores it {'as ' if mine is not None else ''}{ours}: "
+            "convert the model with the policy and the weights= that it was saved with, and shard it so that its "
+            "blocks stay whole; or move its values with lpq.checkpoint.export_file(…, decode=True) and import_file"
+        )
+    if mine is None or theirs is None:
+        return
+    _check_shape(name, theirs["shape"], mine["shape"])
+    lacking = [d for d in mine["operands"] if d not in theirs["operands"]]
+    if lacking:
+        raise CheckpointError(f"{shown(name)} was saved without its {lacking[0]} operand, which the model stores")
+
+
+def _check(name: str, target: Tensor, saved: Saved, *, exact: bool) -> None:
+    if name not in saved:
+        raise CheckpointError(f"it lacks {shown(name)}, a part of a tensor that it has")
+    shape, dtype = saved[name]
+    _check_shape(name, shape, target.shape)
+    if exact and dtype != target.dtype:
+        raise CheckpointError(
+            f"{shown(name)} was saved in {dtype} and is {target.dtype} in the model, and a checkpoint is loaded bit "
+            "for bit: give the model the dtype that it had, or use lpq.checkpoint.export_file and import_file"
+        )
+
+
+def _check_shape(name: str, theirs: Any, mine: Any) -> None:
+    if list(theirs) != list(mine):
+        raise CheckpointError(f"{shown(name)} was saved with shape {list(theirs)} and is {list(mine)} in the model")
+
+
+def saved_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """What ``match`` asks of saved tensors."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -1,0 +1,167 @@
+"""The model's side of a checkpoint: its tensors by name, and what there is to say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lpq.checkpoint.description import Description, formats_of, origins
+from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.tensors import described, held
+from lpq.core import QuantizedTensor
+from lpq.nn import Linear
+from lpq.nn.conversion import RECORD, Conversion
+from lpq.recipes import Policy, Recipe
+
+PREFIX = "model."
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What compiling a module, or checkpointing its activations, puts into the names of its parameters."""
+EXTRA_STATE = "_extra_state"
+
+
+class Model:
+    """A model as a checkpoint sees it: the same whether it is compiled, sharded or neither."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = _unwrapped(model)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Parameters and persistent buffers by name; and what modules return from ``get_extra_state``."""
+        tensors: dict[str, Tensor] = {}
+        extra: dict[str, Any] = {}
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            found = extra if key.rpartition(".")[2] == EXTRA_STATE else tensors
+            found[PREFIX + _plain(key)] = value
+        return tensors, extra
+
+    def set_extra_state(self, extra: Mapping[str, Any]) -> None:
+        """Give modules back what they returned from ``get_extra_state``."""
+        for name, module in self.module.named_modules():
+            key = PREFIX + _joined(name, EXTRA_STATE)
+            if key in extra:
+                module.set_extra_state(extra[key])
+
+    def layers(self) -> Iterator[tuple[str, Linear]]:
+        """The layers of lpq by name."""
+        for name, module in self.module.named_modules():
+            if isinstance(module, Linear):
+                yield _plain(name), module
+
+    def memories(self) -> dict[str, Tensor]:
+        """The buffers in which quantizers remember something across steps."""
+        return {
+            PREFIX + _joined(name, key): buffer
+            for name, layer in self.layers()
+            for key, buffer in layer.named_buffers(recurse=False)
+        }
+
+    def conversions(self) -> dict[str, Conversion]:
+        """What ``lpq.convert`` left on the module that it got, or on several."""
+        records = ((_plain(name), m.__dict__.get(RECORD)) for name, m in self.module.named_modules())
+        return {name: record for name, record in records if isinstance(record, Conversion)}
+
+    def describe(self, tensors: Mapping[str, Tensor], step: int | None) -> Description:
+        """The description of a checkpoint with these tensors."""
+        quantized = {name: d for name, tensor in tensors.items() if (d := described(tensor)) is not None}
+        conversions = self.conversions()
+        recipes = [rule.recipe for c in conversions.values() for rule in c.policy.rules if rule.recipe is not None]
+        recipes += [layer.recipe for _, layer in self.layers() if layer.recipe is not None]
+        stored = {name for tensor in tensors.values() for name in _stored_formats(tensor)}
+        used = {name for recipe in recipes for q in recipe.operands.values() for name in formats_of(q)}
+        return Description(
+            step=step,
+            conversions={n: {"policy": c.policy.to_dict(), "steps": c.steps} for n, c in conversions.items()},
+            recipes={name: _text(layer.recipe) for name, layer in self.layers()},
+            memories=tuple(self.memories()),
+            quantized=quantized,
+            formats=origins(used | stored),
+            stored=tuple(sorted(stored)),
+        )
+
+    def check_policy(self, saved: Description) -> None:
+        """Make sure that the model has the policy that it had when it was saved; one never converted has none."""
+        theirs = saved.policies()
+        mine = {name: (c.policy, c.steps) for name, c in self.conversions().items()}
+        if not theirs or (theirs.keys() == mine.keys() and all(_same(theirs[n], mine[n]) for n in theirs)):
+            return
+        raise CheckpointError(
+            "it was saved under another policy than the model's, and going on would change the run.\n"
+            f"{_shown('the checkpoint', theirs)}\n{_shown('the model', mine)}\n"
+            "Convert the model with the checkpoint's policy, lpq.checkpoint.info(path).policy, for as many steps, or "
+            "say load(…, any_policy=True) to go on under the model's own"
+        )
+
+    def restore_recipes(self, saved: Description) -> None:
+        """Give each layer the recipe that it had at the step at which it was saved; its policy has it."""
+        wrong = []
+        for name, layer in self.layers():
+            if name not in saved.recipes or saved.recipes[name] == _text(layer.recipe):
+                continue
+            pieces = layer.schedule.pieces if layer.schedule is not None else ()
+            fitting = [recipe for _, recipe in pieces if _text(recipe) == saved.recipes[name]]
+            if fitting:
+                layer.recipe = fitting[0]
+            else:
+                wrong.append(f"{name} ({saved.recipes[name]}, and {_text(layer.recipe)} in the model)")
+        if wrong:
+            raise CheckpointError(
+                f"layers had other recipes when they were saved: {listed(wrong)}. Give them these recipes, or say "
+                "load(…, any_policy=True) to go on under the model's own"
+            )
+
+    @torch.no_grad()
+    def forget(self, memories: Mapping[str, Tensor]) -> None:
+        """Start these memories anew."""
+        for memory in memories.values():
+            memory.zero_()
+
+
+def _stored_formats(tensor: Tensor) -> set[str]:
+    """The formats in which a tensor is stored; none, if it is an ordinary one."""
+    local = held(tensor)
+    return formats_of(local.quantizer) if isinstance(local, QuantizedTensor) else set()
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _plain(name: str) -> str:
+    """A name without what wrappers put into it."""
+    name += "."
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removesuffix(".")
+
+
+def _joined(module: str, name: str) -> str:
+    return _plain(f"{module}.{name}" if module else name)
+
+
+def _text(recipe: Recipe | None) -> str | None:
+    return recipe.text if recipe is not None else None
+
+
+def _same(a: tuple[Policy, int | None], b: tuple[Policy, int | None]) -> bool:
+    """The same policy, and where it has rules for a fraction of a run, for a run of the same length."""
+    fractions = any(isinstance(rule.until, float) for rule in a[0].rules)
+    return a[0] == b[0] and (a[1] == b[1] or not fractions)
+
+
+def _shown(whose: str, policies: Mapping[str, tuple[Policy, int | None]]) -> str:
+    if not policies:
+        return f"{whose} has none"
+    texts = []
+    for name, (policy, steps) in policies.items():
+        where = f" for {name}" if name else ""
+        length = f", for {steps} steps" if steps is not None else ""
+        texts.append(f"{whose} has{where}{length}:\n{policy.to_toml().strip()}")
+    return "\n".join(texts)

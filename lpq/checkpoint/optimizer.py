@@ -1,0 +1,195 @@
+"""The optimizer's side of a checkpoint: its tensors by the names of the parameters they belong to, and all the rest.
+
+It is what ``state_dict`` gives, with names in place of numbers. The rest (options of the groups, numbers in the state)
+is plain data in which a tensor is replaced by its name. Loading fills the tensors that are there; those of an optimizer
+that took no step yet are made. Nothing is cast, so that fp32 state of a bf16 parameter stays fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.tensors import held, plain_like
+
+PREFIX = "optimizer."
+MARK = "lpq.tensor"
+"""The one key of what stands for a tensor in plain data."""
+NUMBERED = ("params", "param_names")
+"""What a group says of its parameters in their order, which is not that of the saved one."""
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+Saved = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""The shapes and dtypes of the tensors in a checkpoint."""
+
+
+class OptimizerState:
+    """The optimizers of one model, which may be several."""
+
+    def __init__(self, given: Optimizers, names: Mapping[int, str]) -> None:
+        """``names``: of the model's parameters, by their ``id``."""
+        optimizers = given if isinstance(given, Sequence) else [] if given is None else [given]
+        self._optimizers = [_One(optimizer, names) for optimizer in optimizers]
+
+    def split(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All tensors by name, and the plain data around them."""
+        tensors: dict[str, Tensor] = {}
+        data: dict[str, Any] = {"state": {}, "groups": []}
+        for one in self._optimizers:
+            for name, param, state in one.states():
+                own: dict[str, Tensor] = {}
+                data["state"][name] = _split(state, f"{PREFIX}state.{name}", own)
+                _check_sharded(param, own)
+                tensors.update(own)
+            for names, options in one.groups():
+                where = f"{PREFIX}groups.{len(data['groups'])}"
+                data["groups"].append({"params": names, "options": _split(options, where, tensors)})
+        return tensors, data
+
+    def join(self, data: Mapping[str, Any], saved: Saved) -> tuple[dict[str, Tensor], list[Loaded]]:
+        """The tensors to fill, by the names they were saved under; and what to do when they are filled."""
+        tensors: dict[str, Tensor] = {}
+        return tensors, [one.join(data, saved, tensors) for one in self._optimizers]
+
+
+class _One:
+    """One optimizer, and the names of its parameters in their order."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self.optimizer = optimizer
+        self.said = optimizer.state_dict()
+        self.params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        for param in self.params:
+            if id(param) not in names:
+                raise CheckpointError(
+                    f"the optimizer has a parameter of shape {list(param.shape)} that is none of the model's: make "
+                    "the optimizer after the model was converted and sharded, of model.parameters()"
+                )
+        self.names = [names[id(p)] for p in self.params]
+
+    def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Name, parameter and state of each parameter that has some."""
+        for number, state in self.said["state"].items():
+            yield self.names[number], self.params[number], state
+
+    def groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
+        """The names and the options of each group."""
+        for group in self.said["param_groups"]:
+            yield [self.names[i] for i in group["params"]], {k: v for k, v in group.items() if k not in NUMBERED}
+
+    def join(self, data: Mapping[str, Any], saved: Saved, tensors: dict[str, Tensor]) -> Loaded:
+        """What this optimizer gets, and in ``tensors`` what is to be filled for it."""
+        loaded = Loaded(self.optimizer, self.params)
+        for group, (names, own) in zip(self.said["param_groups"], self.groups(), strict=True):
+            found = next((g for g in data["groups"] if sorted(g["params"]) == sorted(names)), None)
+            if found is None:
+                raise CheckpointError(
+                    f"no group of the saved optimizer has the parameters of one of this optimizer: {listed(names)}. "
+                    "Make the groups as they were when it was saved"
+                )
+            options = _join(found["options"], own, _Fresh(None, saved), tensors)
+            numbered = {key: group[key] for key in NUMBERED if key in group}
+            loaded.groups.append({**own, **options, **numbered})
+            for number in group["params"]:
+                if (state := data["state"].get(self.names[number])) is not None:
+                    fresh = _Fresh(self.params[number], saved)
+                    loaded.state[number] = _join(state, self.said["state"].get(number), fresh, tensors)
+        return loaded
+
+
+class Loaded:
+    """What an optimizer gets once its tensors are filled."""
+
+    def __init__(self, optimizer: Optimizer, params: list[Tensor]) -> None:
+        self.optimizer, self.params = optimizer, params
+        self.groups: list[dict[str, Any]] = []
+        self.state: dict[int, Any] = {}
+
+    def apply(self) -> None:
+        """Give it to the optimizer."""
+        self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
+        for number, values in self.state.items():
+            given = self.optimizer.state.get(self.params[number], {})
+            cast = [name for name, value in values.items() if name in given and _dtypes(given[name]) != _dtypes(value)]
+            given.update({name: values[name] for name in cast})  # to the dtype of the parameter, by load_state_dict
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {MARK: name}
+    if isinstance(value, Mapping):
+        return {key: _split(v, f"{name}.{key}", tensors) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        found = [_split(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]
+        return tuple(found) if isinstance(value, tuple) else found
+    return value
+
+
+def _join(data: Any, existing: Any, fresh: _Fresh, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(data, Mapping) and data.keys() == {MARK}:
+        name = data[MARK]
+        tensors[name] = fresh.or_existing(name, existing)
+        return tensors[name]
+    if isinstance(data, Mapping):
+        inner = existing if isinstance(existing, Mapping) else {}
+        return {key: _join(v, inner.get(key), fresh, tensors) for key, v in data.items()}
+    if isinstance(data, list | tuple):
+        beside = existing if isinstance(existing, list | tuple) and len(existing) == len(data) else [None] * len(data)
+        found = [_join(v, e, fresh, tensors) for v, e in zip(data, beside, strict=True)]
+        return tuple(found) if isinstance(data, tuple) else found
+    return data
+
+
+class _Fresh:
+    """Makes the state of a parameter where there is none."""
+
+    def __init__(self, param: Tensor | None, saved: Saved) -> None:
+        self.param, self.saved = param, saved
+
+    def or_existing(self, name: str, existing: object) -> Tensor:
+        """The tensor that there is, if it is of the saved shape and dtype, or else one that is not initialised."""
+        shape, dtype = self.saved.get(name, (None, None))
+        if isinstance(existing, Tensor) and (shape is None or (existing.shape, existing.dtype) == (shape, dtype)):
+            return existing
+        if shape is None or dtype is None:
+            raise CheckpointError(f"{name} was stored quantized, and this optimizer has none yet: take one step first")
+        param = self.param
+        if param is not None and shape == param.shape:
+            return plain_like(name, param, dtype)
+        if param is not None and shape.numel() > 1 and _sharded(param):
+            raise CheckpointError(
+                f"{name} of shape {list(shape)} belongs to a sharded parameter of shape {list(param.shape)}, and only "
+                "the optimizer knows how it is sharded itself: take one step, then load"
+            )
+        # A single number is put by load_state_dict where the optimizer wants it.
+        device = torch.device("cpu") if param is None or shape.numel() == 1 else held(param).device
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _sharded(param: Tensor) -> bool:
+    return isinstance(param, DTensor) and not all(isinstance(p, Replicate) for p in param.placements)
+
+
+def _check_sharded(param: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse state that is this rank's alone and looks as if it were the same on all."""
+    local = held(param).shape
+    if not _sharded(param) or local == param.shape:
+        return
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor) and tensor.dim() and tensor.shape == local:
+            raise CheckpointError(
+                f"{name} is an ordinary tensor of the size of this rank's shard, and nothing says what it is part of: "
+                "an optimizer keeps the state of a sharded parameter in DTensors"
+            )

@@ -1,0 +1,177 @@
+"""Saving: written beside its place by all ranks, and given its name once every file of it is on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver as dcp
+
+from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.files import PARTIAL
+from lpq.checkpoint.finding import DESCRIPTION, EXTRA, step_name
+from lpq.checkpoint.info import pickled
+from lpq.checkpoint.model import Model
+from lpq.checkpoint.optimizer import Optimizers, OptimizerState
+from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.tensors import parts
+from lpq.checkpoint.writing import Writer
+
+
+def save(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Save the model, its policy and its optimizer (or several) as ``directory/step-00000100``; return that path.
+
+    All ranks call it. Without ``step``, ``directory`` itself is the checkpoint. ``extra`` is whatever else the run
+    needs (a scheduler's state, the position in the data): rank 0's is kept, if ``torch.load(…, weights_only=True)`` can
+    read it. ``keep``: of this run only so many checkpoints stay, up to this one; the others are removed. A checkpoint
+    in the same place is replaced once the new one is whole.
+    """
+    ranks, target = Ranks(), _target(Path(directory), step, keep)
+    with ranks.saying(_failed(target)), _quiet():
+        state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
+        dcp.save(state, storage_writer=writer, no_dist=not ranks.many)
+    return target
+
+
+def save_async(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Saving:
+    """As ``save``, but return once all is copied to the CPU's memory: training may go on while it is written.
+
+    It counts as saved when ``Saving.wait`` returns; wait for one before the next begins. The ranks that write talk over
+    gloo, in a group of their own, so that it does not matter over what, and when, training talks.
+    """
+    ranks, target = Ranks(), _target(Path(directory), step, keep)
+    with ranks.saying(_failed(target)), _quiet():
+        ranks.all(_check_gloo)
+        state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
+        ranks.all(lambda: writer.copy(state))
+        group = dist.new_group(backend="gloo") if ranks.many else None
+        future = dcp.async_save(state, storage_writer=writer, process_group=group)
+    return Saving(target, cast("Future[Any]", future), ranks, group)
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, path: Path, future: Future[Any], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+        self.path = path
+        """Where it will be."""
+        self._future, self._ranks, self._group = future, ranks, group
+
+    def done(self) -> bool:
+        """Whether writing has ended on this rank, well or badly."""
+        return self._future.done()
+
+    def wait(self) -> Path:
+        """Wait until it is whole and in its place, and return its path; or raise what went wrong on any rank."""
+        try:
+            with self._ranks.saying(_failed(self.path)):
+                self._future.result()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+        return self.path
+
+
+def _target(directory: Path, step: int | None, keep: int | None) -> Path:
+    """Where the checkpoint will be."""
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"a step is a whole number from 0 on, not {step!r}")
+    if keep is not None and (step is None or type(keep) is not int or keep < 1):
+        raise ValueError(f"keep={keep!r}: it is how many checkpoints of a run stay, at least 1, and needs step=")
+    return directory / step_name(step) if step is not None else directory
+
+
+def _failed(target: Path) -> str:
+    return f"the checkpoint {target} could not be saved, and those before it are as they were"
+
+
+def _prepare(
+    target: Path,
+    model: nn.Module,
+    given: Optimizers,
+    step: int | None,
+    extra: Any,
+    keep: int | None,
+    ranks: Ranks,
+) -> tuple[dict[str, dict[str, Tensor]], Writer]:
+    """Collect what is to be saved, and make sure that all ranks mean the same."""
+    seen = Model(model)
+    state: dict[str, dict[str, Tensor]] = {}
+    small: dict[str, bytes] = {}
+
+    def collect() -> tuple[str, dict[str, Tensor]]:
+        tensors, module_extra = seen.state()
+        names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
+        theirs, rest = OptimizerState(given, names).split()
+        every = {**tensors, **theirs}
+        description = seen.describe(every, step)
+        state.update(_nested(part for name, tensor in every.items() for part in parts(name, tensor).items()))
+        beside = {"extra": extra, "model": module_extra, "optimizer": rest if given is not None else None}
+        small.update({DESCRIPTION: description.json(), EXTRA: pickled(beside) if ranks.rank == 0 else b""})
+        memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
+        return hashlib.sha256(small[DESCRIPTION]).hexdigest(), memories if ranks.many else {}
+
+    def begin() -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (left := target.with_name(target.name + PARTIAL)).exists():
+            shutil.rmtree(left)
+
+    found = ranks.all(collect)
+    if len({description for description, _ in found}) > 1:
+        raise CheckpointError(
+            "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model: call "
+            "lpq.set_step and lpq.checkpoint.save alike on all ranks"
+        )
+    for name in found[0][1]:  # ranks may have seen different inputs; as after a step, the largest statistics count
+        combined = torch.stack([memories[name] for _, memories in found]).amax(0)
+        state["model"][name.removeprefix("model.")] = combined
+    ranks.first(begin)
+    return state, Writer(target, small, keep)
+
+
+def _nested(flat: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """By model and optimizer, as DCP's own tools expect it."""
+    nested: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in flat:
+        side, _, rest = name.partition(".")
+        nested.setdefault(side, {})[rest] = tensor
+    return nested
+
+
+def _check_gloo() -> None:
+    if not dist.is_gloo_available():
+        raise CheckpointError("save_async needs gloo, which this PyTorch was built without: use lpq.checkpoint.save")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without DCP's warning that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

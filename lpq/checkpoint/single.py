@@ -1,0 +1,149 @@
+"""One file for a whole model: what ``torch.load(path, weights_only=True)`` reads, with ordinary names and shapes.
+
+The file is ``{"model": tensors by name, "lpq": what is known of them}``. A quantized weight is in it as its buffers
+(``layer.weight.row.data`` …), with its quantizer as text; or, decoded, as an ordinary tensor that any model loads.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpq.checkpoint import files
+from lpq.checkpoint.description import Description
+from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.info import Info, pickled
+from lpq.checkpoint.matching import Match, check_complete, match, saved_of
+from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.tensors import chunk, described, held, parts, whole
+from lpq.core import QuantizedTensor
+from lpq.core.tensor import rebuild
+
+
+def export_file(model: nn.Module, path: str | Path, *, decode: bool = False) -> Path:
+    """Write the whole model into one file, on rank 0; all ranks call it.
+
+    ``decode``: an ordinary state dict for models without lpq, with quantized weights as tensors of their own dtype and
+    without what quantizers remember. Else all is bit for bit what it is here. Rank 0 has the whole model in the CPU's
+    memory on the way.
+    """
+    ranks, seen, target = Ranks(), Model(model), Path(path)
+    pieces: dict[str, Tensor] = {}
+    other: dict[str, Any] = {}
+
+    def collect() -> Description:
+        tensors, extra = seen.state()
+        pickled(extra)
+        other.update(extra)
+        pieces.update(part for name, tensor in tensors.items() for part in parts(name, tensor).items())
+        return seen.describe(tensors, None)
+
+    with ranks.saying(f"{target} cannot be exported"):
+        description = ranks.all(collect)[ranks.rank]
+    complete: dict[str, Tensor] = {}
+    for name, part in pieces.items():
+        gathered = whole(part)
+        if ranks.rank == 0:
+            complete[name] = gathered.cpu()
+    with ranks.saying(f"{target} cannot be exported"):
+        ranks.first(lambda: _write(target, complete, other, description, decode))
+    return target
+
+
+def import_file(path: str | Path, model: nn.Module) -> Info:
+    """Load a file of ``export_file``, or any file with a state dict, into the model, however it is sharded.
+
+    All ranks call it. What is stored quantized must have been so by the same quantizer, or is encoded of what was saved
+    in high precision; what is stored in high precision takes what a quantized weight decodes to, and is cast to its own
+    dtype as ``load_state_dict`` does it. The policy is not compared.
+    """
+    ranks, seen, source = Ranks(), Model(model), Path(path)
+    job: list[tuple[Description, dict[str, Tensor], dict[str, Any], Match]] = []
+    with ranks.saying(f"{source} cannot be imported"):
+        ranks.all(lambda: job.append(_prepare(source, seen)))
+    ((description, tensors, other, found),) = job
+    with torch.no_grad():
+        for name, target in found.targets.items():
+            held(target).copy_(tensors[name][chunk(target)])
+    found.finish()
+    seen.forget({name: memory for name, memory in seen.memories().items() if name in found.absent})
+    seen.set_extra_state(other)
+    return Info(source, description.step, None, description)
+
+
+def _write(
+    target: Path, tensors: dict[str, Tensor], other: dict[str, Any], description: Description, decode: bool
+) -> None:
+    if decode:
+        for name, entry in description.quantized.items():
+            tensors[name] = _rebuilt(name, entry, tensors).dequantize()
+            for part in _parts_of(name, entry, tensors):
+                del tensors[part]
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in description.memories}
+        description = replace(description, quantized={}, stored=(), memories=())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(target.name + files.PARTIAL)
+    model = {name.removeprefix(PREFIX): value for name, value in {**tensors, **other}.items()}
+    torch.save({"model": model, "lpq": description.data()}, temporary)
+    files.publish(temporary, target)
+
+
+def _prepare(source: Path, seen: Model) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
+    """Everything that can be wrong, before anything is written."""
+    content = _opened(source)
+    ours = isinstance(content.get("lpq"), Mapping)
+    description = Description.read(content["lpq"]) if ours else Description()
+    saved = {PREFIX + name: value for name, value in (content["model"] if ours else content).items()}
+    quantized = dict(description.quantized)
+    available: dict[str, Tensor] = {}
+    for name, value in saved.items():
+        if isinstance(value, Tensor):  # a state dict that was saved as it is has quantized tensors in it
+            quantized.update({name: entry} if (entry := described(value)) is not None else {})
+            available.update(parts(name, value))
+    description.require(description.stored)
+    tensors, _ = seen.state()
+    for name, entry in list(quantized.items()):
+        if name in tensors and described(tensors[name]) is None:
+            decoded = _rebuilt(name, entry, available).dequantize()
+            for part in _parts_of(name, entry, available):
+                del available[part]
+            available[name] = decoded
+            del quantized[name]
+    found = match(tensors, saved_of(available), quantized, cast=True)
+    check_complete(found, available, quantized, may_lack=seen.memories(), may_ignore=description.memories)
+    return description, available, {n: v for n, v in saved.items() if not isinstance(v, Tensor)}, found
+
+
+def _opened(source: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"torch.load(…, weights_only=True) does not read it: {reason}") from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise CheckpointError("it holds no state dict")
+    return content
+
+
+def _parts_of(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    return [part for part in tensors if any(part.startswith(f"{name}.{d}.") for d in entry["operands"])]
+
+
+def _rebuilt(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    """A quantized tensor of its parts."""
+    rows, cols = math.prod(entry["shape"][:-1]), entry["shape"][-1]
+    dtype = getattr(torch, entry["dtype"])
+    sides = {}
+    for direction, text in entry["operands"].items():
+        prefix = f"{name}.{direction}."
+        buffers = {part.removeprefix(prefix): t for part, t in tensors.items() if part.startswith(prefix)}
+        sides[direction] = (text, buffers, (rows, cols) if direction == "row" else (cols, rows), dtype)
+    return rebuild(entry["quantizer"], sides, tuple(entry["shape"]), dtype, False, False)

@@ -1,0 +1,166 @@
+"""What a checkpoint holds of one tensor: plain tensors only, each with its own placement.
+
+A quantized tensor is its buffers. Of a weight that is sharded by rows, row buffers are sharded along their rows, column
+buffers along their columns, and a buffer whose elements span the sharded dimension is the same on every rank. What is
+returned here shares its memory with the model, so that loading into it is loading in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from lpq.checkpoint.errors import CheckpointError, shown
+from lpq.core import Buffer, QuantizedTensor
+from lpq.core.quantize import as_matrix
+from lpq.core.quantizer import Direction
+from lpq.core.write import write
+from lpq.distributed.attach import attach
+from lpq.distributed.shard import WeightShard, plain
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def here(name: str, tensor: Tensor) -> Tensor:
+    """The same, of a tensor that must have memory."""
+    local = held(tensor)
+    if local.is_meta:
+        raise CheckpointError(
+            f"{shown(name)} is on the meta device, where there is nothing to save and no place to load into: "
+            "call model.to_empty(device=…) first"
+        )
+    return local
+
+
+def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors of which a tensor is made in a checkpoint, by name; each plain or a DTensor over a plain one."""
+    local = here(name, tensor)
+    if not isinstance(local, QuantizedTensor):
+        ordinary = plain(local.detach())
+        if not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in tensor.placements):
+            return {name: ordinary}  # what all ranks hold is an ordinary tensor for DCP, which saves it once
+        return {name: _dtensor(ordinary, tensor.device_mesh, tensor.placements, tensor.shape)}
+    found = {}
+    rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    for direction, storage in local.operands:
+        matrix = (rows, cols) if direction == "row" else (cols, rows)
+        for buffer, value in zip(storage.layout_for(storage.quantizer), storage.tensors(), strict=True):
+            part = f"{name}.{direction}.{buffer.name}"
+            placements = tuple(_placement(name, p, tensor, direction, buffer) for p in _placements(tensor))
+            found[part] = _placed(part, value.detach(), tensor, buffer.grid(*matrix), placements)
+    return found
+
+
+def described(tensor: Tensor) -> dict[str, Any] | None:
+    """What one must know to make a quantized tensor of its parts again, as plain data; None: it is not quantized."""
+    local = held(tensor)
+    if not isinstance(local, QuantizedTensor):
+        return None
+    return {
+        "quantizer": local.quantizer.text,
+        "shape": list(tensor.shape),
+        "dtype": str(local.dtype).removeprefix("torch."),
+        "operands": {direction: storage.quantizer.text for direction, storage in local.operands},
+    }
+
+
+def plain_like(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """An uninitialised ordinary tensor of the shape and the placement of this one, for what has this name."""
+    local = here(name, tensor)
+    empty = torch.empty(local.shape, dtype=dtype, device=local.device)
+    if not isinstance(tensor, DTensor):
+        return empty
+    return _dtensor(empty, tensor.device_mesh, tensor.placements, tensor.shape)
+
+
+def encode(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write values, of which each rank has its part, into quantized tensors, with the statistics of the whole."""
+    for tensor in tensors:
+        attach(tensor)
+    write([cast("QuantizedTensor", held(t)) for t in tensors], [as_matrix(held(v)) for v in values])
+
+
+def touched(tensor: Tensor) -> None:
+    """Count a write that went past the tensor, into its buffers: whatever was derived from it is out of date."""
+    local = held(tensor)
+    if isinstance(local, WeightShard):
+        local.writes[0] += 1
+    for seen in (tensor, local):
+        torch.autograd.graph.increment_version(seen)
+
+
+def chunk(tensor: Tensor) -> tuple[slice, ...]:
+    """Where what this rank holds of a part lies in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(None) for _ in tensor.shape)
+    (found,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(slice(o, o + s) for o, s in zip(found.offsets, found.sizes, strict=True))
+
+
+def whole(part: Tensor) -> Tensor:
+    """The whole of a part, on every rank; a collective. It travels as bytes: backends do not know all dtypes."""
+    if not isinstance(part, DTensor):
+        return part.detach()
+    local = held(part)
+    single = local.dtype.itemsize == 1
+    travels = DTensor.from_local(  # which takes what is offloaded to where it can travel
+        local.view(torch.uint8) if single else local, part.device_mesh, part.placements,
+        run_check=False, shape=part.shape, stride=_strides(part.shape),
+    )  # fmt: skip
+    gathered = travels.full_tensor()
+    return gathered.view(local.dtype) if single else gathered
+
+
+def _placements(tensor: Tensor) -> tuple[Placement, ...]:
+    return tensor.placements if isinstance(tensor, DTensor) else ()
+
+
+def _placement(name: str, placement: Placement, tensor: Tensor, direction: Direction, buffer: Buffer) -> Placement:
+    """Where a buffer is, of a quantized tensor that is placed so along one dimension of a mesh."""
+    if isinstance(placement, Replicate):
+        return placement
+    if type(placement) is not Shard or placement.dim not in (0, tensor.dim() - 1):
+        raise CheckpointError(
+            f"{shown(name)} is quantized and placed by {placement}: shard it along its first or its last dimension"
+        )
+    dim = 1 if placement.dim == tensor.dim() - 1 else 0
+    dim = dim if direction == "row" else 1 - dim
+    return Replicate() if buffer.unit(dim) is None else Shard(dim)
+
+
+def _placed(
+    name: str, local: Tensor, like: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> Tensor:
+    """A buffer over what this rank holds of it; an ordinary tensor where all ranks hold the same."""
+    if not isinstance(like, DTensor) or all(isinstance(p, Replicate) for p in placements):
+        return local
+    part = _dtensor(local, like.device_mesh, placements, shape)
+    expected = tuple(s.stop - s.start for s in chunk(part))
+    if expected != tuple(local.shape):
+        raise CheckpointError(
+            f"{shown(name)}: a shard of {list(local.shape)} is held where equal shards of {list(shape)} would be "
+            f"{list(expected)}: the shards cut blocks of the format, or are not those of a DTensor"
+        )
+    return part
+
+
+def _dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
+    """A DTensor over this very tensor; ``DTensor.from_local`` copies what is offloaded to the mesh's device."""
+    meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

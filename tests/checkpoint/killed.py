@@ -1,0 +1,71 @@
+"""Run as a script: for each moment of a save, a process that is killed (SIGKILL) at it.
+
+``python killed.py FOLDER`` makes ``FOLDER/<moment>``, a run whose checkpoint of step 10 is whole and whose next one was
+never finished.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lpq import checkpoint
+from lpq.checkpoint import files
+
+MOMENTS = {
+    "tensor": (torch, "save", 3, 20),
+    "description": (files, "write", 1, 20),
+    "manifest": (files, "write", 3, 20),
+    "name": (files, "publish", 1, 20),
+    "aside": (files, "publish", 1, 10),
+    "in place": (files, "publish", 2, 10),
+}
+"""The function that is called at a moment, at which call of it, and which step is saved: 10 is there already."""
+
+
+def model(value: float) -> nn.Module:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(value)
+    return net
+
+
+def die_in(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """The function, which kills its process when it is called so often; half-way, if it writes to a stream."""
+    calls = 0
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            if len(args) == 2 and hasattr(args[1], "write"):
+                args[1].write(b"PK half a tensor")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    return replacement
+
+
+def main(folder: Path) -> None:
+    for moment, (module, name, call, step) in MOMENTS.items():
+        checkpoint.save(folder / moment, model(1.0), step=10)
+        child = os.fork()
+        if child == 0:
+            setattr(module, name, die_in(getattr(module, name), call))
+            checkpoint.save(folder / moment, model(2.0), step=step)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), f"{moment}: the process was not killed"
+        assert os.WTERMSIG(status) == signal.SIGKILL, moment
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,149 @@
+"""A checkpoint with a format of somebody's plugin, where that plugin is not installed, is hidden, or is back again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lpq
+from lpq import checkpoint, registry
+from lpq.checkpoint import CheckpointError, MissingPlugin
+
+PLUGIN = """
+    from dataclasses import dataclass
+
+    import torch
+    from lpq.core import Buffer, Quantizer, Stat, Storage
+    from lpq.registry import FormatSpec, hookimpl
+
+
+    @hookimpl
+    def lpq_register_formats():
+        return FormatSpec(name="acme", summary="INT8 with one scale per row", effective_bits=8,
+                          quantizer="acme_plugin:AcmeQuantizer", storage="acme_plugin:AcmeStorage")
+
+
+    class AcmeStorage(Storage):
+        layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, None)))
+
+        def decode(self):
+            return self.data.float() * self.scale
+
+
+    @dataclass(frozen=True)
+    class AcmeQuantizer(Quantizer):
+        stats = (Stat("amax", block=(1, None)),)
+
+        def measure(self, x):
+            return {"amax": x.abs().amax(dim=1, keepdim=True).float()}
+
+        def encode(self, x, stats):
+            scale = stats["amax"].clamp(min=1e-12) / 127
+            return AcmeStorage(data=(x / scale).round().to(torch.int8), scale=scale)
+"""
+
+
+class Acme:
+    """The distribution of the plugin, which can be installed and removed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        info = path / "acme_formats-1.2.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-formats\nVersion: 1.2\n")
+        (info / "entry_points.txt").write_text("[lpq.plugins]\nacme = acme_plugin\n")
+        (path / "acme_plugin.py").write_text(textwrap.dedent(PLUGIN))
+
+    def install(self) -> None:
+        sys.path.insert(0, str(self.path))
+        registry.refresh()
+
+    def remove(self) -> None:
+        if str(self.path) in sys.path:
+            sys.path.remove(str(self.path))
+        sys.modules.pop("acme_plugin", None)
+        registry.refresh()
+
+
+@pytest.fixture
+def acme(tmp_path: Path) -> Iterator[Acme]:
+    found = Acme(tmp_path / "site")
+    found.install()
+    yield found
+    found.remove()
+
+
+def stored() -> nn.Module:
+    net = nn.Sequential(nn.Linear(32, 64))
+    values = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    text = "hybrid(row=mxfp8, col=acme)"
+    net[0].weight = nn.Parameter(lpq.quantizer(text).quantize(values), requires_grad=False)
+    return net
+
+
+WORDS = (
+    r"it uses the format acme, which came with plugin acme \(acme-formats 1\.2\) and is not installed here: "
+    r"pip install acme-formats"
+)
+
+
+def test_it_says_which_plugin_to_install(acme: Acme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path / "stored", stored())
+    checkpoint.export_file(stored(), tmp_path / "stored.pt")
+    converted = lpq.convert(nn.Sequential(nn.Linear(32, 64)), "fprop=acme, dgrad=mxfp8, wgrad=bf16")
+    checkpoint.save(tmp_path / "converted", converted)
+    acme.remove()
+    ordinary = nn.Sequential(nn.Linear(32, 64))
+    for name in ("stored", "converted"):
+        with pytest.raises(MissingPlugin, match=WORDS):
+            checkpoint.load(tmp_path / name, ordinary)
+    with pytest.raises(MissingPlugin, match=WORDS):
+        checkpoint.import_file(tmp_path / "stored.pt", ordinary)
+    with pytest.raises(MissingPlugin, match=WORDS):
+        _ = checkpoint.info(tmp_path / "converted").policy
+    checkpoint.load(tmp_path / "converted", ordinary, any_policy=True)  # its weights are in high precision
+    assert torch.equal(ordinary[0].weight, converted[0].weight)
+
+    acme.install()
+    monkeypatch.setenv("LPQ_LOAD_PLUGINS", "")
+    registry.refresh()
+    with pytest.raises(CheckpointError, match=r"acme, which cannot be used here: .*LPQ_LOAD_PLUGINS= leaves it out"):
+        checkpoint.load(tmp_path / "stored", ordinary)
+    monkeypatch.delenv("LPQ_LOAD_PLUGINS")
+    registry.refresh()
+    net = stored()
+    checkpoint.load(tmp_path / "stored", net)
+    assert torch.equal(net[0].weight.col.data, stored()[0].weight.col.data)
+
+
+def test_in_a_process_that_never_had_it(acme: Acme, tmp_path: Path) -> None:
+    """And any reader of DCP gets the bytes without it."""
+    checkpoint.save(tmp_path / "stored", net := stored())
+    torch.save(net[0].weight.col.data, tmp_path / "data.pt")
+    code = f"""
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from torch import nn
+        from lpq import checkpoint
+
+        data = torch.empty(32, 64, dtype=torch.int8)
+        dcp.load({{"model.0.weight.col.data": data}}, checkpoint_id={str(tmp_path / "stored")!r})
+        assert torch.equal(data, torch.load({str(tmp_path / "data.pt")!r}))
+        try:
+            checkpoint.load({str(tmp_path / "stored")!r}, nn.Sequential(nn.Linear(32, 64)))
+        except checkpoint.MissingPlugin as error:
+            print(error)
+    """
+    env = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, env=env, timeout=60
+    )
+    assert "came with plugin acme (acme-formats 1.2) and is not installed here: pip install acme-formats" in done.stdout

@@ -1,0 +1,235 @@
+"""Several ranks: what fails on one of them is the same error on all, soon, and nothing half-written counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from checkpointed import Net, model_differences, optimizer_differences, optimizer_of, shard
+from ranks import spawn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import lpq
+from lpq import checkpoint
+from lpq.checkpoint import CheckpointError, CheckpointWarning, writing
+
+SMALL = {"tensor": "fp8", "mx": "mxfp8"}
+
+
+class Unspeakable(Exception):
+    """An error that cannot be sent to another process."""
+
+    def __init__(self) -> None:
+        super().__init__("the disk is full")
+        self.held = lambda: None
+
+
+def _net(seed: int) -> nn.Module:
+    return shard(Net(seed, 64, SMALL), init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def _agreed(error: BaseException) -> str:
+    """The message of an error, which must be the same on all ranks."""
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, str(error))
+    assert len(set(found)) == 1, found
+    return found[0]
+
+
+def _whole(folder: Path) -> None:
+    """The first checkpoint is whole still, and is the one that is loaded."""
+    net = _net(2)
+    assert checkpoint.load(folder, net).step == 1
+    assert model_differences(net, Net(1, 64, SMALL)) == {}
+
+
+def _one_rank_raises_while_it_writes(rank: int, folder: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise Unspeakable
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing.files, "digest", refuse if rank == 1 else writing.files.digest)
+        for save in (checkpoint.save, lambda *a, **k: checkpoint.save_async(*a, **k).wait()):
+            with pytest.raises(CheckpointError) as raised:
+                save(folder, _net(2), step=2)
+            message = _agreed(raised.value)
+            assert "step-00000002 could not be saved, and those before it are as they were" in message
+            assert "rank 1: Unspeakable: the disk is full" in message
+    with pytest.warns(CheckpointWarning, match="never finished"):
+        _whole(folder)
+
+
+def _one_rank_raises_before_it_writes(rank: int, folder: Path) -> None:
+    net = _net(2)
+    if rank == 1:
+        net.plain.bias = nn.Parameter(torch.empty(7, device="meta"))
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.save(folder, net, step=2)
+    assert "rank 1: plain.bias is on the meta device" in _agreed(raised.value)
+
+
+def _ranks_disagree(rank: int, folder: Path) -> None:
+    net = _net(2)
+    lpq.set_step(net, 9 * rank)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.save(folder, net, step=2)
+    assert "the ranks hold different layers, quantizers, recipes or steps" in _agreed(raised.value)
+
+
+def _one_rank_finds_damage(rank: int, folder: Path) -> None:
+    """Of the files each rank reads a share only."""
+    path = folder / "damaged"
+    checkpoint.save(path, _net(1))
+    dist.barrier()
+    for name in sorted(p.name for p in path.iterdir() if p.suffix == ".distcp"):
+        raw = (path / name).read_bytes()
+        dist.barrier()
+        if rank == 0:
+            (path / name).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        dist.barrier()
+        net = _net(2)
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(path, net)
+        assert f"{name}: its SHA-256 is not that of its manifest" in _agreed(raised.value)
+        assert set(model_differences(net, Net(2, 64, SMALL))) == set()
+        dist.barrier()
+        if rank == 0:
+            (path / name).write_bytes(raw)
+        dist.barrier()
+    checkpoint.load(path, net)
+
+
+def _one_rank_has_another_model(rank: int, folder: Path) -> None:
+    formats = SMALL if rank == 0 else {**SMALL, "mx": "nvfp4"}
+    net = shard(Net(2, 64, formats), init_device_mesh("cpu", (2,)))
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load(folder / "step-00000001", net)
+    assert "rank 1: stored.mx.weight was saved as mxfp8, and the model stores it as nvfp4" in _agreed(raised.value)
+    assert model_differences(net, Net(2, 64, formats)) == {}
+
+
+def _training_goes_on_while_it_is_written(rank: int, folder: Path) -> None:
+    """And talks over the same group as before, at the same time."""
+    net = _net(1)
+    optimizer = optimizer_of(net, 1)
+    slow, real = time.sleep, writing.files.digest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing.files, "digest", lambda path: (slow(0.5), real(path))[1])
+        saving = checkpoint.save_async(folder / "async", net, optimizer, step=4, extra={"rank": rank})
+        assert not saving.done()
+        other = _net(2)
+        with torch.no_grad():
+            for tensor, value in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
+                tensor.copy_(value)
+            for state in optimizer.state.values():
+                for tensor in state.values():
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.zero_()
+        for i in range(50):
+            total = torch.tensor([rank + i])
+            dist.all_reduce(total)
+            assert total == 1 + 2 * i
+        assert not (folder / "async" / "step-00000004").exists()
+        assert saving.wait() == folder / "async" / "step-00000004"
+    fresh = _net(2)
+    optimizer = optimizer_of(fresh, None)
+    assert checkpoint.load(folder / "async", fresh, optimizer).extra == {"rank": 0}
+    truth = Net(1, 64, SMALL)
+    assert model_differences(fresh, truth) == {}
+    assert optimizer_differences(optimizer, optimizer_of(truth, 1)) == {}
+
+
+def _ranks_remember_differently(rank: int, folder: Path) -> None:
+    """They saw other inputs: as after a step, the largest amax of all of them counts."""
+    net = _net(1)
+    net.remembering.x_amax_history.copy_(torch.tensor([1.0, 2.0, 0.0, rank]) if rank else torch.tensor([5.0, 0, 0, 0]))
+    checkpoint.save(folder / "memories", net)
+    checkpoint.load(folder / "memories", net)
+    assert net.remembering.x_amax_history.tolist() == [5.0, 2.0, 0.0, 1.0]
+
+
+def _quantized_of_a_checkpoint_in_high_precision(rank: int, folder: Path) -> None:
+    """What was saved unquantized is encoded with the statistics of the whole weight, found from the mesh."""
+    layer = nn.Sequential(nn.Linear(64, 128, bias=False, dtype=torch.bfloat16))
+    values = torch.randn(128, 64, generator=torch.Generator().manual_seed(3))
+    values[100, 5] = 1000.0  # on the last rank
+    with torch.no_grad():
+        layer[0].weight.copy_(values)
+    mesh = init_device_mesh("cpu", (2,))
+    checkpoint.save(folder / "plain", shard(layer, mesh))
+    for text in ("fp8", "nvfp4", "mxfp8", "hybrid(row=fp8, col=nvfp4)"):
+        quantizer = lpq.quantizer(text)
+        stored = nn.Sequential(nn.Linear(64, 128, bias=False))
+        stored[0].weight = nn.Parameter(quantizer.quantize(torch.zeros(128, 64).bfloat16()), requires_grad=False)
+        shard(stored, mesh)
+        checkpoint.load(folder / "plain", stored)
+        truth = nn.Sequential(nn.Linear(64, 128, bias=False))
+        truth[0].weight = nn.Parameter(quantizer.quantize(values.bfloat16()), requires_grad=False)
+        assert model_differences(stored, truth) == {}, text
+        local = quantizer.quantize(values.bfloat16()[64 * rank :][:64])
+        if text == "fp8" and rank == 0:  # without the group the ranks would differ
+            assert local.row.scale != truth[0].weight.row.scale
+
+
+def _shards_that_cut_blocks_are_refused(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    local = lpq.quantizer("mxfp8").quantize(torch.zeros(48, 32))  # 48 rows a rank: one block and a half
+    made = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size([96, 32]), stride=(32, 1))
+    net = nn.Linear(32, 96, bias=False)
+    net.weight = nn.Parameter(made, requires_grad=False)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.save(folder / "cut", net)
+    assert "the shards cut blocks of the format" in _agreed(raised.value)
+
+
+def _all(rank: int, folder: Path) -> None:
+    checkpoint.save(folder, _net(1), step=1)
+    _one_rank_raises_while_it_writes(rank, folder)
+    _one_rank_raises_before_it_writes(rank, folder)
+    _ranks_disagree(rank, folder)
+    _one_rank_finds_damage(rank, folder)
+    _one_rank_has_another_model(rank, folder)
+    _training_goes_on_while_it_is_written(rank, folder)
+    _ranks_remember_differently(rank, folder)
+    _quantized_of_a_checkpoint_in_high_precision(rank, folder)
+    _shards_that_cut_blocks_are_refused(rank, folder)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    spawn(_all, 2, tmp_path)
+
+
+def _one_rank_is_killed(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    checkpoint.save(folder, _net(1), step=1)
+    if rank == 1:
+        writing.files.digest = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        checkpoint.save(folder, _net(2), step=2)
+    except CheckpointError as error:
+        (folder / "said").write_text(str(error))
+
+
+def test_a_rank_that_is_killed_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    started = mp.spawn(_one_rank_is_killed, (tmp_path,), 2, join=False)
+    survivor, victim = started.processes  # nobody ends the survivor: it must find out
+    victim.join(60)
+    assert victim.exitcode == -signal.SIGKILL
+    survivor.join(60)
+    assert survivor.exitcode == 0
+    assert "step-00000002 could not be saved, and those before it" in (tmp_path / "said").read_text()
+    net = Net(2, 64, SMALL)
+    with pytest.warns(CheckpointWarning, match="never finished"):
+        assert checkpoint.load(tmp_path, net).step == 1
+    assert model_differences(net, Net(1, 64, SMALL)) == {}

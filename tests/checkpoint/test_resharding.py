@@ -1,0 +1,137 @@
+"""Saved on 4 ranks, loaded on 2, then on 1, then on 4: not a bit changes, whatever the format and the mesh.
+
+And training that goes on from there, on another number of ranks, is the training that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import trained
+from checkpointed import (
+    CHANGED,
+    FORMATS,
+    Net,
+    as_bytes,
+    model_differences,
+    optimizer_differences,
+    optimizer_of,
+    random,
+    shard,
+)
+from ranks import spawn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import lpq
+from lpq import checkpoint
+
+TRUTH, OTHER = 1, 2
+ODD = {"row": FORMATS["row"], "identity": FORMATS["identity"]}
+"""Formats whose shards may be uneven: their blocks are rows."""
+
+
+def _loaded(path: Path, net: torch.nn.Module, rows: int = 512, formats: dict[str, str] = FORMATS) -> None:
+    """Load into a model that holds other values, and compare with the one that was saved."""
+    truth = Net(TRUTH, rows, formats)
+    before = model_differences(net, truth)
+    assert set(before) >= {f"stored.{name}.weight" for name in formats}, "there is something to load"
+    optimizer = optimizer_of(net, None)
+    info = checkpoint.load(path, net, optimizer)
+    assert model_differences(net, truth) == {}
+    assert optimizer_differences(optimizer, optimizer_of(truth, TRUTH)) == {}
+    assert (info.step, info.steps, info.extra) == (3, 10, {"tokens": 12345})
+    assert info.policy == lpq.policy(info.description.conversions[""]["policy"])
+
+
+def _save(path: Path, net: torch.nn.Module) -> Path:
+    return checkpoint.save(path, net, optimizer_of(net, TRUTH), step=3, extra={"tokens": 12345})
+
+
+def _weight(value: float) -> torch.nn.Linear:
+    """A layer that may be cut both ways, as tensor parallelism does it."""
+    layer = torch.nn.Linear(64, 64, bias=False)
+    weight = lpq.quantizer("hybrid(row=mxfp8, col=nvfp4)").quantize(random((64, 64), 5) * value)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _save_tiles(path: Path, mesh: DeviceMesh) -> None:
+    checkpoint.save(path, shard(_weight(1.0), mesh, (Shard(0), Shard(1))))
+
+
+def _on_four(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    _save(folder / "four", shard(Net(TRUTH), mesh))
+    _save(folder / "odd", shard(Net(TRUTH, 510, ODD), mesh))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _save(folder / "hsdp", shard(Net(TRUTH), hybrid, (Replicate(), Shard(0))))
+    _save_tiles(folder / "tiles", init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")))
+    trained.uninterrupted(folder / "runs")
+
+
+def _on_two(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for source in ("four", "hsdp"):
+        net = shard(Net(OTHER), mesh)
+        _loaded(folder / source, net)
+        _save(folder / f"{source}-two", net)
+    checkpoint.export_file(net, folder / "two.pt")
+    _loaded(folder / "odd", shard(Net(OTHER, 510, ODD), mesh), 510, ODD)
+    trained.resumed(folder / "runs", used=True)
+
+
+def _on_four_again(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    _loaded(folder / "one", shard(Net(OTHER), mesh))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _loaded(folder / "one", shard(Net(OTHER), hybrid, (Replicate(), Shard(0))))
+    net = shard(Net(OTHER), mesh)
+    checkpoint.import_file(folder / "one.pt", net)
+    assert model_differences(net, Net(TRUTH)) == {}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the other processes have it: how sums are split over threads changes their last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_four_two_one_four(tmp_path: Path) -> None:
+    spawn(_on_four, 4, tmp_path)
+    spawn(_on_two, 2, tmp_path)
+    for source in ("four-two", "hsdp-two"):
+        net = Net(OTHER)
+        _loaded(tmp_path / source, net)
+    tiles = _weight(-3.0)
+    checkpoint.load(tmp_path / "tiles", tiles)
+    assert model_differences(tiles, _weight(1.0)) == {}
+    _loaded(tmp_path / "odd", Net(OTHER, 510, ODD), 510, ODD)
+    trained.resumed(tmp_path / "runs", used=False, shard=False)
+    _save(tmp_path / "one", net)
+    checkpoint.export_file(net, tmp_path / "one.pt")
+    one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "two.pt"))
+    assert one["lpq"] == two["lpq"]
+    assert list(one["model"]) == list(two["model"])
+    for name, tensor in one["model"].items():
+        assert torch.equal(as_bytes(tensor), as_bytes(two["model"][name])), name
+    spawn(_on_four_again, 4, tmp_path)
+
+
+def test_a_checkpoint_of_a_later_step_gives_layers_the_recipe_of_that_step(tmp_path: Path) -> None:
+    saved = Net(TRUTH)
+    lpq.set_step(saved, CHANGED)
+    assert "remembering.x_amax" not in saved.state_dict()
+    checkpoint.save(tmp_path, saved, step=CHANGED)
+    net = Net(OTHER)
+    assert "remembering.x_amax" in net.state_dict()
+    assert checkpoint.load(tmp_path, net).step == CHANGED
+    assert model_differences(net, saved) == {}
+    assert net.remembering.recipe == saved.remembering.recipe == lpq.recipe("mxfp8()")

@@ -1,0 +1,75 @@
+"""A whole model in one file: plain tensors for everybody, and bit for bit the same for a model of the same kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpointed import FORMATS, Net, as_bytes, model_differences
+from torch import nn
+
+import lpq
+from lpq import checkpoint
+from lpq.checkpoint import CheckpointError
+from lpq.core import QuantizedTensor
+
+
+def test_bit_for_bit(tmp_path: Path) -> None:
+    path = checkpoint.export_file(net := Net(1), tmp_path / "new" / "model.pt")
+    content = torch.load(path, weights_only=True)
+    assert all(type(tensor) is torch.Tensor for tensor in content["model"].values())
+    assert content["lpq"]["quantized"]["model.stored.mx.weight"]["quantizer"] == "mxfp8"
+    assert content["model"]["stored.fp4.weight.row.data"].dtype == torch.uint8
+    loaded = Net(2)
+    info = checkpoint.import_file(path, loaded)
+    assert model_differences(loaded, net) == {}
+    assert info.policy == lpq.policy(content["lpq"]["conversions"][""]["policy"])
+
+
+def test_decoded_it_is_an_ordinary_state_dict(tmp_path: Path) -> None:
+    net = Net(1)
+    content = torch.load(checkpoint.export_file(net, tmp_path / "model.pt", decode=True), weights_only=True)
+    ordinary = nn.ModuleDict({name: nn.Linear(96, 512, bias=False) for name in FORMATS})
+    ordinary.load_state_dict({k.removeprefix("stored."): v for k, v in content["model"].items() if "stored" in k})
+    for name, layer in ordinary.items():
+        assert torch.equal(layer.weight, net.stored[name].weight.dequantize()), name
+
+
+def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
+    """Quantized into high precision: decoded. High precision into quantized: encoded. Other dtypes: cast."""
+    stored = nn.Sequential(nn.Linear(32, 64))
+    stored[0].weight = nn.Parameter(lpq.quantizer("mxfp8").quantize(torch.randn(64, 32)), requires_grad=False)
+    checkpoint.export_file(stored, tmp_path / "stored.pt")
+    plain = nn.Sequential(nn.Linear(32, 64, dtype=torch.bfloat16))
+    checkpoint.import_file(tmp_path / "stored.pt", plain)
+    assert torch.equal(plain[0].weight, stored[0].weight.dequantize().bfloat16())
+    assert torch.equal(plain[0].bias, stored[0].bias.bfloat16())
+
+    values = nn.Sequential(nn.Linear(32, 64))
+    torch.save(values.state_dict(), tmp_path / "plain.pt")  # anybody's file
+    checkpoint.import_file(tmp_path / "plain.pt", stored)
+    truth = lpq.quantizer("mxfp8").quantize(values[0].weight)
+    assert torch.equal(as_bytes(stored[0].weight.row.data), as_bytes(truth.row.data))
+    assert torch.equal(as_bytes(stored[0].weight.col.scale), as_bytes(truth.col.scale))
+
+    torch.save(stored.state_dict(), tmp_path / "torch.pt")  # with a quantized tensor in it
+    again = nn.Sequential(nn.Linear(32, 64))
+    again[0].weight = nn.Parameter(lpq.quantizer("mxfp8").quantize(torch.zeros(64, 32)), requires_grad=False)
+    checkpoint.import_file(tmp_path / "torch.pt", again)
+    assert isinstance(again[0].weight, QuantizedTensor)
+    assert torch.equal(as_bytes(again[0].weight.col.data), as_bytes(truth.col.data))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = checkpoint.export_file(nn.Sequential(nn.Linear(4, 4)), tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: 0.weight was saved with shape \[4, 4\]"):
+        checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 8)))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: torch.load"):
+        checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
+    torch.save({"weight": Path}, path)
+    with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: torch.load"):
+        checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be imported: torch\.load"):
+        checkpoint.import_file(tmp_path / "nowhere.pt", nn.Linear(4, 4))

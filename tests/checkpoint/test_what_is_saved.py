@@ -1,0 +1,250 @@
+"""What a checkpoint holds and brings back: the policy, the recipes of the step, memories, options, and the rest."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpointed import POLICY, STEPS, Net, as_bytes, model_differences, random
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.nn.parallel import DistributedDataParallel
+
+import lpq
+from lpq import checkpoint
+from lpq.checkpoint import CheckpointError, CheckpointWarning
+
+SMALL = {"mx": "mxfp8"}
+
+
+class Counter(nn.Module):
+    """A module with a state of its own beside its tensors."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen = {"seen": seen}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state
+
+
+def gpt(policy: Any = "fp8-delayed", steps: int | None = None, **how: Any) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64))
+    return lpq.convert(net, policy, steps=steps, **how)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        lpq.set_step(net, step)
+        net(random((16, 64), step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+DELAYED_THEN_BLOCKS = {
+    "rules": [
+        {"match": "2", "until": 0.4, "recipe": "skip"},
+        {"match": "*", "until": 0.6, "recipe": "fp8-delayed"},
+        {"match": "*", "recipe": "mxfp8()"},
+    ]
+}
+
+
+@pytest.mark.parametrize("saved_at", [2, 4, 6, 8])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, torch.optim.NAdam])
+def test_a_run_that_goes_on_is_the_uninterrupted_run(tmp_path: Path, make: Any, saved_at: int) -> None:
+    """At the steps where the recipe changes, too, and with an optimizer that took no step yet."""
+    net = gpt(DELAYED_THEN_BLOCKS, 10)
+    optimizer = make([{"params": list(net[0].parameters())}, {"params": list(net[2:].parameters()), "lr": 0.01}], 0.02)
+    train(net, optimizer, range(saved_at))
+    checkpoint.save(tmp_path, net, optimizer, step=saved_at)
+    train(net, optimizer, range(saved_at, 10))
+
+    other = gpt(DELAYED_THEN_BLOCKS, 10)
+    groups = [{"params": list(other[2:].parameters())}, {"params": list(other[0].parameters())}]
+    resumed = make(groups, 0.5)
+    info = checkpoint.load(tmp_path, other, resumed)
+    assert [g["lr"] for g in resumed.param_groups] == [0.01, 0.02]
+    train(other, resumed, range(info.step or 0, 10))
+    assert model_differences(other, net) == {}
+
+
+def test_the_policy_and_the_length_of_the_run_come_back(tmp_path: Path) -> None:
+    policy = lpq.policy(POLICY)
+    checkpoint.save(tmp_path, Net(1, 64, SMALL), step=3)
+    info = checkpoint.info(tmp_path)
+    assert (info.policy, info.steps, info.step) == (policy, STEPS, 3)
+    assert info.policies == {"": policy}
+    assert checkpoint.info(tmp_path / "step-00000003").policy == policy
+    said = json.loads((tmp_path / "step-00000003" / "lpq.json").read_text())
+    assert lpq.policy(said["conversions"][""]["policy"]) == policy
+    assert said["quantized"]["model.stored.mx.weight"]["quantizer"] == "mxfp8"
+    assert said["formats"]["mxfp8"]["distribution"] == "lpq"
+
+
+def test_another_policy_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, gpt("mxfp8"), step=3)
+    for other in (gpt("nvfp4"), nn.Sequential(*gpt("mxfp8"))):  # the latter is a model that nobody converted
+        before = [as_bytes(p).clone() for p in other.parameters()]
+        with pytest.raises(CheckpointError, match=r"(?s)another policy.*mxfp8.*lpq.checkpoint.info\(path\).policy"):
+            checkpoint.load(tmp_path, other)
+        assert all(torch.equal(as_bytes(p), b) for p, b in zip(other.parameters(), before, strict=True))
+    info = checkpoint.info(tmp_path)
+    net = lpq.convert(nn.Sequential(*gpt("bf16")), info.policy, steps=info.steps)
+    assert checkpoint.load(tmp_path, net).step == 3
+
+
+@pytest.mark.parametrize(("steps", "same"), [(10, True), (20, False)])
+def test_the_length_of_a_run_is_part_of_a_policy_with_fractions(tmp_path: Path, steps: int, same: bool) -> None:
+    checkpoint.save(tmp_path, gpt(DELAYED_THEN_BLOCKS, 10))
+    checkpoint.save(tmp_path / "no fractions", gpt("mxfp8", 10))
+    checkpoint.load(tmp_path / "no fractions", gpt("mxfp8", steps))
+    if same:
+        checkpoint.load(tmp_path, gpt(DELAYED_THEN_BLOCKS, steps))
+    else:
+        with pytest.raises(CheckpointError, match=r"(?s)for 10 steps.*for 20 steps"):
+            checkpoint.load(tmp_path, gpt(DELAYED_THEN_BLOCKS, steps))
+
+
+def test_going_on_under_another_policy_on_purpose(tmp_path: Path) -> None:
+    net = gpt("fp8-delayed")
+    train(net, torch.optim.SGD(net.parameters(), 0.1), range(3))
+    checkpoint.save(tmp_path, net)
+    blocks = gpt("mxfp8")
+    checkpoint.load(tmp_path, blocks, any_policy=True)
+    assert torch.equal(blocks[0].weight, net[0].weight)
+    checkpoint.save(tmp_path, blocks)
+    back = gpt("fp8-delayed")
+    train(back, torch.optim.SGD(back.parameters(), 0.1), range(3))
+    assert back[0].x_amax_history.any()
+    checkpoint.load(tmp_path, back, any_policy=True)
+    assert not back[0].x_amax_history.any(), "what another run remembered is forgotten"
+    assert torch.equal(back[0].weight, net[0].weight)
+
+
+def test_a_model_that_was_never_converted_gives_its_weights_to_any(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64))
+    checkpoint.save(tmp_path, plain)
+    net = gpt("nvfp4", weights="quantized")
+    info = checkpoint.load(tmp_path, net)
+    assert info.policy is None
+    truth = net[0].weight.quantizer.quantize(plain[0].weight)
+    for (_, a), (_, b) in zip(net[0].weight.operands, truth.operands, strict=False):
+        for x, y in zip(a.tensors(), b.tensors(), strict=True):
+            assert torch.equal(as_bytes(x), as_bytes(y))
+    assert torch.equal(net[0].bias, plain[0].bias)
+
+
+def test_layers_made_by_hand_must_have_the_recipes_that_they_had(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, nn.Sequential(lpq.nn.Linear(8, 8, recipe="mxfp8")))
+    checkpoint.load(tmp_path, nn.Sequential(lpq.nn.Linear(8, 8, recipe="mxfp8")))
+    with pytest.raises(CheckpointError, match=r"other recipes when they were saved: 0 \(mxfp8\(\), and x=nvfp4"):
+        checkpoint.load(tmp_path, nn.Sequential(lpq.nn.Linear(8, 8, recipe="nvfp4")))
+
+
+def test_modules_bring_state_of_their_own(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, nn.Sequential(nn.Linear(4, 4), Counter(7)))
+    net = nn.Sequential(nn.Linear(4, 4), Counter(0))
+    checkpoint.load(tmp_path, net)
+    assert net[1].seen == {"seen": 7}
+
+
+def test_extra_is_what_can_be_read_without_running_code(tmp_path: Path) -> None:
+    extra = {"rng": torch.get_rng_state(), "scheduler": {"last_lr": [0.1]}, "position": (3, None), "text": "ü"}
+    checkpoint.save(tmp_path, nn.Linear(2, 2), extra=extra)
+    found = checkpoint.load(tmp_path, nn.Linear(2, 2)).extra
+    assert torch.equal(found.pop("rng"), extra.pop("rng"))
+    assert found == extra
+    with pytest.raises(CheckpointError, match=r"weights_only=True\) would not read"):
+        checkpoint.save(tmp_path, nn.Linear(2, 2), extra=Path)
+    assert checkpoint.load(tmp_path, nn.Linear(2, 2)).extra["text"] == "ü"
+
+
+def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
+    net = Net(1, 64, SMALL)
+    net.plain.compile()
+    net.stored["mx"] = torch.compile(net.stored["mx"])  # type: ignore[assignment]
+    checkpoint.save(tmp_path, torch.compile(net))
+    loaded = Net(2, 64, SMALL)
+    checkpoint.load(tmp_path, loaded)
+    assert model_differences(loaded, Net(1, 64, SMALL)) == {}
+
+
+def test_a_replicated_model_is_saved_as_itself(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Linear(4, 4)
+        checkpoint.save(tmp_path, DistributedDataParallel(net))
+        loaded = nn.Linear(4, 4)
+        checkpoint.load(tmp_path, DistributedDataParallel(loaded))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(loaded.weight, net.weight)
+
+
+def test_others_read_it_without_lpq(tmp_path: Path) -> None:
+    """Its tensors are DCP's, each plain, and ``weights_only=True`` reads the rest."""
+    net = Net(1, 64, SMALL)
+    path = checkpoint.save(tmp_path, net, step=1)
+    weight = net.stored["mx"].weight
+    index = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert index["model.stored.mx.weight.col.data"].size == (96, 64)
+    assert "model.stored.mx.weight" not in index
+    data = torch.empty(64, 96, dtype=torch.float8_e4m3fn)
+    dcp.load({"model": {"stored.mx.weight.row.data": data}}, checkpoint_id=path)
+    assert torch.equal(as_bytes(data), as_bytes(weight.row.data))
+    torch.load(io.BytesIO((path / "extra.pt").read_bytes()), weights_only=True)
+
+
+def test_what_was_derived_from_a_weight_is_known_to_be_out_of_date(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, net := Net(1, 64, SMALL))
+    versions = {name: p._version for name, p in net.named_parameters()}
+    checkpoint.load(tmp_path, net)
+    assert all(p._version > versions[name] for name, p in net.named_parameters())
+    checkpoint.save(tmp_path, plain := gpt("mxfp8"))
+    with lpq.hold_weights(plain):
+        checkpoint.load(tmp_path, plain)
+        with pytest.raises(RuntimeError, match="the weight was changed while its encoded form is held"):
+            plain(torch.zeros(32, 64))
+
+
+def test_a_checkpoint_of_a_later_lpq_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, nn.Linear(2, 2), step=1)
+    with monkeypatch.context() as later:
+        later.setattr(checkpoint.description.Description, "json", lambda self: json.dumps({"version": 99}).encode())
+        newest = checkpoint.save(tmp_path, nn.Linear(2, 2), step=2)
+    with pytest.raises(CheckpointError, match="version 99 of the format, and this lpq reads version 1: pip install"):
+        checkpoint.load(newest, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("wrong", [{"step": -1}, {"step": True}, {"keep": 1}, {"step": 1, "keep": 0}])
+def test_arguments_are_judged(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"a step is|keep="):
+        checkpoint.save(tmp_path, nn.Linear(2, 2), **wrong)
+
+
+def test_saving_while_training_goes_on_in_one_process(tmp_path: Path) -> None:
+    net = Net(1, 64, SMALL)
+    saving = checkpoint.save_async(tmp_path, net, step=1)
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            tensor.zero_()
+    assert saving.wait().name == "step-00000001"
+    assert saving.done()
+    loaded = Net(2, 64, SMALL)
+    checkpoint.load(tmp_path, loaded)
+    assert model_differences(loaded, Net(1, 64, SMALL)) == {}
+
+
+def test_a_refused_checkpoint_is_a_warning_of_its_own_kind() -> None:
+    assert issubclass(CheckpointWarning, UserWarning)

@@ -1,0 +1,186 @@
+"""A checkpoint is whole or is refused in words, and the one before it serves. Files and damage are real."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import killed
+import pytest
+import torch
+from killed import MOMENTS, model
+from torch import nn
+
+from lpq import checkpoint
+from lpq.checkpoint import CheckpointError, CheckpointWarning, NoCheckpoint, files, finding
+
+
+def value(net: nn.Module) -> float:
+    """The one value of all parameters."""
+    (found,) = {v for p in net.parameters() for v in p.detach().flatten().tolist()}
+    return float(found)
+
+
+def saved(directory: Path, *steps: int) -> list[Path]:
+    return [checkpoint.save(directory, model(float(step)), step=step) for step in steps]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def edit(path: Path) -> None:
+    """A deliberate change of one weight, in a file that remains a good one."""
+    raw = path.read_bytes()
+    assert torch.tensor([20.0]).numpy().tobytes() in raw
+    path.write_bytes(raw.replace(torch.tensor([20.0]).numpy().tobytes(), torch.tensor([21.0]).numpy().tobytes(), 1))
+
+
+FILES = ("__0_0.distcp", ".metadata", "lpq.json", "extra.pt")
+DAMAGE: list[tuple[Callable[[Path], None], str, str]] = [
+    *((truncate, name, "so it is truncated") for name in FILES),
+    *((flip, name, "SHA-256") for name in FILES),
+    *((Path.unlink, name, "is missing") for name in FILES),
+    (edit, "__0_0.distcp", "SHA-256"),
+    (truncate, "manifest.json", "manifest.json is damaged"),
+    (Path.unlink, "manifest.json", "it has no manifest.json"),
+]
+
+
+@pytest.mark.parametrize(("damage", "name", "words"), DAMAGE)
+def test_damage_is_found_before_anything_is_loaded(
+    tmp_path: Path, damage: Callable[[Path], None], name: str, words: str
+) -> None:
+    _, newest = saved(tmp_path, 10, 20)
+    damage(newest / name)
+    net = model(0.0)
+    with pytest.raises(CheckpointError, match=rf"step-00000020 is refused: .*{words}"):
+        checkpoint.load(newest, net)
+    assert value(net) == 0.0
+    with pytest.warns(CheckpointWarning, match=rf"20 is refused: .*{words}.*; step-00000010 is loaded in its place"):
+        info = checkpoint.load(tmp_path, net)
+    assert (value(net), info.step) == (10.0, 10)
+    assert len(info.refused) == 1
+
+
+@pytest.mark.filterwarnings("error::lpq.checkpoint.CheckpointWarning")
+def test_what_is_whole_is_loaded_without_a_word(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 100_000_000)
+    net = model(0.0)
+    assert checkpoint.load(tmp_path, net).step == 100_000_000
+    assert value(net) == 100_000_000.0
+    assert checkpoint.load(tmp_path / "step-00000010", net).refused == ()
+
+
+def test_when_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
+    for path in saved(tmp_path, 10, 20):
+        truncate(path / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"(?s)20 is refused.*10 is refused.*No whole checkpoint") as raised:
+        checkpoint.load(tmp_path, model(0.0))
+    assert not isinstance(raised.value, NoCheckpoint), "a run must not start anew in silence"
+
+
+def test_where_there_never_was_one_a_run_may_start(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(NoCheckpoint, match="there is no checkpoint in"):
+            checkpoint.load(path, model(0.0))
+    (tmp_path / "step-00000010.partial").mkdir()
+    with pytest.raises(NoCheckpoint, match="never finished"):
+        checkpoint.load(tmp_path, model(0.0))
+    with pytest.raises(NoCheckpoint, match="never finished"):
+        checkpoint.load(tmp_path / "step-00000010", model(0.0))
+
+
+def test_a_process_killed_while_saving_leaves_the_previous_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a process that was forked has no CUDA
+    subprocess.run([sys.executable, killed.__file__, str(tmp_path)], check=True, timeout=120, env=environment)
+    for moment in MOMENTS:
+        _previous_one_serves(tmp_path / moment, MOMENTS[moment][-1])
+
+
+def _previous_one_serves(run: Path, step: int) -> None:
+    assert (run / f"step-{step:08d}.partial").is_dir(), run
+    net = model(0.0)
+    if step == 20:
+        with pytest.raises(CheckpointError, match="it was never finished"):
+            checkpoint.load(run / "step-00000020", net)
+        with pytest.warns(CheckpointWarning, match="it was never finished"):
+            info = checkpoint.load(run, net)
+    else:
+        info = checkpoint.load(run, net)
+    assert (value(net), info.step) == (1.0, 10), run
+    checkpoint.save(run, model(3.0), step=step)  # and what was left behind is no hindrance
+    assert [p.name for p in sorted(run.iterdir()) if p.name.endswith(f"{step}")] == [f"step-{step:08d}"]
+    assert not list(run.glob("*.partial"))
+    assert not list(run.glob("*.replaced"))
+    checkpoint.load(run, net)
+    assert value(net) == 3.0
+
+
+def test_one_takes_the_place_of_another(tmp_path: Path) -> None:
+    for number in (1.0, 2.0):
+        assert checkpoint.save(tmp_path / "latest", model(number)) == tmp_path / "latest"
+    net = model(0.0)
+    assert checkpoint.load(tmp_path / "latest", net).step is None
+    assert value(net) == 2.0
+    assert [p.name for p in tmp_path.iterdir()] == ["latest"]
+
+
+def test_so_many_are_kept(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30)
+    (tmp_path / "step-00000005.partial").mkdir()
+    (tmp_path / "notes").mkdir()
+    checkpoint.save(tmp_path, model(25.0), step=25, keep=2)  # the run went back, and 30 is not its own
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-00000020", "step-00000025"]
+
+
+def test_a_disk_that_takes_nothing_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="step-00000010 could not be saved, and those before it"):
+        checkpoint.save(tmp_path / "file", model(1.0), step=10)
+
+
+def test_an_interrupt_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 10)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "digest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, model(20.0), step=20)
+    monkeypatch.undo()
+    with pytest.warns(CheckpointWarning, match="never finished"):
+        assert checkpoint.load(tmp_path, model(0.0)).step == 10
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    """Digests protect against accidents; whoever edits the index edits them, too."""
+
+    class Evil:
+        def __reduce__(self) -> object:
+            return Path.touch, (tmp_path / "ran",)
+
+    (path,) = saved(tmp_path, 10)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    manifest = json.loads((path / finding.MANIFEST).read_text())
+    raw = (path / ".metadata").read_bytes()
+    manifest["files"][".metadata"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    (path / finding.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"its index refers to .*, which is no part of an index"):
+        checkpoint.load(path, model(0.0))
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(raw)
+    assert (tmp_path / "ran").exists(), "it would have"
