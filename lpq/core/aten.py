@@ -26,6 +26,7 @@ from lpq.core.write import overwrite, write
 aten = torch.ops.aten
 Handler = Callable[..., Any]
 _HANDLERS: dict[Any, Handler] = {}
+REMEDY = "give lpq.convert(…, ranks=…) the number of ranks, and weights that cannot be cut so stay in high precision"
 
 
 def implements(*functions: Any) -> Callable[[Handler], Handler]:
@@ -257,6 +258,11 @@ def _new_empty(
     t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
     device = torch.device(device) if device is not None else t.device
+    if t.dim() > 1 and tuple(size) == (0,):  # so FSDP2 makes, on every rank, what ranks get when the rows are too few
+        raise ValueError(
+            f"shards of {t.shape[0]} rows of a tensor that is stored as {t.quantizer} leave nothing to some ranks: "
+            f"{REMEDY}"
+        )
     if dtype not in (None, t.dtype):
         return torch.empty(size, dtype=dtype, device=device)
     rows, cols = as_matrix(torch.empty(size, device="meta")).shape
@@ -272,7 +278,7 @@ def _new_zeros(
     t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
     """A tensor to hold another piece of this one; FSDP2 makes its shards so."""
-    is_shard = t.dim() and tuple(size[1:]) == tuple(t.shape[1:]) and size[0] < t.shape[0]
+    is_shard = t.dim() and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
     if is_shard:
         _check_shard(t, size[0])
     made = _new_empty(t, size, dtype=dtype, device=device).zero_()
@@ -284,12 +290,12 @@ def _new_zeros(
 def _check_shard(t: QuantizedTensor, rows: int) -> None:
     """Refuse shards of so many rows if they are uneven or cut a block: all ranks do, from sizes that are global."""
     units = [b.unit(0 if d == "row" else 1) for d, s in t.operands for b in s.layout_for(s.quantizer)]
-    cut = next((unit for unit in units if unit is not None and rows * t[0].numel() // _matrix(t)[1] % unit), None)
-    if rows == 0 or t.shape[0] % rows or cut is not None:
+    matrix_rows = _matrix(t)[0] // t.shape[0] * rows
+    cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)
+    if t.shape[0] % rows or cut is not None:
         why = f"cuts blocks of {cut}" if cut is not None else "leaves a smaller one"
         raise ValueError(
-            f"a shard of {rows} rows of a {list(t.shape)} tensor that is stored as {t.quantizer} {why}: give "
-            "lpq.convert(…, ranks=…) the number of ranks, and weights that cannot be cut so stay in high precision"
+            f"a shard of {rows} rows of a {list(t.shape)} tensor that is stored as {t.quantizer} {why}: {REMEDY}"
         )
 
 

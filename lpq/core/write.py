@@ -51,8 +51,11 @@ class _Write:
 
     def encode(self) -> None:
         if self.in_turn:
-            group = self.shared_with()
-            both = encode_operands(self.target.quantizer, self.value, row=self.row is not None, group=group)
+            group, quantizer = self.shared_with(), self.target.quantizer
+            side = quantizer.side("row")
+            as_is = any(b.dtype is None for b in side.storage.layout_for(side))  # the row operand is kept in this dtype
+            value = self.value.to(self.target.dtype) if as_is else self.value
+            both = encode_operands(quantizer, value, row=self.row is not None, group=group)
             row, col = both.row, both.col
         else:
             row, col, _ = operations.quantize(self.value, self.stats, self.row, self.col)

@@ -3,3 +3,8 @@
 It is all measure → reduce → encode over the declared layout, so that every format and every mixture of formats is
 sharded by the same lines. What FSDP2 keeps to itself is touched in ``lpq.distributed.fsdp`` alone.
 """
+
+from lpq.distributed.attach import attach
+from lpq.distributed.masters import Piece, Pieces, cast_master_weights, finish_gather
+
+__all__ = ["Piece", "Pieces", "attach", "cast_master_weights", "finish_gather"]

@@ -21,7 +21,7 @@ from lpq.core.quantize import recall
 from lpq.core.reduce import spans
 from lpq.distributed import fsdp
 from lpq.distributed.attach import attach
-from lpq.distributed.fits import why_not
+from lpq.distributed.fits import why_not, why_uncut
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.whole import Whole
 
@@ -185,6 +185,13 @@ class Gather:
             raise ValueError(
                 f"the weight of {self.layer} is stored as {shard.quantizer} and its recipe wants {wanted}: a weight "
                 "that is stored quantized keeps its format; convert with weights='high_precision' to change it"
+            )
+        rows, ranks = self.layer.weight.shape[0], self.site.group.size()
+        reason = self.site.refusal() or why_uncut(shard.quantizer, rows, ranks)
+        if reason is not None:
+            raise ValueError(
+                f"the weight of {self.layer} is stored as {shard.quantizer} and cannot be gathered so: {reason}; give "
+                "lpq.convert(…, ranks=…) the number of ranks, or convert with weights='high_precision'"
             )
         return shard.quantizer
 

@@ -1,8 +1,8 @@
 """WeightShard: a high-precision weight that FSDP2 gathers in its quantized form.
 
 It wraps an ordinary tensor, and adds that FSDP2 asks the layer what to gather and that writes are counted. FSDP2 cuts,
-pads and moves parameters, so those operators keep the class, and every other one gives an ordinary tensor. In a state
-dict it is saved as an ordinary tensor, too.
+pads and moves parameters, so views and copies keep the class, and every other operator gives an ordinary tensor. In a
+state dict it is saved as an ordinary tensor, too.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lpq.core import QuantizedTensor
 from lpq.core.gathered import Gathered
 
 aten = torch.ops.aten
-VIEWS = {
-    aten.alias.default, aten.as_strided.default, aten.detach.default, aten.slice.Tensor, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.view.default,
-}  # fmt: skip
 COPIES = {
     aten._pin_memory.default, aten._to_copy.default, aten.clone.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_zeros.default,
 }  # fmt: skip
-"""With these and the views a parameter is cut, padded, moved and made."""
+"""With these and with views a parameter is cut, padded, moved and made."""
 
 
 class WeightShard(Gathered, Tensor):
@@ -60,7 +58,7 @@ class WeightShard(Gathered, Tensor):
             for written in _written(func, args, kwargs):
                 if id(written) in shards:
                     shards[id(written)].writes[0] += 1
-        if func in VIEWS:
+        if func.is_view:  # what is written to it is written to the weight
             (whole,) = shards.values()
             return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)
         if func in COPIES:
@@ -97,6 +95,25 @@ def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
 def as_shard(tensor: Tensor) -> Tensor:
     """The same data, gathered quantized; a tensor that is of a class of its own stays as it is."""
     return WeightShard(tensor) if type(tensor) is Tensor else tensor
+
+
+def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
+    """What is to be a layer's weight from now on, prepared for being gathered as ``weight``, whole or sharded, is."""
+    stored, given = _local(weight), as_shard(_local(new).detach())
+    if isinstance(stored, QuantizedTensor) and not isinstance(given, QuantizedTensor):
+        raise ValueError(
+            f"a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor cannot take its "
+            "place: load without assign=True, or with lpq.optim.load_high_precision, and it is encoded"
+        )
+    if not isinstance(new, DTensor):
+        return given
+    return DTensor.from_local(
+        given, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def plain(tensor: Tensor) -> Tensor:

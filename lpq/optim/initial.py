@@ -28,7 +28,7 @@ def load_high_precision(
     others = dict(state_dict)
     stored: list[tuple[Tensor, Tensor]] = []
     for name, target in targets.items():
-        if name not in others:
+        if name not in others or others[name].shape != target.shape:
             continue  # load_state_dict says so, unless it may be absent
         others[name] = shared_out(others[name], target)
         if isinstance(local(target), QuantizedTensor):

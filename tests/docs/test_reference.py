@@ -21,7 +21,10 @@ from lpq.registry import hookspecs
 from lpq.registry.loader import HOOKS
 
 REFERENCE = ROOT / "docs" / "plugins" / "reference.md"
-PUBLIC = ("lpq", "lpq.core", "lpq.nn", "lpq.ops", "lpq.recipes", "lpq.registry")
+PUBLIC = (
+    "lpq", "lpq.checkpoint", "lpq.core", "lpq.distributed", "lpq.nn", "lpq.observe", "lpq.ops", "lpq.optim",
+    "lpq.recipes", "lpq.registry",
+)  # fmt: skip
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
 NOT_RENDERED = {"PolicyLike", "RecipeLike", "hookimpl"}
 """What a function takes, which its own text says; and a marker, of which the text speaks throughout."""

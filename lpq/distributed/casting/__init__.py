@@ -1,0 +1,1 @@
+"""How masters are cast: what one rank says of its fragments, and what it makes of what all have said."""

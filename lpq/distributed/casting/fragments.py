@@ -1,0 +1,159 @@
+"""Where a fragment of a flattened weight lies in the buffers and statistics of the weight. Host arithmetic only.
+
+Everything is said in the order of the weight: along its rows, then along its columns, which is the order of a row
+operand's buffers as they are, and of a column operand's turned round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lpq.core import Buffer, Quantizer, Stat
+from lpq.core.layout import Covering, blocks
+from lpq.core.quantizer import Direction
+
+Span = tuple[int, int]
+"""Elements ``[start, stop)`` of a flattened weight."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A buffer, or a statistic, of one operand of a weight ``[rows, cols]``, in the order of the weight."""
+
+    covering: Covering
+    direction: Direction
+    rows: int
+    cols: int
+
+    @property
+    def step(self) -> tuple[int | None, int | None]:
+        """Rows and columns of the weight that one element covers."""
+        down, across = self.covering.block
+        return (down, across) if self.direction == "row" else (across, down)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        size = (self.rows, self.cols) if self.direction == "row" else (self.cols, self.rows)
+        down, across = self.covering.grid(*size) or (1, 1)
+        return (down, across) if self.direction == "row" else (across, down)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    def line(self, row: int) -> int:
+        """The row of the grid that covers a row of the weight."""
+        down = self.step[0]
+        return 0 if down is None else row // down
+
+    def holding(self, position: int) -> int:
+        """The place in the flattened grid of what covers this element of the flattened weight."""
+        row, col = divmod(position, self.cols)
+        across = self.step[1]
+        return self.line(row) * self.shape[1] + (0 if across is None else col // across)
+
+    def before(self, position: int) -> int:
+        """How many elements of the grid begin before this element of the flattened weight.
+
+        So the elements of a fragment's own, ``[before(start), before(stop))``, are those that begin in it, and all
+        fragments together have each of them once. What pads the columns begins with the last one.
+        """
+        lines, width = self.shape
+        if position >= self.rows * self.cols:
+            return lines * width
+        row, col = divmod(position, self.cols)
+        down, across = self.step[0] or self.rows, self.step[1] or self.cols
+        return -(-row // down) * width + (0 if row % down else -(-col // across))
+
+    def lay(self, tensor: Tensor) -> Tensor:
+        """``[count, *grid]`` of operands, in the order of the weight."""
+        if tensor.dim() == 1:
+            return tensor.view(-1, 1, 1)
+        return tensor if self.direction == "row" else tensor.transpose(1, 2)
+
+    def lift(self, laid: Tensor) -> Tensor:
+        """The inverse of ``lay``."""
+        if self.covering.block == (None, None):
+            return laid.reshape(-1)
+        return (laid if self.direction == "row" else laid.transpose(1, 2)).contiguous()
+
+    def cut(self, laid: Tensor, window: Window) -> list[Tensor]:
+        """Of a stack of this grid for many weights: what covers the rows of a window, weight by weight."""
+        lines = blocks(window.height, self.step[0])
+        return [
+            laid[i, self.line(top) : self.line(top) + lines] for i, top in zip(window.which, window.tops, strict=True)
+        ]
+
+
+def reach(grids: Iterable[Grid]) -> int:
+    """How far from an element of the flattened weight those lie that share a code with it, in any of these buffers."""
+    furthest = 0
+    for grid in grids:
+        down, across = grid.step[0] or grid.rows, grid.step[1] or grid.cols
+        furthest = max(furthest, (down - 1) * grid.cols + across - 1)
+    return furthest
+
+
+def alignment(row: Quantizer | None, col: Quantizer | None) -> int:
+    """Rows of the weight that no buffer and no statistic of these operands lets one cut apart."""
+    units: list[int | None] = []
+    for side, dim in ((row, 0), (col, 1)):
+        if side is not None:
+            units += [b.unit(dim) for b in layout(side)] + [s.block[dim] for s in side.stats]
+    return math.lcm(*(unit for unit in units if unit is not None))
+
+
+def layout(side: Quantizer) -> tuple[Buffer, ...]:
+    """The buffers of an operand of this quantizer."""
+    return side.storage.layout_for(side)
+
+
+def stat_grids(row: Quantizer | None, col: Quantizer | None, rows: int, cols: int) -> list[Grid]:
+    """The statistics of these operands, in the order of ``operations.declared``."""
+    sides: list[tuple[Direction, Quantizer | None]] = [("row", row), ("col", col)]
+    stats: list[tuple[Direction, Stat]] = [(d, s) for d, side in sides if side is not None for s in side.stats]
+    return [Grid(stat, direction, rows, cols) for direction, stat in stats]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Fragments that are encoded together, each in ``height`` whole rows of its weight that cover it."""
+
+    which: tuple[int, ...]
+    """Which weights they belong to."""
+    tops: tuple[int, ...]
+    """The first of the rows, of each."""
+    height: int
+
+
+def windows(spans: Sequence[Span], rows: int, cols: int, unit: int, most: int, *, level: bool) -> Iterator[Window]:
+    """Windows over fragments of weights ``[rows, cols]``, of whole units of rows; none over an empty fragment.
+
+    A window that holds a last, ragged unit ends where the weight ends, as what pads a buffer is not what zeros are
+    encoded as. ``most`` elements are in one window, or one weight's. ``level``: all begin at the same row.
+    """
+    inner: list[tuple[int, int, int]] = []
+    ragged: list[tuple[int, int, int]] = []
+    for i, (start, stop) in enumerate(spans):
+        if start < stop:
+            top = start // cols // unit * unit
+            bottom = blocks((stop - 1) // cols + 1, unit) * unit
+            (inner if bottom <= rows else ragged).append((i, top, bottom))
+    for found, end in ((inner, rows // unit * unit), (ragged, rows)):
+        if not found:
+            continue
+        first = min(top for _, top, _ in found)
+        if level or found is ragged:
+            height = min(max(bottom for _, _, bottom in found), end) - first
+            tops = [first for _ in found]
+        else:
+            height = max(bottom - top for _, top, bottom in found)
+            tops = [min(top, end - height) for _, top, _ in found]
+        count = max(1, most // (height * cols))
+        for at in range(0, len(found), count):
+            which = tuple(i for i, _, _ in found[at : at + count])
+            yield Window(which, tuple(tops[at : at + count]), height)

@@ -1,0 +1,130 @@
+"""What a caller passed to a cast, refused in words if it makes no sense.
+
+Whatever all ranks pass alike is looked at first, so that all of them refuse it, and none waits for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lpq.core import QuantizedTensor, Quantizer
+from lpq.distributed.casting import batches
+from lpq.distributed.casting.fragments import Span
+from lpq.distributed.casting.kinds import Item
+
+
+def items_of(
+    weights: Sequence[QuantizedTensor],
+    masters: Sequence[Tensor | None],
+    offsets: Sequence[int],
+    states: Sequence[Mapping[str, Tensor] | None] | None,
+    seed: Tensor | int | None,
+    ranks: int,
+) -> list[Item]:
+    """The weights, with what this rank owns of each."""
+    given = {"weights": len(weights), "masters": len(masters), "offsets": len(offsets)}
+    if states is not None:
+        given["states"] = len(states)
+    if len(set(given.values())) > 1:
+        counts = ", ".join(f"{count} {name}" for name, count in given.items())
+        raise ValueError(f"cast_master_weights: {counts}: pass one of each for every weight")
+    remembered: list[Mapping[str, Tensor] | None] = []
+    for i, weight in enumerate(weights):
+        _check_weight(i, weight, weights[0].device)
+        _check_seed(i, weight.quantizer, seed)
+        remembered.append(_memory(i, weight.quantizer, states[i]) if states is not None else None)
+    seeds = _seeds(seed, len(weights), weights[0].device) if weights else []
+    items: list[Item] = []
+    for i, weight in enumerate(weights):
+        values, span = _fragment(i, weight, masters[i], offsets[i], ranks)
+        items.append(Item(i, weight, values, span, remembered[i], seeds[i]))
+    return items
+
+
+def _seeds(seed: Tensor | int | None, count: int, device: torch.device) -> Sequence[Tensor | None]:
+    """One seed for each weight."""
+    if seed is None:
+        return [None] * count
+    if isinstance(seed, Tensor):
+        return (seed.to(device, torch.int64) + torch.arange(count, device=device)).unbind()
+    signed = [(seed + i + (1 << 63)) % (1 << 64) - (1 << 63) for i in range(count)]
+    return batches.on_device(signed, torch.int64, device).unbind()
+
+
+def _check_weight(i: int, weight: QuantizedTensor, device: torch.device) -> None:
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(
+            f"weights[{i}] is a {type(weight).__name__}: masters are cast into whole quantized tensors, "
+            "such as Quantizer.quantize makes"
+        )
+    if weight.window is not None:
+        raise ValueError(
+            f"weights[{i}] is a view that shares values with the rest of a tensor {list(weight.window.parent.shape)}: "
+            "pass that tensor, and its master"
+        )
+    if weight.amax_group is not None and (weight.amax_group == "unattached" or weight.amax_group.size() > 1):
+        raise ValueError(
+            f"weights[{i}] is a shard of a weight, which copy_ writes to: masters are cast into weights that every "
+            "rank holds whole"
+        )
+    if weight.device != device:
+        raise ValueError(
+            f"weights[{i}] is on {weight.device}, and weights[0] on {device}: all are cast with one collective, "
+            "so pass the weights of one device at a time"
+        )
+
+
+def _check_seed(i: int, quantizer: Quantizer, seed: Tensor | int | None) -> None:
+    if seed is None and (quantizer.side("row").stochastic or quantizer.side("col").stochastic):
+        raise ValueError(
+            f"weights[{i}]: {quantizer} rounds stochastically, and all ranks must draw the same random bits: "
+            "pass seed=, the same on all ranks and another one in each step"
+        )
+
+
+def _memory(i: int, quantizer: Quantizer, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
+    """What is remembered of a weight, or None if that is nothing."""
+    needed = list(quantizer.new_state("meta"))
+    if not state or not needed:
+        return None
+    if missing := [name for name in needed if name not in state]:
+        raise ValueError(
+            f"states[{i}] has no {', '.join(missing)}: pass what {quantizer}.new_state() made, or None to encode "
+            "with the statistics of the masters"
+        )
+    if quantizer.col_source == "row" and quantizer.side("col").state:
+        raise ValueError(
+            f"states[{i}]: {quantizer.side('col')} would remember statistics of what the row operand decodes to, "
+            "which are known after the gather only: pass None to encode with the statistics of the masters"
+        )
+    return {name: state[name] for name in needed}
+
+
+def _fragment(i: int, weight: QuantizedTensor, master: Tensor | None, offset: int, ranks: int) -> tuple[Tensor, Span]:
+    """What this rank owns of a master, and where it lies."""
+    total = weight.numel()
+    if master is None or (isinstance(master, Tensor) and not master.numel()):
+        master, offset = torch.empty(0, dtype=torch.float32, device=weight.device), 0
+    if not isinstance(master, Tensor) or master.dtype != torch.float32 or master.dim() != 1:
+        what = f"{master.dtype} {list(master.shape)}" if isinstance(master, Tensor) else type(master).__name__
+        raise TypeError(
+            f"masters[{i}] is {what}: pass the elements that this rank owns as a 1-D fp32 tensor, or None if it "
+            "owns nothing of this weight"
+        )
+    if master.device != weight.device:
+        raise ValueError(f"masters[{i}] is on {master.device}, and its weight on {weight.device}: move one of them")
+    span = (offset, offset + len(master))
+    if not 0 <= span[0] <= span[1] <= total:
+        raise ValueError(
+            f"masters[{i}] are elements [{span[0]}, {span[1]}) of a weight {list(weight.shape)}, which has {total}: "
+            "offsets count from the first element of the weight, not of a buffer that holds many"
+        )
+    if ranks == 1 and span != (0, total):
+        raise ValueError(
+            f"masters[{i}] are elements [{span[0]}, {span[1]}) of {total}, and the others are on other ranks: "
+            "pass group=, the process group that shares out the masters"
+        )
+    return master.detach(), span

@@ -1,0 +1,101 @@
+"""What weights have in common that are cast together, and what follows from it for how they are cast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lpq.core import QuantizedTensor, Quantizer
+from lpq.core.derive import derives_col
+from lpq.core.quantizer import Direction
+from lpq.distributed.casting.fragments import Grid, Span, layout, reach
+from lpq.distributed.casting.traits import traits
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Weights ``[rows, cols]`` that differ in their values only."""
+
+    quantizer: Quantizer
+    holds_row: bool
+    holds_col: bool
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    remembers: bool
+    """Each has a state, which gives the statistics to encode with and takes those of this cast."""
+
+    @cached_property
+    def derives(self) -> bool:
+        """Column operands follow from row operands."""
+        return self.holds_col and derives_col(self.quantizer)
+
+    @cached_property
+    def row(self) -> Quantizer | None:
+        """What encodes row operands, which are needed also where column operands follow from them."""
+        return self.quantizer.side("row") if self.holds_row or self.derives else None
+
+    @cached_property
+    def col(self) -> Quantizer | None:
+        """What encodes column operands, if they do not follow from row operands."""
+        return self.quantizer.side("col") if self.holds_col and not self.derives else None
+
+    @cached_property
+    def sides(self) -> list[tuple[Direction, Quantizer]]:
+        """What is encoded."""
+        sides: list[tuple[Direction, Quantizer | None]] = [("row", self.row), ("col", self.col)]
+        return [(direction, side) for direction, side in sides if side is not None]
+
+    @cached_property
+    def stats(self) -> list[Grid]:
+        """The statistics that it needs, in the order of ``operations.declared``."""
+        return [Grid(stat, d, self.rows, self.cols) for d, side in self.sides for stat in side.stats]
+
+    def coded(self, direction: Direction, side: Quantizer) -> dict[int, Grid]:
+        """The buffers of an operand that depend on the elements, by their place in the layout."""
+        return {j: Grid(layout(side)[j], direction, self.rows, self.cols) for j in traits(side).coded}
+
+    @cached_property
+    def reach(self) -> int:
+        """How far apart elements of the flattened weight lie at most that share a code."""
+        grids = [grid for d, side in self.sides for grid in self.coded(d, side).values()]
+        return min(reach(grids), self.rows * self.cols)
+
+    @cached_property
+    def together(self) -> bool:
+        """Whether many can be encoded by the launches of one."""
+        used = {*(side for _, side in self.sides), *([self.quantizer.side("col")] if self.derives else [])}
+        return all(traits(side).together for side in used)
+
+    @cached_property
+    def stochastic(self) -> bool:
+        return self.quantizer.side("row").stochastic or self.quantizer.side("col").stochastic
+
+    def in_parts(self, ranks: int) -> bool:
+        """Whether fragments can be encoded one by one, and that tells the ranks less than all elements would."""
+        possible = all(traits(side).in_parts for _, side in self.sides)
+        return possible and 2 * self.reach * ranks < self.rows * self.cols
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One weight, and what this rank has of its master."""
+
+    index: int
+    weight: QuantizedTensor
+    values: Tensor
+    """The elements ``span`` of the flattened master in fp32."""
+    span: Span
+    state: Mapping[str, Tensor] | None
+    seed: Tensor | None
+
+    @property
+    def kind(self) -> Kind:
+        t = self.weight
+        direction, operand = t.operands[0]
+        rows, cols = operand.shape if direction == "row" else operand.shape[::-1]
+        return Kind(t.quantizer, t.row is not None, t.col is not None, rows, cols, t.dtype, self.state is not None)

@@ -1,0 +1,174 @@
+"""Casting fragments one by one: the cast of formats that do not mix elements.
+
+The ranks tell each other the statistics of their fragments, and the few elements that share a code with one of another
+fragment. Then each knows all scales, and the codes of what it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lpq.core.quantizer import Direction
+from lpq.distributed.casting import batches
+from lpq.distributed.casting.casts import NOTHING, Cast, Piece, as_bits, copy, write
+from lpq.distributed.casting.fragments import Grid, Window, alignment, layout, windows
+from lpq.distributed.casting.kinds import Item, Kind
+
+HEAD = 4
+"""A rank says of its fragment where it begins and where it ends, each as a row and a column, and then its elements."""
+
+
+class InParts(Cast):
+    """Each rank encodes its fragments."""
+
+    def __init__(self, kind: Kind, items: Sequence[Item], rank: int, ranks: int) -> None:
+        super().__init__(kind, items)
+        self.rank, self.ranks = rank, ranks
+        self.buffers: list[tuple[Direction, int, Grid, list[Tensor]]] = []
+        """What has to be gathered: of which operand, its place in the layout, and one of each weight."""
+        for direction, side in kind.sides:
+            for j, grid in kind.coded(direction, side).items():
+                if direction == "row":
+                    flat = [row.tensors()[j].view(-1) for row in self.rows]
+                else:  # in the order of the weight, and not in that of the operand
+                    dtype = self._held("col", [0])[0].tensors()[j].dtype
+                    stack = torch.empty(len(items), grid.count, dtype=dtype, device=self.device)
+                    flat = list(stack.unbind())
+                self.buffers.append((direction, j, grid, flat))
+        spans, unit = [item.span for item in items], alignment(kind.row, kind.col)
+        found = windows(spans, kind.rows, kind.cols, unit, batches.MOST, level=kind.stochastic)
+        self.stacks = [(window, self._stack(window)) for window in found]
+
+    def pieces(self) -> list[Piece]:
+        found: list[Piece] = []
+        for direction, _, grid, buffers in self.buffers:
+            name = f"{direction}.{grid.covering.name}"
+            for item, buffer in zip(self.items, buffers, strict=True):
+                start, stop = item.span
+                found.append(Piece(item.index, name, buffer, grid.before(start), grid.before(stop), grid))
+        return found
+
+    def tell(self) -> list[Tensor]:
+        kind, count = self.kind, len(self.items)
+        told = [torch.zeros(count, *grid.shape, dtype=torch.float32, device=self.device) for grid in kind.stats]
+        for window, flat in self.stacks:
+            x, together = self._matrices(window, flat), self._together(window.which)
+            measured = batches.measure(x, kind.row, kind.col, together=together)
+            for grid, stack, stat in zip(kind.stats, told, measured, strict=True):
+                laid = grid.lay(stat).abs()  # a NaN may have a sign, which would make it the least
+                copy(grid.cut(stack, window), laid.unbind())
+        return [as_bits(stack) for stack in told] + ([self._ends()] if kind.reach else [])
+
+    def encode(self, told: Sequence[Tensor]) -> None:
+        kind = self.kind
+        reduced = [t.view(torch.float32) for t in told[: len(kind.stats)]]
+        measured = [grid.lift(stack) for grid, stack in zip(kind.stats, reduced, strict=True)]
+        used = [m if k is None else k for m, k in zip(measured, self._known(), strict=True)]
+        self._follow(used)
+        for window, flat in self.stacks:
+            if kind.reach:
+                self._fill(window, flat, told[-1])
+            self._encode(window, flat, used)
+        self.stacks = []
+        self._remember(measured)
+
+    def finish(self, chosen: Sequence[int]) -> None:
+        super().finish(chosen)
+        for part in self._batches(chosen):
+            for direction, j, grid, buffers in self.buffers:
+                if direction == "col":
+                    stack = torch.stack([buffers[i] for i in part]).view(-1, *grid.shape)
+                    write(self._held("col", part), [(j, grid.lift(stack))])
+
+    def _follow(self, stats: Sequence[Tensor]) -> None:
+        """Write the buffers that follow from the statistics alone, of the whole weights."""
+        kind, at = self.kind, 0
+        for direction, side in kind.sides:
+            own, at = stats[at : at + len(side.stats)], at + len(side.stats)
+            coded = kind.coded(direction, side)
+            wanted = [j for j in range(len(layout(side))) if j not in coded]
+            shape = (kind.rows, kind.cols) if direction == "row" else (kind.cols, kind.rows)
+            for part in self._batches(range(len(self.items)) if wanted else ()):
+                taken = [stat[part[0] : part[-1] + 1] for stat in own]
+                made = batches.follow(side, taken, shape, len(part), wanted, self.device, together=kind.together)
+                write(self._encoded(direction, part), zip(wanted, made, strict=True))
+
+    def _encode(self, window: Window, flat: Tensor, stats: Sequence[Tensor]) -> None:
+        """Write the codes of the fragments in a window."""
+        kind = self.kind
+        cut = [
+            grid.lift(torch.stack(grid.cut(grid.lay(stat), window)))
+            for grid, stat in zip(kind.stats, stats, strict=True)
+        ]
+        made = batches.encode(
+            self._matrices(window, flat), cut, kind.row, kind.col, self._seeds(window.which), window.tops[0],
+            together=self._together(window.which),
+        )  # fmt: skip
+        operands: dict[Direction, list[Tensor]] = {}
+        for direction, side in kind.sides:
+            count = len(layout(side))
+            operands[direction], made = made[:count], made[count:]
+        for direction, j, grid, buffers in self.buffers:
+            codes = grid.lay(operands[direction][j]).flatten(1)
+            targets: list[Tensor] = []
+            sources: list[Tensor] = []
+            for n, (i, top) in enumerate(zip(window.which, window.tops, strict=True)):
+                start, stop = grid.holding(self.items[i].span[0]), grid.before(self.items[i].span[1])
+                above = grid.holding(top * kind.cols)
+                targets.append(buffers[i][start:stop])
+                sources.append(codes[n, start - above : stop - above])
+            copy(targets, sources)
+
+    # ------------------------------------------------------------------------------ the elements
+
+    def _stack(self, window: Window) -> Tensor:
+        """The rows that a window covers, with zeros for what other ranks own, one matrix after the other; and one
+        element more."""
+        cols, size = self.kind.cols, window.height * self.kind.cols
+        flat = torch.zeros(len(window.which) * size + 1, dtype=torch.float32, device=self.device)
+        targets: list[Tensor] = []
+        for n, (i, top) in enumerate(zip(window.which, window.tops, strict=True)):
+            start, stop = (n * size + place - top * cols for place in self.items[i].span)
+            targets.append(flat[start:stop])
+        copy(targets, [self.items[i].values for i in window.which])
+        return flat
+
+    def _matrices(self, window: Window, flat: Tensor) -> Tensor:
+        return flat[:-1].view(len(window.which), window.height, self.kind.cols)
+
+    def _ends(self) -> Tensor:
+        """The first and the last elements of this rank's fragments, as many as may share a code with others."""
+        cols, reach = self.kind.cols, self.kind.reach
+        ends = torch.full(
+            (len(self.items), self.ranks, HEAD + 2 * reach), NOTHING, dtype=torch.int32, device=self.device
+        )
+        heads = [[*divmod(start, cols), *divmod(stop, cols)] for start, stop in (item.span for item in self.items)]
+        ends[:, self.rank, :HEAD] = batches.on_device(heads, torch.int32, self.device)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for item, said in zip(self.items, ends[:, self.rank].unbind(), strict=True):
+            count, bits = min(reach, len(item.values)), as_bits(item.values)
+            if count:
+                targets += [said[HEAD : HEAD + count], said[-count:]]
+                sources += [bits[:count], bits[-count:]]
+        copy(targets, sources)
+        return ends
+
+    def _fill(self, window: Window, flat: Tensor, ends: Tensor) -> None:
+        """Put in the elements of other ranks, as far as they are known."""
+        cols, reach, size = self.kind.cols, self.kind.reach, window.height * self.kind.cols
+        said = torch.stack([ends[i] for i in window.which])
+        place = said[..., :HEAD].long()
+        start, stop = place[..., 0] * cols + place[..., 1], place[..., 2] * cols + place[..., 3]
+        first_and_last = torch.stack((start, stop - reach), -1)[..., None]
+        at = first_and_last + torch.arange(reach, device=self.device)
+        owned = (at >= start[..., None, None]) & (at < stop[..., None, None])
+        tops = batches.on_device([top * cols for top in window.tops], torch.int64, self.device)
+        inside = at - tops.view(-1, 1, 1, 1)
+        offset = torch.arange(len(window.which), device=self.device).view(-1, 1, 1, 1) * size
+        spare = len(flat) - 1
+        to = torch.where(owned & (inside >= 0) & (inside < size), inside + offset, spare)
+        flat.scatter_(0, to.flatten(), said[..., HEAD:].flatten().view(torch.float32))
