@@ -6,7 +6,6 @@ its words on stderr: status 2 for a name or an option that does not exist, 1 for
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lpq.registry.errors import LpqError, OptionError, UnknownFormat, UnknownRecipe
+from lpq.registry.errors import LpqError
 
 COMMANDS = {
     "train": ("lpq.cli.train", "Train a small GPT by a recipe, next to bf16."),
@@ -25,6 +24,10 @@ COMMANDS = {
     "explain": (
         "lpq.cli.explain",
         "Say what a recipe does: operands, quantizers, kernels.",
+    ),
+    "memory": (
+        "lpq.cli.memory",
+        "Say what the weights of a model take: stored, gathered, in the optimizer.",
     ),
     "check": ("lpq.cli.check", "Run the conformance kit on a format."),
     "new-plugin": ("lpq.cli.new_plugin", "Write a package with a new format, ready to install."),
@@ -89,5 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="lpq")
     except LpqError as error:
-        print(f"lpq: {error}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, OptionError | UnknownFormat | UnknownRecipe) else 1) from None
+        from lpq.cli.output import tell  # it needs more than a command that ends well may
+
+        raise SystemExit(tell(error)) from None

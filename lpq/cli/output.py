@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lpq.registry.errors import LpqError, OptionError, UnknownFormat, UnknownRecipe
 from lpq.registry.loader import PluginInfo
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -41,3 +43,10 @@ def complain(plugins: Iterable[PluginInfo]) -> None:
     for plugin in plugins:
         if plugin.error is not None:
             typer.echo(f"lpq: {plugin.error}", err=True)
+
+
+def tell(error: LpqError, *, aloud: bool = True) -> int:
+    """Say on stderr, if ``aloud``, what ended a command; return its exit status."""
+    if aloud:
+        print(f"lpq: {error}", file=sys.stderr)
+    return 2 if isinstance(error, OptionError | UnknownFormat | UnknownRecipe) else 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import signal
+import traceback
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -10,21 +12,44 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from lpq.cli.output import tell
+from lpq.registry.errors import LpqError
 from lpq.train import Stopped, TrainConfig, resolve, run
 from lpq.train.config import TYPES
+from lpq.train.launch import launched, work
 
 
 def train(config: Path | None, **options: Any) -> None:
     """Train a small byte-level GPT by recipe, then in bf16 from the same seed, and compare the two.
 
     The text is Python's own standard library unless --data names another. Ctrl-C saves, and --resume goes on.
+    Started as `torchrun --nproc-per-node N -m lpq train`, N processes train one sharded model together.
     """
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None and v != []}
+    if launched():
+        work(lambda: run(resolve(given, config)), _tell)
     try:
         run(resolve(given, config))
     except Stopped as stopped:
-        typer.echo(str(stopped), err=True)
-        raise typer.Exit(stopped.exit_code) from None
+        raise typer.Exit(_tell(stopped)) from None
+
+
+def _tell(error: BaseException, *, aloud: bool = True, rank: int = 0) -> int:
+    """Tell what ended the run, if ``aloud``; return the exit status."""
+    if isinstance(error, Stopped):
+        if aloud:
+            typer.echo(str(error), err=True)
+        return error.exit_code
+    if isinstance(error, LpqError):
+        return tell(error, aloud=aloud)
+    if isinstance(error, KeyboardInterrupt):
+        if aloud:
+            typer.echo("lpq: interrupted; what was saved before stays, and --resume goes on from it", err=True)
+        return 128 + signal.SIGINT
+    if aloud:
+        typer.echo(f"lpq: rank {rank} failed, and so the others end, too:\n", err=True)
+        traceback.print_exception(error)
+    return 1
 
 
 def _signature() -> inspect.Signature:

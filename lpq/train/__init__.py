@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lpq.train.config import TrainConfig
-from lpq.train.errors import CheckpointError, Stopped, TrainError
+from lpq.train.errors import Stopped, TrainError
 from lpq.train.runs import resolve
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lpq.train.report import Summary
 
-__all__ = ["CheckpointError", "Stopped", "TrainConfig", "TrainError", "resolve", "run"]
+__all__ = ["Stopped", "TrainConfig", "TrainError", "resolve", "run"]
 
 
 def run(config: TrainConfig, console: Console | None = None) -> Summary:

@@ -21,6 +21,10 @@ RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 """What is trained by default: a hybrid."""
 
 
+WEIGHTS = (None, "high-precision", "quantized")
+"""How the weights of converted layers are stored."""
+
+
 def option(default: Any, help: str, least: float | None = None) -> Any:
     """A field with its line of help, and the least value it may have."""
     return field(default=default, metadata={"help": help, "least": least})
@@ -44,6 +48,11 @@ class TrainConfig:
     data: tuple[str, ...] = option((), "Files or directories to train on (repeatable); default: Python's own sources.")
     device: str = option("auto", "cpu, cuda, cuda:N, or auto: the GPU if there is one.")
     threads: int = option(1, "CPU threads; 0: as many as PyTorch takes. A small model gains little from more.", least=0)
+    weights: str | None = option(
+        None,
+        "quantized: store weights quantized, with fp32 masters in the optimizer. high-precision: do not; under "
+        "torchrun they are gathered quantized all the same, which is the default there.",
+    )
     compile: bool = option(False, "Train through torch.compile.")
     out: str | None = option(None, "Directory of the run; default: a new one under runs/, named after the recipe.")
     resume: bool = option(False, "Go on from the last checkpoint of --out, or of the newest run under runs/.")
@@ -60,6 +69,9 @@ class TrainConfig:
             raise TrainError(
                 f"width = {self.width} does not give each of heads = {self.heads} an even number of elements"
             )
+        if self.weights not in WEIGHTS:
+            choices = [name for name in WEIGHTS if name is not None]
+            raise TrainError(f"weights = {self.weights!r}: {suggestion(self.weights or '', choices)}")
         if self.policy is not None and self.recipe != RECIPE:
             raise TrainError("a policy gives the recipes itself: name a recipe or a policy, not both")
 

@@ -9,10 +9,6 @@ class TrainError(LpqError):
     """A training run that cannot start or cannot go on."""
 
 
-class CheckpointError(TrainError):
-    """A checkpoint that cannot be loaded."""
-
-
 class Stopped(TrainError):
     """The run was asked to stop. Its last step is saved, and the message says how to go on."""
 

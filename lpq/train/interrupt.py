@@ -11,10 +11,12 @@ from typing import Any, Self
 class Interrupt:
     """While entered, remembers the first SIGINT or SIGTERM instead of dying of it; the next acts as usual.
 
-    Outside the main thread Python delivers no signals, and this does nothing.
+    With ``deaf`` the next ones do nothing: torchrun passes signals on, and kills who does not end in time. Outside the
+    main thread Python delivers no signals, and this does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, deaf: bool = False) -> None:
+        self.deaf = deaf
         self.signum: int | None = None
         """The signal that came, if one did."""
         self._before: dict[int, Any] = {}
@@ -29,8 +31,10 @@ class Interrupt:
         self._restore()
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
-        self._restore()
+        if self.signum is None:
+            self.signum = signum
+        if not self.deaf:
+            self._restore()
 
     def _restore(self) -> None:
         while self._before:

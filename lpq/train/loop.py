@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lpq
-from lpq.train import checkpoint, data, report, runs
+from lpq.train import data, report, runs
 from lpq.train.config import TrainConfig
 from lpq.train.errors import Stopped
 from lpq.train.interrupt import Interrupt
-from lpq.train.machine import fast_bf16, fixed_sums, pick_device, refuse_torchrun
+from lpq.train.machine import fast_bf16, fixed_sums, pick_device
 from lpq.train.measure import served_by
+from lpq.train.ranks import Ranks
 from lpq.train.report import Outcome, Summary
 from lpq.train.sources import policy_of
 from lpq.train.trainer import Trainer
@@ -43,34 +44,45 @@ COLUMNS = (
 
 
 def run(config: TrainConfig, console: Console | None = None) -> Summary:
-    """Do the run that ``config`` describes, or the rest of it; the results also lie in its directory."""
-    refuse_torchrun()
-    console = console or Console()
+    """Do the run that ``config`` describes, or the rest of it; the results also lie in its directory.
+
+    Where there is a process group, its processes train one sharded model together, and the first one alone prints and
+    writes. ``lpq train`` makes the group that torchrun means; see ``lpq.train.launch``.
+    """
     device = pick_device(config.device)
+    ranks = Ranks(device)
+    ranks.check_batch(config.batch)
+    console = (console or Console()) if ranks.first else Console(quiet=True)
     policy = policy_of(config)
     text = data.load(config.data, config.seq)
-    with runs.opened(config) as directory:
-        return compare(config, policy, text, device, directory, console)
+    with runs.opened(config) if ranks.first else nullcontext() as opened:
+        directory = ranks.on_first(lambda: opened)
+        assert directory is not None
+        return compare(config, policy, text, ranks, directory, console)
 
 
 def compare(
-    config: TrainConfig, policy: Policy, text: data.Text, device: torch.device, directory: Path, console: Console
+    config: TrainConfig, policy: Policy, text: data.Text, ranks: Ranks, directory: Path, console: Console
 ) -> Summary:
     """Train by ``policy`` and then in bf16, and close with what came of them."""
-    console.print(f"{config.title}: {config.steps} steps on {device}, {text.source}; everything goes to {directory}/")
+    device = ranks.device
+    where = f"{ranks.size} ranks, {device.type}" if ranks.sharded else str(device)
+    console.print(f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
     jobs: dict[str, tuple[str, Policy | None]] = {"recipe": (config.title, policy)}
     if config.baseline:
         jobs[BASELINE] = (BASELINE, plain_bf16(device, console))
     outcomes = []
-    with Interrupt() as interrupt, fixed_sums(device, config.threads):
+    with Interrupt(deaf=ranks.sharded) as interrupt, fixed_sums(device, config.threads):
         for name, (title, its_policy) in jobs.items():
             trainer = Trainer(config, text, its_policy, device)
-            if its_policy is policy:
+            if its_policy is policy and ranks.first:
                 tell_conversion(trainer, directory, console)
             train(trainer, directory / name, title, interrupt, console)
-            seconds = median(r["seconds"] for r in records(directory / name / runs.METRICS))
+            metrics = directory / name / runs.METRICS
+            seconds = ranks.on_first(lambda path=metrics: median(r["seconds"] for r in records(path)))  # type: ignore[misc]
             outcomes.append(Outcome.of(title, trainer, seconds, served_by(trainer.model, device)))
-    return report.close(Summary(config, str(device), directory, tuple(outcomes)), console)
+    summary = Summary(config, where, directory, tuple(outcomes))
+    return report.close(summary, console) if ranks.first else summary
 
 
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
@@ -98,32 +110,37 @@ def plain_bf16(device: torch.device, console: Console) -> Policy | None:
 
 def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, console: Console) -> None:
     """Take ``trainer`` from its last checkpoint in ``directory``, if there is one, to the last step."""
-    config = trainer.config
-    state = checkpoint.load(directory, lambda line: console.print(line, style="yellow", soft_wrap=True))
-    if state is not None:
-        trainer.restore(state)
+    config, ranks = trainer.config, trainer.ranks
+    saved = -1
+    if trainer.resume(directory, lambda line: console.print(line, style="yellow", soft_wrap=True)):
+        saved = trainer.step
         console.print(f"{title}: resumed after step {trainer.step}")
-    saved = trainer.step if state is not None else -1
     told = math.ceil(config.steps / LINES)
     bars = Progress(*COLUMNS, console=console, disable=not console.is_terminal)
-    with metrics(directory / runs.METRICS, trainer.step) as write, bars as progress:
+    writer = metrics(directory / runs.METRICS, trainer.step) if ranks.first else nullcontext(lambda record: None)
+    with writer as write, bars as progress:
         bar = progress.add_task(title, total=config.steps, completed=trainer.step, loss="")
-        while trainer.step < config.steps and interrupt.signum is None:
+        while not (signum := ranks.largest(interrupt.signum or 0)) and trainer.step < config.steps:
             record = trainer.advance()
             write(record)
             progress.update(bar, completed=trainer.step, loss=f"{record['loss']:.3f}")
             if not console.is_terminal and (trainer.step % told == 0 or trainer.step == config.steps):
                 console.print(f"{title}: step {trainer.step} of {config.steps}, loss {record['loss']:.3f}")
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
-                checkpoint.save(directory, saved := trainer.step, trainer.state())
+                saved = trainer.save(directory)
         if trainer.step != saved:
-            checkpoint.save(directory, trainer.step, trainer.state())
-    if interrupt.signum is not None:
+            trainer.save(directory)
+    if signum:
         raise Stopped(
             f"stopped after step {trainer.step} of {config.steps} ({title}), which is saved; "
-            f"go on with: lpq train --resume --out {shlex.quote(str(directory.parent))}",
-            interrupt.signum,
+            f"go on with: {again(ranks)} --resume --out {shlex.quote(str(directory.parent))}",
+            signum,
         )
+
+
+def again(ranks: Ranks) -> str:
+    """The command that was given, without its options."""
+    return f"torchrun --nproc-per-node {ranks.size} -m lpq train" if ranks.sharded else "lpq train"
 
 
 @contextmanager

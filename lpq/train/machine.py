@@ -1,4 +1,4 @@
-"""What training asks of the machine: one process, a device that exists, sums in a fixed order, bf16."""
+"""What training asks of the machine: a device that exists, one for each process, sums in a fixed order, bf16."""
 
 from __future__ import annotations
 
@@ -11,20 +11,10 @@ import torch
 from lpq.train.errors import TrainError
 
 
-def refuse_torchrun() -> None:
-    """An error where torchrun started several processes."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world != "1":
-        raise TrainError(
-            f"torchrun started {world} processes (WORLD_SIZE={world}), and lpq train does not shard a model "
-            "yet: each of them would train the whole model by itself. Start one process: lpq train …"
-        )
-
-
 def pick_device(name: str) -> torch.device:
     """The device of that name; ``auto`` is the GPU if there is one. An absent device is an error."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _own(torch.device("cuda" if torch.cuda.is_available() else "cpu"), name)
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -36,7 +26,22 @@ def pick_device(name: str) -> torch.device:
         if count <= (device.index or 0):
             has = f"{count} CUDA device{'s'[: count != 1]}" if count else "no CUDA device that PyTorch can use"
             raise TrainError(f"device = {name!r}, but this machine has {has}: use --device cpu, or auto")
-    return device
+    return _own(device, name)
+
+
+def _own(device: torch.device, name: str) -> torch.device:
+    """Of several processes that torchrun starts on this machine, each has a GPU of its own."""
+    ours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
+        return device
+    if device.index is not None and ours > 1:
+        raise TrainError(f"device = {name!r} is one device, and {ours} processes need one each: use --device cuda")
+    if (count := torch.cuda.device_count()) < ours:
+        raise TrainError(
+            f"{ours} processes need a CUDA device each, and this machine has {count}: start at most {count} processes "
+            "on it, or use --device cpu"
+        )
+    return torch.device("cuda", device.index if device.index is not None else int(os.environ["LOCAL_RANK"]))
 
 
 @contextmanager

@@ -1,18 +1,23 @@
-"""What a user asks about a training run beyond its loss: the bytes it holds, and which kernels it ran."""
+"""What a user asks about a training run beyond its loss: the bytes it holds and sends, and which kernels it ran."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from lpq.core import Quantizer
+from lpq.core import QuantizedTensor, Quantizer
+from lpq.distributed.shard import WeightShard, plain
 from lpq.nn import Linear
+from lpq.observe import Collective, collectives, gathered_bytes, held_bytes
 from lpq.ops import choose
+from lpq.train.ranks import Ranks
 
 
 @dataclass
@@ -29,7 +34,8 @@ class Held:
 @contextmanager
 def held_for_backward(model: nn.Module) -> Iterator[Held]:
     """Count what the forward inside keeps for backward: each memory once, the model's own not at all."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    tensors = (*model.parameters(), *model.buffers())
+    own = {held.untyped_storage().data_ptr() for t in tensors for held in _memory(t)}
     held = Held()
 
     def keep(t: Tensor) -> Tensor:
@@ -40,6 +46,81 @@ def held_for_backward(model: nn.Module) -> Iterator[Held]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         yield held
+
+
+def _memory(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold the memory of this one."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(local, QuantizedTensor):
+        return [plain(local)] if isinstance(local, WeightShard) else [local]
+    return [buffer for _, operand in local.operands for buffer in operand.tensors()]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one step held and sent, in bytes; of several ranks, what the one holds that holds most."""
+
+    ranks: int
+    held: int
+    """From the forward for the backward."""
+    forward: int
+    """Gathered in forward, of all ranks together."""
+    backward: int
+    """Gathered in backward."""
+    weights: int
+    gradients: int
+    optimizer: int
+    """The optimizer's state, fp32 masters included."""
+    peak: int | None
+    """The most memory of the GPU that tensors took; None on a CPU."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Probe:
+    """Measures one step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        self.model, self.optimizer, self.ranks = model, optimizer, ranks
+        self._held = Held()
+        self._seen: tuple[list[Collective], list[Collective]] = ([], [])
+        if ranks.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(ranks.device)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward."""
+        with held_for_backward(self.model) as self._held, self._watch(0):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward."""
+        with self._watch(1):
+            yield
+
+    @contextmanager
+    def _watch(self, phase: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.ranks.sharded:
+                seen = stack.enter_context(collectives())
+                stack.callback(lambda: self._seen[phase].extend(seen))
+            yield
+
+    def measured(self) -> Measured:
+        """What was seen; to be asked between the optimizer's step and ``zero_grad``."""
+        device, parameters = self.ranks.device, list(self.model.parameters())
+        states = self.optimizer.state_dict()["state"].values()
+        state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        held, weights, reduced, optimizer, peak = (
+            self.ranks.largest(size)
+            for size in (self._held.bytes, *(sum(map(held_bytes, t)) for t in (parameters, gradients, state)), peak)
+        )
+        forward, backward = map(gathered_bytes, self._seen)
+        return Measured(self.ranks.size, held, forward, backward, weights, reduced, optimizer, peak or None)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,16 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
+class Norm(nn.LayerNorm):
+    """Layer norm without a bias, in the precision of its input; its weight may have been gathered in a lower one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), None, self.eps)
+
+
 class MLP(nn.Module):
     """The feed-forward half of a block, four times as wide inside."""
 
@@ -73,9 +83,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(shape.width, bias=False)
+        self.norm1 = Norm(shape.width)
         self.attention = Attention(shape)
-        self.norm2 = nn.LayerNorm(shape.width, bias=False)
+        self.norm2 = Norm(shape.width)
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
@@ -92,7 +102,7 @@ class GPT(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(BYTES, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.norm = Norm(shape.width)
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 # What writes into the residual stream starts smaller: its variance shall not grow with depth.
@@ -102,7 +112,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         shape = self.shape
         angles = rotary_angles(tokens.shape[1], shape.width // shape.heads, tokens.device)
-        x = self.embedding(tokens)
+        x = self.embedding(tokens).float()
         for block in self.blocks:
             x = block(x, angles)
         return F.linear(self.norm(x), self.embedding.weight)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lpq.train.config import TrainConfig
-from lpq.train.measure import Served
+from lpq.train.measure import Measured, Served
 
 if TYPE_CHECKING:
     from lpq.train.trainer import Trainer
@@ -28,17 +28,24 @@ class Outcome:
     losses: tuple[float, ...]
     """Of every step, in nats per byte."""
     held_out_loss: float
-    bytes_held: int
-    """What a step holds from the forward for the backward."""
+    measured: Measured
+    """What a step holds and sends."""
     seconds: float
     """The time of a step, its median."""
     served: tuple[Served, ...]
+    sharded: bool = False
 
     @classmethod
     def of(cls, title: str, trainer: Trainer, seconds: float, served: Sequence[Served]) -> Outcome:
         """The outcome of a trainer that has done its last step."""
         loss = trainer.held_out_loss()
-        return cls(title, tuple(trainer.losses), loss, trainer.bytes_held, seconds, tuple(served))
+        assert trainer.measured is not None
+        return cls(title, tuple(trainer.losses), loss, trainer.measured, seconds, tuple(served), trainer.ranks.sharded)
+
+    @property
+    def bytes_held(self) -> int:
+        """What a step holds from the forward for the backward."""
+        return self.measured.held
 
     @property
     def perplexity(self) -> float:
@@ -47,7 +54,8 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; of the training losses the last, for ``metrics.jsonl`` has all."""
-        return {**asdict(self), "losses": self.losses[-1:], "perplexity": self.perplexity}
+        beside = {"bytes_held": self.bytes_held, "perplexity": self.perplexity}
+        return {**asdict(self), "losses": self.losses[-1:], **beside}
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,23 @@ def comparison(summary: Summary) -> Table:
         table.add_row("gap to bf16, of the loss", f"{summary.gap:+.2%}", "–")
     table.add_row("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes))
     table.add_row("held for backward, per step", *(size(o.bytes_held) for o in outcomes))
+    if any(o.sharded for o in outcomes) or summary.config.weights == "quantized":
+        memory(table, [o.measured for o in outcomes])
     table.add_row("time per step", *(f"{o.seconds * 1e3:.0f} ms" for o in outcomes))
     return table
+
+
+def memory(table: Table, measured: Sequence[Measured]) -> None:
+    """What a rank holds, and what all send; rows of the table above."""
+    if any(m.ranks > 1 for m in measured):
+        table.add_row("gathered per step, forward", *(size(m.forward) for m in measured))
+        table.add_row("gathered per step, backward", *(size(m.backward) for m in measured))
+    each = " of each rank" if any(m.ranks > 1 for m in measured) else ""
+    table.add_row(f"weights{each}", *(size(m.weights) for m in measured))
+    table.add_row(f"gradients{each}", *(size(m.gradients) for m in measured))
+    table.add_row(f"optimizer state{each}", *(size(m.optimizer) for m in measured))
+    if any(m.peak for m in measured):
+        table.add_row(f"most memory in a step{each}", *(size(m.peak or 0) for m in measured))
 
 
 def kernels(served: Sequence[Served]) -> Table:

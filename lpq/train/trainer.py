@@ -1,34 +1,48 @@
-"""One model on its way through the steps. All that its future depends on is in ``state``.
+"""One model on its way through the steps. All that its future depends on is in its checkpoints.
 
 Parameters and optimizer are fp32 and the model runs under bf16 autocast, with or without a policy: a layer
 that ``lpq.convert`` leaves alone multiplies in bf16 as PyTorch does. There is no autocast on a processor that
 lacks bf16 instructions, where PyTorch is twenty times slower in bf16 than in fp32; see ``machine.fast_bf16``.
+Started by torchrun, the model is sharded, each rank takes its share of a batch, and losses are those of all ranks.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import lpq
+from lpq import checkpoint
+from lpq.checkpoint import CheckpointError
+from lpq.optim import MasterWeights, load_high_precision
 from lpq.train.config import TrainConfig
 from lpq.train.data import Text
-from lpq.train.errors import CheckpointError, TrainError
+from lpq.train.errors import TrainError
 from lpq.train.machine import fast_bf16
-from lpq.train.measure import held_for_backward
+from lpq.train.measure import Measured, Probe
 from lpq.train.model import GPT, Shape
+from lpq.train.ranks import Ranks
+from lpq.train.sources import refuse_changes
 
 if TYPE_CHECKING:
+    from lpq.nn.weights import Weights
     from lpq.recipes import Policy
 
 HELD_OUT_BATCHES = 16
 """How many batches of the held-out text the final loss is the mean of."""
+KEEP = 2
+"""How many checkpoints stay: the newest, and one in case the newest is damaged."""
 
 
 class Trainer:
@@ -36,27 +50,49 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, text: Text, policy: Policy | None, device: torch.device) -> None:
         self.config, self.text, self.policy, self.device = config, text, policy, device
+        self.ranks = Ranks(device)
+        self.ranks.check_batch(config.batch)
         self.step = 0
         """Steps done."""
         self.losses: list[float] = []
         """The training loss of each step done."""
-        self.bytes_held = 0
-        """What the first step held for backward."""
+        self.measured: Measured | None = None
+        """What the first step held and sent."""
         torch.manual_seed(config.seed)
-        model = GPT(Shape(config.layers, config.heads, config.width)).to(device)
-        if policy is not None:
-            lpq.convert(model, policy, steps=config.steps)
-        if config.compile:
-            model.compile()  # in place: the names in the state dict stay
-        self.model = model
-        matrices = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
+        self.model = GPT(Shape(config.layers, config.heads, config.width)).to(device)
+        stored = policy is not None and config.weights == "quantized"
+        initial = {name: value.clone() for name, value in self.model.state_dict().items()} if stored else {}
+        self._prepare()
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        others = [p for p in self.model.parameters() if p.dim() <= 1]
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
             lr=config.lr,
             betas=(0.9, 0.95),
             fused=True,
         )
+        if stored:
+            self.optimizer = MasterWeights(self.optimizer)
+            load_high_precision(self.model, initial, self.optimizer)
+
+    def _prepare(self) -> None:
+        """Convert, compile and shard the model, in this order; it is the same on every rank."""
+        config, ranks, model = self.config, self.ranks, self.model
+        if self.policy is not None:
+            stored = config.weights == "quantized"
+            weights: Weights | None = "quantized" if stored else "high_precision" if ranks.sharded else None
+            lpq.convert(model, self.policy, steps=config.steps, weights=weights, ranks=ranks.size)
+            refuse_changes(model)
+        if config.compile:  # in place: the names in the state dict stay
+            for part in model.blocks if ranks.sharded else [model]:
+                part.compile()
+        if ranks.sharded:
+            ranks.shard(model)
+            self._seed()
+
+    def _seed(self) -> None:
+        """Have each rank round with random bits of its own."""
+        torch.manual_seed(random.Random(f"{self.config.seed}/{self.step}/{self.ranks.rank}").getrandbits(63))
 
     def advance(self) -> dict[str, float]:
         """Do one step; return what there is to tell of it."""
@@ -66,19 +102,23 @@ class Trainer:
         lr = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        tokens, targets = self.text.batch(self.config.seed, self.step, self.config.batch, self.config.seq)
-        with held_for_backward(self.model) if self.step == 0 else nullcontext() as held:
-            loss = self.loss(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item()
-        if held is not None:
-            self.bytes_held = held.bytes
-        if not (math.isfinite(value := loss.item()) and math.isfinite(norm)):
+        batch = self.text.batch(self.config.seed, self.step, self.config.batch, self.config.seq)
+        first = self.measured is None or self.measured.ranks != self.ranks.size
+        probe = Probe(self.model, self.optimizer, self.ranks) if first else None
+        with probe.forward() if probe is not None else nullcontext():
+            loss = self.loss(*batch)
+        with probe.backward() if probe is not None else nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
+        total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
+        if not (math.isfinite(value := self.ranks.mean(loss)) and math.isfinite(norm)):
             raise TrainError(
                 f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
                 "--lr may train, or a recipe with more bits in the gradients; the checkpoints from before are kept"
             )
         self.optimizer.step()
+        if probe is not None:
+            self.measured = probe.measured()
         self.optimizer.zero_grad()
         self.losses.append(value)
         self.step += 1
@@ -86,10 +126,11 @@ class Trainer:
         return {"step": self.step, "loss": value, "lr": lr, "grad_norm": norm, "seconds": seconds}
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy in nats per byte."""
+        """The mean cross entropy in nats per byte, of this rank's share of a batch."""
+        tokens, targets = (self.ranks.share(t).to(self.device) for t in (tokens, targets))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=fast_bf16(self.device)):
-            logits = self.model(tokens.to(self.device))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
+            logits = self.model(tokens)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def learning_rate(self) -> float:
         """Of the next step: a linear warm-up, then half a cosine down to a tenth."""
@@ -104,50 +145,74 @@ class Trainer:
         """The loss on text that the model never trained on."""
         self.model.eval()
         batches = (self.text.held_out_batch(i, self.config.batch, self.config.seq) for i in range(HELD_OUT_BATCHES))
-        mean = sum(self.loss(*batch).item() for batch in batches) / HELD_OUT_BATCHES
+        mean = sum(self.ranks.mean(self.loss(*batch)) for batch in batches) / HELD_OUT_BATCHES
         self.model.train()
         return mean
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the steps to come depend on."""
+    # ------------------------------------------------------------------------------ checkpoints
+
+    def save(self, directory: Path) -> int:
+        """Write a checkpoint, all ranks together; return its step."""
         on_gpu = self.device.type == "cuda"
-        return {
-            "step": self.step,
+        rng = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(self.device) if on_gpu else None}
+        beside = {
             "losses": self.losses,
-            "bytes_held": self.bytes_held,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "rng": {
-                "cpu": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state(self.device) if on_gpu else None,
-            },
+            "measured": self.measured.to_dict() if self.measured is not None else None,
+            "rng": self.ranks.all(rng),
             "text": self.text.digest,
             "policy": self.policy_text,
             "config": self.config.to_toml(),
         }
+        try:
+            checkpoint.save(directory, self.model, self.optimizer, step=self.step, extra=beside, keep=KEEP)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Free some space or make the directory writable, then go on with --resume"
+            ) from error
+        return self.step
 
     @property
     def policy_text(self) -> str:
         """The policy as TOML; empty without one."""
         return self.policy.to_toml() if self.policy is not None else ""
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Become what ``state`` was taken from."""
-        if state["text"] != self.text.digest:
+    def resume(self, directory: Path, say: Callable[[str], None]) -> bool:
+        """Become what the newest whole checkpoint was taken from; False where there never was one.
+
+        ``say`` is told, in words, of every newer one that was refused. When all are refused, that is an error.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # they are said below
+                self._check(checkpoint.info(directory).extra)
+                found = checkpoint.load(directory, self.model, self.optimizer)
+        except checkpoint.NoCheckpoint as none:
+            if any(directory.glob("step-*")):
+                say(str(none))
+            return False
+        for line in found.refused:
+            say(line)
+        beside = found.extra
+        assert found.step is not None
+        self.step, self.losses = found.step, list(beside["losses"])
+        self.measured = Measured(**beside["measured"]) if beside["measured"] is not None else None
+        if len(beside["rng"]) != self.ranks.size:
+            self._seed()  # random bits that no rank has drawn yet
+            return True
+        rng = beside["rng"][self.ranks.rank]
+        torch.set_rng_state(rng["cpu"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"], self.device)
+        return True
+
+    def _check(self, beside: dict[str, Any]) -> None:
+        if beside["text"] != self.text.digest:
             raise CheckpointError(
                 f"the text ({self.text.source}) has changed since the checkpoint was written, so the run "
                 "cannot go on with the same batches: restore the text, or start a new run"
             )
-        if state["policy"] != self.policy_text:
+        if beside["policy"] != self.policy_text:
             raise CheckpointError(
                 "the policy has changed since the checkpoint was written: restore it, or start a new run. "
-                f"The checkpoint's is:\n{state['policy']}"
+                f"The checkpoint's is:\n{beside['policy']}"
             )
-        if self.policy is not None and state["step"]:
-            lpq.set_step(self.model, state["step"] - 1)  # the recipes, and so the buffers, of the last step done
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.losses, self.bytes_held = state["step"], list(state["losses"]), state["bytes_held"]
-        torch.set_rng_state(state["rng"]["cpu"])
-        if self.device.type == "cuda" and state["rng"]["cuda"] is not None:
-            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)

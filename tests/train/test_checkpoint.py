@@ -1,131 +1,157 @@
-"""A checkpoint is whole or is refused, and the one before it serves."""
+"""A run's checkpoints: whole or refused in words, and the one before serves. The format has its own tests."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from training import MakeConfig, saved
 
-from lpq.train import CheckpointError, checkpoint
+from lpq.checkpoint import CheckpointError, files
+from lpq.train.data import load
+from lpq.train.trainer import Trainer
+
+NAMES = ["step-00000001", "step-00000002"]
 
 
-def state(step: int) -> dict[str, object]:
-    return {"step": step, "w": torch.full((1000,), float(step))}
+@pytest.fixture
+def trainer(tiny: MakeConfig) -> Trainer:
+    config = tiny(recipe="mxfp8")
+    return Trainer(config, load(config.data, config.seq), None, torch.device("cpu"))
 
 
-def saved(directory: Path, *steps: int) -> list[Path]:
-    return [checkpoint.save(directory, step, state(step)) for step in steps]
+def with_two(trainer: Trainer, directory: Path) -> Path:
+    """Save after two steps each; the newer one."""
+    for _ in range(2):
+        trainer.advance()
+        trainer.save(directory)
+    return directory / NAMES[-1]
 
 
 def silent(line: str) -> None:
     raise AssertionError(f"nothing should be said, but: {line}")
 
 
+def data(path: Path) -> Path:
+    (found,) = path.glob("*.distcp")
+    return found
+
+
 def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
+    data(path).write_bytes(data(path).read_bytes()[:-100])
 
 
 def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
+    raw = bytearray(data(path).read_bytes())
     raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
+    data(path).write_bytes(raw)
 
 
 def unclose(path: Path) -> None:
-    path.with_suffix(".json").unlink()
+    (path / "manifest.json").unlink()
 
 
 def scribble(path: Path) -> None:
-    path.with_suffix(".json").write_text('{"step": 20')
+    (path / "manifest.json").write_text('{"step": 20')
 
 
 DAMAGE = [
     (truncate, "truncated"),
     (flip, "SHA-256"),
-    (unclose, "never finished"),
-    (scribble, "manifest .* is damaged"),
+    (unclose, "has no manifest"),
+    (scribble, "manifest.json is damaged"),
 ]
 
 
-def test_the_newest_is_loaded_and_two_are_kept(tmp_path: Path) -> None:
-    assert checkpoint.load(tmp_path / "absent", silent) is None
-    saved(tmp_path, 5, 10, 20)
-    loaded = checkpoint.load(tmp_path, silent)
-    assert loaded is not None
-    assert loaded["step"] == 20
-    assert torch.equal(loaded["w"], torch.full((1000,), 20.0))
-    names = ["step-00000010.json", "step-00000010.pt", "step-00000020.json", "step-00000020.pt"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == names
+def test_the_newest_is_loaded_and_two_are_kept(trainer: Trainer, tmp_path: Path) -> None:
+    directory = tmp_path / "c"
+    assert not trainer.resume(directory, silent)
+    trainer.save(directory)
+    with_two(trainer, directory)
+    assert sorted(p.name for p in directory.iterdir()) == NAMES
+    losses = trainer.losses
+    trainer.step, trainer.losses = 0, []
+    assert trainer.resume(directory, silent)
+    assert (trainer.step, trainer.losses) == (2, losses)
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGE)
 def test_a_damaged_one_is_refused_in_words_and_the_previous_one_serves(
-    tmp_path: Path, damage: Callable[[Path], None], words: str
+    trainer: Trainer, tmp_path: Path, damage: Callable[[Path], None], words: str
 ) -> None:
-    _, newest = saved(tmp_path, 10, 20)
-    damage(newest)
+    damage(with_two(trainer, tmp_path / "c"))
     said: list[str] = []
-    loaded = checkpoint.load(tmp_path, said.append)
-    assert loaded is not None
-    assert loaded["step"] == 10
+    assert trainer.resume(tmp_path / "c", said.append)
+    assert trainer.step == 1
     (line,) = said
-    assert "step-00000020.pt is refused" in line
+    assert "step-00000002 is refused" in line
     assert re.search(words, line), line
 
 
-def test_when_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
-    for path in saved(tmp_path, 10, 20):
-        truncate(path)
-    with pytest.raises(CheckpointError, match=r"(?s)20\.pt is refused.*10\.pt is refused.*start a new run"):
-        checkpoint.load(tmp_path, lambda line: None)
+def test_when_all_are_damaged_that_is_an_error(trainer: Trainer, tmp_path: Path) -> None:
+    with_two(trainer, tmp_path / "c")
+    for name in NAMES:
+        truncate(tmp_path / "c" / name)
+    with pytest.raises(CheckpointError, match=r"(?s)02 is refused.*01 is refused.*No whole checkpoint is left"):
+        trainer.resume(tmp_path / "c", silent)
 
 
-def test_a_first_one_that_was_never_finished_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "step-00000010.pt.partial").write_bytes(b"PK half of it")
+def test_a_first_one_that_was_never_finished_is_no_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "c" / "step-00000001.partial").mkdir(parents=True)
     said: list[str] = []
-    assert checkpoint.load(tmp_path, said.append) is None
+    assert not trainer.resume(tmp_path / "c", said.append)
     assert "never finished" in said[0]
 
 
-@pytest.mark.parametrize("call", range(2))
-def test_an_end_at_any_moment_of_saving_leaves_the_previous_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+def test_an_end_while_saving_leaves_the_previous_one(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(tmp_path, 10)
-    published = []
-    real = checkpoint._publish
+    directory = tmp_path / "c"
+    trainer.advance()
+    trainer.save(directory)
 
     def publish(temporary: Path, path: Path) -> None:
-        if len(published) == call:
-            raise KeyboardInterrupt
-        published.append(path)
-        real(temporary, path)
+        raise KeyboardInterrupt
 
+    trainer.advance()
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_publish", publish)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(tmp_path, 20, state(20))
-    loaded = checkpoint.load(tmp_path, lambda line: None)
-    assert loaded is not None
-    assert loaded["step"] == 10
-    saved(tmp_path, 30)  # and what was left behind is cleared away
-    assert sorted(p.name for p in tmp_path.glob("*.pt*")) == ["step-00000010.pt", "step-00000030.pt"]
+        patched.setattr(files, "publish", publish)
+        with pytest.raises(BaseException):  # noqa: B017, PT011 - DCP wraps what it meets
+            trainer.save(directory)
+    assert trainer.resume(directory, lambda line: None)
+    assert trainer.step == 1
+    with_two(trainer, directory)  # and what was left behind is cleared away
+    assert sorted(p.name for p in directory.iterdir()) == ["step-00000002", "step-00000003"]
 
 
-def test_a_disk_that_takes_nothing_is_an_error_in_words(tmp_path: Path) -> None:
+def test_a_disk_that_takes_nothing_is_an_error_in_words(trainer: Trainer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"after step 10 could not be saved: .*free some space"):
-        checkpoint.save(tmp_path / "file", 10, state(10))
+    with pytest.raises(CheckpointError, match=r"step-00000000 could not be saved.*Free some space"):
+        trainer.save(tmp_path / "file")
 
 
-def test_a_refused_one_does_not_outlive_the_run_that_went_on_without_it(tmp_path: Path) -> None:
-    _, newest = saved(tmp_path, 10, 20)
-    truncate(newest)
-    saved(tmp_path, 15)
-    loaded = checkpoint.load(tmp_path, silent)
-    assert loaded is not None
-    assert loaded["step"] == 15
-    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["step-00000010.pt", "step-00000015.pt"]
+def test_a_refused_one_does_not_outlive_the_run_that_went_on_without_it(trainer: Trainer, tmp_path: Path) -> None:
+    directory = tmp_path / "c"
+    newest = with_two(trainer, directory)
+    shutil.copytree(newest, directory / "step-00000009")
+    truncate(directory / "step-00000009")
+    said: list[str] = []
+    assert trainer.resume(directory, said.append)
+    assert "step-00000009 is refused" in said[0]
+    trainer.advance()
+    trainer.save(directory)
+    assert sorted(p.name for p in directory.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_checkpoint_is_what_pytorch_reads_alone(trainer: Trainer, tmp_path: Path) -> None:
+    with_two(trainer, tmp_path / "c")
+    found = saved(tmp_path / "c", 2)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(found["tensors"]["model"][name], value)
+    assert found["beside"]["extra"]["losses"] == trainer.losses
+    assert json.loads((tmp_path / "c" / NAMES[-1] / "lpq.json").read_text())["step"] == 2

@@ -41,6 +41,7 @@ def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path: Path
         ("steps = 0", r"steps = 0: it must be at least 1"),
         ("lr = nan", r"lr = nan: it must be at least 0"),
         ("heads = 3", r"width = 128 does not give each of heads = 3 an even number"),
+        ("weights = 'quantised'", r"weights = 'quantised': did you mean 'quantized'\?"),
         ("steps", r"is not TOML"),
         ("recipe = 'nvfp4'\npolicy = 'p.toml'", r"a recipe or a policy, not both"),
     ],

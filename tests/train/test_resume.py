@@ -12,11 +12,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from training import MakeConfig, assert_same, shown
+from training import MakeConfig, assert_same, saved, shown
 
-from lpq.train import CheckpointError, Stopped, checkpoint, loop, run, runs
+from lpq.checkpoint import CheckpointError, info
+from lpq.train import Stopped, loop, run, runs
 from lpq.train.trainer import Trainer
 
 POLICY = """
@@ -34,9 +34,7 @@ recipe = "nvfp4"
 
 def final(directory: Path, steps: int = 6) -> dict[str, Any]:
     """The last checkpoint of both models."""
-    return {
-        name: torch.load(directory / name / f"step-{steps:08d}.pt", weights_only=True) for name in ("recipe", "bf16")
-    }
+    return {name: saved(directory / name, steps) for name in ("recipe", "bf16")}
 
 
 def stop_at(step: int, signum: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +79,11 @@ def test_a_signal_saves_and_resuming_is_bitwise(
     assert signal.getsignal(signum) == before
     resumed = run(replace(broken, resume=True), console)
     assert f"resumed after step {step + 1}" in shown(console)
-    same = {"config"}  # its directory and its checkpoint_every differ
     a, b = (final(s.directory) for s in (whole, resumed))
     for name in a:
-        assert_same(*({k: v for k, v in s[name].items() if k not in same} for s in (a, b)), name)
+        for state in (a, b):
+            del state[name]["beside"]["extra"]["config"]  # its directory and its checkpoint_every differ
+        assert_same(a[name], b[name], name)
     assert [replace(o, seconds=0) for o in whole.outcomes] == [replace(o, seconds=0) for o in resumed.outcomes]
     lines = [json.loads(line) for line in (resumed.directory / "recipe" / runs.METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -107,7 +106,8 @@ def test_a_signal_in_the_baseline_keeps_the_recipe_done(
 
 CHILD = """
 import os, signal, sys
-from lpq.train import checkpoint, loop, run, TrainConfig
+from lpq.checkpoint import files
+from lpq.train import loop, run, TrainConfig
 from lpq.train.trainer import Trainer
 
 def die():
@@ -117,8 +117,8 @@ if sys.argv[1] == "in a step":
     advance = Trainer.advance
     Trainer.advance = lambda self: die() if self.step == 3 else advance(self)
 else:
-    publish = checkpoint._publish
-    checkpoint._publish = lambda old, new: die() if new.name == "step-00000004.json" else publish(old, new)
+    publish = files.publish
+    files.publish = lambda old, new: die() if new.name == "step-00000004" else publish(old, new)
 run(TrainConfig(**eval(sys.argv[2])))
 """
 
@@ -133,12 +133,11 @@ def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(
     assert child.returncode == -signal.SIGKILL, child.stderr
     resumed = run(replace(config, resume=True), console)
     assert "resumed after step 2" in shown(console)
-    assert ("step-00000004.pt is refused: it was never finished" in shown(console)) == (moment == "in saving")
+    assert ("step-00000004.partial is refused: it was never finished" in shown(console)) == (moment == "in saving")
     whole = run(tiny("whole"), console)
     assert [o.losses for o in resumed.outcomes] == [o.losses for o in whole.outcomes]
     a, b = final(whole.directory), final(resumed.directory)
-    assert_same(a["recipe"]["model"], b["recipe"]["model"])
-    assert_same(a["recipe"]["optimizer"], b["recipe"]["optimizer"])
+    assert_same(a["recipe"]["tensors"], b["recipe"]["tensors"])
 
 
 def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: Path) -> None:
@@ -171,10 +170,11 @@ def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: P
 def test_a_truncated_checkpoint_is_refused_and_the_previous_one_resumed(tiny: MakeConfig, console: Console) -> None:
     config = tiny("run", baseline=False)
     whole = run(config, console)
-    newest = whole.directory / "recipe" / "step-00000006.pt"
+    (newest,) = (whole.directory / "recipe" / "step-00000006").glob("*.distcp")
     newest.write_bytes(newest.read_bytes()[:-1000])
     resumed = run(replace(config, resume=True), console)
-    assert "step-00000006.pt is refused: it has" in shown(console)
+    assert "step-00000006 is refused: " in shown(console)
+    assert "it is truncated or was changed" in shown(console)
     assert "resumed after step 4" in shown(console)
     assert resumed.outcomes[0].losses == whole.outcomes[0].losses
 
@@ -196,8 +196,8 @@ def test_a_run_does_not_go_on_with_another_text_or_policy(
 def test_a_checkpoint_says_what_made_it(tiny: MakeConfig, policy: str, console: Console) -> None:
     config = tiny("run", policy=policy, baseline=False)
     summary = run(config, console)
-    state = checkpoint.load(summary.directory / "recipe", print)
-    assert state is not None
-    assert state["step"] == 6
-    assert "fp8-delayed" in state["policy"] or "scaling=delayed" in state["policy"]
-    assert state["config"] == config.to_toml()
+    found = info(summary.directory / "recipe")
+    assert found.step == 6
+    assert "scaling=delayed" in str(found.description.policies)
+    assert found.extra["config"] == config.to_toml()
+    assert "fp8-delayed" in found.extra["policy"] or "scaling=delayed" in found.extra["policy"]

@@ -148,13 +148,28 @@ def test_in_a_terminal_there_is_a_bar(tiny: MakeConfig) -> None:
     assert "step 1 of 2" not in shown(terminal)
 
 
-def test_several_processes_are_refused(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TrainError, match=r"torchrun started 2 processes .* does not shard"):
-        run(config)
-    assert config.out is not None
-    assert not Path(config.out).exists()
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+def test_weights_stored_quantized_with_masters_train_to_the_same_bits(
+    tiny: MakeConfig, console: Console, recipe: str
+) -> None:
+    ways = ("quantized", "high-precision")
+    stored, plain = (run(tiny(w, recipe=recipe, weights=w, baseline=False), console).outcomes[0] for w in ways)
+    assert stored.losses == plain.losses
+    assert stored.held_out_loss == plain.held_out_loss
+    assert stored.measured.weights < plain.measured.weights
+    assert stored.measured.optimizer > plain.measured.optimizer
+    assert shown(console).count("optimizer state") == 1
+
+
+def test_a_policy_that_changes_stored_weights_is_refused(tiny: MakeConfig, console: Console, tmp_path: Path) -> None:
+    policy = tmp_path / "p.toml"
+    policy.write_text(
+        '[[rules]]\nuntil = 0.5\nmatch = "*"\nrecipe = "mxfp8"\n[[rules]]\nmatch = "*"\nrecipe = "nvfp4"\n'
+    )
+    with pytest.raises(
+        RecipeError, match=r"weight of blocks\.0\.attention\.qkv is stored as mxfp8, and the policy cha"
+    ):
+        run(tiny(policy=str(policy), weights="quantized"), console)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lpq.train import TrainConfig
 
@@ -16,6 +20,15 @@ MakeConfig = Callable[..., TrainConfig]
 def shown(console: Console) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def saved(directory: Path, step: int = 6) -> dict[str, Any]:
+    """What a checkpoint has, read by PyTorch alone: whole tensors, and what lies beside them."""
+    path = directory / f"step-{step:08d}"
+    with tempfile.TemporaryDirectory() as folder:
+        dcp_to_torch_save(str(path), f"{folder}/whole.pt")
+        tensors: dict[str, Any] = torch.load(f"{folder}/whole.pt", weights_only=True)
+    return {"tensors": tensors, "beside": torch.load(path / "extra.pt", weights_only=True)}
 
 
 def assert_same(a: object, b: object, at: str = "state") -> None:

@@ -1,0 +1,75 @@
+"""``lpq memory``: what the weights of a real model shape take under a recipe, without allocating any of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+import lpq
+from lpq import observe
+from lpq.cli.output import Json, as_json, table
+from lpq.cli.shapes import SHAPES, Shape, Transformer
+from lpq.observe import Memory
+from lpq.observe.footprint import BF16
+from lpq.registry.errors import OptionError, suggestion
+
+Name = Annotated[str, typer.Argument(metavar="SHAPE", help=f"The shape of the model: {', '.join(SHAPES)}.")]
+Source = Annotated[str, typer.Option("--recipe", help="The recipe of the blocks: a name, the grammar, or a TOML file.")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks share the model out.")]
+Weights = Literal["high_precision", "quantized"]
+
+PLAIN = "bf16"
+WAYS: dict[str, Weights | None] = {PLAIN: None, "gathered quantized": "high_precision", "stored quantized": "quantized"}
+"""The columns of the table, and what each is to ``lpq.convert``; the first is a model that is not converted."""
+
+ROWS: dict[str, Callable[[Memory], int]] = {
+    "a rank: weights": lambda m: m.weights,
+    "a rank: fp32 masters": lambda m: m.masters,
+    "a rank: Adam's moments": lambda m: m.moments,
+    "a rank: gradients": lambda m: m.gradients,
+    "a rank: all of these": lambda m: m.total,
+    "a rank: gathered at a time": lambda m: m.at_once,
+    "all: gathered in forward": lambda m: m.forward,
+    "all: gathered in backward": lambda m: m.backward,
+}
+UNITS = ("bytes", "KiB", "MiB", "GiB")
+
+
+def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 8, json: Json = False) -> None:
+    """Say what the weights of a model take under a recipe: stored, gathered, and in the optimizer.
+
+    The model is built on the meta device in fp32, converted as `lpq.convert` does it, and its tensors are counted as
+    FSDP2 shards them: each block, then the rest, which stays as it is; what is not quantized is gathered in bf16.
+    """
+    if shape not in SHAPES:
+        raise OptionError(f"there is no shape {shape!r}: {suggestion(shape, SHAPES)}")
+    found = {way: counted(SHAPES[shape], recipe, weights, ranks) for way, weights in WAYS.items()}
+    if json:
+        as_json({way: {**asdict(m), "total": m.total, "share": m.share} for way, m in found.items()})
+        return
+    plain, *others = found.values()
+    unit = min(int(math.log(plain.total, 1024)), len(UNITS) - 1)
+
+    def cell(count: int, of: int) -> str:
+        share = f"{count / of:5.0%}" if of else 5 * " "
+        return f"{count / 1024**unit:8.2f} {share}" if count else ""
+
+    converted = max(m.converted for m in others)
+    high = BF16 * converted
+    rows = [("all: the converted weights", *(cell(m.quantized or high, high) for m in found.values()))]
+    rows += [(row, *(cell(of(m), of(plain)) for m in found.values())) for row, of in ROWS.items()]
+    table(f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]}, and as part of bf16's", ("", *found), rows)
+    typer.echo(f"{plain.parameters:,} parameters; {converted:,} are converted, those of the blocks' linear layers.")
+
+
+def counted(shape: Shape, recipe: str, weights: Weights | None, ranks: int) -> Memory:
+    """What a model of this shape takes that is converted so."""
+    model = Transformer(shape)
+    if weights is not None:
+        lpq.convert(model, {"rules": [{"match": "blocks.*", "recipe": recipe}]}, weights=weights, ranks=ranks)
+    return observe.memory(model, ranks, blocks=model.blocks, param_dtype=torch.bfloat16)

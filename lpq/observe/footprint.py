@@ -1,0 +1,156 @@
+"""What the weights of a model take: on each rank, in the optimizer, on the wire; of models on the meta device, too.
+
+Every number follows from tensors and declared layouts, so that nothing has to be allocated or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lpq.core import QuantizedTensor, Quantizer
+from lpq.core.derive import derives_col
+from lpq.distributed.fits import sent_bytes, why_not, why_uncut
+from lpq.nn import Linear
+
+FP32 = torch.float32.itemsize
+BF16 = torch.bfloat16.itemsize
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a model's parameters under FSDP2, in bytes; of the rank that holds most."""
+
+    ranks: int
+    parameters: int = 0
+    """How many numbers the model has."""
+    converted: int = 0
+    """How many of these are stored, or gathered, quantized."""
+    quantized: int = 0
+    """The bytes of these in their quantized form, all directions that are kept, on all ranks together."""
+    weights: int = 0
+    """What a rank stores of the parameters."""
+    masters: int = 0
+    """Fp32 masters of the weights that are stored quantized, as ``lpq.optim.MasterWeights`` has them."""
+    gradients: int = 0
+    """A rank's gradients once they are reduced."""
+    moments: int = 0
+    """The two moments of Adam."""
+    forward: int = 0
+    """What is gathered in a forward, of all ranks together."""
+    backward: int = 0
+    """What is gathered in a backward."""
+    at_once: int = 0
+    """What a rank has gathered at a time: what belongs to no block, and the largest block."""
+
+    @property
+    def total(self) -> int:
+        """What a rank holds from step to step, and its gradients."""
+        return self.weights + self.masters + self.gradients + self.moments
+
+    @property
+    def share(self) -> float | None:
+        """The quantized form of the converted weights as a fraction of the same in bf16; None if there are none."""
+        return self.quantized / (BF16 * self.converted) if self.converted else None
+
+    def __add__(self, other: Memory) -> Memory:
+        names = [f.name for f in fields(self) if f.name != "ranks"]
+        return Memory(self.ranks, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+def memory(
+    model: nn.Module,
+    ranks: int | None = None,
+    *,
+    blocks: Iterable[nn.Module] = (),
+    param_dtype: torch.dtype | None = None,
+) -> Memory:
+    """What the parameters of ``model`` take when FSDP2 shards it over so many ranks, and AdamW trains it.
+
+    The model may have been converted, with ``weights=…`` or without, and may be sharded already; then ``ranks`` is
+    known. ``blocks`` are the modules on which ``fully_shard`` is called before it is called on the model: these are
+    gathered once more in backward. ``param_dtype`` is that of FSDP2's ``MixedPrecisionPolicy``.
+    """
+    over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
+    layers = {id(m.weight): m for m in model.modules() if isinstance(m, Linear) and m.gathering is not None}
+    names = {id(p): name for name, p in model.named_parameters()}
+    left = {id(p): p for p in model.parameters()}
+    parts = []
+    for block in blocks:
+        own = [left.pop(id(p)) for p in block.parameters() if id(p) in left]
+        parts.append(_sum(over, (_of(p, over, True, param_dtype, layers.get(id(p)), names[id(p)]) for p in own)))
+    root = (_of(p, over, False, param_dtype, layers.get(id(p)), names[id(p)]) for p in left.values())
+    largest = max((part.at_once for part in parts), default=0)
+    found = _sum(over, [*parts, *root])
+    return Memory(**{**found.__dict__, "at_once": found.at_once - sum(part.at_once for part in parts) + largest})
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """The bytes that this rank holds of a tensor, which may be sharded, stored quantized, or both."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.held_bytes if isinstance(local, QuantizedTensor) else local.nbytes
+
+
+def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
+    return sum(parts, Memory(ranks))
+
+
+def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Linear | None, name: str) -> Memory:
+    """One parameter."""
+    stored = isinstance(p._local_tensor if isinstance(p, DTensor) else p, QuantizedTensor)
+    quantizer = layer.weight_quantizer() if layer is not None else None
+    if quantizer is not None:
+        reason = (why_uncut if stored else why_not)(quantizer, p.shape[0], ranks)
+        if reason is not None and stored:
+            raise ValueError(f"{name} is stored as {quantizer}, and {reason}: lpq.convert(…, ranks={ranks})")
+        quantizer = quantizer if reason is None else None
+    trained = p.requires_grad
+    elements, local = p.numel(), _local_elements(p, ranks)
+    updated = FP32 if stored else p.dtype.itemsize
+    row, col = _sent(p, ranks, dtype or p.dtype, quantizer)
+    every = row if quantizer is None or derives_col(quantizer) else row + col
+    return Memory(
+        ranks,
+        parameters=elements,
+        converted=elements if quantizer is not None else 0,
+        quantized=_quantized(quantizer, p) if quantizer is not None else 0,
+        weights=_local_bytes(p, ranks),
+        masters=FP32 * local if stored and trained else 0,
+        gradients=p.dtype.itemsize * local if trained else 0,
+        moments=2 * updated * local if trained else 0,
+        forward=(row if resharded else every) if ranks > 1 else 0,
+        backward=col if resharded and ranks > 1 else 0,
+        at_once=(max(row, col) if resharded else every) if ranks > 1 else 0,
+    )
+
+
+def _local_elements(p: Tensor, ranks: int) -> int:
+    """How many numbers of a parameter the first rank holds, which holds most."""
+    if isinstance(p, DTensor):
+        return p._local_tensor.numel()
+    return -(-p.shape[0] // ranks) * (p.numel() // max(p.shape[0], 1)) if p.dim() else 1
+
+
+def _local_bytes(p: Tensor, ranks: int) -> int:
+    if isinstance(p, DTensor) or not p.dim():
+        return held_bytes(p)
+    return held_bytes(p.detach()[: -(-p.shape[0] // ranks)])
+
+
+def _sent(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | None) -> tuple[int, int]:
+    """The bytes that all ranks together send of a parameter for forward, and for backward."""
+    if quantizer is not None:
+        rows, cols = p.shape
+        return sent_bytes(quantizer, rows, cols, dtype)
+    size = ranks * _local_elements(p, ranks) * dtype.itemsize  # FSDP2 pads shards to equal sizes
+    return size, size
+
+
+def _quantized(quantizer: Quantizer, p: Tensor) -> int:
+    """The bytes of a whole weight that is quantized with what cannot be derived."""
+    whole = torch.empty(p.shape, dtype=p.dtype, device="meta")
+    return quantizer.quantize(whole, col=not derives_col(quantizer)).held_bytes

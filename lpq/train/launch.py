@@ -1,0 +1,108 @@
+"""Being one of the processes that torchrun starts: the one place where the process group is made and unmade.
+
+When ranks fail, the first of them tells why and the others, which fail because of it, stay silent. Importing this
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from lpq.train.errors import TrainError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells each process in its environment."""
+PATIENCE = timedelta(seconds=10)
+"""How long a rank that fails waits for the first one to say why. When one ends, torchrun ends them all."""
+
+
+class Tell(Protocol):
+    """What says to the user what went wrong."""
+
+    def __call__(self, error: BaseException, *, aloud: bool, rank: int) -> int:
+        """The exit status for an error; ``aloud``: and tell of it."""
+
+
+def launched() -> bool:
+    """Whether torchrun, or something like it, started this process as one of several."""
+    missing = [name for name in VARIABLES if name not in os.environ]
+    world = os.environ.get("WORLD_SIZE", "1")
+    if missing and world != "1":
+        raise TrainError(
+            f"this is one of {world} processes (WORLD_SIZE={world}), and {', '.join(missing)} is not set: start them "
+            f"with torchrun --nproc-per-node {world} -m lpq train …, or unset WORLD_SIZE to train in one process"
+        )
+    return not missing
+
+
+def work(job: Callable[[], object], tell: Tell) -> NoReturn:
+    """Do ``job`` together with the other processes of torchrun, then end this process.
+
+    It ends here and not by returning: threads of the process groups now and then abort the interpreter's own way out.
+    """
+    status = 1
+    try:
+        status = _status(job, tell)
+    finally:
+        with suppress(OSError):  # nobody reads any more
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _status(job: Callable[[], object], tell: Tell) -> int:
+    """Do the job as one of the ranks; the exit status that comes of it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    rank, store = int(os.environ["RANK"]), None
+    if rank:
+        warnings.simplefilter("ignore")  # the first rank has the same
+    try:
+        store, rank, size = next(rendezvous("env://"))
+        cuda = torch.cuda.is_available()
+        if cuda and int(os.environ["LOCAL_RANK"]) < torch.cuda.device_count():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        # Neither connects before it is used, and --device may ask for either.
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=PrefixStore("lpq", store), rank=rank, world_size=size)
+        job()
+        dist.destroy_process_group()
+    except BaseException as error:
+        # The group is left as it is: to part from ranks that wait in a collective, one would have to wait, too. This
+        # process ends, and with it all that it has of the group.
+        first = store is None or _is_first(store)
+        status = tell(error, aloud=first, rank=rank)
+        sys.stderr.flush()
+        if store is not None:
+            _let_tell(store, first)
+        return status
+    return 0
+
+
+def _is_first(store: Store) -> bool:
+    """Whether no rank failed before this one."""
+    try:
+        return store.add("lpq/failed", 1) == 1
+    except RuntimeError:  # the store is gone with the process that had it
+        return True
+
+
+def _let_tell(store: Store, told: bool) -> None:
+    """Let all know that it is said what went wrong, or wait for that."""
+    with suppress(RuntimeError):
+        if told:
+            store.set("lpq/told", "")
+        else:
+            store.wait(["lpq/told"], PATIENCE)

@@ -1,0 +1,103 @@
+"""The processes that train one model together, or this one alone.
+
+Whatever decides how a run goes on (a loss, a signal, an error of the first rank) is made the same on all of them here,
+so that none ever waits for another one that went a different way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lpq.train.errors import TrainError
+from lpq.train.machine import fast_bf16
+from lpq.train.model import GPT
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All processes of the default group; where there is none, this one, which then shards nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sharded = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.sharded else 0
+        self.size = dist.get_world_size() if self.sharded else 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that prints and writes."""
+        return self.rank == 0
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on the first rank; all get what it returned, or its error."""
+        if not self.sharded:
+            return function()
+        found: list[Any] = [None, None]
+        if self.first:
+            try:
+                found[0] = function()
+            except Exception as error:
+                found[1] = error
+        dist.broadcast_object_list(found, src=0)
+        if found[1] is not None:
+            raise found[1]
+        result: T = found[0]
+        return result
+
+    def all(self, value: T) -> list[T]:
+        """What each rank has."""
+        found: list[Any] = [value] * self.size
+        if self.sharded:
+            dist.all_gather_object(found, value)
+        return found
+
+    def mean(self, value: Tensor) -> float:
+        """The mean of a number over the ranks, bitwise the same on all."""
+        if self.sharded:
+            value = value.detach().clone()
+            dist.all_reduce(value)
+            value /= self.size
+        return value.item()
+
+    def largest(self, value: int) -> int:
+        """The largest of a number over the ranks."""
+        if not self.sharded:
+            return value
+        found = torch.tensor(value, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found.item())
+
+    # ------------------------------------------------------------------------------ sharing out
+
+    def check_batch(self, batch: int) -> None:
+        """An error if the sequences of a step cannot be shared out equally."""
+        if batch % self.size:
+            raise TrainError(
+                f"batch = {batch} does not divide among {self.size} ranks: each takes as many sequences of a step as "
+                f"the others. Use --batch {self.size * -(-batch // self.size)}, or another --nproc-per-node"
+            )
+
+    def share(self, batch: Tensor) -> Tensor:
+        """This rank's sequences of a batch."""
+        return batch.chunk(self.size)[self.rank]
+
+    def shard(self, model: GPT) -> None:
+        """Shard the model: each block, then what is left.
+
+        What is gathered in high precision travels as bf16 where the device computes in bf16. What flows between blocks
+        stays as it is without sharding.
+        """
+        dtype = torch.bfloat16 if fast_bf16(self.device) else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,42 @@
+"""``lpq memory``: the report as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from lpq.cli.shapes import SHAPES
+
+
+def test_llama_under_nvfp4_is_a_table(lpq: Callable) -> None:
+    ended = lpq("memory", "--recipe", "nvfp4", "--ranks", "8")
+    assert (ended.status, ended.err) == (0, "")
+    (row,) = [line.split() for line in ended.out.splitlines() if "all: the converted weights" in line]
+    assert row[-6:] == ["13.00", "100%", "3.28", "25%", "3.28", "25%"]
+    assert "8,030,261,248 parameters; 6,979,321,856 are converted" in ended.out
+    assert "in GiB" in ended.out
+
+
+def test_its_numbers_are_bytes_in_json(lpq: Callable) -> None:
+    found = json.loads(lpq("memory", "tiny", "--recipe", "fp8-current", "--ranks", "2", "--json").out)
+    assert list(found) == ["bf16", "gathered quantized", "stored quantized"]
+    for way in ("gathered quantized", "stored quantized"):
+        assert found[way]["share"] == pytest.approx(0.5, rel=1e-3)
+        assert found[way]["backward"] == pytest.approx(found["bf16"]["backward"] / 2, rel=0.01)
+    assert found["stored quantized"]["weights"] < found["gathered quantized"]["weights"]
+    for memory in found.values():
+        parts = ("weights", "masters", "gradients", "moments")
+        assert memory["total"] == sum(memory[part] for part in parts)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_can_be_asked_for(shape: str, lpq: Callable) -> None:
+    assert lpq("memory", shape, "--recipe", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "--ranks", "64").status == 0
+
+
+def test_a_shape_that_is_not_known_is_refused(lpq: Callable) -> None:
+    ended = lpq("memory", "llama-3-7b")
+    assert ended.status == 2
+    assert "there is no shape 'llama-3-7b': did you mean 'llama-3-70b' or 'llama-3-8b'?" in ended.err
