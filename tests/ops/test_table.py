@@ -44,7 +44,7 @@ def test_the_best_that_can_run_runs_and_the_better_one_has_a_reason(kernels) -> 
     choice = choose("decode", ("mxfp8",), CPU)
     assert choice.backend == "torch"
     assert choice.impl is decode
-    assert [(k.backend, why) for k, why in choice.rejected] == [("cuda", "runs on cuda, not on cpu")]
+    assert ("test_table:decode", "runs on cuda, not on cpu") in [(k.impl, why) for k, why in choice.rejected]
     assert choose("decode", ("nvfp4",), CPU).backend == "reference"
 
 

@@ -1,6 +1,30 @@
 """FP8: 8-bit floats with fp32 scales: one for the tensor, for each row, or for each block."""
 
-from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
+
+CUDA = "lpq_fp8.cuda"
+KERNELS = (
+    KernelSpec(
+        op="quantize", impl=f"{CUDA}:quantize", why_not=f"{CUDA}:why_not",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+    ),
+    KernelSpec(
+        op="measure", impl=f"{CUDA}:measure", why_not=f"{CUDA}:measure_why_not",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+    ),
+    KernelSpec(
+        op="transpose", impl="lpq_fp8.views:transpose", why_not="lpq_fp8.views:transpose_why_not",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+    ),
+    KernelSpec(
+        op="decode", impl="lpq_fp8.views:decode",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+    ),
+    KernelSpec(
+        op="gemm", impl="lpq_fp8.gemm:gemm", why_not="lpq_fp8.gemm:why_not", formats=("fp8", "fp8"),
+        backend="torch", min_sm=89, priority=10,
+    ),
+)  # fmt: skip
 
 
 @hookimpl
@@ -11,6 +35,7 @@ def lpq_register_formats() -> FormatSpec:
         quantizer="lpq_fp8.quantizer:FP8Quantizer",
         storage="lpq_fp8.storage:FP8Storage",
         effective_bits=8,
+        kernels=KERNELS,
     )
 
 

@@ -1,6 +1,20 @@
 """MXFP8: 8-bit floats in blocks of 32 along the contraction, with a power-of-two scale for each block."""
 
-from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
+
+KERNELS = (
+    *(
+        KernelSpec(op=op, impl=impl, backend="cuda", min_sm=80, requires=("cuda.core",), priority=20)
+        for op, impl in (
+            ("measure", "lpq_mxfp8.cuda:measure"),
+            ("quantize", "lpq_mxfp8.cuda:quantize"),
+            ("decode", "lpq_mxfp8.views:decode"),
+        )
+    ),
+    KernelSpec(
+        op="gemm", impl="lpq_mxfp8.views:gemm", formats=("mxfp8", "mxfp8"), backend="torch", min_sm=80, priority=10
+    ),
+)
 
 
 @hookimpl
@@ -11,6 +25,7 @@ def lpq_register_formats() -> FormatSpec:
         quantizer="lpq_mxfp8.quantizer:MXFP8Quantizer",
         storage="lpq_mxfp8.storage:MXFP8Storage",
         effective_bits=8.25,
+        kernels=KERNELS,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from lpq.core import Buffer, Storage
 from lpq.core.elements import E4M3, E5M2
 from lpq_mxfp8 import reference
+
+if TYPE_CHECKING:
+    from lpq_mxfp8.quantizer import MXFP8Quantizer
 
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
 SCALE = Buffer("scale", torch.uint8, block=reference.BLOCK)
@@ -20,6 +23,7 @@ class MXFP8Storage(Storage):
     """``data``: an 8-bit float for each element. ``scale``: a biased exponent (E8M0) for each block."""
 
     layout = LAYOUTS["e4m3"]
+    quantizer: MXFP8Quantizer
 
     @classmethod
     def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:

@@ -1,6 +1,24 @@
 """NVFP4: 4-bit floats with an 8-bit scale for each block of 16 or 16x16 and an fp32 amax for the operand."""
 
-from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
+
+KERNELS = (
+    *(
+        KernelSpec(
+            op=op, impl=impl, why_not=why_not, backend="cuda", min_sm=80, requires=("cuda.core",), priority=20
+        )
+        for op, impl, why_not in (
+            ("measure", "lpq_nvfp4.cuda:measure", "lpq_nvfp4.cuda:why_not"),
+            ("quantize", "lpq_nvfp4.cuda:quantize", "lpq_nvfp4.cuda:why_not"),
+            ("transpose", "lpq_nvfp4.views:transpose", "lpq_nvfp4.views:transpose_why_not"),
+            ("decode", "lpq_nvfp4.views:decode", "lpq_nvfp4.views:decode_why_not"),
+        )
+    ),
+    KernelSpec(
+        op="gemm", impl="lpq_nvfp4.views:gemm", formats=("nvfp4", "nvfp4"), backend="torch", min_sm=80,
+        requires=("cuda.core",), priority=10,
+    ),
+)  # fmt: skip
 
 
 @hookimpl
@@ -11,6 +29,7 @@ def lpq_register_formats() -> FormatSpec:
         quantizer="lpq_nvfp4.quantizer:NVFP4Quantizer",
         storage="lpq_nvfp4.storage:NVFP4Storage",
         effective_bits=4.5,
+        kernels=KERNELS,
     )
 
 

@@ -1,0 +1,41 @@
+// The largest magnitude of a whole matrix, in two steps: one value for each block of threads, then one for all.
+#include "tile.cuh"
+
+constexpr int UNROLL = 8;
+constexpr int PER_LOAD = 16 / sizeof(Element);
+
+// parts[block]: the largest magnitude, as fp32 bits, of the elements that this block has read. x is contiguous.
+extern "C" __global__ void __launch_bounds__(THREADS) amax_parts(const void* x, i64 count, u32* parts) {
+    const i64 loads = (u64)x % 16 == 0 ? count / PER_LOAD : 0, step = (i64)gridDim.x * THREADS;
+    const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x;
+    const uint4* from = (const uint4*)x;
+    u32 amax = 0;
+    i64 i = thread;
+    for (; i + (UNROLL - 1) * step < loads; i += UNROLL * step) {
+        u32 w[UNROLL][4];
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k) load_16_bytes(from + i + k * step, w[k][0], w[k][1], w[k][2], w[k][3]);
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) amax = larger(amax, magnitude(w[k][j]));
+    }
+    for (; i < loads; i += step) {
+        u32 w[4];
+        load_16_bytes(from + i, w[0], w[1], w[2], w[3]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) amax = larger(amax, magnitude(w[j]));
+    }
+    for (i = loads * PER_LOAD + thread; i < count; i += step)
+        amax = larger(amax, magnitude(((const Element*)x)[i]));
+    const u32 bits = block_max(amax_bits(element_value(larger_half(amax))));
+    if (threadIdx.x == 0) parts[blockIdx.x] = bits;
+}
+
+// The largest of the parts. One block.
+extern "C" __global__ void __launch_bounds__(1024) amax_finish(const u32* parts, i64 count, u32* amax) {
+    u32 bits = 0;
+    for (i64 i = threadIdx.x; i < count; i += blockDim.x) bits = max(bits, parts[i]);
+    bits = block_max(bits);
+    if (threadIdx.x == 0) *amax = bits;
+}

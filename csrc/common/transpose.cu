@@ -1,0 +1,117 @@
+// The transpose of a matrix of bytes, and of one of nibbles whose rows are padded to 16.
+//
+// A block of threads takes 128 bytes of each of its rows: eight lanes read the 128 bytes of a row.
+#include "tile.cuh"
+
+constexpr int WIDE = 128;
+
+// 16 bytes of a row; what lies outside is 0.
+__device__ __forceinline__ uint4 load_piece(const u8* x, i64 row, i64 at, i64 rows, i64 width) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (row >= rows || at >= width) return v;
+    const u8* from = x + row * width + at;
+    if (width % 16 == 0 && (u64)x % 16 == 0) {
+        load_16_bytes(from, v.x, v.y, v.z, v.w);
+    } else {
+        u32 word[4] = {};
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            if (at + i < width) word[i / 4] |= (u32)from[i] << (8 * (i % 4));
+        v = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+    return v;
+}
+
+// out[cols, rows] = x[rows, cols], in bytes. A warp holds 32 rows, a thread 8 of them. Scales are turned as well: one
+// for each 128 x 128, or with `scales` 1 a single one.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
+    const u8* x, u8* out, const u32* scale, u32* scale_out, u32 scales, i64 rows, i64 cols
+) {
+    constexpr int HIGH = 2 * TILE;
+    __shared__ uint4 piece[WIDE][HIGH / 16];
+    const u32 wide = (u32)((cols + WIDE - 1) / WIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane & 7, chunk = warp * 4 + (lane >> 3);
+    const i64 row = (i64)down * HIGH + chunk * 8, col = (i64)across * WIDE + at * 16;
+    u32 w[4][8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint4 v = load_piece(x, row + i, col, rows, cols);
+        w[0][i] = v.x, w[1][i] = v.y, w[2][i] = v.z, w[3][i] = v.w;
+    }
+    if (scales == 1 ? blockIdx.x + threadIdx.x == 0 : threadIdx.x < 2 && down * 2 * TILE + threadIdx.x * TILE < rows) {
+        const i64 high = (rows + TILE - 1) / TILE, from = down * 2 + threadIdx.x;
+        if (scales == 1)
+            *scale_out = *scale;
+        else
+            scale_out[across * high + from] = scale[from * wide + across];
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        transpose_4x4(w[k][0], w[k][1], w[k][2], w[k][3]), transpose_4x4(w[k][4], w[k][5], w[k][6], w[k][7]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            uint2* pieces = (uint2*)piece[at * 16 + k * 4 + j];
+            pieces[chunk ^ (at * 2)] = make_uint2(w[k][j], w[k][j + 4]);
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < WIDE * HIGH / 16 / THREADS; ++k) {
+        const int index = threadIdx.x + k * THREADS, line = index / 16, p = index % 16;
+        const i64 to_row = (i64)across * WIDE + line, to = (i64)down * HIGH + p * 16;
+        if (to_row >= cols || to >= rows) continue;
+        const uint4 v = piece[line][p ^ (line / 16)];
+        u8* target = out + to_row * rows + to;
+        if (rows % 16 == 0) {
+            stream(target, v);
+        } else {
+            const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 16; ++i)
+                if (to + i < rows) target[i] = (u8)(word[i / 4] >> (8 * (i % 4)));
+        }
+    }
+}
+
+// The same in nibbles: rows of 8 * ceil(cols / 16) bytes become cols rows of 8 * ceil(rows / 16). A block of threads
+// takes 256 x 256 nibbles, a warp 32 of the rows, a thread 8 of them and 32 nibbles of each. The scales of 16 x 16
+// blocks are turned with them, and the amax is copied.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_nibbles(
+    const u8* x, u8* out, const u8* scale, u8* scale_out, const u32* amax, u32* amax_out, i64 rows, i64 cols
+) {
+    constexpr int SIDE = 2 * WIDE;
+    __shared__ uint4 piece[SIDE][SIDE / 32];
+    const u32 wide = (u32)((cols + SIDE - 1) / SIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane & 7, chunk = lane >> 3;
+    const i64 high = (rows + 15) / 16, broad = (cols + 15) / 16, row = (i64)down * SIDE + warp * 32 + chunk * 8;
+    uint4 v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = load_piece(x, row + i, (i64)across * WIDE + at * 16, rows, broad * 8);
+    const i64 of_row = (i64)down * 16 + threadIdx.x % 16, of_col = (i64)across * 16 + threadIdx.x / 16;
+    if (of_row < high && of_col < broad) scale_out[of_col * high + of_row] = scale[of_row * broad + of_col];
+    if (blockIdx.x + threadIdx.x == 0) *amax_out = *amax;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        u32 n[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) n[i] = k == 0 ? v[i].x : k == 1 ? v[i].y : k == 2 ? v[i].z : v[i].w;
+        transpose_8x8(n);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) ((u32*)&piece[at * 32 + k * 8 + j][warp ^ at])[chunk] = n[j];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < SIDE * SIDE / 32 / THREADS; ++k) {
+        const int index = threadIdx.x + k * THREADS, line = index / 8, p = index % 8;
+        const i64 to_row = (i64)across * SIDE + line, to = (i64)down * WIDE + p * 16;
+        if (to_row >= cols || to >= high * 8) continue;
+        const uint4 bytes = piece[line][p ^ (line / 32)];
+        u8* target = out + to_row * high * 8 + to;
+        if (high % 2 == 0) {
+            stream(target, bytes);
+        } else {  // rows of an odd number of 8 bytes
+            stream(target, make_uint2(bytes.x, bytes.y));
+            if (to + 8 < high * 8) stream(target + 8, make_uint2(bytes.z, bytes.w));
+        }
+    }
+}

@@ -1,0 +1,23 @@
+// FP8 as LPQ_OUTPUT: elements of type LPQ_ELEMENT times the scale of what they belong to, rounded once.
+//
+// The scale of element (row, col) is number row / high * stride + col / wide; a size of 0 is the whole dimension.
+#include "decode.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_tiles(
+    const u8* data, const float* scale, void* out, u32 high, u32 wide, i64 stride, i64 rows, i64 cols
+) {
+    const Tile t(rows, cols, blockIdx.x);
+    uint2 codes[8];
+    load_codes(t, data, codes);
+    const i64 across = wide ? t.col / TILE : 0;  // blocks are as wide as a tile
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (i >= t.high || !t.wide) continue;
+        const i64 down = high == 0 ? 0 : high == 1 ? t.row + i : (t.row + i) / TILE;
+        const float s = scale[down * stride + across];
+        float v[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(decode<LPQ_ELEMENT>(code_of(codes[i], j)), s);
+        store_values(out, t.row + i, t.col, cols, v);
+    }
+}

@@ -1,0 +1,25 @@
+// MXFP8 as LPQ_OUTPUT: elements of type LPQ_ELEMENT times the power of two of their block, rounded once.
+#include "decode.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_tiles(
+    const u8* data, const u8* scale, void* out, i64 rows, i64 cols
+) {
+    const Tile t(rows, cols, blockIdx.x);
+    uint2 codes[8];
+    load_codes(t, data, codes);
+    const i64 blocks = (cols + 31) / 32;
+    u32 exponents[8] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < t.high && t.wide) exponents[i] = __ldg(scale + (t.row + i) * blocks + t.col / 32);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (i >= t.high || !t.wide) continue;
+        const u32 exponent = exponents[i];
+        const float power = __uint_as_float(exponent == 255 ? NAN_BITS : exponent ? exponent << 23 : 0x400000u);
+        float v[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(decode<LPQ_ELEMENT>(code_of(codes[i], j)), power);
+        store_values(out, t.row + i, t.col, cols, v);
+    }
+}

@@ -1,0 +1,139 @@
+"""Machine code from CUDA C++ sources: compiled at first use by NVRTC, then read from a cache on disk.
+
+A file of the cache is named after everything that its code depends on: the source and the headers that it includes,
+the macros, the architecture and the version of the compiler. It is written beside its place and renamed, so that
+processes which compile the same source at once never see half a file, and it begins with a digest, so that a damaged
+file is compiled anew. Where the cache cannot be written (``LPQ_CACHE_DIR``, by default ``~/.cache/lpq``) each process
+compiles for itself and says so. ``cuda-core`` is imported when something is compiled, not before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+import warnings
+from pathlib import Path
+
+from lpq.ops.table import KernelError
+
+CACHE = "LPQ_CACHE_DIR"
+INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+DIGEST = hashlib.sha256
+DIGEST_SIZE = DIGEST().digest_size
+
+
+class KernelCacheWarning(UserWarning):
+    """Compiled kernels cannot be kept."""
+
+
+def csrc() -> Path:
+    """The folder of lpq's own CUDA sources: inside the package where it is installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "csrc"
+    return installed if installed.is_dir() else package.parent / "csrc"
+
+
+def headers() -> Path:
+    """The folder of the headers that any source may include, a third party's too."""
+    return csrc() / "common"
+
+
+def cubin(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
+    """The machine code of a source for an architecture such as ``sm_90a``; a macro is ``NAME=VALUE``."""
+    place = cache_dir() / f"{key(source, macros, architecture)}.cubin"
+    code = _read(place)
+    if code is None:
+        code = compile_source(source, macros, architecture)
+        _write(place, code)
+    return code
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept."""
+    if chosen := os.environ.get(CACHE):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpq"
+
+
+def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
+    """A name for what this compiles to. Sources whose text, and whose headers' texts, are equal share it."""
+    digest = DIGEST(repr((sorted(macros), architecture, compiler_version())).encode())
+    for path in _with_includes(source):
+        text = path.read_bytes()
+        digest.update(f"{path.name}\0{len(text)}\0".encode())
+        digest.update(text)
+    return digest.hexdigest()
+
+
+def _with_includes(source: Path) -> list[Path]:
+    """A source and the headers that it includes by name in quotes, and those that these include."""
+    found = [source]
+    for path in found:  # grows while it is walked
+        for name in INCLUDE.findall(path.read_bytes()):
+            candidates = (folder / name.decode() for folder in (path.parent, source.parent, headers()))
+            header = next((c for c in candidates if c.is_file()), None)
+            if header is not None and header not in found:
+                found.append(header)
+    return found
+
+
+def compiler_version() -> str:
+    """The version of NVRTC."""
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
+    """Compile a source. fp32 is IEEE's: no product is fused with a sum, nothing is flushed to zero."""
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=source.name,
+        arch=architecture,
+        std="c++17",
+        fma=False,
+        include_path=[str(source.parent), str(headers())],
+        define_macro=[_macro(m) for m in macros] or None,
+    )
+    try:
+        return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
+    except Exception as error:  # of a type that differs between the versions of cuda-core
+        raise KernelError(f"{source} does not compile for {architecture} with {list(macros)}:\n{error}") from error
+
+
+def _macro(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value or "1"
+
+
+def _read(place: Path) -> bytes | None:
+    """The code in a file of the cache; None if there is none, or if it is damaged."""
+    try:
+        content = place.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:DIGEST_SIZE], content[DIGEST_SIZE:]
+    return code if code and DIGEST(code).digest() == digest else None
+
+
+def _write(place: Path, code: bytes) -> None:
+    written = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, written = tempfile.mkstemp(dir=place.parent, suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(DIGEST(code).digest() + code)
+        os.replace(written, place)
+    except OSError as error:
+        if written is not None:
+            Path(written).unlink(missing_ok=True)
+        warnings.warn(
+            f"compiled kernels cannot be kept in {place.parent} ({error.strerror or error}): every process compiles "
+            f"them again, a fraction of a second each. Set {CACHE} to a folder that can be written.",
+            KernelCacheWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,127 @@
+"""Kernels in CUDA C++: any plugin's, compiled at first use and launched on torch's current stream.
+
+A plugin writes a ``.cu`` file with an ``extern "C" __global__`` function, makes a ``CudaKernel`` of it once, and calls
+``launch`` from the callable that its ``KernelSpec`` (``backend="cuda"``, ``requires=("cuda.core",)``) names::
+
+    SCALE = CudaKernel(Path(__file__).with_name("scale.cu"), "scale", "PPfq", threads=256)
+
+    def decode(operand, dtype):
+        out = torch.empty(operand.shape, dtype=dtype, device=operand.device)
+        blocks = -(-out.numel() // 256)
+        SCALE.launch(out.get_device(), ("T=float",), blocks, operand.data.data_ptr(), out.data_ptr(), 0.5, out.numel())
+        return out
+
+Each set of macros is compiled once for an architecture. What lies in ``csrc/common`` can be included. A launch waits
+for nothing, and can be captured in a CUDA graph once its kernel was launched before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lpq.ops.cubins import csrc, cubin
+from lpq.ops.table import KernelError
+
+SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
+"""How an argument lies in its 8 bytes: a pointer, a 64-bit or 32-bit integer, a float or a double."""
+SUCCESS, NO_CONTEXT = 0, 201
+MAX_BLOCKS = 2**31 - 1
+
+
+class CudaKernel:
+    """One function of a CUDA C++ source."""
+
+    def __init__(self, source: str | Path, name: str, arguments: str, *, threads: int, shared: int = 0) -> None:
+        """``source`` may be relative to lpq's ``csrc``; ``arguments`` has a letter of ``SLOTS`` for each parameter.
+
+        ``shared`` is the size in bytes of the dynamic shared memory of a block.
+        """
+        self.source = csrc() / source
+        self.name = name
+        self.threads = threads
+        self.shared = shared
+        self._slots = struct.Struct("<" + "".join(SLOTS[a] for a in arguments))
+        self._count = len(arguments)
+        self._loaded: dict[tuple[int, tuple[str, ...]], _Loaded] = {}
+
+    def launch(self, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        """Run ``blocks`` blocks of threads on a device; none if there are no blocks. Pointers are integers."""
+        if blocks == 0:
+            return
+        loaded = self._loaded.get((device, macros)) or self._load(device, macros)
+        buffer = loaded.buffers
+        self._slots.pack_into(buffer.bytes, 0, *arguments)
+        if torch._C._cuda_getDevice() == device:
+            self._run(loaded, device, blocks, buffer.pointers)
+        else:
+            with torch.cuda.device(device):
+                self._run(loaded, device, blocks, buffer.pointers)
+
+    def _run(self, loaded: _Loaded, device: int, blocks: int, pointers: int) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        how = loaded.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, pointers, 0
+        (status,) = loaded.launch(*how)
+        if status == NO_CONTEXT:  # torch has not used the device in this thread yet
+            from cuda.core import Device
+
+            Device(device).set_current()
+            (status,) = loaded.launch(*how)
+        if status != SUCCESS:
+            raise KernelError(
+                f"{self.source.name}: launching {self.name} with {blocks} blocks of {self.threads} threads "
+                f"failed: {status!r}"
+            )
+
+    def _load(self, device: int, macros: tuple[str, ...]) -> _Loaded:
+        from cuda.core import Device, ObjectCode
+
+        with torch.cuda.device(device):
+            Device(device).set_current()
+            code = ObjectCode.from_cubin(cubin(self.source, macros, architecture(device)))
+            loaded = _Loaded(code.get_kernel(self.name), _Buffers(self._count))
+            loaded.allow_shared(self.shared, device)
+        self._loaded[device, macros] = loaded
+        return loaded
+
+
+class _Loaded:
+    """A kernel on a device, ready to be launched by the driver's own call, whose arguments are packed beforehand."""
+
+    def __init__(self, kernel: Any, buffers: _Buffers) -> None:
+        from cuda.bindings import driver
+
+        self.kernel = kernel  # keeps the code loaded
+        self.function = driver.CUfunction(int(kernel.handle))
+        self.buffers = buffers
+        self.launch = driver.cuLaunchKernel
+
+    def allow_shared(self, size: int, device: int) -> None:
+        """Dynamic shared memory of more than 48 KiB must be asked for."""
+        from cuda.bindings import driver
+
+        wanted = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(wanted, size, self.kernel.handle, driver.CUdevice(device))
+        if status != SUCCESS:
+            raise KernelError(f"{size} bytes of shared memory for a block are more than this GPU has: {status!r}")
+
+
+class _Buffers(threading.local):
+    """The arguments of a launch as the driver wants them, for each thread its own: an address for each value."""
+
+    def __init__(self, count: int) -> None:
+        self.bytes = ctypes.create_string_buffer(8 * count)
+        start = ctypes.addressof(self.bytes)
+        self.array = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
+        self.pointers = ctypes.addressof(self.array)
+
+
+def architecture(device: int) -> str:
+    """The architecture to compile for; from Hopper on with the instructions that only this GPU has."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"

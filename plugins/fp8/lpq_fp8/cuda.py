@@ -1,0 +1,192 @@
+"""FP8's CUDA kernels: both operands from one read of the tensor, after one more where its amax must be known first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lpq.core.elements import FLT_MAX
+from lpq.core.operations import measure_reference, quantize_reference
+from lpq.ops.cuda import CudaKernel
+from lpq.ops.tiles import INPUTS, THREADS, amax_finish, amax_parts, flat, pointer, tiles, untile, words_of_tiles
+from lpq_fp8.quantizer import FP8Quantizer
+from lpq_fp8.storage import ELEMENTS
+
+SQUARE = CudaKernel("fp8/square.cu", "quantize", "PPPPPPIPfIqq", threads=THREADS)
+VECTOR = CudaKernel("fp8/vector.cu", "quantize", "PPPPPPPPPPfIIqq", threads=THREADS)
+LINES = CudaKernel("fp8/vector.cu", "amax", "PPPqq", threads=THREADS)
+BLOCK = 128
+
+
+def why_not(first: FP8Quantizer, second: FP8Quantizer | None = None) -> str | None:
+    """Both operands come from one kernel if their scales cover the same blocks, or the same whole."""
+    if second is None or first == second:
+        return None
+    if first.transposable or first.scaling != second.scaling or first.scaled_block != second.scaled_block:
+        return "serves both operands at once only if their scales cover blocks of one kind, else one at a time"
+    return None
+
+
+def quantize(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: FP8Quantizer | None,
+    col: FP8Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """As the reference."""
+    if x.numel() == 0:
+        return quantize_reference(x, stats, row, col, seed, offset, measure)
+    x = x.contiguous()
+    side = row or col
+    assert side is not None
+    return (_one_scale if side.transposable else _lines)(x, stats, row, col, measure)
+
+
+# ---------------------------------------------------------------------------------- the matrix, or 128x128
+
+
+def _one_scale(
+    x: Tensor, stats: Sequence[Tensor | None], row: FP8Quantizer | None, col: FP8Quantizer | None, measure: bool
+) -> list[Tensor]:
+    """The bytes of either operand are those of the other."""
+    side = row or col
+    assert side is not None
+    given = stats[0] if stats else None
+    square = side.scaling == "block"
+    rows, cols = x.shape
+    grid = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
+    parts: Tensor | None = None
+    if square:
+        amaxes = given.contiguous() if given is not None else None
+        parts = x.new_empty(grid if row is not None else grid[::-1], dtype=torch.float32) if measure else None
+    else:
+        amaxes = given if given is not None else amax_parts(x)
+        if measure and given is not None:  # the amax of each tile is a by-product
+            parts = x.new_empty((tiles(rows, cols),), dtype=torch.float32)
+    element = ELEMENTS[side.dtype]
+    row_data = row_scale = col_data = col_scale = None
+    out: list[Tensor] = []
+    if row is not None:
+        row_data = x.new_empty((rows, cols), dtype=element)
+        row_scale = x.new_empty(grid, dtype=torch.float32)
+        out += (row_data, row_scale)
+    if col is not None:
+        col_data = x.new_empty((cols, rows), dtype=element)
+        col_scale = x.new_empty(grid[::-1], dtype=torch.float32)
+        out += (col_data, col_scale)
+    SQUARE.launch(
+        x.get_device(), _macros(x.dtype, row.dtype if row else None, col.dtype if col else None, square, False),
+        tiles(rows, cols), x.data_ptr(), pointer(row_data), pointer(row_scale), pointer(col_data), pointer(col_scale),
+        pointer(amaxes), amaxes.numel() if amaxes is not None else 0, pointer(parts),
+        _largest_scale(x, side), _pow2(side), rows, cols,
+    )  # fmt: skip
+    if not measure:
+        return out
+    if square:
+        assert parts is not None
+        return [*out, parts]
+    measured = parts if parts is not None else amaxes
+    assert measured is not None
+    return [*out, amax_finish(measured)]
+
+
+# ---------------------------------------------------------------------------------- rows, or 1x128
+
+
+def _lines(
+    x: Tensor, stats: Sequence[Tensor | None], row: FP8Quantizer | None, col: FP8Quantizer | None, measure: bool
+) -> list[Tensor]:
+    """Each operand has scales of its own."""
+    side = row or col
+    assert side is not None
+    blocks = side.scaling == "block"
+    known = [None if s is None else s.contiguous() for s in stats] or [None] * sum(s is not None for s in (row, col))
+    measured: list[Tensor] = []
+    if not blocks and (measure or None in known):  # a row is longer than a tile: it is measured before
+        measured = _measure_lines(x, row, col)
+        known = [m if k is None else k for k, m in zip(known, measured, strict=True)]
+    rest = iter(known)
+    out: list[Tensor] = []
+    buffers: list[tuple[Tensor | None, ...]] = []
+    rows, cols = x.shape
+    for operand, high, wide in ((row, rows, cols), (col, cols, rows)):
+        if operand is None:
+            buffers.append((None, None, None, None))
+            continue
+        data = x.new_empty((high, wide), dtype=ELEMENTS[operand.dtype])
+        scale = x.new_empty((high, -(-wide // BLOCK) if blocks else 1), dtype=torch.float32)
+        amaxes = torch.empty_like(scale) if blocks and measure else None
+        if amaxes is not None:
+            measured.append(amaxes)
+        out += (data, scale)
+        buffers.append((data, scale, next(rest), amaxes))
+    (rd, rs, rg, rm), (cd, cs, cg, cm) = buffers
+    words = words_of_tiles(x) if blocks and rs is not None and cs is not None else None
+    if blocks and col is None:
+        rows, cols = flat(x)
+    VECTOR.launch(
+        x.get_device(), _macros(x.dtype, row.dtype if row else None, col.dtype if col else None, False, blocks),
+        tiles(rows, cols), x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm, words)),
+        _largest_scale(x, side), _pow2(row), _pow2(col), rows, cols,
+    )  # fmt: skip
+    if words is not None and rs is not None and cs is not None:
+        untile(words, rs, cs, rows, cols)
+    return out + measured if measure else out
+
+
+def _measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None) -> list[Tensor]:
+    """The amaxes of the rows of the wanted operands."""
+    rows, cols = x.shape
+    of_rows = x.new_zeros((rows, 1), dtype=torch.float32) if row is not None else None
+    of_cols = x.new_zeros((cols, 1), dtype=torch.float32) if col is not None else None
+    LINES.launch(
+        x.get_device(), (INPUTS[x.dtype],), tiles(rows, cols),
+        x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
+    )  # fmt: skip
+    return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
+
+
+# ---------------------------------------------------------------------------------- measuring alone
+
+
+def measure_why_not(first: FP8Quantizer, second: FP8Quantizer | None = None) -> str | None:
+    """The amaxes of blocks alone are left to the reference: whoever needs them reduces them over ranks."""
+    if "block" in (first.scaling, (second or first).scaling):
+        return "measures the matrix or its rows, not blocks"
+    return why_not(first, second)
+
+
+def measure(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None) -> list[Tensor]:
+    """The statistics of the wanted operands."""
+    if x.numel() == 0:
+        return measure_reference(x, row, col)
+    x = x.contiguous()
+    side = row or col
+    assert side is not None
+    return [amax_finish(amax_parts(x))] if side.transposable else _measure_lines(x, row, col)
+
+
+# ---------------------------------------------------------------------------------- what the sources take
+
+
+def _pow2(side: FP8Quantizer | None) -> bool:
+    if side is None:
+        return False
+    return side.scaling == "block" if side.pow2 is None else side.pow2
+
+
+def _largest_scale(x: Tensor, side: FP8Quantizer) -> float:
+    return torch.finfo(x.dtype).max if side.scaling == "block" else FLT_MAX
+
+
+@cache
+def _macros(dtype: torch.dtype, row: str | None, col: str | None, square: bool, blocks: bool) -> tuple[str, ...]:
+    wanted = (("LPQ_ROW", row), ("LPQ_COL", col))
+    elements = (f"{name}={element.upper()}" for name, element in wanted if element is not None)
+    return INPUTS[dtype], *elements, *(["LPQ_SQUARE"] if square else []), *(["LPQ_BLOCKS"] if blocks else [])

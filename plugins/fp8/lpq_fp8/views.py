@@ -1,0 +1,45 @@
+"""What is made of an encoded FP8 operand by CUDA kernels: its transpose, and the matrix that it stands for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpq.core import Storage
+from lpq.core.operations import decode_reference, transpose_reference
+from lpq.ops.cuda import CudaKernel
+from lpq.ops.tiles import OUTPUTS, THREADS, tiles, transpose_bytes
+from lpq_fp8.quantizer import FP8Quantizer
+from lpq_fp8.storage import FP8Storage
+
+DECODE = CudaKernel("fp8/decode.cu", "decode_tiles", "PPPIIqqq", threads=THREADS)
+
+
+def transpose_why_not(quantizer: FP8Quantizer) -> str | None:
+    """The bytes can be turned where a scale covers the matrix or a square of it."""
+    return None if quantizer.transposable else f"{quantizer} is not transposable"
+
+
+def transpose(operand: FP8Storage) -> Storage:
+    """The operand of the transposed matrix."""
+    rows, cols = operand.shape
+    if not rows or not cols:
+        return transpose_reference(operand)
+    data, scale = transpose_bytes(operand.data, operand.scale)
+    return FP8Storage(data=data, scale=scale).bind(operand.quantizer, (cols, rows), operand.dtype)
+
+
+def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that the operand stands for."""
+    (rows, cols), quantizer = operand.shape, operand.quantizer
+    if dtype not in OUTPUTS or not rows or not cols:
+        return decode_reference(operand, dtype)
+    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    out = data.new_empty((rows, cols), dtype=dtype)
+    high, wide = quantizer.scaled_block
+    DECODE.launch(
+        data.get_device(), (f"LPQ_ELEMENT={quantizer.dtype.upper()}", OUTPUTS[dtype]), tiles(rows, cols),
+        data.data_ptr(), scale.data_ptr(), out.data_ptr(), high or 0, wide or 0,
+        scale.shape[1] if scale.dim() else 0, rows, cols,
+    )  # fmt: skip
+    return out

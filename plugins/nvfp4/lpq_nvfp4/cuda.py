@@ -1,0 +1,140 @@
+"""NVFP4's CUDA kernels: one read for the amaxes of the operands, one more for both operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lpq.core.elements import E4M3
+from lpq.core.operations import measure_reference, quantize_reference
+from lpq.ops.cuda import CudaKernel
+from lpq.ops.tiles import INPUTS, THREADS, amax_finish, amax_parts, flat, pointer, tiles
+from lpq_nvfp4.quantizer import NVFP4Quantizer
+from lpq_nvfp4.reference import GROUP
+
+QUANTIZE = CudaKernel("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqqq", threads=THREADS)
+AMAXES = CudaKernel("nvfp4/quantize.cu", "amaxes", "PPPIqq", threads=THREADS)
+MAX_PARTS = 132 * 6
+
+
+def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
+    """Both operands come from one kernel if their blocks have one shape."""
+    if second is not None and first.block != second.block:
+        return "serves both operands at once only if their blocks have one shape, else one at a time"
+    if second is not None and first.rht:
+        return "the row operand of a pair is not rotated"
+    return None
+
+
+def measure(x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None) -> list[Tensor]:
+    """The amaxes of the wanted operands and of their blocks."""
+    if x.numel() == 0 or (row is not None and row.rht):
+        return measure_reference(x, row, col)
+    return _run(x.contiguous(), [], row, col, None, 0, encode=False, measure=True)
+
+
+def quantize(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: NVFP4Quantizer | None,
+    col: NVFP4Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """As the reference. The column operand's random bits come in groups of rows, which a shard must not cut."""
+    cut = col is not None and col.stochastic and offset % GROUP
+    if x.numel() == 0 or cut or (row is not None and row.rht):
+        return quantize_reference(x, stats, row, col, seed, offset, measure)
+    return _run(x.contiguous(), list(stats), row, col, seed, offset, encode=True, measure=measure)
+
+
+def _run(
+    x: Tensor,
+    stats: list[Tensor | None],
+    row: NVFP4Quantizer | None,
+    col: NVFP4Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    *,
+    encode: bool,
+    measure: bool,
+) -> list[Tensor]:
+    """Encoded operands, if wanted, then their statistics, if wanted. Of a shared pair only the row's are measured."""
+    shared = row is not None and row == col and row.transposable
+    first = (stats[0], stats[1]) if stats else (None, None)
+    second = first if row is None or len(stats) < 4 else (stats[2], stats[3])
+    unknown = [
+        side
+        for side, amax in ((row, first[0]), (None if shared else col, second[0]))
+        if side and (measure or amax is None)
+    ]
+    plain, rotated = _parts(x, any(not side.rht for side in unknown), any(side.rht for side in unknown))
+    out: list[Tensor] = []
+    measured: list[Tensor] = []
+    pointers: list[int] = []  # for each side: data, scale, amax; for each side: amaxes, their count, given, measured
+    amaxes: list[int] = []
+    for side, (high, wide), (amax, given) in ((row, x.shape, first), (col, x.shape[::-1], second)):
+        if side is None:
+            pointers += (0, 0, 0)
+            amaxes += (0, 0, 0, 0)
+            continue
+        parts = rotated if side.rht else plain
+        blocks = (high if side.block == "1x16" else -(-high // GROUP), -(-wide // GROUP))
+        if encode:
+            out += (
+                x.new_empty((high, blocks[1] * (GROUP // 2)), dtype=torch.uint8),
+                x.new_empty(blocks, dtype=E4M3),
+                x.new_empty((), dtype=torch.float32),
+            )
+        pointers += (t.data_ptr() for t in out[-3:]) if encode else (0, 0, 0)
+        wanted = None
+        if measure and not (shared and measured):
+            assert parts is not None
+            wanted = x.new_empty(blocks, dtype=torch.float32)
+            measured += (amax_finish(parts), wanted)
+        known = amax if amax is not None else parts
+        assert known is not None
+        given = given.contiguous() if given is not None else None
+        amaxes += (known.data_ptr(), known.numel(), pointer(given), pointer(wanted))
+    in_one_piece = col is None and row is not None and row.block == "1x16" and not row.stochastic
+    rows, cols = flat(x) if in_one_piece else x.shape
+    QUANTIZE.launch(
+        x.get_device(), _macros(x.dtype, row, col, shared), tiles(rows, cols),
+        x.data_ptr(), *pointers, *amaxes, pointer(seed), offset, rows, cols,
+    )  # fmt: skip
+    return out + measured
+
+
+def _parts(x: Tensor, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Magnitudes of which the largest is the amax of the matrix, and that of its rotated columns."""
+    if not rotated:
+        return (amax_parts(x) if plain else None), None
+    rows, cols = x.shape
+    count = tiles(rows, cols)
+    found = [x.new_empty((min(count, MAX_PARTS),), dtype=torch.float32) for _ in range(1 + plain)]
+    of_plain = found[1] if plain else None
+    AMAXES.launch(
+        x.get_device(), (INPUTS[x.dtype],), found[0].numel(),
+        x.data_ptr(), pointer(of_plain), found[0].data_ptr(), count, rows, cols,
+    )  # fmt: skip
+    return of_plain, found[0]
+
+
+@cache
+def _macros(
+    dtype: torch.dtype, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, shared: bool
+) -> tuple[str, ...]:
+    side = row or col
+    assert side is not None
+    sides = (("LPQ_ROW", row), ("LPQ_COL", col))
+    wanted = [f"{name}={2 if side.stochastic else 1}" for name, side in sides if side is not None]
+    switches = {
+        "LPQ_SQUARE": side.block == "16x16",
+        "LPQ_ROTATED": col is not None and col.rht,
+        "LPQ_SHARED": shared,
+    }
+    return INPUTS[dtype], *wanted, *(name for name, on in switches.items() if on)

@@ -1,0 +1,64 @@
+"""What is made of encoded NVFP4 operands: a transpose, the matrices that they stand for, and their product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpq.core import Storage
+from lpq.core.operations import decode_reference, transpose_reference
+from lpq.ops.cuda import CudaKernel
+from lpq.ops.products import product
+from lpq.ops.tiles import OUTPUTS, THREADS, tiles, transpose_nibbles
+from lpq_nvfp4.quantizer import NVFP4Quantizer
+from lpq_nvfp4.reference import GROUP
+from lpq_nvfp4.storage import NVFP4Storage
+
+DECODE = CudaKernel("nvfp4/decode.cu", "decode_tiles", "PPPPqq", threads=THREADS)
+
+
+def transpose_why_not(quantizer: NVFP4Quantizer) -> str | None:
+    """The codes can be turned where blocks are square and the operands differ in nothing else."""
+    return None if quantizer.transposable else f"{quantizer} is not transposable"
+
+
+def transpose(operand: NVFP4Storage) -> Storage:
+    """The operand of the transposed matrix."""
+    rows, cols = operand.shape
+    if not rows or not cols:
+        return transpose_reference(operand)
+    data, scale, amax = transpose_nibbles(operand.data, operand.scale, operand.amax, rows, cols)
+    return NVFP4Storage(data=data, scale=scale, amax=amax).bind(operand.quantizer, (cols, rows), operand.dtype)
+
+
+def decode_why_not(quantizer: NVFP4Quantizer) -> str | None:
+    """A rotated operand is rarely decoded: a product takes it as it is."""
+    return "does not undo a rotation" if quantizer.rht else None
+
+
+def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that the operand stands for; of a rotated one, what is stored."""
+    rows, cols = operand.shape
+    if dtype not in OUTPUTS or not rows or not cols:
+        return decode_reference(operand, dtype)
+    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    out = data.new_empty((rows, cols), dtype=dtype)
+    macros = OUTPUTS[dtype], *(["LPQ_SQUARE"] if operand.quantizer.block == "16x16" else [])
+    DECODE.launch(
+        data.get_device(), macros, tiles(rows, cols), data.data_ptr(), scale.data_ptr(), operand.amax.data_ptr(),
+        out.data_ptr(), rows, cols,
+    )  # fmt: skip
+    return out
+
+
+def gemm(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """The product in bf16, to which each operand is rounded once. A rotation of both drops out of it."""
+    return product(_factor(a, b), _factor(b, a), bias, dtype)
+
+
+def _factor(operand: NVFP4Storage, other: NVFP4Storage) -> Tensor:
+    if not operand.quantizer.rht:
+        return decode(operand, torch.bfloat16)
+    if other.quantizer.rht and operand.shape[1] % GROUP == 0:  # else columns of padding would count
+        return decode(operand, torch.bfloat16)
+    return decode_reference(operand, torch.bfloat16)

@@ -1,0 +1,164 @@
+"""The CUDA sources compile for every architecture, and their cache survives what can happen to it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lpq.ops import cubins
+from lpq.ops.cubins import KernelCacheWarning
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+SOURCES = sorted(cubins.csrc().glob("**/*.cu"))
+INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
+
+
+def variants(source: Path) -> list[list[str]]:
+    """The sets of macros that a source asks about, in combinations that meet every two of them at least once."""
+    text = source.read_text()
+    numbers = "LPQ_ROW == 2" in text
+    first, second = ("1", "2") if numbers else ("E4M3", "E5M2")
+    sides = [[f"LPQ_ROW={first}", f"LPQ_COL={first}"], [f"LPQ_ROW={second}"], [f"LPQ_COL={second}"]]
+    if "LPQ_ROW" not in text:
+        sides = [["LPQ_ELEMENT=E4M3"], ["LPQ_ELEMENT=E5M2"]] if "LPQ_ELEMENT" in text else [[]]
+    asked = set(re.findall(r"#if(?:def| defined\() *(LPQ_\w+)", text))
+    switches = sorted(asked - {"LPQ_ROW", "LPQ_COL", "LPQ_INPUT", "LPQ_OUTPUT"})
+    out = []
+    for i, (side, switch) in enumerate(itertools.product(sides, [[], *[[s] for s in switches]])):
+        out.append([*side, *switch, f"LPQ_INPUT={INPUTS[i % 3]}"])
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, the CUDA compiler, on the PATH")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_source_compiles(architecture: str, tmp_path: Path) -> None:
+    assert SOURCES
+    for source in SOURCES:
+        for macros in variants(source):
+            command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17"]
+            command += [f"-I{cubins.headers()}", *(f"-D{m}" for m in macros), "-o", str(tmp_path / "out.cubin")]
+            done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+            assert done.returncode == 0, f"{source.name} {macros} {architecture}:\n{done.stdout}{done.stderr}"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "plugin"
+    folder.mkdir()
+    (folder / "mine.cuh").write_text("#define ONE 1\n")
+    (folder / "mine.cu").write_text('#include "mine.cuh"\n#include "numbers.cuh"\nextern "C" __global__ void f() {}\n')
+    return folder / "mine.cu"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, tuple[str, ...], str]]:
+    """A compiler that writes down what it was asked for, and a cache of its own."""
+    calls: list[tuple[str, tuple[str, ...], str]] = []
+
+    def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
+        calls.append((source.name, macros, architecture))
+        return f"code {len(calls)}".encode()
+
+    monkeypatch.setattr(cubins, "compile_source", compile_source)
+    monkeypatch.setattr(cubins, "compiler_version", lambda: "13.0")
+    monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path / "cache"))
+    return calls
+
+
+def test_compiled_once(source: Path, compiled: list[object]) -> None:
+    assert cubins.cubin(source, ("A=1",), "sm_90a") == b"code 1"
+    assert cubins.cubin(source, ("A=1",), "sm_90a") == b"code 1"
+    assert len(compiled) == 1
+    assert [p.suffix for p in cubins.cache_dir().iterdir()] == [".cubin"]
+
+
+def test_what_the_code_depends_on_is_in_the_key(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count() -> int:
+        cubins.cubin(source, ("A=1",), "sm_90a")
+        return len(compiled)
+
+    assert count() == 1
+    cubins.cubin(source, ("A=2",), "sm_90a")
+    cubins.cubin(source, ("A=1",), "sm_80")
+    assert count() == 3
+    source.with_name("mine.cuh").write_text("#define ONE 2\n")
+    assert count() == 4, "a header that it includes has changed"
+    source.write_text(source.read_text() + "\n")
+    assert count() == 5
+    monkeypatch.setattr(cubins, "compiler_version", lambda: "13.1")
+    assert count() == 6
+    assert count() == 6
+
+
+def test_a_header_of_lpq_is_found_and_belongs_to_the_key(source: Path) -> None:
+    names = [path.name for path in cubins._with_includes(source)]
+    assert names == ["mine.cu", "mine.cuh", "numbers.cuh"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"code 1", b"\0" * 40])
+def test_a_damaged_file_is_compiled_anew(source: Path, compiled: list[object], damage: bytes) -> None:
+    cubins.cubin(source, (), "sm_90a")
+    (file,) = cubins.cache_dir().iterdir()
+    file.write_bytes(damage)
+    assert cubins.cubin(source, (), "sm_90a") == b"code 2"
+    assert cubins.cubin(source, (), "sm_90a") == b"code 2"
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path / "a file" / "cache"))
+    with pytest.warns(KernelCacheWarning, match="LPQ_CACHE_DIR"):
+        assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+
+
+def test_a_full_disk_leaves_no_half_file(source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(KernelCacheWarning, match="No space left"):
+        assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    assert list(cubins.cache_dir().iterdir()) == []
+
+
+def test_it_is_said_once(tmp_path: Path) -> None:
+    code = """
+        import os, pathlib
+        from lpq.ops import cubins
+        cubins.compile_source = lambda *_: b"code"
+        cubins.compiler_version = lambda: "13.0"
+        for macros in ((), ("A=1",), ("A=2",)):
+            cubins.cubin(pathlib.Path(os.environ["SOURCE"]), macros, "sm_90a")
+    """
+    (tmp_path / "f.cu").write_text("")
+    (tmp_path / "cache").write_text("not a folder")
+    environment = {**os.environ, "LPQ_CACHE_DIR": str(tmp_path / "cache"), "SOURCE": str(tmp_path / "f.cu")}
+    lines = [line.strip() for line in code.strip().splitlines()]
+    lines[-1] = "    " + lines[-1]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("KernelCacheWarning") == 1, done.stderr
+
+
+def test_many_writers_leave_a_whole_file(source: Path, compiled: list[object]) -> None:
+    with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
+        warnings.simplefilter("error")
+        codes = list(pool.map(lambda _: cubins.cubin(source, (), "sm_90a"), range(64)))
+    (file,) = cubins.cache_dir().iterdir()
+    assert all(code.startswith(b"code ") for code in codes)
+    assert cubins.cubin(source, (), "sm_90a") == file.read_bytes()[cubins.DIGEST_SIZE :]
