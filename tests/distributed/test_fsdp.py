@@ -69,3 +69,27 @@ def _compiled(rank: int) -> None:
 
 def test_compiled() -> None:
     spawn(_compiled, 2)
+
+
+STORED = [
+    ({"offload": True}, {}),
+    ({"mixed": True}, {"mixed": True, "reshard": False}),
+    ({"mixed": True, "checkpoint": True}, {"mixed": True}),
+    ({"compile": True}, {"compile": True, "reshard": False}),
+    ({"compile": True, "checkpoint": True}, {"compile": True, "checkpoint": True, "reshard": False}),
+]
+"""Ways of running a model whose weights are stored quantized that train alike."""
+
+
+def _stored(rank: int) -> None:
+    for recipe in ("fp8-current", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"):
+        for one, other in STORED:
+            if "compile" in one and recipe != "nvfp4":
+                continue  # a compilation takes seconds
+            losses = [train(How(recipe, weights="quantized", ranks=2, **way))[0] for way in (one, other)]
+            assert losses[0] == losses[1], (recipe, one)
+            assert losses[0][0] != losses[0][1]
+
+
+def test_stored_weights() -> None:
+    spawn(_stored, 2)
