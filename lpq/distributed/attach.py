@@ -18,5 +18,14 @@ def attach(parameter: Tensor) -> None:
         return
     mesh = parameter.device_mesh
     sharded = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
-    if len(sharded) == 1:
-        parameter._local_tensor.amax_group = mesh.get_group(sharded[0])
+    if len(sharded) != 1:
+        return
+    quantizer = parameter._local_tensor.quantizer
+    replicas = mesh.size() // mesh.size(sharded[0])
+    if replicas > 1 and (quantizer.side("row").stochastic or quantizer.side("col").stochastic):
+        raise ValueError(
+            f"a {list(parameter.shape)} weight is stored as {quantizer}, which rounds stochastically: its {replicas} "
+            "replicas would be rounded with different random bits and part. Store it with another quantizer, or shard "
+            "over one dimension of the mesh"
+        )
+    parameter._local_tensor.amax_group = mesh.get_group(sharded[0])

@@ -84,7 +84,11 @@ def _max_in_place(values: list[Tensor], group: ProcessGroup) -> None:
 
 
 def _call_after_steps(gathering: Gathering) -> None:
-    """Have torch call ``after_step`` after the step of any optimizer, for as long as ``gathering`` lives."""
+    """Have torch call ``after_step`` after the step of any optimizer, for as long as ``gathering`` lives.
+
+    The hook stays behind it and does nothing: torch walks along the hooks when it calls them, and there a garbage
+    collection, which may come at any time, must not take one away.
+    """
     alive = weakref.ref(gathering)
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -92,7 +96,7 @@ def _call_after_steps(gathering: Gathering) -> None:
         if found is not None:
             found.after_step(optimizer)
 
-    weakref.finalize(gathering, register_optimizer_step_post_hook(hook).remove)
+    register_optimizer_step_post_hook(hook)
 
 
 def _checkpointed(root: nn.Module) -> set[nn.Module]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lpq import recipes, registry
 from lpq.nn.linear import Linear
-from lpq.nn.weights import Weights, prepare_weights, weight_notes
+from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes
 from lpq.recipes import RecipeError
 
 if TYPE_CHECKING:
@@ -97,6 +97,9 @@ def convert(
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
+    if weights is not None:
+        wanted = (name for name, schedule in schedules.items() if any(recipe for _, recipe in schedule.pieces))
+        check_weights(weights, ((name, model.get_submodule(name)) for name in wanted))
     converted: list[Entry] = []
     left: list[Entry] = []
     for name, schedule in schedules.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 from torch import nn
@@ -15,19 +15,24 @@ from lpq.nn.linear import Linear
 Weights = Literal["high_precision", "quantized"]
 
 
+def check_weights(weights: Weights, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse what cannot be prepared, before anything of these modules, which get a recipe, is converted."""
+    if weights not in get_args(Weights):
+        raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
+    for name, module in modules:
+        if isinstance(module, nn.Linear) and hasattr(module.weight, "device_mesh"):
+            raise ValueError(f"{name}: its weight is sharded already; call lpq.convert before fully_shard")
+
+
 def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> None:
     """Have FSDP2 gather the weights of the converted layers in their quantized form, or store them so, too."""
     from lpq.distributed.fits import why_uncut
     from lpq.distributed.gathering import Gathering
     from lpq.distributed.shard import as_shard
 
-    if weights not in get_args(Weights):
-        raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     gathering = Gathering(model)
-    for name, layer, shared in list(_layers(model)):
-        if hasattr(layer.weight, "device_mesh"):
-            raise ValueError(f"{name}: its weight is sharded already; call lpq.convert before fully_shard")
-        if shared:
+    for _, layer, shared in list(_layers(model)):
+        if shared or hasattr(layer.weight, "device_mesh"):
             continue
         layer.gathering = gathering
         weight = layer.weight.detach()
@@ -46,15 +51,19 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
 
     ``ranks``: how many will share the weights out, where they do not yet.
     """
+    from lpq.distributed.fsdp import sites
+
+    sharded = sites(model, "weight")
     for name, layer, shared in _layers(model):
         if shared:
             yield name, "in high precision: the weight belongs to several modules"
         elif layer.gathering is not None:
-            yield name, _note(layer, ranks)
+            yield name, _note(layer, ranks, sharded[layer].refusal() if layer in sharded else None)
 
 
-def _note(layer: Linear, ranks: int | None) -> str:
+def _note(layer: Linear, ranks: int | None, refusal: str | None) -> str:
     from lpq.distributed.fits import sent_bytes, why_not, why_uncut
+    from lpq.distributed.shard import WeightShard
 
     weight, quantizer = layer.weight, layer.weight_quantizer()
     if quantizer is None:
@@ -62,8 +71,11 @@ def _note(layer: Linear, ranks: int | None) -> str:
     rows, cols = weight.shape
     mesh = getattr(weight, "device_mesh", None)
     over = mesh.size(mesh.ndim - 1) if mesh is not None else ranks or 1
-    stored = isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor)
-    reason = (why_uncut if stored else why_not)(quantizer, rows, over)
+    local = getattr(weight, "_local_tensor", weight)
+    stored = isinstance(local, QuantizedTensor)
+    if not isinstance(local, QuantizedTensor | WeightShard):
+        refusal = "the weight was replaced after lpq.convert"
+    reason = refusal or (why_uncut if stored else why_not)(quantizer, rows, over)
     if reason is not None:
         return f"in high precision: {reason}"
     shares = [sent / (2 * rows * cols) for sent in sent_bytes(quantizer, rows, cols, weight.dtype)]

@@ -21,7 +21,7 @@ from lpq.core.storage import Storage
 
 SIZE = 128
 COSTS = {
-    # recipe: lpq's operators, all operators (nn.Linear: 29), buffers that are allocated for encoded operands and results
+    # recipe: lpq's operators, all operators (nn.Linear: 29), buffers allocated for operands and results
     "fp8-current": (6, 26, 15),
     "fp8-row": (6, 26, 15),
     "mxfp8": (6, 26, 15),

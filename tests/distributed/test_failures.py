@@ -1,0 +1,294 @@
+"""When something goes wrong: a rank that raises ends the others in time; what cannot be done is refused in words."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from operands import gathered, watched
+from ranks import spawn
+from sharded import How, batch, built, step, whole
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.optim import AdamW, Optimizer
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.distributed.shard import WeightShard
+from lpq.optim import MasterWeights
+
+TIMEOUT = 4
+"""Seconds, of the process group."""
+
+
+# ---------------------------------------------------------------------------------- a rank that raises
+
+
+class Mishap(Exception):
+    """What goes wrong on one rank."""
+
+
+def _fail(*_: Any) -> None:
+    raise Mishap
+
+
+def _in_forward(net: nn.Module, optimizer: Optimizer) -> None:
+    net[1].down.register_forward_pre_hook(_fail)
+
+
+def _in_backward(net: nn.Module, optimizer: Optimizer) -> None:
+    net[0].register_forward_hook(lambda module, args, output: output.register_hook(_fail) and None)
+
+
+def _in_the_optimizer(net: nn.Module, optimizer: Optimizer) -> None:
+    inner = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+    inner.register_step_pre_hook(_fail)
+
+
+def _vanish(net: nn.Module, optimizer: Optimizer) -> None:
+    net[1].down.register_forward_pre_hook(lambda *_: os._exit(7))
+
+
+MISHAPS: list[tuple[str, str, Callable[[nn.Module, Optimizer], None]]] = [
+    ("forward", "high_precision", _in_forward),
+    ("backward", "high_precision", _in_backward),
+    ("step", "high_precision", _in_the_optimizer),
+    ("step", "quantized", _in_the_optimizer),
+    ("killed", "high_precision", _vanish),
+]
+
+
+def _meet(folder: str, name: str, ranks: int) -> None:
+    """Wait until every rank was here; not by the means that are about to fail."""
+    (Path(folder) / name).touch()
+    while len(list(Path(folder).glob(f"{name.partition('-')[0]}-*"))) < ranks:
+        time.sleep(0.05)
+
+
+def _unlucky(rank: int, ranks: int, folder: str) -> None:
+    """Rank 1 raises in its second step, and lives on without a word; how long do the others wait?"""
+    torch.set_num_threads(1)
+    for number, (place, weights, spoil) in enumerate(MISHAPS):
+        _meet(folder, f"begin{number}-{rank}", ranks)
+        store = dist.FileStore(f"{folder}/store{number}", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
+        how = How("fp8-current", weights=weights, width=64, inner=64)
+        net = built(how)
+        optimizer: Optimizer = AdamW(net.parameters())
+        optimizer = MasterWeights(optimizer) if weights == "quantized" else optimizer
+        step(net, optimizer, 0, how)
+        dist.barrier()
+        if rank == 1:
+            spoil(net, optimizer)
+        start = time.monotonic()
+        said = "nothing"
+        try:
+            step(net, optimizer, 1, how)
+        except Exception as error:
+            said = type(error).__name__
+        ended = time.monotonic() - start
+        name = f"{number}-{rank}"
+        (Path(folder) / f"said{name}").write_text(f"{said} {ended}")
+        if place == "killed":
+            os._exit(0)
+        _meet(folder, f"end{name}", ranks)
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
+    ranks = 2
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_unlucky, args=(rank, ranks, str(tmp_path))) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30 + 3 * TIMEOUT * len(MISHAPS))
+    hangs = [process.is_alive() for process in processes]
+    for process in processes:
+        process.kill()
+    assert not any(hangs)
+    assert [process.exitcode for process in processes] == [0, 7]
+    for number, (place, _, _) in enumerate(MISHAPS):
+        if place != "killed":
+            said, _ = (tmp_path / f"said{number}-1").read_text().split()
+            assert said == "Mishap", place
+        said, ended = (tmp_path / f"said{number}-0").read_text().split()
+        print(place, said, ended)
+        assert said in ("RuntimeError", "DistBackendError"), (place, said)
+        assert float(ended) < TIMEOUT + 5, place
+
+
+# ---------------------------------------------------------------------------------- recipes that change
+
+CHANGES = {
+    "rules": [
+        {"match": "0.up", "recipe": "skip", "until": 1},
+        {"match": "0.up", "recipe": "fp8-current", "until": 3},
+        {"match": "0.up", "recipe": "x=mxfp8(), w=nvfp4(), dy=mxfp8()"},
+        {"match": "*.up", "recipe": "fp8-delayed", "until": 2},
+        {"match": "*.up", "recipe": "skip", "until": 4},
+        {"match": "*.up", "recipe": "fp8-block"},
+        {"match": "0.down", "recipe": "mxfp8", "until": 5},
+        {"match": "*", "recipe": "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "until": 4},
+        {"match": "*", "recipe": "bf16"},
+    ]
+}
+
+
+def _run(how: How, steps: int = 6) -> tuple[list[float], nn.Sequential, list[set[str]]]:
+    net = built(how)
+    optimizer = how.optimizer(net.parameters())
+    losses, kinds = [], []
+    for number in range(steps):
+        lpq.set_step(net, number)
+        seen: set[str] = set()
+        with watched(net, lambda name, when, weight, seen=seen: _note(seen, name, weight)):
+            losses.append(step(net, optimizer, number, how))
+        kinds.append(seen)
+    return losses, net, kinds
+
+
+def _note(seen: set[str], name: str, weight: Tensor) -> None:
+    if isinstance(weight, QuantizedTensor):
+        seen.add(f"{name}: {weight.quantizer}")
+
+
+def _recipes_change(rank: int) -> None:
+    """Between steps; the model trains as with gathers in high precision."""
+    for way in ({}, {"reshard": False}, {"checkpoint": True}, {"accumulate": 2}):
+        how = How(CHANGES, **way)
+        ordinary, a, none = _run(replace(how, weights=None))
+        losses, b, kinds = _run(how)
+        assert ordinary == losses, way
+        for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+            assert torch.equal(whole(p), whole(q)), (way, name)
+        assert none == [set()] * 6
+        prefix = "{}._checkpoint_wrapped_module.{}" if "checkpoint" in way else "{}.{}"
+        if "checkpoint" not in way:
+            first = [[kind for kind in seen if kind.startswith(prefix.format(0, "up"))] for seen in kinds]
+            assert first == [[], *[["0.up: fp8"]] * 2, *[["0.up: nvfp4"]] * 3]
+
+
+def _not_while_a_gradient_is_accumulated(rank: int) -> None:
+    for number, what in ((1, "skip to fp8"), (3, "fp8 to nvfp4")):
+        how = How(CHANGES)
+        net = built(how)
+        lpq.set_step(net, number - 1)
+        step(net, AdamW(net.parameters()), 0, how)
+        net.set_requires_gradient_sync(False)
+        net(batch(0, how)).square().mean().backward()
+        lpq.set_step(net, number)
+        with pytest.raises(RuntimeError, match=r"recipe .* changed while its gradient is being accumulated.*between"):
+            net(batch(1, how))
+        assert what
+
+
+def _a_stored_weight_keeps_its_format(rank: int) -> None:
+    how = How({"rules": [{"match": "*", "recipe": "fp8-current", "until": 1}, {"match": "*", "recipe": "mxfp8"}]},
+              weights="quantized")  # fmt: skip
+    net = built(how)
+    step(net, AdamW(net.parameters()), 0, how)
+    lpq.set_step(net, 1)
+    with pytest.raises(ValueError, match=r"is stored as fp8 and its recipe wants mxfp8: .* keeps its format"):
+        net(batch(1, how))
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def _too_late(rank: int) -> None:
+    for weights in ("high_precision", "quantized"):
+        net = fully_shard(_layers())
+        with pytest.raises(ValueError, match=r"0: its weight is sharded already; call lpq\.convert before fully_shard"):
+            lpq.convert(net, "mxfp8", weights=weights)
+        assert not any(isinstance(module, lpq.nn.Linear) for module in net)  # nothing was done
+
+
+def _fewer_ranks(rank: int) -> None:
+    for weights in ("high_precision", "quantized"):
+        net = lpq.convert(_layers(), "fp8-current", weights=weights)
+        fully_shard(net, reshard_after_forward=2)
+        with pytest.raises(ValueError, match=r"reshard_after_forward=…\) with a number of ranks.*use True or False"):
+            net(torch.randn(32, 64))
+
+
+def _along_columns(rank: int) -> None:
+    def shard(weights: Any) -> nn.Module:
+        net = lpq.convert(_layers(), "fp8-current", weights=weights)
+        return fully_shard(net, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+
+    net, ordinary = shard("high_precision"), shard(None)
+    words = "in high precision: it is sharded by S(1), and quantized weights are sharded along dimension 0"
+    words = words.replace("S(1)", str(Shard(1)))
+    assert [entry.note for entry in lpq.report(net).weights] == [words] * 2
+    losses = [_two_steps(n) for n in (net, ordinary)]
+    assert losses[0] == losses[1]
+    for p, q in zip(net.parameters(), ordinary.parameters(), strict=True):
+        assert torch.equal(whole(p), whole(q))
+    assert [entry.note for entry in lpq.report(net).weights] == [words] * 2
+    stored = shard("quantized")
+    with pytest.raises(ValueError, match=r"is stored as fp8 and cannot be gathered so: it is sharded by .*dimension 0"):
+        stored(torch.randn(32, 64))
+
+
+def _two_steps(net: nn.Module) -> list[float]:
+    optimizer = AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for number in range(2):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _a_weight_of_its_own(rank: int) -> None:
+    """Somebody puts another parameter in the place of a converted one: it is gathered as it is, and that is said."""
+    net = lpq.convert(_layers(), "fp8-current", weights="high_precision")
+    assert isinstance(net[0].weight.data, WeightShard)
+    net[0].weight = nn.Parameter(torch.randn(128, 64))
+    fully_shard(net)
+    notes = [entry.note for entry in lpq.report(net).weights]
+    assert notes[0] == "in high precision: the weight was replaced after lpq.convert"
+    assert notes[1].startswith("gathered as fp8")
+    found = gathered(net, torch.randn(32, 64))
+    assert set(found["0", "forward"]) == {"values"}
+    assert set(found["2", "forward"]) == {"data", "scale"}
+
+
+def _two_ranks(rank: int) -> None:
+    _recipes_change(rank)
+    _not_while_a_gradient_is_accumulated(rank)
+    _a_stored_weight_keeps_its_format(rank)
+    _too_late(rank)
+    _along_columns(rank)
+    _a_weight_of_its_own(rank)
+
+
+def test_two_ranks() -> None:
+    spawn(_two_ranks, 2)
+
+
+def _four_ranks(rank: int) -> None:
+    _fewer_ranks(rank)
+
+
+def test_four_ranks() -> None:
+    spawn(_four_ranks, 4)

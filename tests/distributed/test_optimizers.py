@@ -1,0 +1,241 @@
+"""Any optimizer: several for one model, one that works on whole weights, one that torch does not know of, a closure."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ranks import spawn
+from sharded import How, batch, built, whole
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lpq.core import QuantizedTensor
+from lpq.observe import Collective, collectives
+from lpq.optim import MasterWeights
+
+RECIPES = ["fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "fp8-delayed"]
+STEPS = 4
+Update = Callable[[int], None]
+
+
+class Muon(Optimizer):
+    """An optimizer that wants whole matrices: it gathers gradients, orthogonalises and cuts them again."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                g = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+                x = g / (g.norm() + 1e-7) if g.dim() == 2 else g
+                for _ in range(3 if g.dim() == 2 else 0):
+                    x = 1.5 * x - 0.5 * (x @ x.t()) @ x
+                if isinstance(p, DTensor):
+                    x = distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)
+                p.add_(x, alpha=-group["lr"])
+
+
+def _two(net: nn.Module) -> Update:
+    """AdamW for some layers; SGD for the others, which steps every second time."""
+    ups = [p for name, p in net.named_parameters() if ".up." in name]
+    others = [p for name, p in net.named_parameters() if ".up." not in name]
+    adam, sgd = AdamW(ups, lr=1e-2), SGD(others, lr=0.1, momentum=0.9)
+
+    def update(number: int) -> None:
+        adam.step()
+        adam.zero_grad()
+        if number % 2:
+            sgd.step()
+            sgd.zero_grad()
+
+    return update
+
+
+def _muon(net: nn.Module) -> Update:
+    optimizer = Muon(net.parameters())
+
+    def update(number: int) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def _unknown(net: nn.Module) -> Update:
+    """No optimizer at all: nothing tells that the weights were written to, but the writes themselves."""
+
+    def update(number: int) -> None:
+        for p in net.parameters():
+            p.data.sub_(p.grad, alpha=0.1)
+            p.grad = None
+
+    return update
+
+
+def _masters(net: nn.Module) -> Update:
+    """Two optimizers with masters."""
+    params = list(net.parameters())
+    optimizers = [MasterWeights(AdamW(params[::2], lr=1e-2)), MasterWeights(SGD(params[1::2], lr=0.1))]
+
+    def update(number: int) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return update
+
+
+def _run(how: How, make: Callable[[nn.Module], Update]) -> tuple[list[float], nn.Module, list[list[Collective]]]:
+    net = built(how)
+    update = make(net)
+    losses, counted = [], []
+    for number in range(STEPS):
+        x = batch(number, how)
+        with collectives() as seen:
+            loss = (net(x) - x.roll(1, 0)).square().mean()
+        counted.append(seen)
+        loss.backward()
+        losses.append(loss.item())
+        update(number)
+    return losses, net, counted
+
+
+def _reductions(seen: list[Collective]) -> int:
+    return [c.kind for c in seen].count("all_reduce")
+
+
+def _as_with_ordinary_gathers(rank: int) -> None:
+    for recipe in RECIPES:
+        for make in (_two, _muon, _unknown):
+            how = How(recipe, width=64, inner=128)
+            ordinary, a, _ = _run(replace(how, weights=None), make)
+            losses, b, counted = _run(how, make)
+            assert ordinary == losses, (recipe, make)
+            assert len(set(losses)) == STEPS
+            for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+                assert torch.equal(whole(p), whole(q)), (recipe, make, name)
+            if recipe == "fp8-current":  # only where no hook says that the weights are written, forward has to look
+                assert [_reductions(seen) for seen in counted] == [1, *[int(make is _unknown)] * (STEPS - 1)]
+
+
+def _as_unsharded(rank: int) -> None:
+    """Weights that are stored quantized, too."""
+    for recipe in RECIPES[:2]:
+        for make in (_two, _muon, _unknown, _masters):
+            how = How(recipe, weights="quantized", width=64, inner=128)
+            losses, net, _ = _run(how, make)
+            alone, twin, _ = _run(replace(how, shard=False), make)
+            assert losses == alone, (recipe, make)
+            for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
+                rows = q.shape[0] // 2
+                ours, theirs = p._local_tensor, q.detach()[rank * rows : (rank + 1) * rows]
+                if isinstance(theirs, QuantizedTensor):
+                    assert isinstance(ours, QuantizedTensor)
+                    ours, theirs = ours.dequantize(torch.float32), theirs.dequantize(torch.float32)
+                assert torch.equal(ours, theirs), (recipe, make, name)
+
+
+def _each_optimizer_reduces_once(rank: int) -> None:
+    for weights in ("high_precision", "quantized"):
+        net = built(How("fp8-current", weights=weights, width=64, inner=128))
+        ups = [p for name, p in net.named_parameters() if ".up." in name]
+        others = [p for name, p in net.named_parameters() if ".up." not in name]
+        optimizers: list[Optimizer] = [AdamW(ups), AdamW(others)]
+        if weights == "quantized":
+            optimizers = [MasterWeights(optimizer) for optimizer in optimizers]
+        net(batch(0, How("", width=64))).square().mean().backward()
+        for optimizer in optimizers:
+            with collectives() as seen:
+                optimizer.step()
+            assert [c.kind for c in seen] == ["all_reduce"], weights
+        with collectives() as seen:
+            net(batch(1, How("", width=64)))
+        assert _reductions(seen) == 0
+
+
+def _state_is_sharded_and_ordinary(rank: int) -> None:
+    for weights in ("high_precision", "quantized"):
+        how = How("fp8-current", weights=weights, width=64, inner=128)
+        net = built(how)
+        optimizer = AdamW(net.parameters(), lr=1e-2)
+        net(batch(0, how)).square().mean().backward()
+        optimizer.step()
+        assert len(optimizer.state) == len(list(net.parameters()))
+        for parameter, state in optimizer.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = state[name]
+                assert isinstance(moment, DTensor)
+                assert (moment.shape, moment.placements) == (parameter.shape, parameter.placements)
+                assert type(moment._local_tensor) is Tensor
+                assert moment._local_tensor.dtype == torch.float32
+                assert moment._local_tensor.shape[0] * 2 == parameter.shape[0]
+
+
+def _a_closure(rank: int) -> None:
+    for weights, masters in (("high_precision", False), ("quantized", False), ("quantized", True)):
+        found = []
+        for closed in (False, True):
+            net = built(How("fp8-current", weights=weights, width=64, inner=128))
+            optimizer: Optimizer = AdamW(net.parameters(), lr=1e-2)
+            optimizer = MasterWeights(optimizer) if masters else optimizer
+            losses = []
+            for number in range(3):
+
+                def loss(net: nn.Module = net, number: int = number, optimizer: Optimizer = optimizer) -> float:
+                    optimizer.zero_grad()
+                    found = net(batch(number, How("", width=64))).square().mean()
+                    found.backward()
+                    return float(found)
+
+                if closed:
+                    losses.append(optimizer.step(loss))
+                else:
+                    losses.append(loss())
+                    optimizer.step()
+            found.append(losses)
+        assert found[0] == found[1]
+        assert len(set(found[0])) == 3
+
+
+def _a_model_may_go_at_any_time(rank: int) -> None:
+    """Also while torch calls the hooks of a step, when the garbage is collected there."""
+    how = How("fp8-current", width=64, inner=128)
+    nets = [built(how) for _ in range(2)]
+    for net in nets:
+        net(batch(0, how)).square().mean().backward()
+    optimizer = AdamW(nets[1].parameters())
+    gone = weakref.ref(nets[0][0].up.gathering)
+    assert gone() is not None
+
+    def collect(*_: Any) -> None:
+        nets[0] = nets[1]
+        gc.collect()
+
+    del net
+    optimizer.register_step_post_hook(collect)  # it runs before the hooks for all optimizers
+    handle = register_optimizer_step_post_hook(collect)
+    optimizer.step()
+    handle.remove()
+    assert gone() is None
+
+
+def _all(rank: int) -> None:
+    _as_with_ordinary_gathers(rank)
+    _as_unsharded(rank)
+    _each_optimizer_reduces_once(rank)
+    _state_is_sharded_and_ordinary(rank)
+    _a_closure(rank)
+    _a_model_may_go_at_any_time(rank)
+
+
+def test_two_ranks() -> None:
+    spawn(_all, 2)

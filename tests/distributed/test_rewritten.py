@@ -1,0 +1,120 @@
+"""A weight that something else than an optimizer wrote to is measured again before it is gathered: stale scales lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from operands import Side, expected, gathered, same, side, value
+from ranks import spawn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from lpq.observe import collectives
+
+ROWS, COLS = 256, 96
+QUANTIZERS = [
+    "fp8", "fp8(scaling=delayed, history=4)", "fp8(scaling=row)", "nvfp4(block=16x16)",
+    "hybrid(row=mxfp8, col=nvfp4)", "hybrid(row=fp8, col=mxfp8, col_source=row)",
+]  # fmt: skip
+FACTOR = 100
+
+
+def _scaled(net: Side) -> None:
+    with torch.no_grad():
+        for layer in net.layers:
+            layer.weight.mul_(FACTOR)
+
+
+def _copied(net: Side) -> None:
+    with torch.no_grad():
+        for layer in net.layers:
+            layer.weight.copy_(layer.weight * FACTOR)
+
+
+def _data_copied(net: Side) -> None:
+    for layer in net.layers:
+        layer.weight.data.copy_(layer.weight.detach() * FACTOR)
+
+
+def _a_part_of_the_local_tensor(net: Side) -> None:
+    for layer in net.layers:
+        layer.weight.detach().to_local()[-1].mul_(FACTOR)
+
+
+def _many_at_once(net: Side) -> None:
+    torch._foreach_mul_([layer.weight.detach() for layer in net.layers], FACTOR)
+
+
+def _state(net: Side) -> dict[str, Any]:
+    return {name: t * FACTOR if name.endswith(".weight") else t for name, t in net.state_dict().items()}
+
+
+def _loaded(net: Side) -> None:
+    net.load_state_dict(_state(net))
+
+
+def _assigned(net: Side) -> None:
+    net.load_state_dict(_state(net), assign=True)
+
+
+WAYS = (_scaled, _copied, _data_copied, _a_part_of_the_local_tensor, _many_at_once, _loaded, _assigned)
+
+
+def _measured_again(rank: int) -> None:
+    x = torch.randn(32, COLS)
+    for way in WAYS:
+        net = side(QUANTIZERS, [value(ROWS, COLS, i) for i in range(len(QUANTIZERS))], "high_precision")
+        fully_shard(net)
+        gathered(net, x)
+        torch.optim.SGD(net.parameters(), lr=1e-3).step()
+        before = [layer.weight.full_tensor().detach().clone() for layer in net.layers]
+        way(net)
+        whole = [layer.weight.full_tensor().detach() for layer in net.layers]
+        assert not any(torch.equal(a, b) for a, b in zip(before, whole, strict=True)), way
+        states = [layer.weight_state() for layer in net.layers]
+        states = [{name: t.clone() for name, t in state.items()} if state else None for state in states]
+        with collectives() as seen:
+            found = gathered(net, x)
+        assert [c.kind for c in seen].count("all_reduce") == 1, way
+        for i, text in enumerate(QUANTIZERS):
+            for when, direction in (("forward", "row"), ("backward", "col")):
+                right = expected(text, whole[i], direction, states[i])
+                assert same(found[f"layers.{i}", when], right), (way, text, when)
+                if not states[i]:
+                    assert not same(right, expected(text, before[i], direction))
+        with collectives() as seen:
+            gathered(net, x)
+        assert "all_reduce" not in [c.kind for c in seen], way
+
+
+def _begun_on_meta(rank: int) -> None:
+    """Shards that had no data are given it, in place or by others in their place."""
+    for assign in (False, True):
+        values = [value(ROWS, COLS, i) for i in range(len(QUANTIZERS))]
+        net = side(QUANTIZERS, [v.to("meta") for v in values], "high_precision")
+        fully_shard(net)
+        assert net.layers[0].weight.is_meta
+        net.to_empty(device="cpu")
+        given = {}
+        for i, v in enumerate(values):
+            weight = net.layers[i].weight
+            given[f"layers.{i}.weight"] = distribute_tensor(
+                v, weight.device_mesh, weight.placements, src_data_rank=None
+            )
+        net.load_state_dict(given, assign=assign)
+        states = [{name: t.clone() for name, t in (layer.weight_state() or {}).items()} for layer in net.layers]
+        found = gathered(net, torch.randn(32, COLS))
+        for i, text in enumerate(QUANTIZERS):
+            for when, direction in (("forward", "row"), ("backward", "col")):
+                right = expected(text, values[i], direction, states[i] or None)
+                assert same(found[f"layers.{i}", when], right), (assign, text, when)
+
+
+def _two_ranks(rank: int) -> None:
+    _measured_again(rank)
+    _begun_on_meta(rank)
+
+
+def test_two_ranks() -> None:
+    spawn(_two_ranks, 2)
