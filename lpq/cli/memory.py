@@ -64,7 +64,10 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
     rows = [("all: the converted weights", *(cell(m.quantized or high, high) for m in found.values()))]
     rows += [(row, *(cell(of(m), of(plain)) for m in found.values())) for row, of in ROWS.items()]
     table(f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]}, and as part of bf16's", ("", *found), rows)
-    typer.echo(f"{plain.parameters:,} parameters; {converted:,} are converted, those of the blocks' linear layers.")
+    typer.echo(
+        f"{plain.parameters:,} parameters; {converted:,} travel quantized: those of the blocks' linear layers, but for "
+        f"weights that {ranks} ranks cannot cut into whole blocks."
+    )
 
 
 def counted(shape: Shape, recipe: str, weights: Weights | None, ranks: int) -> Memory:

@@ -42,10 +42,10 @@ class Layer(Protocol):
 
 
 class Measured(NamedTuple):
-    """What was measured: which tensor, after how many writes, for which quantizer."""
+    """What was measured: which tensor, at which of its versions, for which quantizer."""
 
     local: weakref.ref[Tensor]
-    writes: int
+    version: int
     quantizer: Quantizer | None
 
 
@@ -91,15 +91,15 @@ class Gather:
         return (
             measured is None
             or measured.local() is not local
-            or (isinstance(local, WeightShard) and measured.writes != local.writes[0])
+            or (isinstance(local, WeightShard) and measured.version != local.version)
             or measured.quantizer != self.layer.weight_quantizer()
         )
 
     def measure(self) -> list[Tensor]:
         """Measure this rank's shard into ``stats``; those of them that have yet to be reduced over the ranks."""
         local, quantizer = self.site.local, self.quantizer
-        writes = local.writes[0] if isinstance(local, WeightShard) else 0
-        self._measured = Measured(weakref.ref(local), writes, self.layer.weight_quantizer())
+        version = local.version if isinstance(local, WeightShard) else 0
+        self._measured = Measured(weakref.ref(local), version, self.layer.weight_quantizer())
         self.stats = []
         if quantizer is None or not isinstance(local, WeightShard):
             return []

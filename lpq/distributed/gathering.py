@@ -59,7 +59,7 @@ class Gathering:
         """An optimizer took a step: the same for its weights, and what their layers remember becomes that of all."""
         params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         held = [g for g in self._gathers.values() if id(g.site.param) in params]
-        self._reduce([g for g in held if g.stale], held)
+        self._reduce(held, held)  # all of them: a compiled step writes without a trace
 
     def _reduce(self, written: list[Gather], remembering: list[Gather]) -> None:
         """One collective over each set of ranks that share out weights; there is one unless meshes differ."""
@@ -91,6 +91,7 @@ def _call_after_steps(gathering: Gathering) -> None:
     """
     alive = weakref.ref(gathering)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = alive()
         if found is not None:

@@ -32,7 +32,12 @@ class WeightShard(Gathered, Tensor):
     held: Tensor
     """The ordinary tensor that has the data."""
     writes: list[int]
-    """How often it was written to: a list of one number that it shares with its views."""
+    """How often an operator wrote to it: a list of one number that it shares with its views."""
+
+    @property
+    def version(self) -> int:
+        """What changes when it is written to, also by compiled code, which writes to ``held`` itself."""
+        return self.writes[0] + self.held._version
 
     @staticmethod
     def __new__(cls, held: Tensor, writes: list[int] | None = None) -> WeightShard:

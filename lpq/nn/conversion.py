@@ -90,7 +90,8 @@ def convert(
     ``weights`` is for a model that ``fully_shard`` shards afterwards. ``"high_precision"``: the shards stay as they
     are, and what FSDP2 gathers of them is their quantized form. ``"quantized"``: the shards themselves are stored
     quantized, for ``lpq.optim`` or any optimizer; a weight that cannot be cut for ``ranks`` ranks stays in high
-    precision. ``None``: FSDP2 gathers in high precision. Make the optimizer after this.
+    precision. ``None``: FSDP2 gathers in high precision. A weight that is stored quantized keeps its format, so its
+    rules must agree on that. Make the optimizer after this and after ``fully_shard``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
@@ -98,8 +99,7 @@ def convert(
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
     if weights is not None:
-        wanted = (name for name, schedule in schedules.items() if any(recipe for _, recipe in schedule.pieces))
-        check_weights(weights, ((name, model.get_submodule(name)) for name in wanted))
+        check_weights(model, weights, ranks, schedules)
     converted: list[Entry] = []
     left: list[Entry] = []
     for name, schedule in schedules.items():

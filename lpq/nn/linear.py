@@ -300,6 +300,11 @@ class Linear(nn.Linear):
                     f"lpq.nn.Linear({self.in_features}, {self.out_features}): the {name} is {tensor.dtype}; "
                     "float32, bfloat16 and float16 can be encoded: cast it first"
                 )
+        if hasattr(self.weight, "device_mesh"):
+            raise RuntimeError(
+                f"{self}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "
+                "whose forward gathers it, or its unshard()"
+            )
         x = as_matrix(input)
         dtype = input.dtype
         if not input.is_meta and torch.is_autocast_enabled(input.device.type):
@@ -347,11 +352,6 @@ class Linear(nn.Linear):
         """Forward begins: say whether it runs again, and get what was measured of a weight that was gathered."""
         if self.gathering is None:
             return []
-        if hasattr(self.weight, "device_mesh"):
-            raise RuntimeError(
-                f"{self}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "
-                "whose forward gathers it, or its unshard()"
-            )
         gather = self.gathering.find(self)
         if gather is None:
             return []

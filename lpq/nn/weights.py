@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Literal, get_args
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
 from lpq.core import QuantizedTensor
 from lpq.core.derive import derives_col
 from lpq.nn.linear import Linear
+from lpq.recipes import RecipeError
+
+if TYPE_CHECKING:
+    from lpq.recipes import Schedule
 
 Weights = Literal["high_precision", "quantized"]
 
 
-def check_weights(weights: Weights, modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse what cannot be prepared, before anything of these modules, which get a recipe, is converted."""
+def check_weights(model: nn.Module, weights: Weights, ranks: int | None, schedules: Mapping[str, Schedule]) -> None:
+    """Refuse what cannot be prepared, before anything of the model is converted."""
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
-    for name, module in modules:
-        if isinstance(module, nn.Linear) and hasattr(module.weight, "device_mesh"):
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise ValueError(f"ranks={ranks!r}: it is the number of ranks that will share the weights out, from 1 on")
+    for name, schedule in schedules.items():
+        module = model.get_submodule(name)
+        found = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
+        if not isinstance(module, nn.Linear) or not any(found):
+            continue
+        if hasattr(module.weight, "device_mesh"):
             raise ValueError(f"{name}: its weight is sharded already; call lpq.convert before fully_shard")
+        if weights == "quantized" and any(w != found[0] for w in found):
+            raise RecipeError(
+                f"{name}: its weight would be stored quantized, and the policy changes its format: {schedule}. Use "
+                "weights='high_precision', or rules that quantize the weight alike"
+            )
 
 
 def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> None:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from lpq.core import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ KINDS = {
     "_allgather_base_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather",
     "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_": "reduce_scatter",
     "allreduce_": "all_reduce",
@@ -34,16 +39,23 @@ KINDS = {
 }
 
 
+WITH_PARTS = (DTensor, QuantizedTensor)
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seen: list[Collective]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if any(issubclass(t, WITH_PARTS) for t in types):
+            return NotImplemented  # they run operators on their parts first, and those are seen here
+        if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
             sizes = [sum(t.nbytes for t in tree_iter(a) if isinstance(t, Tensor)) for a in args]
-            self.seen.append(Collective(KINDS.get(name, name), max(sizes, default=0)))
+            ranks = args[1] if name == "all_gather_into_tensor" else 1  # of which it takes one rank's part
+            if name != "wait_tensor":
+                self.seen.append(Collective(KINDS.get(name, name), ranks * max(sizes, default=0)))
         return func(*args, **(kwargs or {}))
 
 

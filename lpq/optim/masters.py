@@ -27,6 +27,8 @@ class MasterWeights(Optimizer):
     """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, MasterWeights | torch.optim.LBFGS):
+            raise TypeError(f"MasterWeights cannot wrap {type(optimizer).__name__}: its step needs more than gradients")
         if optimizer.state:
             raise ValueError(
                 "MasterWeights takes an optimizer that has not taken a step yet: its state is of other tensors"
@@ -126,7 +128,8 @@ class MasterWeights(Optimizer):
                 continue
             if MASTER not in inner.get(index, {}):
                 raise ValueError(
-                    f"the optimizer's state has no master for parameter {index}: it was saved without masters"
+                    f"the state has no master for parameter {index}, a {list(weight.shape)} weight: it was saved "
+                    "without masters. Load the weights without the optimizer, then make MasterWeights"
                 )
             inner[index] = dict(inner[index])
             local(self.masters[weight]).copy_(local(inner[index].pop(MASTER)))

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import lpq
-from lpq.core import QuantizedTensor
-from lpq.nn import Linear
 from lpq.recipes import RecipeError, toml
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from lpq.recipes import Policy
     from lpq.train.config import TrainConfig
 
@@ -29,15 +25,3 @@ def refuse_rules(source: str, remedy: str) -> None:
     path = toml.path(source)
     if path is not None and "rules" in toml.read(path):
         raise RecipeError(f"{path} is a policy and not a recipe, since this file has rules: {remedy}")
-
-
-def refuse_changes(model: nn.Module) -> None:
-    """An error if the policy changes, in the course of the steps, what a stored weight is quantized with."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, Linear) and isinstance(layer.weight, QuantizedTensor) and layer.schedule is not None:
-            wanted = {recipe.w if recipe is not None else None for _, recipe in layer.schedule.pieces}
-            if wanted != {layer.weight.quantizer}:
-                raise RecipeError(
-                    f"the weight of {name} is stored as {layer.weight.quantizer}, and the policy changes that: "
-                    f"{layer.schedule}. Use --weights high-precision, or a policy that keeps it"
-                )

@@ -33,7 +33,6 @@ from lpq.train.machine import fast_bf16
 from lpq.train.measure import Measured, Probe
 from lpq.train.model import GPT, Shape
 from lpq.train.ranks import Ranks
-from lpq.train.sources import refuse_changes
 
 if TYPE_CHECKING:
     from lpq.nn.weights import Weights
@@ -82,7 +81,6 @@ class Trainer:
             stored = config.weights == "quantized"
             weights: Weights | None = "quantized" if stored else "high_precision" if ranks.sharded else None
             lpq.convert(model, self.policy, steps=config.steps, weights=weights, ranks=ranks.size)
-            refuse_changes(model)
         if config.compile:  # in place: the names in the state dict stay
             for part in model.blocks if ranks.sharded else [model]:
                 part.compile()

@@ -50,6 +50,7 @@ class How:
     reshard: bool = True
     offload: bool = False
     checkpoint: bool = False
+    nested: bool = False
     compile: bool = False
     accumulate: int = 1
     ranks: int | None = None
@@ -78,6 +79,8 @@ def built(how: How) -> nn.Sequential:
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if how.offload else OffloadPolicy(),
         }
         for block in net:
+            if how.nested:
+                fully_shard(block.up, **options)
             fully_shard(block, **options)
         fully_shard(net, **options)
     return net

@@ -194,11 +194,15 @@ def _not_while_a_gradient_is_accumulated(rank: int) -> None:
 
 
 def _a_stored_weight_keeps_its_format(rank: int) -> None:
-    how = How({"rules": [{"match": "*", "recipe": "fp8-current", "until": 1}, {"match": "*", "recipe": "mxfp8"}]},
-              weights="quantized")  # fmt: skip
+    changing = {"rules": [{"match": "*", "recipe": "fp8-current", "until": 1}, {"match": "*", "recipe": "mxfp8"}]}
+    with pytest.raises(
+        lpq.recipes.RecipeError, match=r"0\.up: its weight would be stored quantized, and the policy changes"
+    ):
+        built(How(changing, weights="quantized"))
+    how = How("fp8-current", weights="quantized")
     net = built(how)
     step(net, AdamW(net.parameters()), 0, how)
-    lpq.set_step(net, 1)
+    net[0].up.recipe = "mxfp8"
     with pytest.raises(ValueError, match=r"is stored as fp8 and its recipe wants mxfp8: .* keeps its format"):
         net(batch(1, how))
 

@@ -24,6 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulating": {"accumulate": 2},
     "checkpointed": {"checkpoint": True},
     "offloaded": {"offload": True},
+    "nested, fused": {"nested": True, "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True)},
 }
 
 
@@ -73,6 +74,7 @@ def test_compiled() -> None:
 
 STORED = [
     ({"offload": True}, {}),
+    ({"nested": True}, {}),
     ({"mixed": True}, {"mixed": True, "reshard": False}),
     ({"mixed": True, "checkpoint": True}, {"mixed": True}),
     ({"compile": True}, {"compile": True, "reshard": False}),

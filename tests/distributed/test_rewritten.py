@@ -58,7 +58,18 @@ def _assigned(net: Side) -> None:
     net.load_state_dict(_state(net), assign=True)
 
 
-WAYS = (_scaled, _copied, _data_copied, _a_part_of_the_local_tensor, _many_at_once, _loaded, _assigned)
+@torch.compile(backend="aot_eager")
+def _multiply(weights: list[torch.Tensor]) -> None:
+    for weight in weights:
+        weight.mul_(FACTOR)
+
+
+def _compiled(net: Side) -> None:
+    with torch.no_grad():
+        _multiply([layer.weight for layer in net.layers])
+
+
+WAYS = (_scaled, _copied, _data_copied, _a_part_of_the_local_tensor, _many_at_once, _loaded, _assigned, _compiled)
 
 
 def _measured_again(rank: int) -> None:

@@ -197,8 +197,12 @@ def test_nor_is_it_transposing_the_row_operand() -> None:
     x = normal(40, 70)
     original = lpq.quantizer("hybrid(row=fp8, col=fp8)").quantize(x, col=False)
     assert same(original.operand("col"), lpq.quantizer("fp8").quantize(x).col)
-    with pytest.raises(ValueError, match=r"col operand.*is absent and .*col_source=row.* cannot derive it"):
-        lpq.quantizer("hybrid(row=fp8, col=fp8, col_source=row)").quantize(x, col=False).operand("col")
+    for source in ("hybrid(row=fp8, col=fp8, col_source=row)", "hybrid(row=nvfp4, col=mxfp8, col_source=row)"):
+        quantizer = lpq.quantizer(source)
+        alone = quantizer.quantize(x, col=False)
+        assert same(alone.operand("col"), quantizer.quantize(x).col)
+    with pytest.raises(ValueError, match=r"row operand.*is absent and .*col_source=row.* cannot derive it"):
+        quantizer.quantize(x, row=False).operand("row")
 
 
 # ------------------------------------------------------------------------------ hybrids of hybrids

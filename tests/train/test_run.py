@@ -167,7 +167,7 @@ def test_a_policy_that_changes_stored_weights_is_refused(tiny: MakeConfig, conso
         '[[rules]]\nuntil = 0.5\nmatch = "*"\nrecipe = "mxfp8"\n[[rules]]\nmatch = "*"\nrecipe = "nvfp4"\n'
     )
     with pytest.raises(
-        RecipeError, match=r"weight of blocks\.0\.attention\.qkv is stored as mxfp8, and the policy cha"
+        RecipeError, match=r"blocks\.0\.attention\.qkv: its weight would be stored quantized, and the policy changes"
     ):
         run(tiny(policy=str(policy), weights="quantized"), console)
 
