@@ -91,6 +91,8 @@ def cast_master_weights(
     ``states[i]`` is what delayed scaling remembers of weight ``i``; it is updated. ``seed``, the same on all ranks,
     is for stochastic rounding: weight ``i`` rounds as with ``seed + i``.
 
+    Weights of one shape and quantizer are cast together, up to 2^26 elements at a time.
+
     A weight with an operand in a rotated basis is dearer: its fp32 elements are in the all-reduce, and each rank
     encodes all of it. So it has no pieces.
     """
