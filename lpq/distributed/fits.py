@@ -6,6 +6,7 @@ So every rank decides alike, and the report of a conversion can say what was dec
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 
@@ -13,6 +14,7 @@ from lpq.core import Quantizer
 from lpq.core.derive import derives_col
 
 
+@cache  # asked before every gather
 def why_not(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
     """Why shards of a weight of so many rows cannot be encoded when it is gathered; None if they can."""
     row, col = quantizer.side("row"), quantizer.side("col")

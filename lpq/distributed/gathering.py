@@ -63,13 +63,14 @@ class Gathering:
 
     def _reduce(self, written: list[Gather], remembering: list[Gather]) -> None:
         """One collective over each set of ranks that share out weights; there is one unless meshes differ."""
+        measured, combined = set(written), set(remembering)
         by_ranks: dict[tuple[int, ...], list[Gather]] = {}
         for gather in dict.fromkeys([*written, *remembering]):
             by_ranks.setdefault(same_ranks(gather.site.group), []).append(gather)
         for gathers in by_ranks.values():
             group = gathers[0].site.group
-            spanning = [values for g in gathers if g in written for values in g.measure()]
-            memories = [memory for g in gathers if g in remembering for memory in g.layer.memories()]
+            spanning = [values for g in gathers if g in measured for values in g.measure()]
+            memories = [memory for g in gathers if g in combined for memory in g.layer.memories()]
             with torch.no_grad():
                 _max_in_place([*spanning, *memories], group)
                 replicas = gathers[0].site.replicas

@@ -40,8 +40,16 @@ def _same(a: How, b: How) -> None:
     quantized, q = train(b)
     assert ordinary == quantized, b
     for (name, one), other in zip(p.named_parameters(), q.parameters(), strict=True):
-        if not isinstance(whole(one), lpq.QuantizedTensor):
-            assert torch.equal(whole(one), whole(other)), (b, name)
+        for x, y in zip(_parts(one), _parts(other), strict=True):
+            assert torch.equal(x, y), (b, name)
+
+
+def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of a parameter: of one that is stored quantized, those of this rank's buffers."""
+    local = parameter.detach()._local_tensor  # type: ignore[attr-defined]
+    if not isinstance(local, lpq.QuantizedTensor):
+        return [whole(parameter.detach())]
+    return [t.contiguous().view(-1).view(torch.uint8) for _, s in local.operands for t in s.tensors()]
 
 
 def _trains_alike(rank: int) -> None:
