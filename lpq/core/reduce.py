@@ -46,6 +46,12 @@ def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
 
 
+def max_in_place(values: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Make each of these tensors the MAX over the ranks, in one collective."""
+    if values and group.size() > 1:
+        torch._foreach_copy_(list(values), reduce_max(values, group))
+
+
 def same_ranks(group: ProcessGroup) -> tuple[int, ...]:
     """The ranks of a group: what groups have in common over which one reduction does for all."""
     import torch.distributed as dist

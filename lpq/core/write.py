@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,18 +10,19 @@ from torch import Tensor
 
 from lpq.core import operations
 from lpq.core.quantize import check_input, encode_operands
-from lpq.core.reduce import check_shard, reduce_stats, same_ranks, spans
+from lpq.core.reduce import check_shard, max_in_place, same_ranks, spans
 from lpq.core.storage import Storage
-from lpq.core.tensor import QuantizedTensor
+from lpq.core.tensor import Draft, QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class _Write:
+class Rewrite:
     """One tensor to write to: its value, and the operands and statistics that it takes."""
 
     def __init__(self, target: QuantizedTensor, value: Tensor) -> None:
+        check_input(value)
         self.target, self.value = target, value
         self.row = target.quantizer.side("row") if target.row is not None else None
         self.col = target.quantizer.side("col") if target.col is not None else None
@@ -45,9 +46,13 @@ class _Write:
             )
         return group if group.size() > 1 else None
 
-    def measure(self) -> None:
+    def measure(self) -> list[Tensor]:
+        """Measure the value; those statistics that have yet to be reduced, in place, over the ranks of the group."""
+        if self.in_turn:
+            return []  # those of the column operand are of what the reduced row operand decodes to
         check_shard(self.declared, self.value.shape[0])
         self.stats = operations.measure(self.value, self.row, self.col)
+        return [s for s, d in zip(self.stats, self.declared, strict=True) if spans(d)]
 
     def encode(self) -> None:
         if self.in_turn:
@@ -59,37 +64,80 @@ class _Write:
             row, col = both.row, both.col
         else:
             row, col, _ = operations.quantize(self.value, self.stats, self.row, self.col)
-        overwrite(self.target, row, col)
+        buffers = _buffers(self.target)
+        if self.target.draft is None:
+            overwrite(self.target, row, col)
+        else:  # the write was counted when it was drafted
+            with torch.autograd._unsafe_preserve_version_counter(buffers):  # type: ignore[attr-defined]
+                overwrite(self.target, row, col)
 
 
 @torch.no_grad()
 def write(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-    """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks."""
-    writes = []
+    """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks.
+
+    The value for a target that keeps drafts becomes its draft, and must not change until that is encoded.
+    """
+    rewrites = []
     for target, value in zip(targets, values, strict=True):
-        check_input(value)
-        writes.append(_Write(target, value))
-    by_ranks: dict[tuple[int, ...], tuple[ProcessGroup, list[_Write]]] = {}
-    for one in writes:
+        rewrite, draft = Rewrite(target, value), target.drafting
+        if draft is None:
+            rewrites.append(rewrite)
+        else:
+            draft.value = value
+            torch.autograd.graph.increment_version(_buffers(target))
+    _encode(rewrites)
+
+
+def _encode(rewrites: Sequence[Rewrite]) -> None:
+    by_ranks: dict[tuple[int, ...], tuple[ProcessGroup, list[Rewrite]]] = {}
+    for one in rewrites:
         group = one.shared_with()
-        if group is not None and not one.in_turn:
+        if group is not None:
             by_ranks.setdefault(same_ranks(group), (group, []))[1].append(one)
     for group, together in by_ranks.values():
-        for one in together:
-            one.measure()
-        declared = [d for one in together for d in one.declared]
-        stats = [s for one in together for s in one.stats]
-        reduce_stats(declared, stats, group)
-        rest = iter(stats)
-        for one in together:
-            one.stats = [next(rest) for _ in one.declared]
-    for one in writes:
+        max_in_place([s for one in together for s in one.measure()], group)
+    for one in rewrites:
         one.encode()
 
 
 def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
-    """Put the buffers of these operands in place of those that the target has."""
+    """Put the buffers of these operands in place of those that the target has, and of its draft."""
+    if target.draft is not None:
+        target.draft.value = None
     for old, new in ((target.row, row), (target.col, col)):
         if old is not None and new is not None:
             for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
                 buffer.copy_(written)
+
+
+# ---------------------------------------------------------------------------------------------- drafts
+
+
+def begin_drafts(tensors: Iterable[QuantizedTensor]) -> None:
+    """From now on keep what is written to these tensors in high precision."""
+    for tensor in tensors:
+        if tensor.drafting is None:
+            tensor.draft = Draft()
+
+
+def drafted(tensors: Iterable[QuantizedTensor]) -> list[Rewrite]:
+    """What these tensors have in draft, to be measured, reduced and encoded."""
+    return [Rewrite(t, t.draft.value) for t in tensors if t.draft is not None and t.draft.value is not None]
+
+
+@torch.no_grad()
+def encode_drafts(tensors: Iterable[QuantizedTensor]) -> None:
+    """Encode what these tensors have in draft, because their operands are wanted; one collective for each group."""
+    _encode(drafted(tensors))
+
+
+def end_drafts(tensors: Iterable[QuantizedTensor]) -> None:
+    """Encode writes to these tensors, whose drafts are encoded, at once again."""
+    for tensor in tensors:
+        if tensor.draft is not None:
+            tensor.draft.ended, tensor.draft = True, None
+
+
+def _buffers(tensor: QuantizedTensor) -> tuple[Tensor, ...]:
+    return tuple(b for _, storage in tensor.operands for b in storage.tensors())

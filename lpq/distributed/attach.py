@@ -1,4 +1,7 @@
-"""Telling a stored shard which ranks hold the others: found from the mesh, at run time, and never saved."""
+"""The part of a sharded parameter that this rank holds, and telling it which ranks hold the others.
+
+That is found from the mesh, at run time, and never saved.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,25 @@ from torch.distributed.tensor import DTensor
 from lpq.core import QuantizedTensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def attach(parameter: Tensor) -> None:
     """Attach to the local part of a sharded parameter, if it is stored quantized, the group that shards it.
 
     FSDP2's first gather, ``lpq.optim`` and ``Linear.reset_parameters`` do it. Before them, a write that needs
     statistics of the whole tensor is an error.
     """
-    if not isinstance(parameter, DTensor) or not isinstance(parameter._local_tensor, QuantizedTensor):
+    part = local(parameter)
+    if not isinstance(parameter, DTensor) or not isinstance(part, QuantizedTensor):
         return
     mesh = parameter.device_mesh
     sharded = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
     if len(sharded) != 1:
         return
-    quantizer = parameter._local_tensor.quantizer
+    quantizer = part.quantizer
     replicas = mesh.size() // mesh.size(sharded[0])
     if replicas > 1 and (quantizer.side("row").stochastic or quantizer.side("col").stochastic):
         raise ValueError(
@@ -28,4 +37,4 @@ def attach(parameter: Tensor) -> None:
             "replicas would be rounded with different random bits and part. Store it with another quantizer, or shard "
             "over one dimension of the mesh"
         )
-    parameter._local_tensor.amax_group = mesh.get_group(sharded[0])
+    part.amax_group = mesh.get_group(sharded[0])

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lpq.core import QuantizedTensor
 from lpq.core.gathered import Gathered
+from lpq.distributed.attach import local
 
 aten = torch.ops.aten
 COPIES = {
@@ -104,7 +105,7 @@ def as_shard(tensor: Tensor) -> Tensor:
 
 def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     """What is to be a layer's weight from now on, prepared for being gathered as ``weight``, whole or sharded, is."""
-    stored, given = _local(weight), as_shard(_local(new).detach())
+    stored, given = local(weight), as_shard(local(new).detach())
     if isinstance(stored, QuantizedTensor) and not isinstance(given, QuantizedTensor):
         raise ValueError(
             f"a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor cannot take its "
@@ -115,10 +116,6 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     return DTensor.from_local(
         given, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def plain(tensor: Tensor) -> Tensor:

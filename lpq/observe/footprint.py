@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lpq.core import QuantizedTensor, Quantizer
 from lpq.core.derive import derives_col
+from lpq.distributed.attach import local
 from lpq.distributed.fits import sent_bytes, why_not, why_uncut
 from lpq.nn import Linear
 
@@ -91,8 +92,8 @@ def memory(
 
 def held_bytes(tensor: Tensor) -> int:
     """The bytes that this rank holds of a tensor, which may be sharded, stored quantized, or both."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.held_bytes if isinstance(local, QuantizedTensor) else local.nbytes
+    part = local(tensor)
+    return part.held_bytes if isinstance(part, QuantizedTensor) else part.nbytes
 
 
 def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
@@ -101,7 +102,7 @@ def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
 
 def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Linear | None, name: str) -> Memory:
     """One parameter."""
-    stored = isinstance(p._local_tensor if isinstance(p, DTensor) else p, QuantizedTensor)
+    stored = isinstance(local(p), QuantizedTensor)
     quantizer = layer.weight_quantizer() if layer is not None else None
     if quantizer is not None:
         reason = (why_uncut if stored else why_not)(quantizer, p.shape[0], ranks)
@@ -109,7 +110,7 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
             raise ValueError(f"{name} is stored as {quantizer}, and {reason}: lpq.convert(…, ranks={ranks})")
         quantizer = quantizer if reason is None else None
     trained = p.requires_grad
-    elements, local = p.numel(), _local_elements(p, ranks)
+    elements, here = p.numel(), _local_elements(p, ranks)
     updated = FP32 if stored else p.dtype.itemsize
     row, col = _sent(p, ranks, dtype or p.dtype, quantizer)
     every = row if quantizer is None or derives_col(quantizer) else row + col
@@ -119,9 +120,9 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
         converted=elements if quantizer is not None else 0,
         quantized=_quantized(quantizer, p) if quantizer is not None else 0,
         weights=_local_bytes(p, ranks),
-        masters=FP32 * local if stored and trained else 0,
-        gradients=p.dtype.itemsize * local if trained else 0,
-        moments=2 * updated * local if trained else 0,
+        masters=FP32 * here if stored and trained else 0,
+        gradients=p.dtype.itemsize * here if trained else 0,
+        moments=2 * updated * here if trained else 0,
         forward=(row if resharded else every) if ranks > 1 else 0,
         backward=col if resharded and ranks > 1 else 0,
         at_once=(max(row, col) if resharded else every) if ranks > 1 else 0,

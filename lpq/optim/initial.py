@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lpq.core import QuantizedTensor
 from lpq.core.write import write
-from lpq.distributed.attach import attach
-from lpq.optim.masters import MasterWeights, local
+from lpq.distributed.attach import attach, local
+from lpq.optim.masters import MasterWeights
 
 
 @torch.no_grad()

@@ -12,12 +12,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq.core import QuantizedTensor
 from lpq.core.write import write
-from lpq.distributed.attach import attach
+from lpq.distributed.attach import attach, local
 
 MASTER = "master"
 """Under this name a master is part of the optimizer's state."""
@@ -144,11 +143,6 @@ class MasterWeights(Optimizer):
         """Each parameter with the tensor that the wrapped optimizer updates for it."""
         groups = zip(self.param_groups, self.optimizer.param_groups, strict=True)
         return [pair for ours, theirs in groups for pair in zip(ours["params"], theirs["params"], strict=True)]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _versions(weight: Tensor) -> list[int]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lpq.core import QuantizedTensor, Quantizer
+from lpq.distributed.attach import local
 from lpq.distributed.shard import WeightShard, plain
 from lpq.nn import Linear
 from lpq.observe import Collective, collectives, gathered_bytes, held_bytes
@@ -50,10 +50,10 @@ def held_for_backward(model: nn.Module) -> Iterator[Held]:
 
 def _memory(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the memory of this one."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if not isinstance(local, QuantizedTensor):
-        return [plain(local)] if isinstance(local, WeightShard) else [local]
-    return [buffer for _, operand in local.operands for buffer in operand.tensors()]
+    part = local(tensor)
+    if not isinstance(part, QuantizedTensor):
+        return [plain(part)] if isinstance(part, WeightShard) else [part]
+    return [buffer for _, operand in part.operands for buffer in operand.tensors()]
 
 
 @dataclass(frozen=True)
