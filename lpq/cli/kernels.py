@@ -13,6 +13,7 @@ from lpq import registry
 from lpq.cli.output import table
 from lpq.core.quantizer import Quantizer
 from lpq.ops import KernelError, choose
+from lpq.registry.errors import OptionError
 
 NOTHING = "none needed"
 """The kernel of an operation on ordinary matrices: there is nothing to launch."""
@@ -76,7 +77,8 @@ def served_by_format(name: str, device: torch.device) -> list[Served]:
     quantizer = registry.quantizer(name)
     found: list[Served] = []
     for side in dict.fromkeys((quantizer.side("row"), quantizer.side("col"))):
-        ops = [op for op, has in (("measure", side.stats), ("transpose", side.transposable)) if has]
+        may = (("measure", side.stats), ("transpose", side.transposable), ("remember", side.state))
+        ops = [op for op, has in may if has]
         found += [served(op, (side,), device) for op in (*ops, "quantize", "decode")]
         found.append(served("gemm", (side, side), device))
     return found
@@ -89,7 +91,7 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise KernelError(f"--device {name}: no such device; use cpu, cuda, cuda:N or auto") from None
+        raise OptionError(f"--device {name}: no such device; use cpu, cuda, cuda:N or auto") from None
     seen = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= seen:
         raise KernelError(f"--device {name}: torch sees {seen} CUDA devices; use cpu or auto")

@@ -1,4 +1,4 @@
-"""The core: layouts, operands, quantizers, quantized tensors and the five operations on them."""
+"""The core: layouts, operands, quantizers, quantized tensors and the operations on them."""
 
 from lpq.core.aten import dispatch
 from lpq.core.layout import Buffer, Stat, StateBuffer

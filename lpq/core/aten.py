@@ -94,7 +94,7 @@ def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence
 def _shares(t: QuantizedTensor, dim: int) -> bool:
     """Whether some value covers the whole of this dimension of the matrix, and so every part of it."""
     along = {"row": dim, "col": 1 - dim}
-    return any(b.unit(along[d]) is None for d, s in t.operands for b in s.layout_for(s.quantizer))
+    return any(b.unit(along[d]) is None for d, s in t.operands for b in s.quantizer.layout)
 
 
 def _same_matrix(t: QuantizedTensor, view: QuantizedTensor) -> QuantizedTensor:
@@ -304,7 +304,7 @@ def _new_zeros(
 
 def _check_shard(t: QuantizedTensor, rows: int) -> None:
     """Refuse shards of so many rows if they are uneven or cut a block: all ranks do, from sizes that are global."""
-    units = [b.unit(0 if d == "row" else 1) for d, s in t.operands for b in s.layout_for(s.quantizer)]
+    units = [b.unit(0 if d == "row" else 1) for d, s in t.operands for b in s.quantizer.layout]
     matrix_rows = _matrix(t)[0] // t.shape[0] * rows
     cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)
     if t.shape[0] % rows or cut is not None:

@@ -1,14 +1,14 @@
 """The five operations on operands: measure, quantize, decode, transpose and gemm.
 
-Each is a ``torch.library`` operator over plain tensors and quantizer strings, so that ``torch.compile`` and fake
-tensors see one node with a known result. Its body asks the kernel table, and the reference, made of what the format
-wrote, serves whatever no kernel serves.
+Each has a body that asks the kernel table, and the reference, made of what the format wrote, serves whatever no kernel
+serves. Around the body is a ``torch.library`` operator over plain tensors and quantizer strings, so that
+``torch.compile`` and fake tensors see one node with a known result. Where nobody looks on, the body is called as the
+function that it is: PyTorch's dispatcher costs the host more than all that lpq does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,36 +16,14 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.core.layout import Stat
+from lpq.core.operators import alone, define
 from lpq.core.philox import RandomBits
+from lpq.core.seeds import draw_seeds
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
-
-_library = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
-
-
-def _define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
-    """Give an operator its body on every device, and what it returns for fake tensors."""
-    name = schema[: schema.index("(")]
-    _library.define(schema, **options)  # type: ignore[no-untyped-call]
-    _library.impl(name, _without_autocast(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"lpq::{name}", fake, lib=_library)
-
-
-def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body in the precision in which it is written: autocast would round the operands of a reference's matmul."""
-
-    @wraps(body)
-    def run(first: Tensor | list[Tensor], *args: Any) -> Any:
-        device = (first if isinstance(first, Tensor) else first[0]).device.type
-        if device == "meta" or not torch.is_autocast_enabled(device):
-            return body(first, *args)
-        with torch.autocast(device, enabled=False):
-            return body(first, *args)
-
-    return run
 
 
 def _quantizer(text: str) -> Quantizer | None:
@@ -58,7 +36,7 @@ def _text(side: Quantizer | None) -> str:
 
 def shared(row: Quantizer | None, col: Quantizer | None) -> bool:
     """Whether the column operand follows from the row operand."""
-    return row is not None and row == col and row.transposable
+    return row is not None and (row is col or row == col) and row.transposable
 
 
 def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, int]]:
@@ -74,6 +52,8 @@ def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, i
 
 def measure(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
     """The local statistics of the matrix ``x`` that its operands need, in the order of ``declared``."""
+    if alone(x):
+        return _measured(x, row, col)
     return cast("list[Tensor]", torch.ops.lpq.measure(x, _text(row), _text(col)))
 
 
@@ -92,21 +72,34 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
     return [stats[s.name] for s in side.stats]
 
 
-def _measure(x: Tensor, row: str, col: str) -> list[Tensor]:
-    if _one_at_a_time("measure", row, col, x.device):
-        return _distinct(_measure(x, row, "") + _measure(x, "", col), ())
-    impl = choose("measure", tuple(t for t in (row, col) if t), x.device).impl or measure_reference
-    return _distinct(impl(x, _quantizer(row), _quantizer(col)), ())
+def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    impl, together = _serving("measure", row, col, x.device)
+    if not together:
+        return _distinct(_measured(x, row, None) + _measured(x, None, col), ())
+    return impl(x, row, col) if impl is not None else _distinct(measure_reference(x, row, col), ())
 
 
-def _one_at_a_time(op: str, row: str, col: str, device: torch.device) -> bool:
-    """Whether no kernel takes these two operands, which share nothing, together; each may have one of its own."""
-    if not row or not col or shared(_quantizer(row), _quantizer(col)):
-        return False
+def _serving(
+    op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device
+) -> tuple[Callable[..., Any] | None, bool]:
+    """The kernel for these operands, if there is one, and whether they are served together.
+
+    Where no kernel takes two operands that share nothing together, each may have one of its own.
+    """
+    if row is None or col is None:
+        side = row or col
+        return choose(op, (side.text,) if side is not None else (), device).impl, True
     try:
-        return choose(op, (row, col), device).impl is None
+        impl = choose(op, (row.text, col.text), device).impl
     except KernelError:  # the reference is not allowed: each operand says for itself what it lacks
-        return True
+        if shared(row, col):
+            raise
+        return None, False
+    return impl, impl is not None or shared(row, col)
+
+
+def _measure(x: Tensor, row: str, col: str) -> list[Tensor]:
+    return _measured(x, _quantizer(row), _quantizer(col))
 
 
 def _measure_fake(x: Tensor, row: str, col: str) -> list[Tensor]:
@@ -139,6 +132,37 @@ def quantize(
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
     """
+    if (row is not None and row.plain) or (col is not None and col.plain):
+        return _with_plain(x, stats, row, col, seed, offset, measure)
+    if seed is None and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
+        seed = draw_seeds(x, x, 1)[0]
+    if alone(x):
+        out = _encoded(x, stats or (), row, col, seed, offset, measure)
+    else:
+        out = torch.ops.lpq.quantize(x, stats or [], _text(row), _text(col), seed, offset, measure)
+    rows, cols = x.shape
+    row_storage = col_storage = None
+    at = 0
+    if row is not None:
+        at = len(row.layout)
+        row_storage = row.storage.wrap(out[:at], row, (rows, cols), x.dtype)
+    if col is not None:
+        end = at + len(col.layout)
+        col_storage = col.storage.wrap(out[at:end], col, (cols, rows), x.dtype)
+        at = end
+    return row_storage, col_storage, out[at:]
+
+
+def _with_plain(
+    x: Tensor,
+    stats: Sequence[Tensor | None] | None,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> tuple[Storage | None, Storage | None, list[Tensor]]:
+    """``quantize`` where one operand at least is an ordinary matrix, which has no statistics."""
     plain_row = row if row is not None and row.plain else None
     plain_col = col if col is not None and col.plain else None
     row_storage = _encode_side(plain_row, x, {}, None) if plain_row is not None else None
@@ -149,19 +173,8 @@ def quantize(
     row, col = (None if plain_row else row), (None if plain_col else col)
     if row is None and col is None:
         return row_storage, col_storage, []
-    if seed is None and any(side is not None and side.stochastic for side in (row, col)):
-        seed = draw_seeds(x, x, 1)[0]
-    out: list[Tensor] = torch.ops.lpq.quantize(x, stats or [], _text(row), _text(col), seed, offset, measure)
-    rows, cols = x.shape
-    at = 0
-    if row is not None:
-        at = len(row.storage.layout_for(row))
-        row_storage = row.storage.wrap(out[:at], row, (rows, cols), x.dtype)
-    if col is not None:
-        end = at + len(col.storage.layout_for(col))
-        col_storage = col.storage.wrap(out[at:end], col, (cols, rows), x.dtype)
-        at = end
-    return row_storage, col_storage, out[at:]
+    other_row, other_col, measured = quantize(x, stats, row, col, seed, offset, measure=measure)
+    return row_storage or other_row, col_storage or other_col, measured
 
 
 def quantize_reference(
@@ -203,6 +216,30 @@ def _encode_side(side: Quantizer, x: Tensor, stats: dict[str, Tensor], bits: Ran
     return storage.bind(side, (rows, cols), x.dtype)
 
 
+def _encoded(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    impl, together = _serving("quantize", row, col, x.device)
+    if impl is not None:
+        made: list[Tensor] = impl(x, stats, row, col, seed, offset, measure)
+        return made
+    if together:
+        return _distinct(quantize_reference(x, stats, row, col, seed, offset, measure), stats)
+    assert row is not None
+    assert col is not None
+    known = len(row.stats) if stats else 0
+    first = _encoded(x, stats[:known], row, None, seed, offset, measure)
+    second = _encoded(x, stats[known:], None, col, seed, offset, measure)
+    at, end = len(row.layout), len(col.layout)
+    return _distinct(first[:at] + second[:end] + first[at:] + second[end:], stats)
+
+
 def _quantize(
     x: Tensor,
     stats: Sequence[Tensor | None],
@@ -212,20 +249,12 @@ def _quantize(
     offset: int,
     measure: bool,
 ) -> list[Tensor]:
-    left, right = _quantizer(row), _quantizer(col)
-    if left is not None and right is not None and _one_at_a_time("quantize", row, col, x.device):
-        known = len(left.stats) if stats else 0
-        first = _quantize(x, stats[:known], row, "", seed, offset, measure)
-        second = _quantize(x, stats[known:], "", col, seed, offset, measure)
-        at, end = len(left.storage.layout_for(left)), len(right.storage.layout_for(right))
-        return _distinct(first[:at] + second[:end] + first[at:] + second[end:], stats)
-    impl = choose("quantize", tuple(t for t in (row, col) if t), x.device).impl or quantize_reference
-    return _distinct(impl(x, stats, left, right, seed, offset, measure), stats)
+    return _encoded(x, stats, _quantizer(row), _quantizer(col), seed, offset, measure)
 
 
 def _distinct(made: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
-    """What an operator may return: contiguous buffers, and neither an input nor a tensor twice. A format need not
-    care: a value for the whole matrix can be a statistic as it came, and can serve both operands."""
+    """What an operator may return: contiguous buffers, and neither an input nor a tensor twice. A kernel must see to
+    that, a format need not: a value for the whole matrix can be a statistic as it came, and can serve both operands."""
     seen = {_memory(t) for t in given if t is not None}
     out: list[Tensor] = []
     for tensor in made:
@@ -257,35 +286,19 @@ def _quantize_fake(
     return out + (_empty_stats(x, _quantizer(row), _quantizer(col)) if measure else [])
 
 
-# ---------------------------------------------------------------------------------------------- seeds
-
-
-def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
-    """Seeds from torch's generator, on the device of ``x``, without a host synchronisation.
-
-    An operator of its own, because a compiler takes liberties with a mere ``randint``: what only backward uses it
-    draws in backward, in another order. This one stays where ``x``, the layer's input, is; and ``owner``, the layer's
-    weight, tells the draws of layers apart that share an input and would be merged.
-    """
-    return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
-
-
-def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64, device=x.device)
-
-
-def _draw_seeds_fake(x: Tensor, owner: Tensor, count: int) -> Tensor:
-    return x.new_empty((count,), dtype=torch.int64)
-
-
 # ---------------------------------------------------------------------------------------------- decode
 
 
 def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
     """The matrix that an operand stands for, in memory of its own."""
+    first = operand.tensors()[0]
     if operand.quantizer.plain:
-        check_there(operand.tensors()[0])
+        if not torch.compiler.is_compiling():
+            check_there(first)
         return operand.decode().to(dtype, copy=True)
+    if alone(first):
+        check_there(first)
+        return _decoded(operand, dtype)
     return cast(
         "Tensor",
         torch.ops.lpq.decode(operand.tensors(), operand.quantizer.text, operand.shape, operand.dtype, dtype),
@@ -297,10 +310,16 @@ def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
     return operand.decode().to(dtype)
 
 
+def _decoded(operand: Storage, dtype: torch.dtype) -> Tensor:
+    impl = choose("decode", (operand.quantizer.text,), operand.device).impl
+    if impl is not None:
+        decoded: Tensor = impl(operand, dtype)
+        return decoded
+    return _distinct([decode_reference(operand, dtype)], operand.tensors())[0]
+
+
 def _decode(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype) -> Tensor:
-    operand = _operand(buffers, quantizer, shape, stored)
-    impl = choose("decode", (quantizer,), buffers[0].device).impl or decode_reference
-    return _distinct([impl(operand, dtype)], buffers)[0]
+    return _decoded(_operand(buffers, quantizer, shape, stored), dtype)
 
 
 def _decode_fake(
@@ -317,7 +336,7 @@ def _operand(buffers: Sequence[Tensor], text: str, shape: Sequence[int], dtype: 
 
 def check_there(buffer: Tensor) -> None:
     """Refuse an operand of a sharded weight that was not gathered: its buffers have no memory then."""
-    if buffer.numel() and not buffer.untyped_storage().size():
+    if type(buffer) is Tensor and not buffer.data_ptr() and buffer.numel() and not buffer.is_meta:
         raise RuntimeError(
             "this operand of a sharded weight is not there: forward gathers row operands and backward column operands. "
             "If forward runs again in backward inside a compiled module, wrap it with PyTorch's checkpoint_wrapper"
@@ -334,6 +353,10 @@ def transpose(operand: Storage) -> Storage:
         raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")
     if quantizer.plain:
         return transpose_reference(operand)
+    first = operand.tensors()[0]
+    if alone(first):
+        check_there(first)
+        return _transposed(operand)
     out = torch.ops.lpq.transpose(operand.tensors(), quantizer.text, operand.shape, operand.dtype)
     return quantizer.storage.wrap(out, quantizer, (cols, rows), operand.dtype)
 
@@ -343,10 +366,18 @@ def transpose_reference(operand: Storage) -> Storage:
     return operand.transposed().bind(operand.quantizer, operand.shape[::-1], operand.dtype)
 
 
+def _transposed(operand: Storage) -> Storage:
+    impl = choose("transpose", (operand.quantizer.text,), operand.device).impl
+    if impl is not None:
+        made: Storage = impl(operand)
+        return made
+    turned = transpose_reference(operand)
+    buffers = _distinct(turned.tensors(), operand.tensors())
+    return turned.wrap(buffers, turned.quantizer, turned.shape, turned.dtype)
+
+
 def _transpose(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype) -> list[Tensor]:
-    operand = _operand(buffers, quantizer, shape, stored)
-    impl = choose("transpose", (quantizer,), buffers[0].device).impl or transpose_reference
-    return _distinct(impl(operand).tensors(), buffers)
+    return _transposed(_operand(buffers, quantizer, shape, stored)).tensors()
 
 
 def _transpose_fake(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype) -> list[Tensor]:
@@ -378,14 +409,19 @@ def gemm(
             "(both operands have the contraction along their columns)"
         )
     dtype = dtype or a.dtype
+    first, second = a.tensors(), b.tensors()
     if a.quantizer.plain and b.quantizer.plain:
         if not torch.compiler.is_compiling():
-            check_there(b.tensors()[0])
-        return _plain_gemm(a.tensors()[0], b.tensors()[0], bias, dtype)
+            check_there(second[0])
+        return _plain_gemm(first[0], second[0], bias, dtype)
+    if alone(first[0]):
+        check_there(first[0])
+        check_there(second[0])
+        return _product(a, b, bias, dtype, fast_accumulate)
     return cast(
         "Tensor",
         torch.ops.lpq.gemm(
-            a.tensors(), b.tensors(), bias, a.quantizer.text, b.quantizer.text,
+            first, second, bias, a.quantizer.text, b.quantizer.text,
             a.shape, b.shape, a.dtype, b.dtype, dtype, fast_accumulate,
         ),
     )  # fmt: skip
@@ -413,13 +449,18 @@ def gemm_reference(
     return product.to(dtype)
 
 
+def _product(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    impl = choose("gemm", (a.quantizer.text, b.quantizer.text), a.device).impl or gemm_reference
+    product: Tensor = impl(a, b, bias, dtype, fast_accumulate)
+    return product
+
+
 def _gemm(
     a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    impl = choose("gemm", (qa, qb), a[0].device).impl or gemm_reference
     left, right = _operand(a, qa, shape_a, dtype_a), _operand(b, qb, shape_b, dtype_b)
-    return cast("Tensor", impl(left, right, bias, dtype, fast_accumulate))
+    return _product(left, right, bias, dtype, fast_accumulate)
 
 
 def _gemm_fake(
@@ -431,33 +472,27 @@ def _gemm_fake(
 
 # ---------------------------------------------------------------------------------------------- their schemas
 
-_define(
+define(
     "measure(Tensor x, str row, str col) -> Tensor[]",
     _measure,
     _measure_fake,
 )
-_define(
+define(
     "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure) -> Tensor[]",
     _quantize,
     _quantize_fake,
 )
-_define(
-    "draw_seeds(Tensor x, Tensor owner, int count) -> Tensor",
-    _draw_seeds,
-    _draw_seeds_fake,
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-_define(
+define(
     "decode(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored, ScalarType dtype) -> Tensor",
     _decode,
     _decode_fake,
 )
-_define(
+define(
     "transpose(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored) -> Tensor[]",
     _transpose,
     _transpose_fake,
 )
-_define(
+define(
     "gemm(Tensor[] a, Tensor[] b, Tensor? bias, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
     "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast_accumulate) -> Tensor",
     _gemm,

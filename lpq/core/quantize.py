@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from lpq.core import operations
+from lpq.core.operators import alone
 from lpq.core.reduce import check_shard, reduce_stats, spans
 from lpq.core.storage import Storage
 from lpq.core.tensor import QuantizedTensor, wrap_operands
+from lpq.ops import choose
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,8 +75,8 @@ def _encode(
     offset: int,
 ) -> Operands:
     known = recall(quantizer, row, col, state) if state is not None else []
-    declared = operations.declared(row, col)
     if group is not None and group.size() > 1:
+        declared = operations.declared(row, col)
         check_shard(declared, x.shape[0])
         if state is None or any(k is None and spans(d) for k, d in zip(known, declared, strict=True)):
             stats = operations.measure(x, row, col)
@@ -82,7 +84,7 @@ def _encode(
             use = [s if k is None else k for k, s in zip(known or [None] * len(stats), stats, strict=True)]
             row_operand, col_operand, _ = operations.quantize(x, use, row, col, seed, offset)
             return Operands(row_operand, col_operand, stats)
-    return Operands(*operations.quantize(x, known, row, col, seed, offset, measure=state is not None))
+    return Operands._make(operations.quantize(x, known, row, col, seed, offset, measure=state is not None))
 
 
 def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
@@ -124,7 +126,17 @@ def remember(
         stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
         if branch.state:
             named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
-            branch.remember({s.name: state[prefix + s.name] for s in branch.state}, named)
+            _remember(branch, {s.name: state[prefix + s.name] for s in branch.state}, named)
+
+
+def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+    """Take the reduced statistics of a step into the state. A compiler traces what the format wrote."""
+    if all(alone(t) for t in (*state.values(), *stats.values())):
+        impl = choose("remember", (side.text,), next(iter(state.values())).device).impl
+        if impl is not None:
+            impl(side, state, stats)
+            return
+    side.remember(state, stats)
 
 
 def quantize_tensor(

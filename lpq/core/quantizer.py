@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.core.layout import Stat, StateBuffer
+from lpq.core.layout import Buffer, Stat, StateBuffer
 from lpq.core.storage import Storage
 from lpq.registry.errors import OptionError
 
@@ -158,10 +158,22 @@ class Quantizer:
         storage: type[Storage] = registry.storage_class(registry.format_of(type(self)).name)
         return storage
 
+    @cached_property
+    def layout(self) -> tuple[Buffer, ...]:
+        """The buffers of an operand."""
+        return self.storage.layout_for(self)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What the buffers of an operand are called, in their order."""
+        return tuple(buffer.name for buffer in self.layout)
+
     def ready(self) -> Self:
         """Look up now what is looked up once: ``torch.compile``, which cannot trace that, then finds it done."""
         for quantizer in (self, self.side("row"), self.side("col")):
             _ = quantizer.text, quantizer.storage
+        for side in (self.side("row"), self.side("col")):
+            _ = side.layout, side.names
         return self
 
     def __str__(self) -> str:

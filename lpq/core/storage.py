@@ -72,23 +72,24 @@ class Storage:
     def wrap(cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Self:
         """The storage over these tensors, given in the order of the layout."""
         storage = cls()
-        for buffer, tensor in zip(cls.layout_for(quantizer), tensors, strict=True):
-            setattr(storage, buffer.name, tensor)
-        return storage.bind(quantizer, shape, dtype)
+        for name, tensor in zip(quantizer.names, tensors, strict=True):
+            setattr(storage, name, tensor)
+        storage.quantizer, storage.shape, storage.dtype = quantizer, shape, dtype
+        return storage
 
     @classmethod
     def empty(cls, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Self:
         """Uninitialised buffers for a matrix of this shape."""
-        tensors = [b.empty(*shape, dtype, device) for b in cls.layout_for(quantizer)]
+        tensors = [b.empty(*shape, dtype, device) for b in quantizer.layout]
         return cls.wrap(tensors, quantizer, shape, dtype)
 
     def tensors(self) -> list[Tensor]:
         """The buffers in the order of the layout."""
-        return [getattr(self, b.name) for b in self.layout_for(self.quantizer)]
+        return [getattr(self, name) for name in self.quantizer.names]
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers by name: the canonical bytes of the format."""
-        return {b.name: getattr(self, b.name) for b in self.layout_for(self.quantizer)}
+        return {name: getattr(self, name) for name in self.quantizer.names}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same operand over ``function`` of each buffer."""
@@ -96,14 +97,14 @@ class Storage:
 
     def astype(self, dtype: torch.dtype) -> Self:
         """The same bytes standing for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
-        layout = self.layout_for(self.quantizer)
+        layout = self.quantizer.layout
         tensors = [t.to(dtype) if b.dtype is None else t for b, t in zip(layout, self.tensors(), strict=True)]
         return self.wrap(tensors, self.quantizer, self.shape, dtype)
 
     def narrow(self, dim: int, start: int, stop: int) -> Self | None:
         """The operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block."""
         narrowed: list[Tensor] = []
-        for buffer, tensor in zip(self.layout_for(self.quantizer), self.tensors(), strict=True):
+        for buffer, tensor in zip(self.quantizer.layout, self.tensors(), strict=True):
             piece = buffer.narrow(tensor, dim, start, stop, self.shape[dim])
             if piece is None:
                 return None
@@ -121,7 +122,7 @@ class Storage:
         first = parts[0]
         sizes = [p.shape[dim] for p in parts]
         joined: list[Tensor] = []
-        for i, buffer in enumerate(first.layout_for(first.quantizer)):
+        for i, buffer in enumerate(first.quantizer.layout):
             unit, tensors = buffer.unit(dim), [p.tensors()[i] for p in parts]
             if unit is not None and any(size % unit for size in sizes[:-1]):
                 return None

@@ -199,7 +199,7 @@ class QuantizedTensor(Gathered, Tensor):
         quantizer, sides, dtype, group = context
         operands: dict[str, Storage] = {}
         for direction, side, shape, stored in sides:
-            tensors = [inner[f"{direction}_{b.name}"] for b in side.storage.layout_for(side)]
+            tensors = [inner[f"{direction}_{b.name}"] for b in side.layout]
             operands[direction] = side.storage.wrap(tensors, side, shape, stored)
         return QuantizedTensor(
             operands.get("row"), operands.get("col"), quantizer, outer_size, dtype, amax_group=group.value
@@ -266,7 +266,7 @@ def rebuild(
     operands: dict[str, Storage] = {}
     for direction, (text, buffers, matrix, stored) in sides.items():
         side: Quantizer = registry.quantizer(text)
-        tensors = [buffers[b.name].view(b.dtype or stored) for b in side.storage.layout_for(side)]
+        tensors = [buffers[b.name].view(b.dtype or stored) for b in side.layout]
         operands[direction] = side.storage.wrap(tensors, side, matrix, stored)
     tensor = QuantizedTensor(
         operands.get("row"), operands.get("col"), registry.quantizer(quantizer), shape, dtype,
@@ -323,7 +323,7 @@ def _wrap_in_graph(
     operands: dict[str, Storage] = {}
     for direction, text, rows, cols, stored in sides:
         side: Quantizer = registry.quantizer(text)
-        count = len(side.storage.layout_for(side))
+        count = len(side.layout)
         operands[direction] = side.storage.wrap(tensors[:count], side, (rows, cols), stored)
         tensors = tensors[count:]
     return QuantizedTensor(

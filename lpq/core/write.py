@@ -58,7 +58,7 @@ class Rewrite:
         if self.in_turn:
             group, quantizer = self.shared_with(), self.target.quantizer
             side = quantizer.side("row")
-            as_is = any(b.dtype is None for b in side.storage.layout_for(side))  # the row operand is kept in this dtype
+            as_is = any(b.dtype is None for b in side.layout)  # the row operand is kept in this dtype
             value = self.value.to(self.target.dtype) if as_is else self.value
             both = encode_operands(quantizer, value, row=self.row is not None, group=group)
             row, col = both.row, both.col

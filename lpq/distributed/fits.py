@@ -35,7 +35,7 @@ def why_uncut(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
     shard = rows // ranks
     sides = [(row, 0)] if derives_col(quantizer) else [(row, 0), (col, 1)]
     for side, dim in sides:
-        units = [b.unit(dim) for b in side.storage.layout_for(side)] + [s.block[dim] for s in side.stats]
+        units = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
         for unit in units:
             if unit is not None and shard % unit:
                 return f"shards of {shard} of its {rows} rows cut the blocks of {unit} of {side}"
@@ -49,5 +49,5 @@ def sent_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype) -
 
 
 def _sent(side: Quantizer, dim: int, rows: int, cols: int, dtype: torch.dtype) -> int:
-    layout = side.storage.layout_for(side)
+    layout = side.layout
     return sum(math.prod(b.grid(rows, cols)) * (b.dtype or dtype).itemsize for b in layout if b.unit(dim) is not None)

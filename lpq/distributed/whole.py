@@ -31,7 +31,7 @@ class Whole:
         shape = (rows, cols) if direction == "row" else (cols, rows)
         self.ranks = ranks
         self.operand = side.storage.empty(side, shape, dtype, device)
-        self._travels = [b.unit(dim) is not None for b in side.storage.layout_for(side)]
+        self._travels = [b.unit(dim) is not None for b in side.layout]
         self.large = [t for t, travels in zip(self.operand.tensors(), self._travels, strict=True) if travels]
         """The buffers that travel."""
         in_place = direction == "row" or ranks == 1

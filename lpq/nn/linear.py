@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from lpq import recipes
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
-from lpq.core.operations import draw_seeds
 from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.quantizer import Direction
+from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
 from lpq.core.write import encode_drafts
 
@@ -185,7 +185,7 @@ def _take(described: Any, saved: list[Tensor]) -> tuple[Storage | None, list[Ten
     if described is None:
         return None, saved
     quantizer, shape, dtype = described
-    count = len(quantizer.storage.layout_for(quantizer))
+    count = len(quantizer.layout)
     return quantizer.storage.wrap(saved[:count], quantizer, shape, dtype), saved[count:]
 
 
@@ -292,36 +292,47 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self._plan is None:
             return super().forward(input)
+        weight = self.weight
+        self._check(input, weight)
+        x = as_matrix(input)
+        device = input.device.type
+        if not input.is_meta and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            with torch.autocast(device, enabled=False):  # it has no more to say, and would slow every operation
+                return self._multiply(input, x, weight, dtype)
+        return self._multiply(input, x, weight, input.dtype)
+
+    def _multiply(self, input: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self._plan is not None
+        seeds = {}
+        if self._plan.stochastic:
+            seeds = dict(zip(TENSORS, draw_seeds(x, weight, len(TENSORS)).unbind(), strict=True))
+        states = self._states()
+        measured = self._gathered("w" in states)
+        y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
+            x, weight, self.bias, self._plan, dtype, states, seeds, self._held_weight(), measured
+        )
+        # Not a view to autograd: what a module returns may be changed in place.
+        return y if input.dim() == 2 else torch.ops.aten._unsafe_view(y, (*input.shape[:-1], self.out_features))
+
+    def _check(self, input: Tensor, weight: Tensor) -> None:
+        """Refuse what cannot be multiplied, in words."""
         if input.shape[-1] != self.in_features:
             raise ValueError(
                 f"lpq.nn.Linear({self.in_features}, {self.out_features}): the input is {list(input.shape)}, "
                 f"its last dimension must be {self.in_features}"
             )
-        for name, tensor in (("input", input), ("weight", self.weight)):
-            if tensor.dtype not in DTYPES:
-                raise TypeError(
-                    f"lpq.nn.Linear({self.in_features}, {self.out_features}): the {name} is {tensor.dtype}; "
-                    "float32, bfloat16 and float16 can be encoded: cast it first"
-                )
-        if hasattr(self.weight, "device_mesh"):
+        if input.dtype not in DTYPES or weight.dtype not in DTYPES:
+            name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
+            raise TypeError(
+                f"lpq.nn.Linear({self.in_features}, {self.out_features}): the {name} is {tensor.dtype}; "
+                "float32, bfloat16 and float16 can be encoded: cast it first"
+            )
+        if hasattr(weight, "device_mesh"):
             raise RuntimeError(
                 f"{self}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "
                 "whose forward gathers it, or its unshard()"
             )
-        x = as_matrix(input)
-        dtype = input.dtype
-        if not input.is_meta and torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)
-        seeds = {}
-        if self._plan.stochastic:
-            seeds = dict(zip(TENSORS, draw_seeds(x, self.weight, len(TENSORS)).unbind(), strict=True))
-        states = self._states()
-        measured = self._gathered("w" in states)
-        y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self._plan, dtype, states, seeds, self._held_weight(), measured
-        )
-        # Not a view to autograd: what a module returns may be changed in place.
-        return y if input.dim() == 2 else torch.ops.aten._unsafe_view(y, (*input.shape[:-1], self.out_features))
 
     # ------------------------------------------------------------------------------ being sharded
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 API_VERSION = 1
 """The version of the plugin interface. A plugin written for another one is refused, in words."""
-OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm")
+OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm", "remember")
 """What ``KernelSpec.op`` may be."""
 BACKENDS = ("torch", "triton", "cuda")
 """What ``KernelSpec.backend`` may be."""
@@ -25,7 +25,8 @@ class KernelSpec:
     """
 
     op: str
-    """The operation it serves: ``measure``, ``quantize``, ``decode``, ``transpose`` or ``gemm``."""
+    """The operation it serves: ``measure``, ``quantize``, ``decode``, ``transpose``, ``gemm``, or ``remember``: what
+    ``Quantizer.remember`` does."""
     impl: str
     """Import string of the callable. It has the signature of the operation's reference."""
     backend: str

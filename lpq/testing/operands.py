@@ -57,7 +57,7 @@ def encode(
 
 def unit(side: Quantizer, dim: int) -> int:
     """The rows (0) or columns (1) at which an operand can be cut: no buffer or statistic is cut apart."""
-    steps = [b.unit(dim) for b in side.storage.layout_for(side)] + [s.block[dim] for s in side.stats]
+    steps = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
     return math.lcm(*(step for step in steps if step is not None))
 
 

@@ -23,6 +23,10 @@ PAIRS = [
     ("fp8(scaling=block)", "fp8(scaling=block, block=128x128)"),
     ("fp8(scaling=block)", "fp8(scaling=block)"),
     ("fp8(scaling=block, block=128x128)", "fp8(scaling=block)"),
+    ("fp8(dtype=e5m2)", "fp8(dtype=e5m2)"),
+    ("fp8", "fp8(scaling=row)"),
+    ("fp8(scaling=row)", "fp8(scaling=block, block=128x128)"),
+    ("fp8(scaling=block, block=128x128)", "fp8(scaling=block, block=128x128)"),
     ("mxfp8", "mxfp8(dtype=e5m2)"),
     ("nvfp4", "nvfp4(block=16x16)"),
     ("nvfp4(rht=true)", "nvfp4(rht=true)"),
@@ -69,5 +73,13 @@ def test_a_scaled_matmul_serves(a: str, b: str) -> None:
 
 def test_what_no_scaled_matmul_takes_says_so() -> None:
     choice = choose("gemm", ("fp8(dtype=e5m2)", "fp8(dtype=e5m2)"), torch.device("cuda", 0))
-    assert choice.backend == "reference"
+    assert choice.kernel is not None
+    assert choice.kernel.impl == "lpq_fp8.gemm:gemm_in_bf16"
     assert "E5M2 by E5M2" in choice.rejected[0][1]
+
+
+def test_scales_of_blocks_that_are_not_exact_in_bf16_are_left_to_the_reference() -> None:
+    odd = "fp8(scaling=block, block=128x128, pow2=false)"
+    choice = choose("gemm", (lpq.quantizer(odd).text, lpq.quantizer(odd).text), torch.device("cuda", 0))
+    assert choice.backend == "reference"
+    assert "not exact in bf16" in choice.rejected[1][1]

@@ -116,7 +116,7 @@ def follow(
     So it may be zeros that are encoded. Where each block has one statistic of each kind, a single zero stands for
     it, as if it were a matrix of its own.
     """
-    layout = side.storage.layout_for(side)
+    layout = side.layout
     steps = _steps(side, wanted)
     single = together and steps is not None
     down, across = (blocks(size, step) for size, step in zip(shape, steps or (None, None), strict=True))
@@ -134,7 +134,7 @@ def follow(
 
 def _steps(side: Quantizer, wanted: Sequence[int]) -> tuple[int | None, int | None] | None:
     """The one block of all statistics and buffers that are finer than a dimension; None if there are several."""
-    layout = side.storage.layout_for(side)
+    layout = side.layout
     units = [s.block for s in side.stats] + [(layout[j].unit(0), layout[j].unit(1)) for j in wanted]
     down, across = ({unit[dim] for unit in units} - {None} for dim in (0, 1))
     if len(down) > 1 or len(across) > 1:

@@ -109,7 +109,7 @@ def alignment(row: Quantizer | None, col: Quantizer | None) -> int:
 
 def layout(side: Quantizer) -> tuple[Buffer, ...]:
     """The buffers of an operand of this quantizer."""
-    return side.storage.layout_for(side)
+    return side.layout
 
 
 def stat_grids(row: Quantizer | None, col: Quantizer | None, rows: int, cols: int) -> list[Grid]:

@@ -87,12 +87,16 @@ def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
             yield from ((row, None), (None, col))
     elif kernel.op == "gemm":
         yield row, last.side("row")
-    elif kernel.op == "decode" or row.transposable:
+    elif kernel.op in ("decode", "remember") or row.transposable:
         yield row, None
 
 
 def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> None:
     """Run a kernel and the reference of its operation on the same input."""
+    if kernel.op == "remember":
+        assert row is not None
+        compare_memories(kernel, row, x)
+        return
     arguments = arguments_of(kernel.op, row, col, x)
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
     with Poisoned():  # type: ignore[no-untyped-call]
@@ -105,6 +109,18 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
             assert not other.numel() or relative_error(one, other) < 1e-2, f"{what}: the product is wrong"
         else:
             same(one.cpu(), other.cpu(), f"{what}, output {i}")
+
+
+def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:
+    """Let a kernel and the quantizer itself take the same steps into their states."""
+    ours, theirs = side.new_state(x.device), side.new_state(x.device)
+    for step, factor in enumerate((1.0, 0.0, torch.inf, 0.25, torch.nan, 3.0)):
+        measured = operations.measure_reference(x * factor, side, None)
+        stats = {stat.name: values for stat, values in zip(side.stats, measured, strict=True)}
+        side.remember(theirs, stats)
+        registry.resolve(kernel.impl)(side, ours, stats)
+        for name, expected in theirs.items():
+            same(ours[name].cpu(), expected.cpu(), f"{kernel.impl} of {side}, step {step}, {name}")
 
 
 def arguments_of(op: str, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> tuple[Any, ...]:

@@ -1,11 +1,13 @@
-"""FP8's product by torch's scaled matmul, which multiplies 8-bit floats where the hardware can."""
+"""FP8's products: torch's scaled matmul, which multiplies 8-bit floats where the hardware can, and bf16 elsewhere."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from lpq.core import decode
 from lpq.core.operations import gemm_reference
+from lpq.ops.products import product, scaled_product
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 
@@ -25,35 +27,31 @@ def why_not(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
 
 
 def gemm(a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """As the reference, which also serves shapes that the scaled matmul refuses."""
+    """As the reference. Shapes that the scaled matmul refuses are multiplied in bf16."""
     (rows, inner), cols = a.shape, b.shape[0]
     kind = _kind(a.quantizer)
-    fits = rows > 0 and inner > 0 and inner % ALIGNED == cols % ALIGNED == 0
-    if "x128" in kind:
-        # Versions of torch differ in how scales of 128x128 lie in memory, unless their number is a multiple of 4.
-        square = "128x128" in (kind, _kind(b.quantizer))
-        fits = fits and inner % (4 * BLOCK if square else BLOCK) == 0 and rows % ALIGNED == 0
-    if not fits:
-        return gemm_reference(a, b, bias, dtype, fast_accumulate)
-    if kind == "tensor":
-        left, right = a.scale, b.scale
-    elif kind == "row":
-        left, right = a.scale, b.scale.t()
-    else:
-        left, right = _block_scales(a), _block_scales(b).t()
-        fast_accumulate = False  # the sums of blocks are scaled in fp32
-    if bias is not None and dtype == torch.float32:
-        return _scaled_mm(a, b, left, right, None, dtype, fast_accumulate).add_(bias)
-    return _scaled_mm(a, b, left, right, bias, dtype, fast_accumulate)
+    fits = inner % ALIGNED == 0 and cols % ALIGNED == 0 and rows > 0 and inner > 0
+    if kind == "tensor" and fits:
+        return _scaled_mm(a, b, a.scale, b.scale, bias, dtype, fast_accumulate)
+    if kind == "row" and fits:
+        return _scaled_mm(a, b, a.scale, b.scale.t(), bias, dtype, fast_accumulate)
+    # Versions of torch differ in how scales of 128x128 lie in memory, unless their number is a multiple of 4.
+    multiple = 4 * BLOCK if "128x128" in (kind, _kind(b.quantizer)) else BLOCK
+    if "x128" in kind and fits and inner % multiple == 0 and rows % ALIGNED == 0:
+        return _scaled_mm(a, b, _block_scales(a), _block_scales(b).t(), bias, dtype, fast=False)  # scaled in fp32
+    if rows and inner and cols and bf16_why_not(a.quantizer, b.quantizer) is None:
+        return gemm_in_bf16(a, b, bias, dtype, fast_accumulate)
+    return gemm_reference(a, b, bias, dtype, fast_accumulate)
 
 
 def _scaled_mm(
     a: FP8Storage, b: FP8Storage, left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    bias = bias.to(dtype) if bias is not None else None
-    return torch._scaled_mm(
-        a.data, b.data.t(), scale_a=left, scale_b=right, bias=bias, out_dtype=dtype, use_fast_accum=fast
-    )
+    if bias is None:
+        return torch._scaled_mm(a.data, b.data.t(), left, right, None, None, dtype, fast)
+    if dtype == torch.float32:
+        return torch._scaled_mm(a.data, b.data.t(), left, right, None, None, dtype, fast).add_(bias)
+    return torch._scaled_mm(a.data, b.data.t(), left, right, bias.to(dtype), None, dtype, fast)
 
 
 def _kind(quantizer: FP8Quantizer) -> str:
@@ -65,3 +63,35 @@ def _kind(quantizer: FP8Quantizer) -> str:
 def _block_scales(operand: FP8Storage) -> Tensor:
     """The scales as the scaled matmul reads them: of 1x128 blocks the rows next to each other."""
     return operand.scale.t().contiguous().t() if operand.quantizer.block == "1x128" else operand.scale
+
+
+# ---------------------------------------------------------------------------------------------- in bf16
+
+
+def bf16_why_not(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
+    """An element is exact in bf16. So is its product with a block's scale, if that is a power of two."""
+    for quantizer in (a, b):
+        if quantizer.scaling == "block" and quantizer.pow2 is False:
+            return (
+                f"the scales of the blocks of {quantizer} are no powers of two: what it decodes to is not exact in bf16"
+            )
+    return None
+
+
+def gemm_in_bf16(
+    a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
+    """The product of exact bf16 matrices; scales of rows and of the whole are applied to it, in fp32."""
+    if 0 in (*a.shape, *b.shape):
+        return gemm_reference(a, b, bias, dtype, fast_accumulate)
+    (left, of_left), (right, of_right) = _exact(a), _exact(b)
+    if of_left is None and of_right is None:
+        return product(left, right, bias, dtype)
+    return scaled_product(left, right, of_left, of_right, bias, dtype)
+
+
+def _exact(operand: FP8Storage) -> tuple[Tensor, Tensor | None]:
+    """A bf16 matrix, and what each of its rows, or all of it, is to be multiplied with."""
+    if operand.quantizer.scaling == "block":
+        return decode(operand, torch.bfloat16), None
+    return operand.data.to(torch.bfloat16), operand.scale

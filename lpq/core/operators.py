@@ -1,0 +1,45 @@
+"""Operators of ``torch.library`` around the bodies of operations, and when a body may be called without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ORDINARY = (Tensor, torch.nn.Parameter)
+LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
+
+
+def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
+    """Give an operator its body on every device, and what it returns for fake tensors."""
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema, **options)  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, _without_autocast(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"lpq::{name}", fake, lib=LIBRARY)
+
+
+def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body in the precision in which it is written: autocast would round the operands of a reference's matmul."""
+
+    @wraps(body)
+    def run(first: Tensor | list[Tensor], *args: Any) -> Any:
+        device = (first if isinstance(first, Tensor) else first[0]).device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return body(first, *args)
+        with torch.autocast(device, enabled=False):
+            return body(first, *args)
+
+    return run
+
+
+def alone(x: Tensor) -> bool:
+    """Whether a body may be called by itself: nobody looks on, and there is neither a gradient nor a cast to stop."""
+    return unwatched(x) and not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled()
+
+
+def unwatched(x: Tensor) -> bool:
+    """Whether nobody traces, or sees operators pass by."""
+    return not torch.compiler.is_compiling() and type(x) in ORDINARY and not torch._C._len_torch_dispatch_stack()
