@@ -1,6 +1,6 @@
 """Casts: how fast each format encodes, transposes and decodes, as a share of the copy speed of the same run.
 
-    python benchmarks/casts.py [--rows 16384 --cols 8192 --only mxfp8 --json benchmarks/results/casts.json]
+    python -m benchmarks casts [--only mxfp8]
 
 Bytes are counted once for each read of the input that the algorithm needs (two where the amax of the whole tensor must
 be known before the first element is encoded) and once for each byte written. Which kernel ran stands beside each line.
@@ -8,19 +8,17 @@ be known before the first element is encoded) and once for each byte written. Wh
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import lpq
+from benchmarks import transformer_engine
+from benchmarks.contenders import in_words, installed
+from benchmarks.timing import copy_speed, seconds
 from lpq.core import Storage, operations
 from lpq.ops import choose
 
@@ -68,24 +66,6 @@ CASES = [
 ]
 
 
-def seconds(run: Callable[[int], object], busy: Callable[[], object], repeats: int = 12, batch: int = 8) -> float:
-    """The median time of a call on the GPU. ``busy`` keeps the GPU occupied while the calls of a batch are queued."""
-    for i in range(3):
-        run(i)
-    times = []
-    for i in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(6):
-            busy()
-        start.record()
-        for j in range(batch):
-            run(i + j)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / batch)
-    return statistics.median(times)
-
-
 def measure(case: Case, inputs: list[Tensor], busy: Callable[[], object]) -> dict[str, Any]:
     """Run one case on tensors in turn, so that none of them is in a cache."""
     quantizer = lpq.quantizer(case.quantizer)
@@ -124,46 +104,53 @@ def measure(case: Case, inputs: list[Tensor], busy: Callable[[], object]) -> dic
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=16384)
-    parser.add_argument("--cols", type=int, default=8192)
-    parser.add_argument("--only", help="only the cases whose name begins so")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "casts.json")
-    options = parser.parse_args()
-    inputs = [torch.randn(options.rows, options.cols, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    targets = [torch.empty_like(inputs[0]) for _ in range(2)]
+def measure_all(
+    device: torch.device, only: list[str] | None = None, rows: int = 16384, cols: int = 8192
+) -> dict[str, Any]:
+    """Every case, or those whose name begins with one of ``only``; and the casts of other libraries."""
+    inputs = [torch.randn(rows, cols, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    targets = [torch.empty_like(x) for x in inputs]
 
     def copy(i: int = 0) -> Tensor:
         return targets[i % 2].copy_(inputs[i % 2])
 
-    copied = seconds(copy, copy, repeats=30)
-    copy_speed = 2 * inputs[0].nbytes / copied
-    print(f"copy {copy_speed / 1e12:.2f} TB/s ({torch.cuda.get_device_name()}, {options.rows} x {options.cols} bf16)")
-    results = []
-    for case in CASES:
-        if options.only and not case.name.startswith(options.only):
-            continue
-        result = measure(case, inputs, copy)
-        result["share"] = result["speed"] / copy_speed
-        results.append(result)
-        met = "" if result["share"] >= case.target else f"  below {case.target:.0%}"
-        print(
-            f"{case.name:22} {case.sides:10} {result['microseconds']:9.1f} us {result['speed'] / 1e12:6.2f} TB/s "
-            f"{result['share']:7.1%}  {result['kernel']}{met}"
-        )
-    report = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "rows": options.rows,
-        "cols": options.cols,
-        "copy_speed": copy_speed,
-        "cases": results,
+    copied = copy_speed(device, rows, cols)
+    results = [measure(case, inputs, copy) for case in CASES if case.name.startswith(tuple(only or [""]))]
+    for result in results:
+        result["share"] = result["speed"] / copied
+    return {"rows": rows, "cols": cols, "copy_speed": copied, "cases": results, "peers": _peers(inputs, copy, copied)}
+
+
+def _peers(inputs: list[Tensor], busy: Callable[[], object], copied: float) -> list[dict[str, Any]]:
+    """TransformerEngine's casts, if it is here."""
+    if installed("TransformerEngine") is None:
+        return []
+    try:
+        casts = transformer_engine.casts()
+        return [_peer(*key, *cast, inputs, busy, copied) for key, cast in casts.items()]
+    except Exception as error:  # what one library cannot do is a result
+        return [{"library": "TransformerEngine", "name": "casts", "sides": "", "failure": in_words(error)}]
+
+
+def _peer(
+    name: str,
+    sides: str,
+    reads: int,
+    cast: Callable[[Tensor], Any],
+    inputs: list[Tensor],
+    busy: Callable[[], object],
+    copied: float,
+) -> dict[str, Any]:
+    """One of its casts; of what it writes, scales are left out."""
+    moved = inputs[0].nbytes * reads + inputs[0].numel() * (2 if sides == "both" else 1)
+    took = seconds(lambda i: cast(inputs[i % len(inputs)]), busy)
+    return {
+        "library": "TransformerEngine",
+        "name": name,
+        "sides": sides,
+        "reads": reads,
+        "microseconds": took * 1e6,
+        "bytes": moved,
+        "speed": moved / took,
+        "share": moved / took / copied,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

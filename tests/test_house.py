@@ -25,7 +25,7 @@ FLOORS = {
 }  # fmt: skip
 TOP = 7
 """From this floor on a module may use lpq as a user does: ``import lpq``."""
-BESIDE = {("core", "ops"), ("cli", "train"), ("__main__", "cli")}
+BESIDE = {("core", "ops"), ("checkpoint", "optim"), ("cli", "train"), ("__main__", "cli")}
 """Parts of one floor of which the first may import the second."""
 FOR_PLUGINS = {"registry", "core", "ops"}
 NAMELESS = ("core", "nn", "ops", "distributed", "optim", "checkpoint")

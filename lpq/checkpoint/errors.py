@@ -26,7 +26,7 @@ class MissingPlugin(CheckpointError):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was refused, and an older one serves."""
+    """A checkpoint was refused and an older one serves, or not all of one has a place here."""
 
 
 def shown(name: str) -> str:

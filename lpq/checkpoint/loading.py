@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
-from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.errors import CheckpointWarning, listed
 from lpq.checkpoint.finding import find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState
+from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, master_name
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.reading import Reader
 
@@ -28,8 +28,12 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
 
     The model must have the policy that it was saved with, and its layers get the recipes that they had at that step;
     call ``lpq.set_step`` in the loop as before. With ``any_policy`` it keeps its own, and what its quantizers remember
-    starts anew where nothing was saved. Weights that are stored quantized may come from a checkpoint in high precision,
-    and are encoded. An optimizer that took no step yet gets its state made.
+    starts anew where nothing was saved. An optimizer that took no step yet gets its state made.
+
+    Weights that are stored quantized may come from a checkpoint in high precision: they are encoded, and masters of
+    ``lpq.optim.MasterWeights`` take the values themselves, which needs no saved optimizer. Weights in high precision
+    may come from a checkpoint of stored ones with masters, and take these. Masters that have no place are left out, and
+    a warning tells so, unless the checkpoint is loaded without an optimizer.
     """
     ranks = Ranks()
     found, refused = find(Path(path), ranks)
@@ -42,11 +46,21 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
     with ranks.saying(f"{what}, and the model is partly overwritten"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(plan.state(), storage_reader=plan.reader, no_dist=not ranks.many)
-    plan.match.finish()
+    for filled in plan.matches:
+        filled.finish()
     seen.forget(plan.fresh)
     seen.set_extra_state(plan.beside["model"])
+    encoded = dict(pair for filled in plan.matches for pair in filled.to_encode)
     for loaded in plan.loaded:
-        loaded.apply()
+        loaded.apply(encoded)
+    if dropped := [name for loaded in plan.loaded for name in loaded.dropped]:
+        warnings.warn(
+            f"checkpoint {found}: the fp32 masters of {len(dropped)} weights are left out ({listed(dropped)}). The "
+            "weights are stored quantized, and this optimizer keeps no masters: wrap it in lpq.optim.MasterWeights "
+            "before loading to go on from them",
+            CheckpointWarning,
+            stacklevel=2,
+        )
     return plan.info
 
 
@@ -58,16 +72,16 @@ class _Job:
         reader: Reader,
         info: Info,
         beside: dict[str, Any],
-        match: Match,
+        matches: list[Match],
         fresh: Mapping[str, Tensor],
         loaded: list[Loaded],
     ) -> None:
         self.reader, self.info, self.beside = reader, info, beside
-        self.match, self.fresh, self.loaded = match, fresh, loaded
+        self.matches, self.fresh, self.loaded = matches, fresh, loaded
 
     def state(self) -> dict[str, Any]:
         """The tensors to fill. Their names are those of the index, which has no levels."""
-        return dict(self.match.targets)
+        return {name: target for match in self.matches for name, target in match.targets.items()}
 
 
 def _prepare(path: Path, refused: tuple[str, ...], model: Model, given: Optimizers, any_policy: bool) -> _Job:
@@ -80,18 +94,18 @@ def _prepare(path: Path, refused: tuple[str, ...], model: Model, given: Optimize
         model.restore_recipes(said)
     reader = Reader(path)
     saved = reader.saved()
+    masters = {name: key for name in said.quantized if (key := master_name(name.removeprefix(PREFIX))) in saved}
     tensors, _ = model.state()
-    wanted, loaded = dict(tensors), list[Loaded]()
-    if given is not None:
-        if beside["optimizer"] is None:
-            raise CheckpointError("it was saved without an optimizer: load it without, or start the optimizer anew")
-        names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
-        theirs, loaded = OptimizerState(given, names).join(beside["optimizer"], saved)
-        wanted.update(theirs)
-    else:
-        saved = {name: entry for name, entry in saved.items() if name.startswith(PREFIX)}
     memories = model.memories()
-    found = match(wanted, saved, said.quantized)
-    check_complete(found, saved, said.quantized, may_lack=memories, may_ignore=said.memories)
+    ours = {name for name in saved if name.startswith(PREFIX)}
+    found = match(tensors, saved, said.quantized, masters=masters)
+    check_complete(found, ours, said.quantized, may_lack=memories, may_ignore=said.memories)
     fresh = {name: memories[name] for name in found.absent if name in memories}
-    return _Job(reader, info, beside, found, fresh, loaded)
+    matches, loaded = [found], list[Loaded]()
+    if given is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
+        names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
+        stored = {name.removeprefix(PREFIX) for name in masters}
+        wanted, loaded = OptimizerState(given, names).join(beside["optimizer"], saved, stored)
+        matches.append(more := match(wanted, saved, said.quantized))
+        check_complete(more, saved.keys() - ours, said.quantized, (), masters.values(), "optimizer")
+    return _Job(reader, info, beside, matches, fresh, loaded)

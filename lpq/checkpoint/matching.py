@@ -1,7 +1,8 @@
 """What of a checkpoint goes into which tensor, found out and judged before anything is written.
 
 A tensor takes what was saved of it bit for bit, if it is stored as it was. A weight that is stored quantized takes one
-that was saved in high precision, too, and encodes it. Anything else is an error that names the tensor.
+that was saved in high precision, too, and encodes it; one in high precision takes the fp32 master of one that was
+stored quantized. Anything else is an error that names the tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.optimizer import Saved
-from lpq.checkpoint.tensors import described, encode, parts, plain_like, touched
+from lpq.checkpoint.tensors import described, encode, held, parts, plain_like, touched
 
 
 @dataclass
@@ -26,21 +27,39 @@ class Match:
     """By the names in the checkpoint, what to fill: the memory of the model, or that of values to encode."""
     to_encode: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors that are stored quantized, each with what it is encoded of."""
+    to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Tensors in high precision, each with what it takes in its own dtype."""
+    replaced: list[str] = field(default_factory=list)
+    """The tensors that take something else than what was saved under their name."""
     written: list[Tensor] = field(default_factory=list)
-    """The tensors that ``targets`` fills in place."""
+    """The tensors that ``targets`` or ``to_copy`` fills in place."""
     absent: list[str] = field(default_factory=list)
     """The tensors of which nothing was saved."""
 
+    @torch.no_grad()
     def finish(self) -> None:
-        """Once the targets are filled: encode, and let everybody see that the tensors changed."""
+        """Once the targets are filled: copy, encode, and let everybody see that the tensors changed."""
+        for target, values in self.to_copy:
+            held(target).copy_(held(values))
         encoded = [tensor for tensor, _ in self.to_encode]
         encode(encoded, [values for _, values in self.to_encode])
         for tensor in [*self.written, *encoded]:
             touched(tensor)
 
 
-def match(tensors: Mapping[str, Tensor], saved: Saved, quantized: Mapping[str, Any], *, cast: bool = False) -> Match:
-    """Find for each tensor what was saved of it. ``cast``: an ordinary tensor may have been saved in another dtype."""
+def match(
+    tensors: Mapping[str, Tensor],
+    saved: Saved,
+    quantized: Mapping[str, Any],
+    *,
+    masters: Mapping[str, str] | None = None,
+    cast: bool = False,
+) -> Match:
+    """Find for each tensor what was saved of it.
+
+    ``masters``: the names of the masters that were saved, by those of their weights. ``cast``: an ordinary tensor may
+    have been saved in another dtype.
+    """
     found = Match()
     for name, tensor in tensors.items():
         theirs, mine = quantized.get(name), described(tensor)
@@ -52,6 +71,14 @@ def match(tensors: Mapping[str, Tensor], saved: Saved, quantized: Mapping[str, A
             values = plain_like(name, tensor, dtype)
             found.targets[name] = values
             found.to_encode.append((tensor, values))
+        elif mine is None and masters and name in masters:
+            shape, dtype = saved[masters[name]]
+            _check_shape(name, shape, tensor.shape)
+            values = plain_like(name, tensor, dtype)
+            found.targets[masters[name]] = values
+            found.to_copy.append((parts(name, tensor)[name], values))
+            found.replaced.append(name)
+            found.written.append(tensor)
         else:
             _check_storage(name, theirs, mine)
             for part, target in parts(name, tensor).items():
@@ -62,20 +89,22 @@ def match(tensors: Mapping[str, Tensor], saved: Saved, quantized: Mapping[str, A
 
 
 def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str, Any], may_lack: Collection[str],
-                   may_ignore: Collection[str]) -> None:  # fmt: skip
-    """Make sure that nothing is left over on either side but quantizers' memories."""
+                   may_ignore: Collection[str], whose: str = "model") -> None:  # fmt: skip
+    """Make sure that nothing is left over on either side but what may be, such as quantizers' memories."""
     lacking = [shown(name) for name in found.absent if name not in may_lack]
     if lacking:
-        raise CheckpointError(f"it has nothing for these tensors of the model: {listed(lacking)}")
+        raise CheckpointError(f"it has nothing for these tensors of the {whose}: {listed(lacking)}")
     left = sorted(set(saved) - found.targets.keys() - set(may_ignore))
     unused = [name for name in left if not any(name.startswith(f"{taken}.") for taken in _taken(found, quantized))]
     if unused:
-        raise CheckpointError(f"it has tensors for which the model has no place: {listed([shown(n) for n in unused])}")
+        names = listed([shown(name) for name in unused])
+        raise CheckpointError(f"it has tensors for which the {whose} has no place: {names}")
 
 
 def _taken(found: Match, quantized: Mapping[str, Any]) -> list[str]:
-    """The quantized tensors of which one operand was enough."""
-    return [name for name in quantized if any(part.startswith(f"{name}.") for part in found.targets)]
+    """The quantized tensors of which one operand was enough, or the master."""
+    in_part = [name for name in quantized if any(part.startswith(f"{name}.") for part in found.targets)]
+    return in_part + found.replaced
 
 
 def _check_storage(name: str, theirs: Any, mine: Any) -> None:

@@ -3,11 +3,14 @@
 It is what ``state_dict`` gives, with names in place of numbers. The rest (options of the groups, numbers in the state)
 is plain data in which a tensor is replaced by its name. Loading fills the tensors that are there; those of an optimizer
 that took no step yet are made. Nothing is cast, so that fp32 state of a bf16 parameter stays fp32.
+
+A master that ``lpq.optim.MasterWeights`` saved beside a weight which was stored quantized goes into the master that is
+here. Without one it is left out, and a master of which none was saved starts from its weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from lpq.checkpoint.errors import CheckpointError, listed
 from lpq.checkpoint.tensors import held, plain_like
+from lpq.core import QuantizedTensor
+from lpq.optim.masters import MASTER, MasterWeights
 
 PREFIX = "optimizer."
 MARK = "lpq.tensor"
@@ -28,6 +33,11 @@ NUMBERED = ("params", "param_names")
 Optimizers = Optimizer | Sequence[Optimizer] | None
 Saved = Mapping[str, tuple[torch.Size, torch.dtype]]
 """The shapes and dtypes of the tensors in a checkpoint."""
+
+
+def master_name(weight: str) -> str:
+    """The name in a checkpoint of the fp32 master of a weight of this name."""
+    return f"{PREFIX}state.{weight}.{MASTER}"
 
 
 class OptimizerState:
@@ -53,10 +63,24 @@ class OptimizerState:
                 data["groups"].append({"params": names, "options": _split(options, where, tensors)})
         return tensors, data
 
-    def join(self, data: Mapping[str, Any], saved: Saved) -> tuple[dict[str, Tensor], list[Loaded]]:
-        """The tensors to fill, by the names they were saved under; and what to do when they are filled."""
+    def join(
+        self, data: Mapping[str, Any] | None, saved: Saved, masters: Collection[str]
+    ) -> tuple[dict[str, Tensor], list[Loaded]]:
+        """The tensors to fill, by the names they were saved under; and what to do when they are filled.
+
+        ``masters``: the weights that were stored quantized and have a master in the checkpoint.
+        """
         tensors: dict[str, Tensor] = {}
-        return tensors, [one.join(data, saved, tensors) for one in self._optimizers]
+        given = self._masters_alone() if data is None else data
+        return tensors, [one.join(given, saved, tensors, masters) for one in self._optimizers]
+
+    def _masters_alone(self) -> dict[str, Any]:
+        """What to load where no optimizer was saved: masters start from the weights, and there is no more to them."""
+        given = [one.optimizer for one in self._optimizers]
+        if not all(isinstance(optimizer, MasterWeights) and not optimizer.optimizer.state for optimizer in given):
+            raise CheckpointError("it was saved without an optimizer: load it without, or start the optimizer anew")
+        groups = [{"params": names, "options": own} for one in self._optimizers for names, own in one.groups()]
+        return {"state": {}, "groups": groups}
 
 
 class _One:
@@ -73,6 +97,7 @@ class _One:
                     "the optimizer after the model was converted and sharded, of model.parameters()"
                 )
         self.names = [names[id(p)] for p in self.params]
+        self.masters = optimizer.masters if isinstance(optimizer, MasterWeights) else {}
 
     def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Name, parameter and state of each parameter that has some."""
@@ -84,7 +109,9 @@ class _One:
         for group in self.said["param_groups"]:
             yield [self.names[i] for i in group["params"]], {k: v for k, v in group.items() if k not in NUMBERED}
 
-    def join(self, data: Mapping[str, Any], saved: Saved, tensors: dict[str, Tensor]) -> Loaded:
+    def join(
+        self, data: Mapping[str, Any], saved: Saved, tensors: dict[str, Tensor], masters: Collection[str]
+    ) -> Loaded:
         """What this optimizer gets, and in ``tensors`` what is to be filled for it."""
         loaded = Loaded(self.optimizer, self.params)
         for group, (names, own) in zip(self.said["param_groups"], self.groups(), strict=True):
@@ -98,9 +125,16 @@ class _One:
             numbered = {key: group[key] for key in NUMBERED if key in group}
             loaded.groups.append({**own, **options, **numbered})
             for number in group["params"]:
-                if (state := data["state"].get(self.names[number])) is not None:
-                    fresh = _Fresh(self.params[number], saved)
-                    loaded.state[number] = _join(state, self.said["state"].get(number), fresh, tensors)
+                param, state = self.params[number], data["state"].get(self.names[number])
+                if state is not None:
+                    if self.names[number] in masters and param not in self.masters:
+                        state = {key: value for key, value in state.items() if key != MASTER}
+                        loaded.dropped += [self.names[number]] if isinstance(held(param), QuantizedTensor) else []
+                    own = self.said["state"].get(number)
+                    loaded.state[number] = _join(state, own, _Fresh(param, saved), tensors)
+                if param in self.masters and MASTER not in loaded.state.setdefault(number, {}):
+                    loaded.state[number][MASTER] = self.masters[param]
+                    loaded.starting.append(param)
         return loaded
 
 
@@ -111,9 +145,20 @@ class Loaded:
         self.optimizer, self.params = optimizer, params
         self.groups: list[dict[str, Any]] = []
         self.state: dict[int, Any] = {}
+        self.starting: list[Tensor] = []
+        """The weights of whose masters nothing was saved, and which have one here."""
+        self.dropped: list[str] = []
+        """The weights that are stored quantized, and whose masters were saved and have no place here."""
 
-    def apply(self) -> None:
-        """Give it to the optimizer."""
+    @torch.no_grad()
+    def apply(self, encoded: Mapping[Tensor, Tensor]) -> None:
+        """Give it to the optimizer. ``encoded``: by weights that were encoded, what of."""
+        for weight in self.starting:
+            assert isinstance(self.optimizer, MasterWeights)
+            if weight in encoded:
+                held(self.optimizer.masters[weight]).copy_(held(encoded[weight]))
+            else:
+                self.optimizer.take(weight)
         self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
         for number, values in self.state.items():
             given = self.optimizer.state.get(self.params[number], {})

@@ -55,7 +55,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     for direction, storage in local.operands:
         matrix = (rows, cols) if direction == "row" else (cols, rows)
-        for buffer, value in zip(storage.layout_for(storage.quantizer), storage.tensors(), strict=True):
+        for buffer, value in zip(storage.quantizer.layout, storage.tensors(), strict=True):
             part = f"{name}.{direction}.{buffer.name}"
             placements = tuple(_placement(name, p, tensor, direction, buffer) for p in _placements(tensor))
             found[part] = _placed(part, value.detach(), tensor, buffer.grid(*matrix), placements)

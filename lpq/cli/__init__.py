@@ -1,7 +1,7 @@
 """The command ``lpq``. Each command lives in a module of its own, which is imported when the command runs.
 
 So ``lpq formats`` needs no torch and ``lpq --help`` needs nothing at all. An ``LpqError`` ends a command with
-its words on stderr: status 2 for a name or an option that does not exist, 1 for everything else.
+its words on stderr: status 2 for a name, an option or a value that does not exist, 1 for everything else.
 """
 
 from __future__ import annotations

@@ -16,7 +16,9 @@ from lpq.cli.output import Json, as_json, table
 from lpq.cli.shapes import SHAPES, Shape, Transformer
 from lpq.observe import Memory
 from lpq.observe.footprint import BF16
+from lpq.recipes import Recipe
 from lpq.registry.errors import OptionError, suggestion
+from lpq.train.sources import refuse_rules
 
 Name = Annotated[str, typer.Argument(metavar="SHAPE", help=f"The shape of the model: {', '.join(SHAPES)}.")]
 Source = Annotated[str, typer.Option("--recipe", help="The recipe of the blocks: a name, the grammar, or a TOML file.")]
@@ -48,7 +50,9 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
     """
     if shape not in SHAPES:
         raise OptionError(f"there is no shape {shape!r}: {suggestion(shape, SHAPES)}")
-    found = {way: counted(SHAPES[shape], recipe, weights, ranks) for way, weights in WAYS.items()}
+    refuse_rules(recipe, "give the recipe of one of its rules")
+    made = lpq.recipe(recipe)
+    found = {way: counted(SHAPES[shape], made, weights, ranks) for way, weights in WAYS.items()}
     if json:
         as_json({way: {**asdict(m), "total": m.total, "share": m.share} for way, m in found.items()})
         return
@@ -70,7 +74,7 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
     )
 
 
-def counted(shape: Shape, recipe: str, weights: Weights | None, ranks: int) -> Memory:
+def counted(shape: Shape, recipe: Recipe, weights: Weights | None, ranks: int) -> Memory:
     """What a model of this shape takes that is converted so."""
     model = Transformer(shape)
     if weights is not None:

@@ -16,6 +16,9 @@ from rich.table import Table
 from lpq.registry.errors import LpqError, OptionError, UnknownFormat, UnknownRecipe
 from lpq.registry.loader import PluginInfo
 
+USAGE = (OptionError, UnknownFormat, UnknownRecipe)
+"""The errors of a command that is written wrongly: it has a name, an option or a value that does not exist."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -49,4 +52,13 @@ def tell(error: LpqError, *, aloud: bool = True) -> int:
     """Say on stderr, if ``aloud``, what ended a command; return its exit status."""
     if aloud:
         print(f"lpq: {error}", file=sys.stderr)
-    return 2 if isinstance(error, OptionError | UnknownFormat | UnknownRecipe) else 1
+    return 2 if isinstance(error, USAGE) or _misnames(error) else 1
+
+
+def _misnames(error: LpqError) -> bool:
+    """Whether it is of a recipe, or a policy, in a part of which there is such a name or option."""
+    if not isinstance(error.__cause__, USAGE):
+        return False
+    from lpq.recipes import PluginRecipeError, RecipeError  # with torch, which other commands do without
+
+    return isinstance(error, RecipeError) and not isinstance(error, PluginRecipeError)

@@ -118,6 +118,12 @@ class Gather:
         """The shard as it is encoded: what FSDP2 would gather of an ordinary parameter."""
         return plain(shard).to(self.site.device, self.site.dtype, non_blocking=True)
 
+    def missing(self) -> list[Tensor]:
+        """The freed buffers of a weight of which others are filled: those of the operand that is not wanted now."""
+        large = [t for whole in self._whole[1:] for t in whole.large] if self._whole is not None else []
+        freed = [t for t in large if not t.untyped_storage().size()]
+        return freed if len(freed) < len(large) else []
+
     # ------------------------------------------------------------------------------ before a gather
 
     def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ loaded) is measured when it is gathered next, with all others of that kind.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any, cast
 
@@ -31,16 +32,20 @@ class Gathering:
         self.root = root
         self._gathers: dict[nn.Module, Gather] = {}
         self._watches = False
+        self._lends = False
         self._stepping: weakref.ref[Optimizer] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is loaded from a file, finds for itself how its model is sharded."""
-        return {"root": self.root, "_gathers": {}, "_watches": False, "_stepping": None}
+        return {"root": self.root, "_gathers": {}, "_watches": False, "_lends": False, "_stepping": None}
 
     def of(self, layer: nn.Module) -> Gather:
         """How the weight of this layer is gathered. When that is asked first, FSDP2 has sharded the model."""
         if layer not in self._gathers:
             self._find()
+        if not self._lends and "torch._dynamo" in sys.modules:  # to import it takes a second
+            self._lends = True
+            _lend_while_compiling(self)
         if layer not in self._gathers:
             raise RuntimeError(f"the weight of {layer} is in no module on which fully_shard was called")
         return self._gathers[layer]
@@ -89,6 +94,10 @@ class Gathering:
         stored = self._stored(optimizer)
         encode_drafts(stored)  # those that are not sharded
         end_drafts(stored)
+
+    def missing(self) -> list[Tensor]:
+        """The buffers without memory of all weights that are gathered at present."""
+        return [t for gather in self._gathers.values() for t in gather.missing()]
 
     def _stored(self, optimizer: Optimizer) -> list[QuantizedTensor]:
         """The weights of the model, or this rank's shards, that the optimizer has and that are stored quantized."""
@@ -148,6 +157,30 @@ def _watch_steps(gathering: Gathering) -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _lend_while_compiling(gathering: Gathering) -> None:
+    """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.
+
+    For the words of its guards torch (2.11) prints every tensor that it meets, and so reads it.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    alive = weakref.ref(gathering)
+    lent: list[Tensor] = []
+
+    def lend(*_: Any) -> None:
+        found = alive()
+        if found is not None:
+            lent[:] = found.missing()
+            fsdp.allocate(lent)
+
+    def take_back(*_: Any) -> None:
+        fsdp.free(lent)
+        lent.clear()
+
+    callback_handler.register_start_callback(lend)
+    callback_handler.register_end_callback(take_back)
 
 
 def _checkpointed(root: nn.Module) -> set[nn.Module]:

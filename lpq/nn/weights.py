@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from lpq.core import QuantizedTensor
 from lpq.core.derive import derives_col
@@ -71,17 +71,30 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
 
     sharded = sites(model, "weight")
     for name, layer, shared in _layers(model):
+        site = sharded.get(layer)
         if shared:
             yield name, "in high precision: the weight belongs to several modules"
-        elif layer.gathering is not None:
-            yield name, _note(layer, ranks, sharded[layer].refusal() if layer in sharded else None)
+        elif layer.gathering is None:
+            continue
+        elif site is not None:  # the layer itself may have the gathered weight at present
+            yield name, _note(layer, site.param, ranks, site.refusal())
+        elif sharded and not hasattr(layer.weight, "device_mesh"):
+            yield name, _note_unsharded(layer)
+        else:
+            yield name, _note(layer, layer.weight, ranks, None)
 
 
-def _note(layer: Linear, ranks: int | None, refusal: str | None) -> str:
+def _note_unsharded(layer: Linear) -> str:
+    """Of a weight that FSDP2 does not shard, though it shards others of the model."""
+    form = f"stored as {layer.weight.quantizer}" if isinstance(layer.weight, QuantizedTensor) else "in high precision"
+    return f"{form}, whole on every rank and not gathered: fully_shard ignores it, or got no module that it is in"
+
+
+def _note(layer: Linear, weight: Tensor, ranks: int | None, refusal: str | None) -> str:
     from lpq.distributed.fits import sent_bytes, why_not, why_uncut
     from lpq.distributed.shard import WeightShard
 
-    weight, quantizer = layer.weight, layer.weight_quantizer()
+    quantizer = layer.weight_quantizer()
     if quantizer is None:
         return "in high precision: the recipe quantizes nothing"
     rows, cols = weight.shape

@@ -30,13 +30,20 @@ KINDS = {
     "allgather_into_tensor_coalesced_": "all_gather",
     "allgather_": "all_gather",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_": "reduce_scatter",
     "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
     "broadcast_": "broadcast",
     "scatter_": "scatter",
 }
+SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operators beside the collectives that send nothing."""
 
 
 WITH_PARTS = (DTensor, QuantizedTensor)
@@ -53,8 +60,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
             sizes = [sum(t.nbytes for t in tree_iter(a) if isinstance(t, Tensor)) for a in args]
-            ranks = args[1] if name == "all_gather_into_tensor" else 1  # of which it takes one rank's part
-            if name != "wait_tensor":
+            ranks = args[1] if name.startswith("all_gather_into_tensor") else 1  # it takes one rank's part
+            if name not in SILENT:
                 self.seen.append(Collective(KINDS.get(name, name), ranks * max(sizes, default=0)))
         return func(*args, **(kwargs or {}))
 

@@ -2,12 +2,13 @@
 
 It wraps any torch optimizer. To everybody else (schedulers, checkpoints, ``zero_grad``) it is an optimizer of the
 model's parameters; the wrapped one updates the masters in their places. A master is cut as its weight is, so that an
-optimizer's state is sharded too. After a step all weights are encoded with one reduction of their statistics.
+optimizer's state is sharded too. After a step the weights whose masters changed are encoded, with one reduction of
+their statistics; any other stays as it is, to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -63,7 +64,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the masters, then encode the weights from them."""
+        """Update the masters, then encode the weights of those that changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -76,10 +77,13 @@ class MasterWeights(Optimizer):
                 )
             master.grad = None if weight.grad is None else weight.grad.float()
         self._share_options()
+        before = {weight: local(master)._version for weight, master in self.masters.items()}
         self.optimizer.step()
+        # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
+        # checkpoint, or was made before its master, may have been encoded of more than it decodes to.
+        self._encode([w for w, m in self.masters.items() if m.grad is not None or local(m)._version != before[w]])
         for master in self.masters.values():
             master.grad = None
-        self.encode()
         return loss
 
     def _share_options(self) -> None:
@@ -90,9 +94,12 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def encode(self) -> None:
         """Encode every weight from its master; one collective for all."""
-        targets = [cast("QuantizedTensor", local(weight)) for weight in self.masters]
-        write(targets, [local(master).detach() for master in self.masters.values()])
-        for weight in self.masters:
+        self._encode(self.masters)
+
+    def _encode(self, weights: Iterable[Tensor]) -> None:
+        targets = {weight: cast("QuantizedTensor", local(weight)) for weight in weights}
+        write([*targets.values()], [local(self.masters[weight]).detach() for weight in targets])
+        for weight in targets:
             self.seen(weight)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from lpq.registry.errors import suggestion
-from lpq.train.errors import TrainError
+from lpq.train.errors import TrainError, TrainOptionError
 
 RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 """What is trained by default: a hybrid."""
@@ -64,16 +64,16 @@ class TrainConfig:
         for f in fields(self):
             value, least = getattr(self, f.name), f.metadata["least"]
             if least is not None and not value >= least:
-                raise TrainError(f"{f.name} = {value!r}: it must be at least {least}")
+                raise TrainOptionError(f"{f.name} = {value!r}: it must be at least {least}")
         if self.width % (2 * self.heads):
-            raise TrainError(
+            raise TrainOptionError(
                 f"width = {self.width} does not give each of heads = {self.heads} an even number of elements"
             )
         if self.weights not in WEIGHTS:
             choices = [name for name in WEIGHTS if name is not None]
-            raise TrainError(f"weights = {self.weights!r}: {suggestion(self.weights or '', choices)}")
+            raise TrainOptionError(f"weights = {self.weights!r}: {suggestion(self.weights or '', choices)}")
         if self.policy is not None and self.recipe != RECIPE:
-            raise TrainError("a policy gives the recipes itself: name a recipe or a policy, not both")
+            raise TrainOptionError("a policy gives the recipes itself: name a recipe or a policy, not both")
 
     @property
     def title(self) -> str:
@@ -116,15 +116,15 @@ def read(path: Path) -> dict[str, Any]:
 
 def _checked(key: str, value: object, path: Path) -> object:
     if key not in TYPES:
-        raise TrainError(f"{path}: there is no option {key!r}: {suggestion(key, TYPES)}")
+        raise TrainOptionError(f"{path}: there is no option {key!r}: {suggestion(key, TYPES)}")
     wanted = TYPES[key]
     if get_origin(wanted) is tuple:
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
             return tuple(value)
-        raise TrainError(f"{path}: {key} = {value!r} must be a list of strings")
+        raise TrainOptionError(f"{path}: {key} = {value!r} must be a list of strings")
     kinds = get_args(wanted) or (wanted,)
     if float in kinds and type(value) is int:
         return float(value)
     if type(value) not in kinds:
-        raise TrainError(f"{path}: {key} = {value!r} must be of type {kinds[0].__name__}")
+        raise TrainOptionError(f"{path}: {key} = {value!r} must be of type {kinds[0].__name__}")
     return value

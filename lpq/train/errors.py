@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from lpq.registry.errors import LpqError
+from lpq.registry.errors import LpqError, OptionError
 
 
 class TrainError(LpqError):
     """A training run that cannot start or cannot go on."""
+
+
+class TrainOptionError(TrainError, OptionError):
+    """An option of a run that does not exist, or a value that it cannot take."""
 
 
 class Stopped(TrainError):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from lpq.train.errors import TrainError
+from lpq.train.errors import TrainError, TrainOptionError
 
 
 def pick_device(name: str) -> torch.device:
@@ -18,9 +18,9 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise TrainError(f"device = {name!r} is no device: use cpu, cuda, cuda:N or auto") from error
+        raise TrainOptionError(f"device = {name!r} is no device: use cpu, cuda, cuda:N or auto") from error
     if device.type not in {"cpu", "cuda"}:
-        raise TrainError(f"device = {name!r}: lpq train runs on cpu and cuda")
+        raise TrainOptionError(f"device = {name!r}: lpq train runs on cpu and cuda")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count <= (device.index or 0):

@@ -24,6 +24,8 @@ FORMATS = {
     "identity": "identity(dtype=bfloat16)",
     "mixed": "hybrid(row=mxfp8, col=nvfp4(rht=true))",
     "mixed_back": "hybrid(row=nvfp4, col=fp8(scaling=row), col_source=row)",
+    "delayed": "fp8(scaling=delayed, history=4)",
+    "mixed_delayed": "hybrid(row=mxfp8, col=fp8(scaling=delayed, history=4))",
 }
 ROWS, COLS = 512, 96
 POLICY = {

@@ -12,19 +12,20 @@ from ranks import spawn
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("mxfp4"),
 ]
 
 
 def _there_and_back(rank: int, folder: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    trained.uninterrupted(folder / "gpu", device="cuda")
-    trained.resumed(folder / "gpu", used=True, device="cuda")
+    trained.uninterrupted(folder, "gpu", device="cuda")
+    trained.resumed(folder, "gpu", used=True, device="cuda")
 
 
 def _offloaded(rank: int, folder: Path) -> None:
     """What is offloaded is on the CPU, and its mesh is not."""
-    trained.uninterrupted(folder / "offloaded", device="cuda", offload=True)
-    trained.resumed(folder / "offloaded", used=True, device="cuda", offload=True)
+    trained.uninterrupted(folder, "offloaded", device="cuda", offload=True)
+    trained.resumed(folder, "offloaded", used=True, device="cuda", offload=True)
 
 
 def test_nccl_alone(tmp_path: Path) -> None:

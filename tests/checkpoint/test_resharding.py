@@ -14,6 +14,7 @@ import trained
 from checkpointed import (
     CHANGED,
     FORMATS,
+    POLICY,
     Net,
     as_bytes,
     model_differences,
@@ -22,6 +23,7 @@ from checkpointed import (
     random,
     shard,
 )
+from hybrids import PAIRS
 from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -30,11 +32,17 @@ import lpq
 from lpq import checkpoint
 
 TRUTH, OTHER = 1, 2
+EVERY = {**FORMATS, "third_party": "mxfp4", "mixed_parties": "hybrid(row=mxfp4, col=nvfp4(block=16x16))"}
+HYBRIDS = {f"hybrid{i}": text for i, text in enumerate(PAIRS)}
 ODD = {"row": FORMATS["row"], "identity": FORMATS["identity"]}
 """Formats whose shards may be uneven: their blocks are rows."""
 
 
-def _loaded(path: Path, net: torch.nn.Module, rows: int = 512, formats: dict[str, str] = FORMATS) -> None:
+def _net(seed: int, formats: dict[str, str] = EVERY) -> Net:
+    return Net(seed, formats=formats)
+
+
+def _loaded(path: Path, net: torch.nn.Module, rows: int = 512, formats: dict[str, str] = EVERY) -> None:
     """Load into a model that holds other values, and compare with the one that was saved."""
     truth = Net(TRUTH, rows, formats)
     before = model_differences(net, truth)
@@ -44,7 +52,7 @@ def _loaded(path: Path, net: torch.nn.Module, rows: int = 512, formats: dict[str
     assert model_differences(net, truth) == {}
     assert optimizer_differences(optimizer, optimizer_of(truth, TRUTH)) == {}
     assert (info.step, info.steps, info.extra) == (3, 10, {"tokens": 12345})
-    assert info.policy == lpq.policy(info.description.conversions[""]["policy"])
+    assert info.policy == lpq.policy(info.description.conversions[""]["policy"]) == lpq.policy(POLICY)
 
 
 def _save(path: Path, net: torch.nn.Module) -> Path:
@@ -65,33 +73,39 @@ def _save_tiles(path: Path, mesh: DeviceMesh) -> None:
 
 def _on_four(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    _save(folder / "four", shard(Net(TRUTH), mesh))
+    _save(folder / "four", shard(_net(TRUTH), mesh))
+    _save(folder / "hybrids", shard(_net(TRUTH, HYBRIDS), mesh))
     _save(folder / "odd", shard(Net(TRUTH, 510, ODD), mesh))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    _save(folder / "hsdp", shard(Net(TRUTH), hybrid, (Replicate(), Shard(0))))
+    _save(folder / "hsdp", shard(_net(TRUTH), hybrid, (Replicate(), Shard(0))))
     _save_tiles(folder / "tiles", init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")))
-    trained.uninterrupted(folder / "runs")
+    trained.uninterrupted(folder / "runs", "four")
 
 
 def _on_two(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for source in ("four", "hsdp"):
-        net = shard(Net(OTHER), mesh)
+        net = shard(_net(OTHER), mesh)
         _loaded(folder / source, net)
         _save(folder / f"{source}-two", net)
     checkpoint.export_file(net, folder / "two.pt")
+    net = shard(_net(OTHER, HYBRIDS), mesh)
+    _loaded(folder / "hybrids", net, formats=HYBRIDS)
+    _save(folder / "hybrids-two", net)
     _loaded(folder / "odd", shard(Net(OTHER, 510, ODD), mesh), 510, ODD)
-    trained.resumed(folder / "runs", used=True)
+    trained.resumed(folder / "runs", "four", "two", used=True)
 
 
 def _on_four_again(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    _loaded(folder / "one", shard(Net(OTHER), mesh))
+    _loaded(folder / "one", shard(_net(OTHER), mesh))
+    _loaded(folder / "hybrids-one", shard(_net(OTHER, HYBRIDS), mesh), formats=HYBRIDS)
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    _loaded(folder / "one", shard(Net(OTHER), hybrid, (Replicate(), Shard(0))))
-    net = shard(Net(OTHER), mesh)
+    _loaded(folder / "one", shard(_net(OTHER), hybrid, (Replicate(), Shard(0))))
+    net = shard(_net(OTHER), mesh)
     checkpoint.import_file(folder / "one.pt", net)
-    assert model_differences(net, Net(TRUTH)) == {}
+    assert model_differences(net, _net(TRUTH)) == {}
+    trained.resumed(folder / "runs", "one", used=True)
 
 
 @pytest.fixture
@@ -103,18 +117,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("mxfp4", "one_thread")
 def test_four_two_one_four(tmp_path: Path) -> None:
     spawn(_on_four, 4, tmp_path)
     spawn(_on_two, 2, tmp_path)
     for source in ("four-two", "hsdp-two"):
-        net = Net(OTHER)
+        net = _net(OTHER)
         _loaded(tmp_path / source, net)
+    hybrids = _net(OTHER, HYBRIDS)
+    _loaded(tmp_path / "hybrids-two", hybrids, formats=HYBRIDS)
+    _save(tmp_path / "hybrids-one", hybrids)
     tiles = _weight(-3.0)
     checkpoint.load(tmp_path / "tiles", tiles)
     assert model_differences(tiles, _weight(1.0)) == {}
     _loaded(tmp_path / "odd", Net(OTHER, 510, ODD), 510, ODD)
-    trained.resumed(tmp_path / "runs", used=False, shard=False)
+    trained.resumed(tmp_path / "runs", "two", "one", shard=False)
     _save(tmp_path / "one", net)
     checkpoint.export_file(net, tmp_path / "one.pt")
     one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "two.pt"))

@@ -6,31 +6,51 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpointed import as_bytes
+import torch.distributed as dist
+from checkpointed import as_bytes, differences
 from sharded import How, built, step
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import lpq
 from lpq import checkpoint
 from lpq.core import QuantizedTensor
 from lpq.optim import MasterWeights
 
+WEIGHTS = [
+    "fp8(scaling=block, block=128x128)", "mxfp8()", "fp8(scaling=row)", "nvfp4(block=16x16)",
+    "hybrid(row=fp8, col=nvfp4)", "mxfp4()", "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
+    "hybrid(row=fp8(scaling=delayed, history=4), col=mxfp4)",
+]  # fmt: skip
+"""Of the layers of a model: the first, and every other, has rows for the largest blocks on each of four ranks."""
+LAYERS = [f"{block}.{layer}" for block in range(4) for layer in ("up", "down")]
+MANY = {
+    "blocks": 4,
+    "ranks": 4,
+    "recipe": {
+        "rules": [
+            {"match": layer, "recipe": f"x=fp8(scaling=delayed, history=4), w={weight}, dy=mxfp8()"}
+            for layer, weight in zip(LAYERS, WEIGHTS, strict=True)
+        ]
+    },
+}
 RUNS: dict[str, dict[str, Any]] = {
     "delayed": {"recipe": "fp8-delayed"},
-    "mixed": {"recipe": "fprop=mxfp8, dgrad=fp8-delayed, wgrad=bf16"},
     "ordinary": {"recipe": "fp8-current", "weights": None},
-    "stored": {"recipe": "mxfp8", "weights": "quantized", "ranks": 4},
-    "stored, tensor-wide": {"recipe": "fp8-current", "weights": "quantized", "ranks": 4},
-    "masters": {"recipe": "fprop=mxfp8, dgrad=nvfp4(), wgrad=bf16", "weights": "quantized", "ranks": 4},
+    "gathered": MANY,
+    "stored": {**MANY, "weights": "quantized"},
+    "stored, delayed": {"recipe": "fp8-delayed", "weights": "quantized", "ranks": 4},
+    "masters": {**MANY, "weights": "quantized"},
 }
 """Runs in which ranks compute alike whatever their number: they see the same data."""
+SAVED, LAST = 2, 4
 
 
-def _values(net: nn.Module) -> dict[str, torch.Tensor]:
+def _values(net: nn.Module) -> dict[str, Tensor]:
     """This rank's part of everything that is saved of a model, as bytes."""
     found = {}
     for name, tensor in net.state_dict().items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = _local(tensor)
         if isinstance(local, QuantizedTensor):
             for direction, operand in local.operands:
                 found.update({f"{name}.{direction}.{n}": as_bytes(b) for n, b in operand.buffers().items()})
@@ -39,41 +59,81 @@ def _values(net: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def _state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimizer keeps of each parameter, masters included."""
+    kept = optimizer.state_dict()["state"]
+    return {f"{i}.{name}": tensor for i, state in kept.items() for name, tensor in state.items()}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _made(name: str, **options: Any) -> tuple[How, nn.Module, torch.optim.Optimizer]:
-    how = How(**RUNS[name], **options)
+    how = How(**RUNS[name], width=128, **options)
     net = built(how)
-    assert any(".row.data" in part for part in _values(net)) == ("weights" in RUNS[name] and name != "ordinary")
+    assert any(".row.data" in part for part in _values(net)) == (how.weights == "quantized")
     optimizer = how.optimizer(net.parameters())
     return how, net, MasterWeights(optimizer) if name == "masters" else optimizer
 
 
-def uninterrupted(folder: Path, **options: Any) -> None:
-    """Train without a pause; save after two steps, while the next are taken, and export the model after four."""
+def _write_down(folder: Path, name: str, number: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """All there is of a run after a step; of the optimizer, without lpq, each rank writes what it has."""
+    checkpoint.export_file(net, folder / f"{name}-{number}.pt")
+    shards = {key: _local(tensor).cpu() for key, tensor in _state(optimizer).items()}
+    assert any(key.endswith(".master") for key in shards) == (name == "masters")
+    torch.save(shards, folder / f"{name}-{number}-rank{dist.get_rank()}.pt")
+
+
+def _is_as_written_down(
+    folder: Path, name: str, number: int, net: nn.Module, optimizer: torch.optim.Optimizer, truth: nn.Module
+) -> None:
+    """``truth``: a model to load into."""
+    checkpoint.import_file(folder / f"{name}-{number}.pt", truth)
+    found, expected = _values(net), _values(truth)
+    assert found.keys() == expected.keys()
+    assert [n for n in found if not torch.equal(found[n], expected[n])] == [], (name, number)
+    files = sorted(folder.glob(f"{name}-{number}-rank*.pt"))
+    shards = [torch.load(file, weights_only=True) for file in files]
+    state = _state(optimizer)
+    assert state.keys() == shards[0].keys()
+    for key, tensor in state.items():
+        parts = [shard[key] for shard in shards]
+        whole = torch.cat(parts) if parts[0].dim() else parts[0]
+        assert differences(tensor, whole.to(tensor.device)) == [], (name, number, key)
+
+
+def uninterrupted(folder: Path, saved: str, **options: Any) -> None:
+    """Train without a pause. Save into ``folder/saved`` after two steps, while the next are taken."""
     for name in RUNS:
         how, net, optimizer = _made(name, **options)
-        for number in range(4):
-            if number == 2:
-                saving = checkpoint.save_async(folder / name, net, optimizer, step=2, keep=1)
+        for number in range(LAST):
+            if number == SAVED:
+                saving = checkpoint.save_async(folder / saved / name, net, optimizer, step=number, keep=1)
+                _write_down(folder, name, number, net, optimizer)
             step(net, optimizer, number, how)
-        checkpoint.export_file(net, folder / f"{name}.pt")
-        assert saving.wait() == folder / name / "step-00000002"
+        _write_down(folder, name, LAST, net, optimizer)
+        assert saving.wait() == folder / saved / name / f"step-{SAVED:08}"
 
 
-def resumed(folder: Path, *, used: bool, **options: Any) -> None:
-    """Go on from the checkpoint; what becomes of the model is what became of it without the pause.
+def resumed(folder: Path, source: str, then: str | None = None, *, used: bool = False, **options: Any) -> None:
+    """Go on from ``folder/source``: what was saved is there, and what becomes of it is what did without the pause.
 
-    ``used``: some models took a step of their own before, and have derived much from their weights.
+    ``then``: save it again, before that, for others to go on from. ``used``: some models took a step of their own
+    before, and have derived much from their weights.
     """
     for name in RUNS:
         how, net, optimizer = _made(name, **options)
         if used and name in ("delayed", "masters"):
             step(net, optimizer, 7, how)
-        info = checkpoint.load(folder / name, net, optimizer)
-        assert info.step == 2
-        for number in range(info.step, 4):
-            step(net, optimizer, number, how)
+        before = {n: t.clone() for n, t in _values(net).items()}
+        info = checkpoint.load(folder / source / name, net, optimizer)
+        assert (info.step, info.policy) == (SAVED, lpq.policy(how.recipe))
+        assert [n for n, t in _values(net).items() if not torch.equal(t, before[n])], "there was nothing to load"
         truth = built(how)
-        checkpoint.import_file(folder / f"{name}.pt", truth)
-        found, expected = _values(net), _values(truth)
-        assert found.keys() == expected.keys()
-        assert [n for n in found if not torch.equal(found[n], expected[n])] == [], (name, options)
+        _is_as_written_down(folder, name, SAVED, net, optimizer, truth)
+        if then is not None:
+            checkpoint.save(folder / then / name, net, optimizer, step=SAVED)
+        for number in range(SAVED, LAST):
+            step(net, optimizer, number, how)
+        _is_as_written_down(folder, name, LAST, net, optimizer, truth)

@@ -58,6 +58,17 @@ def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callabl
     assert all(k["backend"] == "reference" for k in kernels if k["format"] == "mxfp8")
 
 
+def test_the_portable_kernels_come_after_the_cuda_kernels(lpq: Callable) -> None:
+    """Of what each format can do with a tensor of its own; on a CPU neither runs."""
+    for kernel in doctor(lpq, "--device", "cpu")["kernels"]:
+        if kernel["format"] not in ("fp8", "mxfp8", "nvfp4") or kernel["op"] not in ("measure", "quantize", "decode"):
+            continue
+        backends = [entry["impl"].partition(" ")[0] for entry in kernel["why_not"]]
+        assert backends == ["cuda", "triton"]
+        assert kernel["why_not"][1]["impl"] == f"triton lpq_{kernel['format']}.triton:{kernel['op']}"
+        assert kernel["why_not"][1]["reason"] == "runs on cuda, not on cpu"
+
+
 def test_a_kernel_that_runs_is_named_and_those_that_cannot_say_why(install: Callable, lpq: Callable) -> None:
     install("swift", "1.0", KERNELS)
     (decode,) = [k for k in doctor(lpq, "--device", "cpu")["kernels"] if (k["format"], k["op"]) == ("mxfp8", "decode")]

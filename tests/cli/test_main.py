@@ -43,7 +43,15 @@ def test_version(lpq: Callable) -> None:
         (("explain", "nvfp4(block="), 2, ("nvfp4(block=", "^")),
         (("explain", "fprop=mxfp8"), 1, ("dgrad", "wgrad")),
         (("explain", "nowhere.toml"), 1, ("nowhere.toml",)),
-        (("explain", "mxfp8", "--device", "banana"), 1, ("banana", "cpu")),
+        (("explain", "mxfp8", "--device", "banana"), 2, ("banana", "cpu")),
+        (("explain", "fprop=mxfp9, dgrad=nvfp4, wgrad=bf16"), 2, ("fprop", "mxfp9", "mxfp8")),
+        (("memory", "tiny", "--recipe", "mxfp9"), 2, ("mxfp9", "mxfp8")),
+        (("train", "--recipe", "mxfp9", "--steps", "1"), 2, ("mxfp9", "mxfp8")),
+        (("train", "--weights", "quantised", "--steps", "1"), 2, ("quantised", "did you mean 'quantized'?")),
+        (("train", "--device", "banana", "--steps", "1"), 2, ("banana", "cpu")),
+        (("train", "--steps", "0"), 2, ("steps = 0", "at least 1")),
+        (("check", "mxfp9"), 2, ("mxfp9", "mxfp8")),
+        (("check", "nvfp4(blok=16x16)"), 2, ("blok", "block")),
         (("doctor", "--device", "cuda:97"), 1, ("cuda:97",)),
     ],
 )
@@ -54,6 +62,24 @@ def test_an_error_is_words(arguments: tuple[str, ...], status: int, words: tuple
     assert ended.err.startswith("lpq: ")
     for word in words:
         assert word in ended.err
+
+
+def test_a_plugin_whose_recipe_names_nothing_is_not_the_users_mistake(lpq: Callable, install: Callable) -> None:
+    install(
+        "broken",
+        "1.0",
+        """
+        from lpq.registry import RecipeSpec, hookimpl
+
+        @hookimpl
+        def lpq_register_recipes():
+            return [RecipeSpec(name="broken", recipe="fprop=mxfp9, dgrad=mxfp8, wgrad=mxfp8", summary="Nothing.")]
+        """,
+    )
+    for command in (("explain", "broken"), ("memory", "tiny", "--recipe", "broken")):
+        ended = lpq(*command)
+        assert ended.status == 1
+        assert "recipe broken of plugin broken (lpq-broken 1.0) cannot be built: fprop: there is no recipe" in ended.err
 
 
 @pytest.mark.parametrize("arguments", [("no-such-command",), ("formats", "--no-such-option"), ("explain",)])

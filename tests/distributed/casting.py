@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from example import EXAMPLE
+from quantizers import QUANTIZERS
 from torch import Tensor
 
 import lpq
+from lpq import registry
 from lpq.core import QuantizedTensor, Quantizer
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.masters import Pieces, finish_gather
@@ -18,8 +22,25 @@ from lpq.distributed.masters import Pieces, finish_gather
 SEED = 41
 ODD = (torch.nan, torch.inf, -torch.inf, -0.0, 1e-41, 1e9)
 SHAPES = [(40, 130), (33, 7), (1, 5), (128, 64), (160, 48), (5, 1), (17, 256)]
+FORMATS = [
+    *QUANTIZERS,
+    "hybrid(row=fp8(scaling=row), col=nvfp4)",
+    "hybrid(row=nvfp4(rht=true), col=mxfp8)",
+    "nvfp4(stochastic=true)",
+    "nvfp4(block=16x16, stochastic=true)",
+    "mxfp4",
+    "hybrid(row=mxfp4, col=nvfp4)",
+]
 Spans = Sequence[tuple[int, int]]
 """What each rank owns of one flattened weight."""
+
+
+def register_example() -> None:
+    """The example of a third party's plugin, as if it were installed."""
+    sys.path.append(str(EXAMPLE))
+    import lpq_mxfp4
+
+    registry.register(lpq_mxfp4, name="mxfp4")
 
 
 @dataclass(frozen=True)

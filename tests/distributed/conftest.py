@@ -7,3 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "core")]
+
+from example import mxfp4  # noqa: E402  (from where it was just added)
+
+__all__ = ["mxfp4"]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -39,3 +41,9 @@ def spawn(function: Callable[..., None], ranks: int, *args: Any, backend: str = 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_enter, (function, ranks, backend, folder, args), ranks)  # type: ignore[no-untyped-call]
+
+
+def fully_shard(module: Any, **options: Any) -> Any:
+    """FSDP2's, over the CPUs of all ranks: without a mesh it takes GPUs where there are any."""
+    options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
+    return fsdp.fully_shard(module, **options)

@@ -45,6 +45,7 @@ class How:
     weights: Any = "high_precision"
     width: int = WIDTH
     inner: int = INNER
+    blocks: int = 2
     mesh: DeviceMesh | None = None
     mixed: bool = False
     reshard: bool = True
@@ -53,6 +54,7 @@ class How:
     nested: bool = False
     compile: bool = False
     accumulate: int = 1
+    own_data: bool = False
     ranks: int | None = None
     shard: bool = True
     device: str = "cpu"
@@ -63,7 +65,7 @@ class How:
 
 def built(how: How) -> nn.Sequential:
     """The model, converted and sharded."""
-    net = model(how.width, how.inner).to(how.device)
+    net = model(how.width, how.inner, how.blocks).to(how.device)
     lpq.convert(net, how.recipe, weights=how.weights, ranks=how.ranks)
     if how.checkpoint:
         for i, block in enumerate(net):
@@ -92,12 +94,13 @@ def batch(step: int, how: How, micro: int = 0, rank: int = 0) -> Tensor:
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int, how: How) -> float:
-    """One optimizer step on the same data on all ranks; its loss."""
+    """One optimizer step, on the same data on all ranks unless each has its own; its loss."""
+    rank = dist.get_rank() if how.own_data else 0
     total = 0.0
     for micro in range(how.accumulate):
         if how.accumulate > 1 and how.shard:
             net.set_requires_gradient_sync(micro == how.accumulate - 1)  # type: ignore[operator]
-        x = batch(number, how, micro)
+        x = batch(number, how, micro, rank)
         loss = (net(x) - x.roll(1, 0)).float().square().mean()
         loss.backward()
         total += loss.item()

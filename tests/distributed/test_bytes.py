@@ -1,84 +1,272 @@
-"""What travels: forward gathers row operands, backward column operands, and a step reduces statistics once."""
+"""What travels, to the byte: forward gathers row operands, backward column operands, a step reduces statistics once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+import torch.distributed._functional_collectives as functional
+from ranks import fully_shard, spawn
 from sharded import How, batch, built
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import AdamW, Optimizer
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.observe import collectives, gathered_bytes
+from lpq.observe import Collective, collectives, gathered_bytes
+from lpq.optim import MasterWeights
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is sent of one operand."""
+
+    bits: int
+    """Of an element."""
+    scale: int = 0
+    """Bytes of a scale; 0: ranks know the scales from statistics."""
+    block: tuple[int, int | None] = (1, None)
+    """The elements of one scale."""
+
+    def bytes(self, rows: int, cols: int) -> int:
+        down, across = self.block
+        return rows * cols * self.bits // 8 + self.scale * (rows // down) * (cols // (across or cols))
+
+
+FP8 = Sent(8)
+FP8_ROW = Sent(8, 4, (1, None))
+FP8_SQUARE = Sent(8, 4, (128, 128))
+MXFP8 = Sent(8, 1, (1, 32))
+NVFP4 = Sent(4, 1, (1, 16))
+NVFP4_SQUARE = Sent(4, 1, (16, 16))
+BF16 = Sent(16)
+REMEMBERED = 3 * (1024 + 1)
+"""Of x, w and dy of a layer with delayed scaling: the amaxes of earlier steps, and what follows from them."""
+
+
+@dataclass(frozen=True)
+class Travels:
+    """What is sent for one weight."""
+
+    row: Sent
+    col: Sent
+    derived: bool = False
+    """The column operand follows from the row operand: where both are wanted, only that is sent."""
+    amaxes: int = 0
+    """That cover rows of several ranks."""
+    amaxes_of_columns: int = 0
+    """The same, of each column."""
+    remembered: int = 0
+    """Numbers that layers remember across steps."""
+
+    def forward(self, rows: int, cols: int) -> int:
+        return self.row.bytes(rows, cols)
+
+    def backward(self, rows: int, cols: int) -> int:
+        return self.row.bytes(rows, cols) if self.derived else self.col.bytes(cols, rows)
+
+    def both(self, rows: int, cols: int) -> int:
+        """By one gather for both directions."""
+        return self.forward(rows, cols) + (0 if self.derived else self.backward(rows, cols))
+
+    def measured(self, rows: int, cols: int) -> int:
+        """The statistics that are reduced."""
+        return 4 * (self.amaxes + self.amaxes_of_columns * cols)
+
 
 W8 = "x=mxfp8(), w={}, dy=mxfp8()"
-SHARES = {
-    "fp8-current": (0.52, 0.52),
-    "fp8-delayed": (0.52, 0.52),
-    "fp8-row": (0.52, 0.52),
-    "fp8-block": (0.52, 0.52),
-    "mxfp8": (0.52, 0.52),
-    "nvfp4": (0.29, 0.29),  # 16x16: either operand is derived from what travels
-    W8.format("nvfp4()"): (0.29, 0.29),
-    W8.format("identity(dtype=bf16)"): (1.0, 1.0),
-    W8.format("hybrid(row=mxfp8, col=nvfp4)"): (0.52, 0.29),
-    W8.format("hybrid(row=nvfp4, col=mxfp8)"): (0.29, 0.52),
-    W8.format("hybrid(row=nvfp4, col=mxfp8, col_source=row)"): (0.29, 0.29),
+TRAVELS = {
+    "fp8-current": Travels(FP8, FP8, derived=True, amaxes=1),
+    "fp8-delayed": Travels(FP8, FP8, derived=True, amaxes=1, remembered=REMEMBERED),
+    "fp8-row": Travels(FP8_ROW, FP8, amaxes_of_columns=1),
+    "fp8-block": Travels(FP8_SQUARE, FP8_SQUARE, derived=True),
+    "mxfp8": Travels(MXFP8, MXFP8),
+    "nvfp4": Travels(NVFP4_SQUARE, NVFP4_SQUARE, derived=True, amaxes=1),
+    W8.format("nvfp4()"): Travels(NVFP4, NVFP4, amaxes=2),
+    W8.format("identity(dtype=bf16)"): Travels(BF16, BF16, derived=True),
+    W8.format("hybrid(row=mxfp8, col=nvfp4)"): Travels(MXFP8, NVFP4, amaxes=1),
+    W8.format("hybrid(row=nvfp4, col=mxfp8)"): Travels(NVFP4, MXFP8, amaxes=1),
+    W8.format("hybrid(row=fp8, col=nvfp4)"): Travels(FP8, NVFP4, amaxes=2),
+    W8.format("hybrid(row=nvfp4, col=mxfp8, col_source=row)"): Travels(NVFP4, MXFP8, derived=True, amaxes=1),
+    W8.format("hybrid(row=mxfp8, col=fp8, col_source=row)"): Travels(MXFP8, FP8, derived=True),
 }
+WIDTHS = [256, 512, 256]
+SHAPES = [(rows, cols) for cols, rows in pairwise(WIDTHS)]
+STORED = ("high_precision", "quantized", "masters")
 
 
 class _Linears(nn.Sequential):
     """A model of nothing but converted weights."""
 
 
-def _sharded(recipe: str, reshard: bool = True) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+def _sharded(recipe: str, weights: str = "high_precision", reshard: bool = True) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
-    net = _Linears(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
-    lpq.convert(net, recipe, weights="high_precision")
+    net = _Linears(*(nn.Linear(cols, rows, bias=False) for rows, cols in SHAPES))
+    lpq.convert(net, recipe, weights="quantized" if weights == "masters" else weights)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for part in (*net, net):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # several meshes of the same ranks are no difference
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    return net, torch.optim.AdamW(net.parameters(), lr=1e-3), 3 * 512 * 512
+    for part in (*net, net):  # each on a mesh of its own: several meshes of the same ranks are no difference
+        fully_shard(part, mp_policy=policy, reshard_after_forward=reshard)
+    made = AdamW(net.parameters(), lr=1e-3)
+    return net, MasterWeights(made) if weights == "masters" else made
 
 
-def _counted(rank: int) -> None:
-    x = torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
-    for recipe, (forward_share, backward_share) in SHARES.items():
-        net, optimizer, elements = _sharded(recipe)
-        for step in range(2):
-            with collectives() as forward:
-                loss = net(x).float().square().mean()
-            with collectives() as backward:
-                loss.backward()
-            with collectives() as update:
-                optimizer.step()
-                optimizer.zero_grad()
-            bf16 = 2 * elements
-            assert 0 < gathered_bytes(forward) <= forward_share * bf16, (recipe, gathered_bytes(forward) / bf16)
-            assert 0 < gathered_bytes(backward) <= backward_share * bf16, (recipe, gathered_bytes(backward) / bf16)
-            assert sum(c.kind == "all_gather" for c in forward) == 3
-            assert not [c for c in backward if c.kind == "all_reduce"]
-            if step:  # the first forward measures what was loaded, or initialised
-                assert not [c for c in forward if c.kind == "all_reduce"], recipe
-            reduced = recipe.startswith(("fp8-current", "fp8-delayed", "fp8-row")) or "nvfp4" in recipe
-            assert [c.kind for c in update] == ["all_reduce"] * reduced, (recipe, update)
+@dataclass
+class Step:
+    """The collectives of one step."""
+
+    forward: list[Collective]
+    backward: list[Collective]
+    update: list[Collective]
+
+    def shares(self, weights: int) -> tuple[float, float]:
+        """What was gathered in each direction, of what bf16 takes."""
+        bf16 = 2 * weights
+        return gathered_bytes(self.forward) / bf16, gathered_bytes(self.backward) / bf16
 
 
-def _kept_weights_are_gathered_once(rank: int) -> None:
-    x = torch.randn(64, 512, dtype=torch.bfloat16, requires_grad=True)
-    for recipe, share in (("nvfp4", 0.29), ("fp8-current", 0.52), ("mxfp8", 1.04)):
-        net, _, elements = _sharded(recipe, reshard=False)
+Counted = dict[tuple[str, bool], Step]
+"""By recipe, and by whether weights are sharded again after forward."""
+
+
+def _step(net: nn.Module, optimizer: Optimizer) -> Step:
+    x = torch.randn(32, WIDTHS[0], dtype=torch.bfloat16, requires_grad=True)
+    with collectives() as forward:
+        loss = net(x).float().square().mean()
+    with collectives() as backward:
+        loss.backward()
+    with collectives() as update:
+        optimizer.step()
+        optimizer.zero_grad()
+    return Step(forward, backward, update)
+
+
+def _of(kind: str, sizes: list[int]) -> list[Collective]:
+    return [Collective(kind, size) for size in sizes]
+
+
+def _reduction(sizes: list[int]) -> list[Collective]:
+    """One collective for all of them; none where there is nothing to reduce."""
+    return _of("all_reduce", [sum(sizes)] if sum(sizes) else [])
+
+
+def _every_collective_of_a_step(rank: int) -> Counted:
+    """There are no others. In forward no reduction, in backward that of gradients only."""
+    seen = {}
+    for recipe, travels in TRAVELS.items():
+        measured = [travels.measured(*shape) for shape in SHAPES]
+        remembered = [4 * travels.remembered] * len(SHAPES)
+        for weights in STORED:
+            for reshard in (True, False) if weights == "high_precision" else (True,):
+                about = (recipe, weights, reshard)
+                net, optimizer = _sharded(recipe, weights, reshard)
+                first, step = _step(net, optimizer), _step(net, optimizer)
+                gathered = [(travels.forward if reshard else travels.both)(*shape) for shape in SHAPES]
+                again = [travels.backward(*shape) for shape in reversed(SHAPES)] if reshard else []
+                gradients = [BF16.bytes(*shape) for shape in reversed(SHAPES)]
+                assert step.forward == _of("all_gather", gathered), (about, step.forward)
+                assert [c for c in step.backward if c.kind == "all_gather"] == _of("all_gather", again), about
+                others = [c for c in step.backward if c.kind != "all_gather"]
+                assert others == _of("reduce_scatter", gradients), (about, others)
+                assert step.update == _reduction(measured + remembered), (about, step.update)
+                # what was initialised is measured when it is gathered first; what is stored quantized has been
+                begun = _reduction(measured if weights == "high_precision" else [])
+                assert first == Step(begun + step.forward, step.backward, step.update), (about, first)
+                seen[recipe, reshard] = step
+    return seen
+
+
+def _fp8_and_mxfp8_gather_at_most_052_of_bf16_in_each_direction(seen: Counted) -> None:
+    for recipe in ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8"):
+        forward, backward = seen[recipe, True].shares(_elements())
+        assert 0.5 <= forward <= 0.52, (recipe, forward)
+        assert 0.5 <= backward <= 0.52, (recipe, backward)
+
+
+def _nvfp4_16x16_gathers_at_most_029_for_both_directions_together_if_it_gathers_once(
+    seen: Counted,
+) -> None:
+    """That is where weights are not sharded again after forward."""
+    forward, backward = seen["nvfp4", False].shares(_elements())
+    assert backward == 0
+    assert forward == 0.25 + 1 / 512 <= 0.29
+
+
+def _nvfp4_16x16_gathers_at_most_029_each_time_if_it_gathers_twice(seen: Counted) -> None:
+    """Where weights are sharded again after forward, backward gathers the same bytes once more."""
+    forward, backward = seen["nvfp4", True].shares(_elements())
+    assert forward == backward == 0.25 + 1 / 512 <= 0.29
+
+
+def _identity_gathers_what_bf16_does(seen: Counted) -> None:
+    recipe = W8.format("identity(dtype=bf16)")
+    assert seen[recipe, True].shares(_elements()) == (1, 1)
+    assert seen[recipe, False].shares(_elements()) == (1, 0)
+
+
+def _elements() -> int:
+    return sum(rows * cols for rows, cols in SHAPES)
+
+
+def _nothing_escapes_the_count(rank: int) -> None:
+    """Also what a tensor does inside itself: a write to a stored weight, and putting it together."""
+    rows, cols = SHAPES[0]
+    for weights in ("high_precision", "quantized"):
+        net, optimizer = _sharded("fp8-current", weights)
+        _step(net, optimizer)
+        stored = weights == "quantized"
+        assert isinstance(net[0].weight._local_tensor, QuantizedTensor) == stored
+        with torch.no_grad(), collectives() as seen:
+            net[0].weight.mul_(2)
+        assert seen == [Collective("all_reduce", 4)] * stored, (weights, seen)
         with collectives() as seen:
-            net(x).float().square().mean().backward()
-        assert 0 < gathered_bytes(seen) <= share * 2 * elements, recipe
-        assert sum(c.kind == "all_gather" for c in seen) == 3
+            net[0].weight.full_tensor()  # of a stored weight what it decodes to
+        assert seen == [Collective("all_gather", 4 * rows * cols)], (weights, seen)
+        with collectives() as seen:
+            net[0].weight.to_local().clone()
+        assert seen == []
+
+
+def _every_kind_is_counted(rank: int) -> None:
+    """Those that libraries call, and those that compiled code and DTensors do, also many in one."""
+    world = dist.group.WORLD
+    x, half, double = torch.ones(4, 4), torch.empty(2, 4), torch.empty(8, 4)
+
+    def together(collective: Callable[..., Any], *args: Any) -> None:
+        with dist._coalescing_manager():
+            for _ in range(2):
+                collective(*args)
+
+    for collective, expected in (
+        (lambda: dist.all_reduce(x), Collective("all_reduce", 64)),
+        (lambda: dist.all_gather([half, half], x[:2]), Collective("all_gather", 64)),
+        (lambda: dist.all_gather_into_tensor(double, x), Collective("all_gather", 128)),
+        (lambda: dist.reduce_scatter_tensor(half, x), Collective("reduce_scatter", 64)),
+        (lambda: dist.reduce_scatter(x, [x, x]), Collective("reduce_scatter", 128)),
+        (lambda: dist.broadcast(x, 0), Collective("broadcast", 64)),
+        (lambda: together(dist.all_reduce, x), Collective("all_reduce", 128)),
+        (lambda: together(dist.all_gather_into_tensor, double, x), Collective("all_gather", 256)),
+        (lambda: together(dist.reduce_scatter_tensor, half, x), Collective("reduce_scatter", 128)),
+        (lambda: functional.all_reduce(x, "sum", world), Collective("all_reduce", 64)),
+        (lambda: functional.all_gather_tensor(x, 0, world), Collective("all_gather", 128)),
+        (lambda: functional.reduce_scatter_tensor(x, "sum", 0, world), Collective("reduce_scatter", 64)),
+        (lambda: functional.all_reduce_coalesced([x, x], "sum", world), Collective("all_reduce", 128)),
+        (lambda: functional.all_gather_into_tensor_coalesced([x, x], world), Collective("all_gather", 256)),
+        (
+            lambda: functional.reduce_scatter_tensor_coalesced([x, x], "sum", [0, 0], world),
+            Collective("reduce_scatter", 128),
+        ),
+    ):
+        with collectives() as seen:
+            result = collective()
+            for part in result if isinstance(result, list) else [result]:
+                _ = part + 0 if isinstance(part, torch.Tensor) else part  # here it is waited for
+        assert seen == [expected], (expected, seen)
 
 
 def _a_checkpointed_block_gathers_both_in_backward(rank: int) -> None:
@@ -126,7 +314,12 @@ def test_two_ranks() -> None:
 
 
 def _two_ranks(rank: int) -> None:
-    _counted(rank)
-    _kept_weights_are_gathered_once(rank)
+    seen = _every_collective_of_a_step(rank)
+    _fp8_and_mxfp8_gather_at_most_052_of_bf16_in_each_direction(seen)
+    _nvfp4_16x16_gathers_at_most_029_for_both_directions_together_if_it_gathers_once(seen)
+    _nvfp4_16x16_gathers_at_most_029_each_time_if_it_gathers_twice(seen)
+    _identity_gathers_what_bf16_does(seen)
+    _nothing_escapes_the_count(rank)
+    _every_kind_is_counted(rank)
     _a_checkpointed_block_gathers_both_in_backward(rank)
     _freed(rank)

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from operands import gathered, watched
-from ranks import spawn
+from ranks import fully_shard, spawn
 from sharded import How, batch, built, step, whole
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Optimizer
 
 import lpq
+from lpq.checkpoint import writing
 from lpq.core import QuantizedTensor
+from lpq.distributed import cast_master_weights
+from lpq.distributed.gather import Gather
 from lpq.distributed.shard import WeightShard
 from lpq.optim import MasterWeights
 
-TIMEOUT = 4
-"""Seconds, of the process group."""
+TIMEOUT = 3
+"""Seconds, of the process group, once the ranks work together."""
 
 
 # ---------------------------------------------------------------------------------- a rank that raises
@@ -38,34 +40,80 @@ class Mishap(Exception):
     """What goes wrong on one rank."""
 
 
-def _fail(*_: Any) -> None:
+def _fail(*_: Any, **__: Any) -> None:
     raise Mishap
 
 
-def _in_forward(net: nn.Module, optimizer: Optimizer) -> None:
-    net[1].down.register_forward_pre_hook(_fail)
+@dataclass
+class Run:
+    """What a rank works on."""
+
+    how: How
+    net: nn.Sequential
+    optimizer: Optimizer
+    folder: Path
+
+    def step(self) -> None:
+        step(self.net, self.optimizer, 1, self.how)
+
+    def cast(self) -> None:
+        """Masters that the ranks share out, as in ZeRO."""
+        weight = lpq.quantizer("nvfp4").quantize(torch.zeros(64, 64))
+        start = 1001 * dist.get_rank()
+        master = torch.ones(1001 if start == 0 else 64 * 64 - start)
+        cast_master_weights([weight], [master], [start], dist.group.WORLD)
+
+    def save(self) -> None:
+        lpq.checkpoint.save(self.folder / "run", self.net, self.optimizer, step=2)
 
 
-def _in_backward(net: nn.Module, optimizer: Optimizer) -> None:
-    net[0].register_forward_hook(lambda module, args, output: output.register_hook(_fail) and None)
+def _in_forward(run: Run, patch: pytest.MonkeyPatch) -> None:
+    run.net[1].down.register_forward_pre_hook(_fail)
 
 
-def _in_the_optimizer(net: nn.Module, optimizer: Optimizer) -> None:
-    inner = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+def _in_a_gather(run: Run, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Gather, "begin", _fail)
+
+
+def _in_backward(run: Run, patch: pytest.MonkeyPatch) -> None:
+    run.net[0].register_forward_hook(lambda module, args, output: output.register_hook(_fail) and None)
+
+
+def _in_the_optimizer(run: Run, patch: pytest.MonkeyPatch) -> None:
+    inner = run.optimizer.optimizer if isinstance(run.optimizer, MasterWeights) else run.optimizer
     inner.register_step_pre_hook(_fail)
 
 
-def _vanish(net: nn.Module, optimizer: Optimizer) -> None:
-    net[1].down.register_forward_pre_hook(lambda *_: os._exit(7))
+def _in_a_reduction(run: Run, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(dist, "all_reduce", _fail)
 
 
-MISHAPS: list[tuple[str, str, Callable[[nn.Module, Optimizer], None]]] = [
-    ("forward", "high_precision", _in_forward),
-    ("backward", "high_precision", _in_backward),
-    ("step", "high_precision", _in_the_optimizer),
-    ("step", "quantized", _in_the_optimizer),
-    ("killed", "high_precision", _vanish),
-]
+def _in_a_save(run: Run, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(writing.files, "digest", _fail)
+
+
+def _before_a_save(run: Run, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(lpq.checkpoint, "save", _fail)
+
+
+def _vanish(run: Run, patch: pytest.MonkeyPatch) -> None:
+    run.net[1].down.register_forward_pre_hook(lambda *_: os._exit(7))
+
+
+Spoil = Callable[[Run, pytest.MonkeyPatch], None]
+MISHAPS: dict[str, tuple[str, Callable[[Run], None], Spoil]] = {
+    "forward": ("high_precision", Run.step, _in_forward),
+    "a gather": ("high_precision", Run.step, _in_a_gather),
+    "backward": ("high_precision", Run.step, _in_backward),
+    "the optimizer": ("high_precision", Run.step, _in_the_optimizer),
+    "the optimizer of masters": ("quantized", Run.step, _in_the_optimizer),
+    "the reduction after a step": ("high_precision", Run.step, _in_a_reduction),
+    "the reduction of masters": ("quantized", Run.step, _in_a_reduction),
+    "the reduction of a cast": ("quantized", Run.cast, _in_a_reduction),
+    "a save": ("quantized", Run.save, _in_a_save),
+    "what comes before a save": ("quantized", Run.save, _before_a_save),
+    "killed": ("high_precision", Run.step, _vanish),
+}
 
 
 def _meet(folder: str, name: str, ranks: int) -> None:
@@ -78,25 +126,27 @@ def _meet(folder: str, name: str, ranks: int) -> None:
 def _unlucky(rank: int, ranks: int, folder: str) -> None:
     """Rank 1 raises in its second step, and lives on without a word; how long do the others wait?"""
     torch.set_num_threads(1)
-    for number, (place, weights, spoil) in enumerate(MISHAPS):
+    for number, (place, (weights, work, spoil)) in enumerate(MISHAPS.items()):
         _meet(folder, f"begin{number}-{rank}", ranks)
         store = dist.FileStore(f"{folder}/store{number}", ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
         how = How("fp8-current", weights=weights, width=64, inner=64)
         net = built(how)
         optimizer: Optimizer = AdamW(net.parameters())
-        optimizer = MasterWeights(optimizer) if weights == "quantized" else optimizer
-        step(net, optimizer, 0, how)
+        run = Run(how, net, MasterWeights(optimizer) if weights == "quantized" else optimizer, Path(folder))
+        run.step()
         dist.barrier()
-        if rank == 1:
-            spoil(net, optimizer)
-        start = time.monotonic()
-        said = "nothing"
-        try:
-            step(net, optimizer, 1, how)
-        except Exception as error:
-            said = type(error).__name__
-        ended = time.monotonic() - start
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                spoil(run, patch)
+            start = time.monotonic()
+            said = "nothing"
+            try:
+                work(run)
+            except Exception as error:
+                said = type(error).__name__
+            ended = time.monotonic() - start
         name = f"{number}-{rank}"
         (Path(folder) / f"said{name}").write_text(f"{said} {ended}")
         if place == "killed":
@@ -112,20 +162,23 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30 + 3 * TIMEOUT * len(MISHAPS))
+        process.join(60 + 3 * TIMEOUT * len(MISHAPS))
     hangs = [process.is_alive() for process in processes]
     for process in processes:
         process.kill()
     assert not any(hangs)
     assert [process.exitcode for process in processes] == [0, 7]
-    for number, (place, _, _) in enumerate(MISHAPS):
+    for number, place in enumerate(MISHAPS):
+        told = place == "a save"  # there an error of one rank is told to the others
         if place != "killed":
             said, _ = (tmp_path / f"said{number}-1").read_text().split()
-            assert said == "Mishap", place
+            assert said == ("CheckpointError" if told else "Mishap"), place
         said, ended = (tmp_path / f"said{number}-0").read_text().split()
         print(place, said, ended)
-        assert said in ("RuntimeError", "DistBackendError"), (place, said)
+        assert said in (["CheckpointError"] if "save" in place else ["RuntimeError", "DistBackendError"]), (place, said)
         assert float(ended) < TIMEOUT + 5, place
+        if not told and place != "killed":
+            assert float(ended) > TIMEOUT / 2, f"{place}: it ended before rank 1 could be missed"
 
 
 # ---------------------------------------------------------------------------------- recipes that change

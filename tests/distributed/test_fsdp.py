@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import spawn
-from sharded import How, train, whole
+from sharded import How, built, step, train, whole
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+
+import lpq
 
 RECIPES = [
     "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "bf16",
@@ -42,9 +46,53 @@ def _all_recipes_and_ways(rank: int, ways: list[str]) -> None:
             _trains_as_with_ordinary_gathers(How(recipe, **WAYS[way]))
 
 
+OWN = [
+    "fp8-current", "fp8-row", "nvfp4", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+    "x=fp8(scaling=delayed, history=2), w=hybrid(row=fp8(scaling=delayed, history=2), col=mxfp8), dy=mxfp8()",
+]  # fmt: skip
+
+
+def _on_own_data(how: How, together: bool) -> tuple[list[float], nn.Sequential]:
+    """Train, each rank on data of its own. ``together``: after a step all ranks remember the amaxes of all."""
+    net = built(how)
+    optimizer = how.optimizer(net.parameters())
+    losses = []
+    for number in range(4):
+        losses.append(step(net, optimizer, number, how))
+        memories = [m for layer in net.modules() if isinstance(layer, lpq.nn.Linear) for m in layer.memories()]
+        for memory in memories if together else ():
+            dist.all_reduce(memory, op=dist.ReduceOp.MAX)
+    return losses, net
+
+
+def _ranks_see_different_data(rank: int) -> None:
+    for recipe in OWN:
+        how = How(recipe, width=128, inner=128, own_data=True)
+        ordinary, a = _on_own_data(replace(how, weights=None), together="delayed" in recipe)
+        quantized, b = _on_own_data(how, together=False)  # lpq does it
+        assert ordinary == quantized, recipe
+        alike = [torch.equal(whole(p), whole(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True)]
+        assert all(alike), recipe
+        assert len({tuple(losses) for losses in _of_all_ranks(ordinary)}) > 1, recipe
+        if "delayed" in recipe:  # what the other ranks saw makes a difference
+            apart, _ = _on_own_data(replace(how, weights=None), together=False)
+            assert _of_all_ranks(apart) != _of_all_ranks(ordinary), recipe
+
+
+def _of_all_ranks(losses: list[float]) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, losses)
+    return every
+
+
+def _same_and_different_data(rank: int, ways: list[str]) -> None:
+    _all_recipes_and_ways(rank, ways)
+    _ranks_see_different_data(rank)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_recipe(ranks: int) -> None:
-    spawn(_all_recipes_and_ways, ranks, list(WAYS) if ranks == 2 else ["plain"])
+    spawn(_same_and_different_data, ranks, list(WAYS) if ranks == 2 else ["plain"])
 
 
 def test_one_rank() -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hybrids import MIXED, PAIRS
 from operands import Side, expected, gathered, same, side, value
-from ranks import spawn
+from ranks import fully_shard, spawn
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 
 import lpq
-from lpq import registry
 from lpq.core import QuantizedTensor
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mxfp4"
 ROWS, COLS = 512, 90
 """Rows: a block of 128 for each of 4 ranks. Columns: odd numbers of every format's blocks, the last of them ragged."""
 FORMATS = [
@@ -28,11 +24,7 @@ FORMATS = [
     "identity(dtype=bfloat16)", "mxfp4",
 ]  # fmt: skip
 """Those of tests/core/quantizers.py whose column operand is not rotated, which a weight cannot be, and the example."""
-MIXED = [
-    "fp8", "fp8(scaling=delayed, history=4)", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4",
-    "nvfp4(block=16x16)", "identity(dtype=bfloat16)", "mxfp4",
-]  # fmt: skip
-HYBRIDS = [f"hybrid(row={a}, col={b})" for a in MIXED for b in MIXED] + [
+HYBRIDS = PAIRS + [
     f"hybrid(row={a}, col={b}, col_source=row)"
     for a, b in zip(MIXED, MIXED[3:] + MIXED[:3], strict=True)
     if "delayed" not in b
@@ -40,24 +32,6 @@ HYBRIDS = [f"hybrid(row={a}, col={b})" for a in MIXED for b in MIXED] + [
 ALL = FORMATS + HYBRIDS
 PIECES = [ALL[:40], ALL[40:80], ALL[80:]]
 """So many weights FSDP2 gathers together."""
-
-
-@pytest.fixture
-def mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The example, as if it were installed; spawned processes inherit ``sys.path``."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    info = tmp_path / f"lpq_mxfp4-{project['version']}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    plugins = project["entry-points"]["lpq.plugins"]
-    entries = "".join(f"{name} = {module}\n" for name, module in plugins.items())
-    (info / "entry_points.txt").write_text(f"[lpq.plugins]\n{entries}")
-    monkeypatch.syspath_prepend(EXAMPLE)
-    monkeypatch.syspath_prepend(tmp_path)
-    registry.refresh()
-    yield
-    monkeypatch.undo()
-    registry.refresh()
 
 
 def _sharded(quantizers: list[str], weights: str, seed: int, **options: Any) -> tuple[Side, list[Tensor]]:

@@ -6,17 +6,30 @@ import random
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import odd_formats
 import pytest
 import torch
 import torch.distributed as dist
-from casting import SEED, Case, as_bytes, buffers, case, cast, check, gather, owned, started
+from casting import (
+    EXAMPLE,
+    FORMATS,
+    SEED,
+    Case,
+    as_bytes,
+    buffers,
+    case,
+    cast,
+    check,
+    gather,
+    owned,
+    register_example,
+    started,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantizers import QUANTIZERS, SIDES
+from quantizers import SIDES
 from ranks import spawn
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,25 +41,7 @@ from lpq.distributed.casting.casts import Whole
 from lpq.distributed.casting.traits import traits
 from lpq.distributed.masters import Pieces, cast_master_weights, finish_gather
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mxfp4"
-FORMATS = [
-    *QUANTIZERS,
-    "hybrid(row=fp8(scaling=row), col=nvfp4)",
-    "hybrid(row=nvfp4(rht=true), col=mxfp8)",
-    "nvfp4(stochastic=true)",
-    "nvfp4(block=16x16, stochastic=true)",
-    "mxfp4",
-    "hybrid(row=mxfp4, col=nvfp4)",
-]
 some = settings(max_examples=25, deadline=None, database=None, derandomize=True)
-
-
-def register_example() -> None:
-    """The example of a third party's plugin, as if it were installed."""
-    sys.path.append(str(EXAMPLE))
-    import lpq_mxfp4
-
-    registry.register(lpq_mxfp4, name="mxfp4")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,37 +178,6 @@ def test_only_elements_that_share_a_code_are_told() -> None:
     assert words("nvfp4(block=16x16)") == 1 + 16 * 32 + 2 * (4 + 2)
     assert words("nvfp4") == 2 * (1 + 256 * 32) + 2 * (4 + 2 * 512)
     assert words("hybrid(row=mxfp8, col=nvfp4(rht=true))") == 256 * 512
-
-
-class _Launches(TorchDispatchMode):
-    """The operators that run, but for views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += [] if func.is_view else [str(func)]
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("text", FORMATS)
-def test_the_number_of_launches_does_not_grow_with_the_number_of_weights(text: str) -> None:
-    def launches(count: int) -> list[str]:
-        a, b, c = (0, 1001), (1001, 2222), (2222, 4096)
-        shared = [[a, b, c], [b, c, a]] * (count // 2)
-        cases = [Case(lpq.quantizer(text), torch.randn(64, 64), spans) for spans in shared]
-        told = [started(cases, [one.weight() for one in cases], rank).tell() for rank in range(3)]
-        heard, weights = torch.stack(told).amax(0), [one.weight() for one in cases]
-        with torch.no_grad(), _Launches() as mode:
-            pieces = started(cases, weights, 1)
-            pieces.tell()
-            pieces.encode(heard)
-            finish_gather(pieces)
-        return mode.seen
-
-    launches(2)  # what is looked up once
-    assert launches(20) == launches(2)
 
 
 @pytest.mark.gpu

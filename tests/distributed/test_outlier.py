@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from operands import Side, side, value, watched
-from ranks import spawn
+from ranks import fully_shard, spawn
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import lpq

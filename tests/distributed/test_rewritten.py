@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 from operands import Side, expected, gathered, same, side, value
-from ranks import spawn
-from torch.distributed.fsdp import fully_shard
+from ranks import fully_shard, spawn
 from torch.distributed.tensor import distribute_tensor
 
 from lpq.observe import collectives

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from operands import watched
-from ranks import spawn
+from ranks import fully_shard, spawn
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lpq

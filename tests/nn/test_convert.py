@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import lpq
 from lpq import registry
@@ -253,3 +257,48 @@ def test_rules_that_never_hold_are_reported() -> None:
     assert unreached(*halves, {"match": ["blocks.0.[02]"], "recipe": "nvfp4"}) == (3,)
     text = str(lpq.report(lpq.convert(Net(), {"rules": [*halves, {"match": ["blocks.0.[02]"], "recipe": "nvfp4"}]})))
     assert "rule 3 never holds: the rules before it win at every step" in text
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("weights", "gathered", "left_out"),
+    [
+        ("high_precision", "gathered as mxfp8", "in high precision, whole on every rank and not gathered"),
+        ("quantized", "stored and gathered as mxfp8", "stored as mxfp8, whole on every rank and not gathered"),
+    ],
+)
+def test_the_report_says_which_weights_fully_shard_leaves_out(
+    weights: str, gathered: str, left_out: str, mesh: DeviceMesh
+) -> None:
+    model = lpq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), "mxfp8", weights=weights)
+
+    def notes() -> list[str]:
+        return [e.note.partition(":")[0] for e in lpq.report(model).weights]
+
+    assert notes() == [gathered] * 3
+    fully_shard(model[0], mesh=mesh)
+    assert notes() == [gathered, left_out, left_out]
+    fully_shard(model, mesh=mesh, ignored_params={model[1].weight})
+    assert notes() == [gathered, left_out, gathered]
+    assert "fully_shard ignores it, or got no module that it is in" in str(lpq.report(model))
+    model(torch.randn(32, 64)).sum().backward()
+    assert notes() == [gathered, left_out, gathered]
+
+
+@pytest.mark.parametrize(("weights", "note"), [("high_precision", "gathered"), ("quantized", "stored and gathered")])
+def test_the_report_is_the_same_while_a_weight_is_gathered(weights: str, note: str, mesh: DeviceMesh) -> None:
+    """Between forward and backward the layer has the whole weight, quantized; that is not how it is kept."""
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    before = lpq.report(model)
+    assert before.weights[0].note.startswith(f"{note} as mxfp8")
+    model(torch.randn(32, 64))
+    assert not hasattr(model[0].weight, "device_mesh")
+    assert lpq.report(model) == before

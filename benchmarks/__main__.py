@@ -1,0 +1,120 @@
+"""Measure lpq beside bf16 and beside the other libraries that are installed.
+
+python -m benchmarks                                        all parts on one GPU
+python -m benchmarks linear host --quick                    two parts, fewer rounds and shapes
+torchrun --nproc-per-node 2 -m benchmarks stack             the stack of blocks under FSDP2 on two GPUs
+python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
+python -m benchmarks show                                   print stored results; needs no GPU
+python -m benchmarks page                                   put stored results into docs/performance.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import casts, contenders, environment, host, linear, profiles, shapes, stack, stored
+from benchmarks.timing import QUICK, Effort
+
+PARTS = ("casts", "linear", "host", "stack")
+STORED = ("show", "page")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts that are asked for; the exit status is 2 where nothing can be measured."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = _options(arguments)
+    if options.parts == ["show"]:
+        for result in stored.load(options.out).values():
+            stored.show(result)
+        return 0
+    if options.parts == ["page"]:
+        return _page(options.out)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if (lack := environment.lacking(ranks)) is not None:
+        print(f"benchmarks: {lack}", file=sys.stderr)
+        return 2
+    if ranks > 1 and options.parts != ["stack"]:
+        print("benchmarks: under torchrun there is one part, stack", file=sys.stderr)
+        return 2
+    record = environment.record(_without_out(arguments), ranks)
+    first = int(os.environ.get("RANK", "0")) == 0
+    for part in options.parts:
+        result = _measure(part, options)
+        if first:
+            stem = part if ranks == 1 else f"{part}-{ranks}"
+            whole = stored.save(options.out, stem, record, result)
+            stored.show(whole)
+            stored.plot(options.out, stem, whole)
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; or one of {', '.join(STORED)}"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, shapes and steps")
+    parser.add_argument("--recipe", action="append", help="a recipe of lpq in place of the usual ones; may be repeated")
+    parser.add_argument("--no-compile", action="store_true", help="lpq and bf16 without torch.compile only")
+    parser.add_argument("--profile", action="store_true", help="with host or linear: where the time of a step goes")
+    parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
+    parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
+    options = parser.parse_args(arguments)
+    options.parts = options.parts or list(PARTS)
+    wrong = [part for part in options.parts if part not in PARTS]
+    if wrong and not (len(options.parts) == 1 and wrong[0] in STORED):
+        parser.error(f"no such part: {', '.join(wrong)}; choose from {', '.join(PARTS)}, or one of {', '.join(STORED)}")
+    return options
+
+
+def _measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device("cuda")
+    effort = QUICK if options.quick else Effort()
+    if part == "casts":
+        return casts.measure_all(device, options.only)
+    recipes = tuple(options.recipe or ())
+    if part == "stack":
+        everyone = contenders.of_stacks(recipes or stack.RECIPES, not options.no_compile)
+        everyone = contenders.chosen(everyone, options.only)
+        with stack.group():
+            return stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
+    everyone = contenders.of_layers(recipes or contenders.RECIPES, not options.no_compile)
+    everyone = contenders.chosen(everyone, options.only)
+    sizes = shapes.QUICK if options.quick else shapes.LINEAR
+    if options.profile:
+        for shape in sizes if part == "linear" else (shapes.HOST,):
+            profiles.show(everyone, shape, device, on_host=part == "host")
+    if part == "linear":
+        return linear.measure(everyone, sizes, effort, device)
+    return host.measure(everyone, effort, device)
+
+
+def _page(folder: Path) -> int:
+    found = stored.load(folder)
+    stored.PAGE.write_text(stored.filled(stored.PAGE.read_text(), found))
+    for stem, result in found.items():
+        stored.plot(stored.PAGE.parent / "assets", stem, result, prefix="performance-")
+    return 0
+
+
+def _without_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments but for the folder, which says nothing about what was measured."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and not argument.startswith("--out"):
+            kept.append(argument)
+        skip = argument == "--out"
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Who takes part: bf16, lpq's recipes, and the other libraries that are installed, as their users run them.
+
+A contender turns the ``nn.Linear`` layers of a model into its own. A library that is missing says so in words; nothing
+is left out in silence.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+import lpq
+from benchmarks import transformer_engine
+
+RECIPES = (
+    "fp8-current",
+    "fp8-delayed",
+    "fp8-block",
+    "fp8-row",
+    "mxfp8",
+    "nvfp4",
+    "mxfp8-fwd-nvfp4-bwd",
+    "nvfp4-fwd-mxfp8-bwd",
+    "nvfp4-fwd-bf16-bwd",
+)
+PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine"}
+"""Other libraries, and what one imports of them."""
+KINDS = {
+    ("torchao", "tensorwise"): "fp8-current",
+    ("torchao", "tensorwise, gathered in FP8"): "fp8-current",
+    ("torchao", "rowwise"): "fp8-row",
+    ("TransformerEngine", "delayed"): "fp8-delayed",
+    ("TransformerEngine", "current"): "fp8-current",
+    ("TransformerEngine", "block"): "fp8-block",
+}
+"""Which of lpq's recipes does the same arithmetic as another library's."""
+
+
+def label(library: str, recipe: str, compiled: bool) -> str:
+    """What a contender is called in tables."""
+    return f"{'' if library == 'torch' else library + ' '}{recipe}{', compiled' if compiled else ''}"
+
+
+BASELINE = label("torch", "bf16", False)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run linear layers."""
+
+    library: str
+    recipe: str
+    compiled: bool
+    convert: Callable[[nn.Module], nn.Module] = lambda model: model
+    """Takes a model, in which are ``nn.Linear`` layers, and may change it in place. Compilation comes after it."""
+    after_step: Callable[[nn.Module], object] | None = None
+    """What its users call after each step of the optimizer."""
+
+    @property
+    def name(self) -> str:
+        return label(self.library, self.recipe, self.compiled)
+
+    def record(self) -> dict[str, Any]:
+        """What names it in a result."""
+        return {"library": self.library, "recipe": self.recipe, "compiled": self.compiled}
+
+
+def installed(library: str) -> str | None:
+    """The version of a library, or None."""
+    return version(PEERS[library]) if importlib.util.find_spec(PEERS[library]) is not None else None
+
+
+def of_layers(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list[Contender]:
+    """All that can run one layer here; bf16 comes first."""
+    return [*_bf16(compiled), *_lpq(recipes, compiled), *_torchao(sharded=False), *_transformer_engine()]
+
+
+def of_stacks(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list[Contender]:
+    """All that can run a model that FSDP2 shards; lpq gathers its weights quantized."""
+    return [*_bf16(compiled), *_torchao(sharded=True), *_lpq(recipes, compiled, weights="high_precision")]
+
+
+def chosen(everyone: list[Contender], only: list[str] | None) -> list[Contender]:
+    """Those whose name begins with one of these, and bf16, to which all are compared."""
+    return [c for c in everyone if only is None or c.name == BASELINE or c.name.startswith(tuple(only))]
+
+
+def _bf16(compiled: bool) -> Iterator[Contender]:
+    for is_compiled in (False, True)[: 1 + compiled]:
+        yield Contender("torch", "bf16", is_compiled)
+
+
+def _lpq(recipes: tuple[str, ...], compiled: bool, **options: Any) -> Iterator[Contender]:
+    for is_compiled in (False, True)[: 1 + compiled]:
+        for recipe in recipes:
+            yield Contender("lpq", recipe, is_compiled, partial(lpq.convert, policy=recipe, **options))
+
+
+def _torchao(sharded: bool) -> Iterator[Contender]:
+    if installed("torchao") is None:
+        return
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    tensorwise = Float8LinearConfig.from_recipe_name("tensorwise")
+    rowwise = Float8LinearConfig.from_recipe_name("rowwise")
+    yield Contender("torchao", "tensorwise", True, partial(convert_to_float8_training, config=tensorwise))
+    yield Contender("torchao", "rowwise", True, partial(convert_to_float8_training, config=rowwise))
+    if sharded:
+        gathered = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        convert = partial(convert_to_float8_training, config=gathered)
+        after = precompute_float8_dynamic_scale_for_fsdp
+        yield Contender("torchao", "tensorwise, gathered in FP8", True, convert, after)
+    else:
+        yield Contender("torchao", "tensorwise", False, partial(convert_to_float8_training, config=tensorwise))
+
+
+def _transformer_engine() -> Iterator[Contender]:
+    if installed("TransformerEngine") is None:
+        return
+    for recipe in transformer_engine.RECIPES:
+        yield Contender("TransformerEngine", recipe, False, partial(transformer_engine.convert, name=recipe))
+
+
+def compile_afresh() -> None:
+    """Forget what was compiled, and let one function be compiled for each contender."""
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64
+
+
+def in_words(error: Exception) -> str:
+    """Why a contender failed, in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,0 +1,37 @@
+"""Host time of the step of one linear layer that is so small that the GPU waits.
+
+PyTorch runs backward of CUDA tensors in a thread of its own. Two threads that take turns on two cores cost every
+library that runs Python in both; so the same is measured with backward in the calling thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import Contender
+from benchmarks.layers import Layers
+from benchmarks.shapes import HOST
+from benchmarks.timing import Effort, on_host
+
+
+def measure(everyone: list[Contender], effort: Effort, device: torch.device) -> dict[str, Any]:
+    """Microseconds of a step of each contender, and of the same in one thread."""
+    layers = Layers(everyone, HOST, device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    taken = on_host(layers.steps(), effort, synchronize)
+    with torch.autograd.set_multithreading_enabled(False):
+        alone = on_host(layers.steps(), effort, synchronize)
+    return {
+        "shape": str(HOST),
+        "results": [
+            {
+                **c.record(),
+                **(taken[c.name].record("us") if c.name in taken else {}),
+                **({"one_thread_us": alone[c.name].median * 1e6} if c.name in alone else {}),
+                "failure": layers.failures.get(c.name),
+            }
+            for c in everyone
+        ],
+    }

@@ -1,0 +1,47 @@
+"""Forward and backward of one linear layer without bias, at the sizes of real models."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import Contender
+from benchmarks.floor import FLOORS, Bare
+from benchmarks.layers import Layers, encoded_bytes
+from benchmarks.shapes import Shape
+from benchmarks.timing import Effort, copy_speed, on_gpu
+
+
+def measure(
+    everyone: list[Contender], shapes: tuple[Shape, ...], effort: Effort, device: torch.device
+) -> dict[str, Any]:
+    """At each shape: milliseconds of each contender, the bytes it keeps for backward, and the floors."""
+    copied = copy_speed(device)
+    return {"copy_speed": copied, "shapes": [_at(shape, everyone, effort, device, copied) for shape in shapes]}
+
+
+def _at(shape: Shape, everyone: list[Contender], effort: Effort, device: torch.device, copied: float) -> dict[str, Any]:
+    layers = Layers(everyone, shape, device)
+    held = {c.name: layers.held(c.name) for c in everyone}
+    bare = {name: Bare(floor, shape, device) for name, floor in FLOORS.items()}
+    alone = {key: step for name, made in bare.items() for key, step in made.steps(name).items()}
+    taken = on_gpu({**layers.steps(), **alone}, effort)
+    return {
+        **asdict(shape),
+        "floors": {
+            name: floor.record(shape, taken[f"gemms of {name}"], taken[f"stream of {name}"], copied)
+            for name, floor in FLOORS.items()
+        },
+        "results": [
+            {
+                **c.record(),
+                **(taken[c.name].record("ms") if c.name in taken else {}),
+                "held_bytes": held[c.name],
+                "encoded_bytes": encoded_bytes(c.recipe, shape) if c.library == "lpq" else None,
+                "failure": layers.failures.get(c.name),
+            }
+            for c in everyone
+        ],
+    }

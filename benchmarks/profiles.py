@@ -1,0 +1,99 @@
+"""Where a step's time goes: on the host by function, on the GPU by kernel and by gap between two of them."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import json
+import pstats
+import statistics
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.contenders import Contender
+from benchmarks.layers import inputs, made, step
+from benchmarks.shapes import Shape
+from benchmarks.timing import Step
+
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def show(everyone: Iterable[Contender], shape: Shape, device: torch.device, on_host: bool) -> None:
+    """Print where the time of each contender's step goes; of those that are not compiled, whose parts have names."""
+    for contender in everyone:
+        if contender.compiled:
+            continue
+        x, dy = inputs(shape, device)
+        run = step(made(contender, shape, device), x, dy)
+        if on_host:
+            print(f"{contender.name} at {shape}: functions by the time in them and in what they call\n{functions(run)}")
+        else:
+            print(f"{contender.name} at {shape}\n{in_words(kernels(run))}")
+
+
+def functions(step: Step, steps: int = 300, lines: int = 60, order: str = "cumulative") -> str:
+    """The functions of so many steps. Backward runs in this thread, where the profiler sees it."""
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(20):
+            step()
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(steps):
+            step()
+        profiler.disable()
+    torch.cuda.synchronize()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).strip_dirs().sort_stats(order).print_stats(lines)
+    return text.getvalue()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a step, in microseconds."""
+
+    name: str
+    gap: float
+    """How long the GPU waited before it."""
+    took: float
+
+
+def kernels(step: Step, steps: int = 8) -> list[Kernel]:
+    """The kernels of a step in their order; medians over the steps."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(steps):
+                step()
+            torch.cuda.synchronize()
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return kernels_of([e for e in events if e.get("cat") in ON_GPU], steps)
+
+
+def kernels_of(events: list[dict[str, object]], steps: int) -> list[Kernel]:
+    """The median step of a trace of several; the first, which starts on an idle GPU, is left out."""
+    spans = sorted((float(e["ts"]), float(e["dur"]), str(e["name"])) for e in events)  # type: ignore[arg-type]
+    each, left = divmod(len(spans), steps)
+    if left:
+        raise ValueError(f"{len(spans)} kernels are not {steps} equal steps")
+    found = []
+    for i in range(each):
+        at = range(each + i, len(spans), each)
+        gaps = [spans[j][0] - spans[j - 1][0] - spans[j - 1][1] for j in at]
+        found.append(Kernel(spans[i][2], statistics.median(gaps), statistics.median(spans[j][1] for j in at)))
+    return found
+
+
+def in_words(found: list[Kernel]) -> str:
+    """A line for each kernel."""
+    busy, idle = sum(k.took for k in found), sum(k.gap for k in found)
+    lines = [f"  after {k.gap:7.1f} µs idle  {k.took:9.1f} µs  {k.name[:110]}" for k in found]
+    return "\n".join([f"  the GPU is busy {busy:.1f} µs of a step, and idle {idle:.1f} µs", *lines])

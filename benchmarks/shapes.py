@@ -1,0 +1,64 @@
+"""The sizes that are measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One linear layer: ``y[tokens, outputs] = x[tokens, inputs] · w[outputs, inputs]ᵀ``."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.inputs}x{self.outputs}"
+
+    @property
+    def tensors(self) -> tuple[int, int, int]:
+        """The elements of x, w and dy: what a step quantizes."""
+        return self.tokens * self.inputs, self.outputs * self.inputs, self.tokens * self.outputs
+
+
+LINEAR = (
+    Shape(8192, 4096, 4096),
+    Shape(8192, 4096, 14336),
+    Shape(8192, 14336, 4096),
+    Shape(16384, 8192, 8192),
+    Shape(16384, 8192, 28672),
+)
+"""Attention and feed-forward layers of models with 8 and 70 billion parameters."""
+QUICK = (LINEAR[0], LINEAR[3])
+HOST = Shape(128, 128, 128)
+"""So small that the GPU waits for the host."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of blocks as Llama has them, without embedding and head."""
+
+    blocks: int = 8
+    hidden: int = 4096
+    ffn: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    sequence: int = 4096
+    batch: int = 2
+    """Sequences on each rank."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.blocks} blocks, hidden {self.hidden}, FFN {self.ffn}, {self.heads}/{self.kv_heads} heads, "
+            f"sequence {self.sequence}, batch {self.batch}"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """In a step of one rank."""
+        return self.sequence * self.batch
+
+
+TINY = Stack(blocks=2, hidden=256, ffn=512, heads=4, kv_heads=2, sequence=64, batch=1)
+"""For trying the benchmark itself."""

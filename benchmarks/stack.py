@@ -1,0 +1,135 @@
+"""Tokens a second of training a stack of Llama's blocks under FSDP2: fp32 shards, bf16 compute, fused AdamW.
+
+Run alone it shards over one rank, which is the same code without traffic; under torchrun over as many as there are.
+Each contender has a fresh model, one after the other, since a GPU does not hold them all.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.contenders import Contender, compile_afresh, in_words
+from benchmarks.llama import Llama, rotations
+from benchmarks.shapes import Stack
+from benchmarks.timing import Step, Timing, between, event
+
+WARM = 3
+STEPS = 12
+RECIPES = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
+"""Those of lpq that are trained if nothing else is asked for."""
+
+
+@contextmanager
+def group() -> Iterator[int]:
+    """The processes that torchrun started, or this one alone; yields how many."""
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = dist.HashStore() if ranks == 1 else None  # type: ignore[attr-defined]
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group("nccl" if bound else "gloo", store=store, rank=rank, world_size=ranks, device_id=bound)
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(everyone: list[Contender], shape: Stack, steps: int, device: torch.device) -> dict[str, Any]:
+    """Tokens a second and rank of each contender, and the most memory that a rank had allocated."""
+    return {
+        **asdict(shape),
+        "ranks": dist.get_world_size(),
+        "results": [_of(c, shape, steps, device) for c in everyone],
+    }
+
+
+def _of(contender: Contender, shape: Stack, steps: int, device: torch.device) -> dict[str, Any]:
+    compile_afresh()
+    gc.collect()
+    result: dict[str, Any]
+    try:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        timing, loss = _train(contender, shape, steps, device)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        speed = shape.tokens / timing.median
+        result = {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
+    except Exception as error:  # what one library cannot do is a result, and the others go on
+        result = {"peak_bytes": None, "failure": in_words(error)}
+    if dist.get_rank() == 0:
+        said = result["failure"] or f"{result['tokens_per_second']:,.0f} tokens/s"
+        print(f"{contender.name}: {said}", file=sys.stderr)
+    return {**contender.record(), **result}
+
+
+def _train(contender: Contender, shape: Stack, steps: int, device: torch.device) -> tuple[Timing, float]:
+    model = sharded(contender, shape, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(shape.batch, shape.sequence, shape.hidden, device=device, dtype=torch.bfloat16)
+    target = torch.randn_like(x)
+    cos, sin = rotations(shape, device, torch.bfloat16)
+    losses = []
+
+    def step() -> None:
+        loss = nn.functional.mse_loss(model(x, cos, sin), target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        if contender.after_step is not None:
+            contender.after_step(model)
+        losses.append(loss.detach())
+
+    for _ in range(WARM):
+        step()
+    return Timing.of(_between(step, steps, device)), float(losses[-1])
+
+
+def _between(step: Step, steps: int, device: torch.device) -> list[float]:
+    """The seconds from the end of one step to the end of the next, without stopping between them."""
+    if device.type != "cuda":
+        return [_wall(step) for _ in range(steps)]
+    marks = [event() for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    return [between(a, b) for a, b in pairwise(marks)]
+
+
+def _wall(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def sharded(contender: Contender, shape: Stack, device: torch.device) -> Llama:
+    """The model of a contender: converted, each block compiled if so wished, and sharded."""
+    torch.manual_seed(0)
+    with device:
+        model = Llama(shape)
+    contender.convert(model)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        if contender.compiled:
+            block.compile(fullgraph=True, dynamic=False)
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model

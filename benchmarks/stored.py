@@ -1,0 +1,67 @@
+"""Results as files: one JSON for each part, and the marked places of a page that show them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment, plots, tables
+
+FOLDER = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+MARK = re.compile(r"(<!-- benchmarks: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""``<!-- benchmarks: FILE WHAT -->`` … ``<!-- end -->``: WHAT is a table of that file, or ``environment``."""
+
+
+def part_of(stem: str) -> str:
+    """``stack-2`` is of the part ``stack``."""
+    return stem.partition("-")[0]
+
+
+def save(folder: Path, stem: str, record: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Write a result with the record of its machine, and return both as they stand in the file."""
+    whole = {"part": part_of(stem), "environment": record, **result}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stem}.json").write_text(json.dumps(whole, indent=1) + "\n")
+    return whole
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """All results of a folder by the names of their files."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print its tables, and what failed."""
+    for table in tables.OF[result["part"]](result).values():
+        table.show()
+    for line in tables.failures(result):
+        print(f"failed: {line}")
+
+
+def plot(folder: Path, stem: str, result: dict[str, Any], prefix: str = "") -> None:
+    """Draw it into a folder, or say why not."""
+    path = folder / f"{prefix}{stem}.png"
+    if not plots.draw(result["part"], result, path):
+        print(f"{path.name} is not drawn: matplotlib is not installed (pip install matplotlib)")
+
+
+def filled(page: str, results: dict[str, dict[str, Any]]) -> str:
+    """A page with its marked places as the results have them; a place whose file is missing stays as it is."""
+
+    def fill(match: re.Match[str]) -> str:
+        start, stem, what, end = match.groups()
+        if stem not in results:
+            return match.group()
+        return f"{start}\n{_text(results[stem], what)}\n\n{end}"
+
+    return MARK.sub(fill, page)
+
+
+def _text(result: dict[str, Any], what: str) -> str:
+    if what == "environment":
+        record = result["environment"]
+        return f"{environment.in_words(record)}; `{record['command']}`."
+    return tables.OF[result["part"]](result)[what].markdown()

@@ -1,0 +1,199 @@
+"""Tables of results: made of stored numbers alone, printed with rich or written as Markdown.
+
+A ratio divides by what its title names, so that of times below 1 is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from benchmarks.contenders import BASELINE, KINDS, label
+
+Result = dict[str, Any]
+WIDTH = 150
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text; the first column names the rows."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def show(self) -> None:
+        """Print it."""
+        made = RichTable(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, column in enumerate(self.columns):
+            made.add_column(escape(column), justify="right" if i else "left", no_wrap=True)
+        for row in self.rows:
+            made.add_row(*map(escape, row))
+        console = Console()
+        Console(width=max(console.width, WIDTH)).print(made)
+
+    def markdown(self) -> str:
+        """The same for a page, without its title."""
+        rule = ["---", *["---:"] * (len(self.columns) - 1)]
+        return "\n".join("| " + " | ".join(row) + " |" for row in [self.columns, rule, *self.rows])
+
+
+def name(row: Result) -> str:
+    """What a row of results is called."""
+    return label(row["library"], row["recipe"], row["compiled"])
+
+
+def kind(row: Result) -> str | None:
+    """The recipe of lpq that does the arithmetic of this row, if there is one."""
+    if row["library"] == "lpq":
+        return str(row["recipe"])
+    return KINDS.get((row["library"], row["recipe"]))
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number, or a dash for what was not measured."""
+    return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def ratio(value: float | None, of: float | None) -> str:
+    """A ratio, or a dash where one of the two is missing."""
+    return NONE if value is None or not of else f"{value / of:.2f}"
+
+
+# ---------------------------------------------------------------------------------------------- linear
+
+
+def linear(result: Result) -> dict[str, Table]:
+    """Milliseconds; ratios to bf16, to the floor and to other libraries; memory held for backward."""
+    shapes: list[Result] = result["shapes"]
+    columns = ["tokens x inputs x outputs", *(f"{s['tokens']}x{s['inputs']}x{s['outputs']}" for s in shapes)]
+    at = [{name(row): row for row in s["results"]} for s in shapes]
+    rows = shapes[0]["results"]
+    floors: list[str] = list(shapes[0]["floors"])
+
+    def line(row: Result, cell: Callable[[int, float | None], str]) -> list[str]:
+        return [name(row), *(cell(i, at[i][name(row)].get("ms")) for i in range(len(shapes)))]
+
+    def floor(i: int, recipe: str, reading: str = "ms") -> float:
+        return float(shapes[i]["floors"][recipe][reading])
+
+    def ratios(reading: str) -> list[list[str]]:
+        like = [(row, kind(row)) for row in rows]
+        return [
+            line(row, lambda i, ms, recipe=recipe: ratio(ms, floor(i, recipe, reading)))  # type: ignore[misc]
+            for row, recipe in like
+            if recipe in floors
+        ]
+
+    times = [line(row, lambda i, ms: number(ms, 2)) for row in rows]
+    times += [[f"floor of {r}", *(number(floor(i, r), 2) for i in range(len(shapes)))] for r in floors]
+    times += _absent(result, len(shapes))
+    to_bf16 = [line(r, lambda i, ms: ratio(ms, at[i][BASELINE].get("ms"))) for r in rows if name(r) != BASELINE]
+    rivals = [r for r in rows if r["library"] not in ("lpq", "torch")]
+    to_rivals = [
+        [f"{name(row)} ÷ {name(rival)}", *(ratio(a[name(row)].get("ms"), a[name(rival)].get("ms")) for a in at)]
+        for rival in rivals
+        for row in rows
+        if row["library"] == "lpq" and kind(row) == kind(rival)
+    ]
+    return {
+        "times": Table("Linear, forward and backward: milliseconds", columns, times),
+        "bf16": Table("Linear: ÷ bf16", columns, to_bf16),
+        "floor": Table(
+            "Linear: ÷ floor (GEMMs alone, and the bytes of quantizing at copy speed)", columns, ratios("ms")
+        ),
+        "stream": Table("Linear: ÷ floor as one stream (GEMMs and copies)", columns, ratios("stream_ms")),
+        "peers": Table("Linear: ÷ other libraries", columns, to_rivals),
+        "memory": _memory(rows, columns, at),
+    }
+
+
+def _memory(rows: Iterable[Result], columns: list[str], at: list[dict[str, Result]]) -> Table:
+    def cell(row: Result) -> str:
+        held, encoded = row.get("held_bytes"), row.get("encoded_bytes")
+        return number(held / 2**20, 1) + (f" ({ratio(held, encoded)})" if encoded else "") if held else NONE
+
+    cells = [[name(row), *(cell(a[name(row)]) for a in at)] for row in rows]
+    return Table("Linear: MiB held for backward (÷ bytes of the encoded operands)", columns, cells)
+
+
+# ---------------------------------------------------------------------------------------------- the others
+
+
+def host(result: Result) -> dict[str, Table]:
+    """Microseconds and their ratio to ``nn.Linear``, also with backward in the calling thread."""
+    rows: list[Result] = result["results"]
+    readings = ("us", "one_thread_us")
+    base = {reading: next(row.get(reading) for row in rows if name(row) == BASELINE) for reading in readings}
+    cells = [
+        [name(row), *(text for r in readings for text in (number(row.get(r), 0), ratio(row.get(r), base[r])))]
+        for row in rows
+    ]
+    columns = ["", "µs", "÷ nn.Linear", "µs in one thread", "÷ nn.Linear in one thread"]
+    return {"times": Table(f"Host time of a step at {result['shape']}", columns, cells + _absent(result, 4))}
+
+
+def casts(result: Result) -> dict[str, Table]:
+    """Time and share of the copy speed."""
+    rows = [
+        [
+            f"{c.get('library', '')} {c['name']}".strip(),
+            c["sides"],
+            number(c.get("microseconds"), 1),
+            number(c["speed"] / 1e12 if "speed" in c else None, 2),
+            number(100 * c["share"] if "share" in c else None, 1),
+            number(100 * c["target"] if "target" in c else None, 0),
+            c.get("kernel", ""),
+        ]
+        for c in [*result["cases"], *result.get("peers", [])]
+    ]
+    title = f"Casts of {result['rows']}x{result['cols']} bf16, copy speed {result['copy_speed'] / 1e12:.2f} TB/s"
+    return {"times": Table(title, ["", "operand", "µs", "TB/s", "% of copy", "goal", "kernel"], rows)}
+
+
+def stack(result: Result) -> dict[str, Table]:
+    """Tokens a second and GPU, ratios of these to bf16 (above 1 is better), and the most memory allocated."""
+    rows: list[Result] = result["results"]
+    speeds = {name(row): row.get("tokens_per_second") for row in rows}
+    compiled = label("torch", "bf16", True)
+    cells = [
+        [
+            name(row), number(speeds[name(row)], 0), ratio(speeds[name(row)], speeds.get(BASELINE)),
+            ratio(speeds[name(row)], speeds.get(compiled)),
+            number(row["peak_bytes"] / 2**30, 1) if row["peak_bytes"] else NONE,
+        ]
+        for row in rows
+    ]  # fmt: skip
+    count = f"{result['ranks']} GPU" + ("s" if result["ranks"] > 1 else "")
+    title = f"A stack of blocks under FSDP2 on {count}: tokens/s and GPU"
+    columns = ["", "tokens/s", "÷ bf16", "÷ bf16, compiled", "GiB at most"]
+    absent = [
+        cells for cells in _absent(result, 4) if not cells[0].startswith("TransformerEngine")
+    ]  # has no part in it
+    return {"times": Table(title, columns, cells + absent)}
+
+
+def failures(result: Result) -> list[str]:
+    """What could not be measured, and why, one line each."""
+    found: dict[str, str] = {}
+    for part in result.get("shapes", [result]):
+        found |= {name(row): row["failure"] for row in part.get("results", []) if row.get("failure")}
+    found |= {f"{row['library']} {row['name']}": row["failure"] for row in result.get("peers", []) if "failure" in row}
+    return [f"{who}: {why}" for who, why in found.items()]
+
+
+def _absent(result: Result, cells: int) -> list[list[str]]:
+    """A row for each library that is not installed."""
+    peers = result.get("environment", {}).get("peers", {})
+    return [[f"{library} (not installed)", *[NONE] * cells] for library, version in peers.items() if version is None]
+
+
+OF = {"casts": casts, "linear": linear, "host": host, "stack": stack}
+"""The tables of each part."""

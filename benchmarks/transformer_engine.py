@@ -1,0 +1,69 @@
+"""TransformerEngine (2.9 or newer), where it is installed: its layers under each of its recipes, and its casts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+RECIPES = ("delayed", "current", "block")
+
+
+def recipe(name: str) -> Any:
+    """One of its recipes with its defaults."""
+    from transformer_engine.common import recipe as recipes
+
+    made = {
+        "delayed": recipes.DelayedScaling,
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+    }
+    return made[name]()
+
+
+class Autocast(nn.Module):
+    """A module that runs under one of its recipes."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__()
+        self.module, self.recipe = module, recipe(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import transformer_engine.pytorch as te
+
+        with te.autocast(enabled=True, recipe=self.recipe):
+            y: Tensor = self.module(x)
+            return y
+
+
+def convert(module: nn.Module, name: str) -> nn.Module:
+    """The module with its layers in place of every ``nn.Linear``."""
+    import transformer_engine.pytorch as te
+
+    for path, child in list(module.named_modules()):
+        if isinstance(child, nn.Linear):
+            made = te.Linear(
+                child.in_features, child.out_features, bias=child.bias is not None,
+                params_dtype=child.weight.dtype, device=child.weight.device,
+            )  # fmt: skip
+            made.load_state_dict(child.state_dict(), strict=False)
+            parent, _, leaf = path.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, made)
+    return Autocast(module, name)
+
+
+def casts() -> dict[tuple[str, str], tuple[int, Callable[[Tensor], Any]]]:
+    """Its casts to FP8 by name and operands; with each, how often it must read its input."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch import Float8BlockQuantizer, Float8CurrentScalingQuantizer
+
+    e4m3 = tex.DType.kFloat8E4M3
+    made: dict[tuple[str, str], tuple[int, Callable[[Tensor], Any]]] = {}
+    for sides, col in (("row", False), ("both", True)):
+        current = Float8CurrentScalingQuantizer(e4m3, device=torch.device("cuda"), rowwise=True, columnwise=col)
+        block = Float8BlockQuantizer(e4m3, rowwise=True, columnwise=col, block_scaling_dim=1)
+        made["current", sides] = (2, current)
+        made["block 1x128", sides] = (1, block)
+    return made

@@ -1,0 +1,64 @@
+"""Results as the benchmarks store them, with made-up numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from benchmarks import environment
+from benchmarks.contenders import of_layers, of_stacks
+from benchmarks.floor import FLOORS
+from benchmarks.shapes import HOST, LINEAR, Stack
+from benchmarks.timing import Timing
+
+RECIPES = ("fp8-current", "nvfp4")
+PEER = {"library": "torchao", "recipe": "tensorwise", "compiled": True, "failure": None}
+
+
+def linear(environment: dict[str, Any]) -> dict[str, Any]:
+    shapes = []
+    for shape in LINEAR[:2]:
+        rows = [
+            {**c.record(), "ms": 2.0 + i, "held_bytes": 2**20, "encoded_bytes": 2**19 if c.library == "lpq" else None}
+            for i, c in enumerate(of_layers(RECIPES))
+        ]
+        rows.append({**PEER, "ms": 4.0, "held_bytes": None, "encoded_bytes": None})
+        gemms = Timing(1e-3, 1e-3, 1e-3)
+        floors = {name: floor.record(shape, gemms, gemms, 4e12) for name, floor in FLOORS.items()}
+        shapes.append({**asdict(shape), "floors": floors, "results": rows})
+    del shapes[1]["results"][1]["ms"]
+    shapes[1]["results"][1]["failure"] = "ValueError: it cannot"
+    return {"part": "linear", "environment": environment, "copy_speed": 4e12, "shapes": shapes}
+
+
+def host(environment: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {**c.record(), "us": 100.0 * (i + 1), "one_thread_us": 50.0 + 25 * i, "failure": None}
+        for i, c in enumerate(of_layers(RECIPES))
+    ]
+    return {"part": "host", "environment": environment, "shape": str(HOST), "results": rows}
+
+
+def stack(environment: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {**c.record(), "tokens_per_second": 40_000.0 + 10_000 * i, "peak_bytes": 20 * 2**30, "failure": None}
+        for i, c in enumerate(of_stacks(RECIPES))
+    ]
+    return {"part": "stack", "environment": environment, **asdict(Stack()), "ranks": 2, "results": rows}
+
+
+def casts(environment: dict[str, Any]) -> dict[str, Any]:
+    case = {"name": "mxfp8", "sides": "row", "target": 0.92, "microseconds": 104.0, "speed": 3.9e12, "share": 0.93}
+    return {
+        "part": "casts", "environment": environment, "rows": 16384, "cols": 8192, "copy_speed": 4.2e12,
+        "cases": [{**case, "kernel": "reference"}], "peers": [{**case, "library": "TransformerEngine"}],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results() -> dict[str, dict[str, Any]]:
+    """One file of each part."""
+    record = {**environment.record(["linear"]), "peers": {"torchao": "0.17.0", "TransformerEngine": None}}
+    return {"linear": linear(record), "host": host(record), "stack-2": stack(record), "casts": casts(record)}

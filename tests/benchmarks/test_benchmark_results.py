@@ -1,0 +1,212 @@
+"""What the benchmarks do with numbers: floors, tables, plots, files and pages. No GPU is needed for that."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lpq
+from benchmarks import __main__ as command
+from benchmarks import environment, plots, profiles, stored, tables
+from benchmarks.contenders import KINDS, RECIPES, of_layers, of_stacks
+from benchmarks.floor import FLOORS, Floor
+from benchmarks.layers import encoded_bytes
+from benchmarks.shapes import HOST, LINEAR, Shape, Stack
+
+Results = dict[str, dict[str, Any]]
+
+
+# ---------------------------------------------------------------------------------------------- sizes and floors
+
+
+def test_a_shape_counts_the_elements_of_its_three_tensors() -> None:
+    assert Shape(2, 3, 5).tensors == (6, 15, 10)
+    assert str(HOST) == "128x128x128"
+    assert Stack().tokens == 8192
+
+
+@pytest.mark.parametrize("shape", LINEAR, ids=str)
+def test_sizes_suit_every_format_and_every_scaled_matmul(shape: Shape) -> None:
+    assert all(size % 512 == 0 for size in (shape.tokens, shape.inputs, shape.outputs))
+
+
+def test_a_floor_is_its_gemms_and_its_bytes_at_copy_speed() -> None:
+    shape = Shape(8192, 4096, 4096)
+    assert FLOORS["fp8-current"].quantized_bytes(shape) == 6 * sum(shape.tensors)
+    assert FLOORS["fp8-delayed"].quantized_bytes(shape) == 4 * sum(shape.tensors)
+    assert Floor("tensor", reads=2).seconds(shape, 0.5e-3, 6e12) == pytest.approx(0.5e-3 + sum(shape.tensors) / 1e12)
+
+
+def test_every_recipe_exists_and_other_libraries_are_compared_with_one_that_has_a_floor() -> None:
+    assert [lpq.recipe(name).name for name in RECIPES] == list(RECIPES)
+    assert set(KINDS.values()) <= set(FLOORS) <= set(RECIPES)
+
+
+def test_the_bytes_kept_for_backward_are_those_of_two_operands() -> None:
+    shape = Shape(64, 32, 128)
+    elements = 64 * 32 + 128 * 32
+    assert encoded_bytes("fp8-current", shape) == elements + 2 * 4
+    assert encoded_bytes("mxfp8", shape) == elements + elements // 32
+
+
+def test_names_differ() -> None:
+    for everyone in (of_layers(), of_stacks()):
+        names = [c.name for c in everyone]
+        assert len(set(names)) == len(names)
+        assert names[0] == "bf16"
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+def row(table: tables.Table, name: str) -> list[str]:
+    (found,) = [list(cells[1:]) for cells in table.rows if cells[0] == name]
+    return found
+
+
+def test_ratios_divide_by_what_their_title_names(results: Results) -> None:
+    made = tables.linear(results["linear"])
+    assert row(made["times"], "bf16") == ["2.00", "2.00"]
+    assert row(made["times"], "lpq fp8-current") == ["4.00", "4.00"]
+    assert row(made["bf16"], "lpq fp8-current") == ["2.00", "2.00"]
+    assert row(made["peers"], "lpq fp8-current ÷ torchao tensorwise, compiled") == ["1.00", "1.00"]
+    assert row(made["memory"], "lpq fp8-current") == ["1.0 (2.00)", "1.0 (2.00)"]
+    floor = results["linear"]["shapes"][0]["floors"]["fp8-current"]["ms"]
+    assert row(made["floor"], "torchao tensorwise, compiled")[0] == f"{4 / floor:.2f}"
+    assert not [cells for cells in made["floor"].rows if "nvfp4" in cells[0]]
+
+
+def test_host_time_has_a_reading_with_and_without_a_thread_for_backward(results: Results) -> None:
+    made = tables.host(results["host"])["times"]
+    assert row(made, "bf16, compiled") == ["200", "2.00", "75", "1.50"]
+
+
+def test_what_failed_or_is_missing_stands_in_the_table(results: Results) -> None:
+    times = tables.linear(results["linear"])["times"]
+    assert row(times, "bf16, compiled") == ["3.00", tables.NONE]
+    assert row(times, "TransformerEngine (not installed)") == [tables.NONE, tables.NONE]
+    assert tables.failures(results["linear"]) == ["bf16, compiled: ValueError: it cannot"]
+    assert tables.failures(results["host"]) == []
+    results["casts"]["peers"] = [{"library": "TransformerEngine", "name": "casts", "sides": "", "failure": "no"}]
+    assert row(tables.casts(results["casts"])["times"], "TransformerEngine casts")[1] == tables.NONE
+    assert tables.failures(results["casts"]) == ["TransformerEngine casts: no"]
+
+
+def test_faster_than_bf16_is_above_one_for_tokens(results: Results) -> None:
+    made = tables.stack(results["stack-2"])["times"]
+    assert row(made, "lpq fp8-current")[:3] == ["60,000", "1.50", "1.20"]
+    assert "2 GPUs" in made.title
+
+
+@pytest.mark.parametrize("stem", ["linear", "host", "stack-2", "casts"])
+def test_every_part_prints_and_is_markdown(stem: str, results: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    stored.show(results[stem])
+    assert "÷" in capsys.readouterr().out or stem == "casts"
+    for table in tables.OF[results[stem]["part"]](results[stem]).values():
+        lines = table.markdown().splitlines()
+        assert len(lines) == len(table.rows) + 2
+        assert {line.count("|") for line in lines} == {len(table.columns) + 1}
+
+
+# ---------------------------------------------------------------------------------------------- plots, files, pages
+
+
+@pytest.mark.parametrize("stem", ["linear", "host", "stack-2", "casts"])
+def test_every_part_is_drawn_from_its_file(stem: str, results: Results, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    (tmp_path / f"{stem}.json").write_text(json.dumps(results[stem]))
+    stored.plot(tmp_path, stem, stored.load(tmp_path)[stem])
+    assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_plot_is_skipped_with_a_word(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    stored.plot(tmp_path, "host", results["host"])
+    assert "matplotlib" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_holds_the_result_and_the_machine(tmp_path: Path) -> None:
+    whole = stored.save(tmp_path, "stack-2", environment.record(["stack"], ranks=2), {"results": []})
+    assert stored.load(tmp_path) == {"stack-2": whole}
+    assert whole["part"] == "stack"
+    record = whole["environment"]
+    assert {"date", "device", "torch", "cuda", "lpq", "peers", "command"} <= set(record)
+    assert record["command"] == "torchrun --nproc-per-node 2 -m benchmarks stack"
+
+
+def test_a_page_is_filled_at_its_marks_only(results: Results) -> None:
+    unknown = "<!-- benchmarks: none times -->\nkept\n<!-- end -->\n"
+    page = f"a\n<!-- benchmarks: host times -->\nold\n<!-- end -->\nb\n{unknown}"
+    filled = stored.filled(page, results)
+    assert filled.startswith("a\n<!-- benchmarks: host times -->\n\n|  | µs | ÷ nn.Linear |")
+    assert "old" not in filled
+    assert filled.endswith(f"<!-- end -->\nb\n{unknown}")
+    assert stored.filled(filled, results) == filled
+
+
+def test_the_page_shows_the_stored_results() -> None:
+    page = stored.PAGE.read_text()
+    found = stored.load(stored.FOLDER)
+    assert stored.filled(page, found) == page, "python -m benchmarks page"
+    for place in stored.MARK.finditer(page):
+        start, stem, _, end = place.groups()
+        assert stem in found or place.group() == start + end, f"{stem} is shown, and there is no file of it"
+    for picture in re.findall(r"\]\((assets/performance-[^)]+)\)", page):
+        assert (stored.PAGE.parent / picture).is_file()
+
+
+@pytest.mark.parametrize("path", sorted(stored.FOLDER.glob("*.json")), ids=lambda p: p.stem)
+def test_stored_results_have_tables(path: Path) -> None:
+    result = json.loads(path.read_text())
+    assert result["part"] == stored.part_of(path.stem)
+    assert result["environment"]["device"] != "CPU"
+    assert all(table.rows for table in tables.OF[result["part"]](result).values())
+
+
+# ---------------------------------------------------------------------------------------------- traces, the command
+
+
+def test_a_trace_becomes_the_kernels_of_the_median_step() -> None:
+    starts = [0.0, 12.0, 100.0, 112.0, 200.0, 214.0]
+    events = [{"ts": t, "dur": 10.0, "name": "ab"[i % 2]} for i, t in enumerate(starts)]
+    first, second = profiles.kernels_of(events[::-1], steps=3)
+    assert (first.name, first.gap, first.took) == ("a", pytest.approx((78 + 78) / 2), 10.0)
+    assert (second.name, second.gap) == ("b", 3.0)
+    with pytest.raises(ValueError, match="5 kernels are not 3 equal steps"):
+        profiles.kernels_of(events[:5], steps=3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the benchmarks would run")
+@pytest.mark.parametrize("arguments", [[], ["linear", "--quick"], ["stack"]])
+def test_without_a_gpu_it_says_so(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert "CUDA device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        command.main(["linaer"])
+    assert status.value.code == 2
+    assert "linaer" in capsys.readouterr().err
+
+
+def test_the_recorded_command_names_no_folder() -> None:
+    assert command._without_out(["linear", "--out", "here", "--quick"]) == ["linear", "--quick"]
+    assert command._without_out(["--out=here", "host"]) == ["host"]
+
+
+def test_stored_results_are_shown_anywhere(
+    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "host.json").write_text(json.dumps(results["host"]))
+    assert command.main(["show", "--out", str(tmp_path)]) == 0
+    assert "Host time of a step at 128x128x128" in capsys.readouterr().out

@@ -1,0 +1,110 @@
+"""The steps that the benchmarks time do what they say, on the CPU and at tiny sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import contenders, stack
+from benchmarks.contenders import Contender, of_layers, of_stacks
+from benchmarks.floor import FLOORS, Bare
+from benchmarks.host import measure
+from benchmarks.layers import Layers
+from benchmarks.llama import Llama, rotations
+from benchmarks.shapes import TINY, Shape
+from benchmarks.timing import Effort, Timing, on_host
+
+CPU = torch.device("cpu")
+SMALL = Shape(64, 32, 48)
+
+
+def _failing(module: nn.Module) -> nn.Module:
+    raise RuntimeError("not today")
+
+
+def test_a_timing_is_the_median_and_its_range() -> None:
+    timing = Timing.of([3.0, 1.0, 2.0])
+    assert timing.record("ms") == {"ms": 2000.0, "fastest_ms": 1000.0, "slowest_ms": 3000.0}
+
+
+def test_contenders_take_turns_in_changing_order() -> None:
+    seen: list[str] = []
+    steps = {name: (lambda name=name: seen.append(name)) for name in "abc"}
+    taken = on_host(steps, Effort(rounds=6, steps=1), lambda: None)
+    each = ["".join(seen[i : i + 9 : 3]) for i in range(0, len(seen), 9)]  # two steps to lead and one that is timed
+    assert set(taken) == set("abc")
+    assert all(sorted(order) == list("abc") for order in each)
+    assert len(set(each)) > 1
+
+
+def test_a_step_quantizes_the_weight_each_time_and_drops_gradients() -> None:
+    layers = Layers(of_layers(("fp8-current",), compiled=False), SMALL, CPU)
+    assert layers.failures == {}
+    for name, step in layers.steps().items():
+        module = layers.modules[name]
+        step()
+        assert module.weight.grad is None
+        before = module(layers.x)
+        with torch.no_grad():
+            module.weight.neg_()
+        assert torch.equal(module(layers.x), -before)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-row"])
+def test_a_floor_multiplies_and_copies_what_the_recipe_does(recipe: str) -> None:
+    shape = Shape(64, 32, 48)
+    bare = Bare(FLOORS[recipe], shape, CPU)
+    fprop, dgrad, wgrad = (gemm() for gemm in bare._sets[0])
+    assert (fprop.shape, dgrad.shape, wgrad.shape) == ((64, 48), (64, 32), (48, 32))
+    assert all(torch.isfinite(product).all() for product in (fprop, dgrad, wgrad))
+    copied = sum(tensor.nbytes for pair in bare._copies for tensor in pair)
+    assert copied == FLOORS[recipe].quantized_bytes(shape)
+    for step in bare.steps(recipe).values():
+        step()
+
+
+def test_what_fails_is_a_result_and_the_others_go_on() -> None:
+    everyone = [*of_layers((), compiled=False), Contender("torchao", "tensorwise", False, _failing)]
+    rows = measure(everyone, Effort(rounds=1, steps=2), CPU)["results"]
+    assert [row["failure"] for row in rows] == [None, "RuntimeError: not today"]
+    assert rows[0]["us"] > 0
+    assert rows[0]["one_thread_us"] > 0
+    assert "us" not in rows[1]
+
+
+def test_a_missing_library_does_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "installed", lambda library: None)
+    assert {c.library for c in of_layers()} == {"torch", "lpq"}
+    assert {c.library for c in of_stacks()} == {"torch", "lpq"}
+
+
+def test_the_stack_is_causal_and_has_the_parameters_of_llama() -> None:
+    torch.manual_seed(0)
+    model = Llama(TINY)
+    x = torch.randn(1, TINY.sequence, TINY.hidden)
+    cos, sin = rotations(TINY, CPU, torch.float32)
+    y = model(x, cos, sin)
+    x[:, TINY.sequence // 2 :] = 0
+    half = model(x, cos, sin)
+    assert torch.equal(y[:, : TINY.sequence // 2], half[:, : TINY.sequence // 2])
+    assert not torch.equal(y, half)
+    kv = TINY.hidden * TINY.kv_heads // TINY.heads
+    block = 2 * TINY.hidden**2 + 2 * TINY.hidden * kv + 3 * TINY.hidden * TINY.ffn + 2 * TINY.hidden
+    assert sum(p.numel() for p in model.parameters()) == TINY.blocks * block
+
+
+@pytest.mark.xdist_group("benchmark stack")
+def test_the_stack_trains_sharded_over_one_rank() -> None:
+    with stack.group() as ranks:
+        result = stack.measure(of_stacks(("fp8-current",), compiled=False), TINY, 2, CPU)
+    assert ranks == result["ranks"] == 1
+    assert [row["failure"] for row in result["results"]] == [None, None]
+    plain, quantized = (row["loss"] for row in result["results"])
+    assert plain == pytest.approx(quantized, rel=0.05)
+    assert all(row["tokens_per_second"] > 0 for row in result["results"])
+
+
+def test_only_some_take_part_and_bf16_always() -> None:
+    names = [c.name for c in contenders.chosen(of_layers(("fp8-current", "nvfp4")), ["lpq nvfp4"])]
+    assert names == ["bf16", "lpq nvfp4", "lpq nvfp4, compiled"]

@@ -1,0 +1,392 @@
+"""From high precision to stored weights with masters and back: through a checkpoint, with and without the optimizer.
+
+The values stay what they were, to the bit, and so does the run that goes on from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import as_bytes
+from ranks import spawn
+from sharded import How, built, step
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+
+import lpq
+from lpq import checkpoint
+from lpq.checkpoint import CheckpointError, CheckpointWarning
+from lpq.core import QuantizedTensor
+from lpq.observe import collectives
+from lpq.optim import MasterWeights
+
+RECIPES = ["fp8-current", "x=mxfp8(), w=hybrid(row=fp8, col=nvfp4), dy=mxfp8()"]
+WEIGHTS = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]
+"""The weights that are converted."""
+
+
+def how(recipe: str, weights: str | None, shard: bool) -> How:
+    return How(recipe, weights=weights, width=64, inner=128, shard=shard)
+
+
+def made(recipe: str, weights: str | None, shard: bool) -> nn.Module:
+    return built(how(recipe, weights, shard))
+
+
+def adam(net: nn.Module) -> AdamW:
+    return AdamW(net.parameters(), lr=1e-2)
+
+
+def trained(recipe: str, weights: str | None, shard: bool, first: int = 0) -> tuple[nn.Module, Optimizer]:
+    """A model after two steps, with masters if its weights are stored."""
+    net = made(recipe, weights, shard)
+    optimizer = MasterWeights(adam(net)) if weights == "quantized" else adam(net)
+    for number in range(first, first + 2):
+        step(net, optimizer, number, how(recipe, weights, shard))
+    return net, optimizer
+
+
+def goes_on(net: nn.Module, optimizer: Optimizer, shard: bool) -> list[float]:
+    """The losses of the steps that follow."""
+    losses = [step(net, optimizer, number, how("", None, shard)) for number in range(2, 5)]
+    assert len(set(losses)) == 3
+    return losses
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def values(net: nn.Module) -> dict[str, Tensor]:
+    """This rank's part of each converted weight, as it is."""
+    found = {name: local(p) for name, p in net.named_parameters() if name in WEIGHTS}
+    assert list(found) == WEIGHTS
+    return {name: getattr(p, "held", p) for name, p in found.items()}
+
+
+def masters(net: nn.Module, optimizer: MasterWeights) -> dict[str, Tensor]:
+    return {name: local(optimizer.masters[p]) for name, p in net.named_parameters() if name in WEIGHTS}
+
+
+def moments(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """All state but the masters, in the order of the parameters."""
+    state = optimizer.state_dict()["state"].values()
+    return [(name, local(t)) for of_one in state for name, t in of_one.items() if name != "master"]
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+
+
+def encoded(net: nn.Module, of: dict[str, Tensor]) -> None:
+    """The weights are what their quantizer makes of these values, with the statistics of the whole weights."""
+    for name, weight in values(net).items():
+        assert isinstance(weight, QuantizedTensor)
+        whole = of[name]
+        if dist.is_initialized():
+            parts = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, whole.contiguous())
+            whole = torch.cat(parts)
+        truth = weight.quantizer.quantize(whole)
+        rows = weight.shape[0]
+        start = rows * dist.get_rank() if dist.is_initialized() else 0
+        for (direction, a), (_, b) in zip(weight.operands, truth.operands, strict=False):
+            part = b.narrow(0 if direction == "row" else 1, start, start + rows)
+            assert part is not None
+            for x, y in zip(a.tensors(), part.tensors(), strict=True):
+                assert torch.equal(as_bytes(x), as_bytes(y)), (name, direction)
+
+
+def quietly(path: Path, net: nn.Module, optimizer: Optimizer | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        checkpoint.load(path, net, optimizer)
+
+
+def _masters_of_high_precision(folder: Path, recipe: str, shard: bool) -> None:
+    net, optimizer = trained(recipe, "high_precision", shard)
+    saved = {name: value.clone() for name, value in values(net).items()}
+    checkpoint.save(folder / "with", net, optimizer)
+    checkpoint.save(folder / "without", net)
+
+    for used in (False, True):  # masters that took steps of their own are overwritten, too
+        stored = made(recipe, "quantized", shard)
+        resumed = MasterWeights(adam(stored))
+        if used:
+            stored, resumed = trained(recipe, "quantized", shard, first=7)
+        with collectives() as seen:
+            quietly(folder / "with", stored, resumed)
+        assert [c.kind for c in seen].count("all_reduce") == int(shard), "one reduction for all"
+        equal(masters(stored, resumed), saved)
+        encoded(stored, saved)
+        decoded = {name: value.dequantize() for name, value in values(stored).items()}
+        assert not any(torch.equal(decoded[name], saved[name]) for name in WEIGHTS), "or it would not matter"
+        found, expected = moments(resumed), moments(optimizer)
+        assert [name for name, _ in found] == [name for name, _ in expected]
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+
+    fresh = made(recipe, "quantized", shard)
+    alone = MasterWeights(adam(fresh))
+    with collectives() as seen:
+        quietly(folder / "without", fresh, alone)
+    assert [c.kind for c in seen].count("all_reduce") == int(shard)
+    equal(masters(fresh, alone), saved)
+    encoded(fresh, saved)
+    assert moments(alone) == []
+
+    twin = made(recipe, "high_precision", shard)
+    quietly(folder / "with", twin, None)
+    anew = goes_on(twin, adam(twin), shard)
+    truth = goes_on(net, optimizer, shard)
+    assert anew != truth
+    assert goes_on(stored, resumed, shard) == truth
+    assert goes_on(fresh, alone, shard) == anew
+
+
+def _high_precision_of_masters(folder: Path, recipe: str, shard: bool) -> None:
+    stored, optimizer = trained(recipe, "quantized", shard)
+    kept = {name: value.clone() for name, value in masters(stored, optimizer).items()}
+    checkpoint.save(folder / "masters", stored, optimizer)
+
+    net = made(recipe, "high_precision", shard)
+    resumed = adam(net)
+    quietly(folder / "masters", net, resumed)
+    equal(values(net), kept)
+    assert all("master" not in state for state in resumed.state.values())
+    found, expected = moments(resumed), moments(optimizer)
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+
+    plain = made(recipe, None, shard)
+    quietly(folder / "masters", plain, None)
+    equal(values(plain), kept)
+
+    assert goes_on(net, resumed, shard) == goes_on(stored, optimizer, shard)
+
+
+def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
+    stored, optimizer = trained(recipe, "quantized", shard)
+    checkpoint.save(folder / "dropped", stored, optimizer)
+    before = {n: [as_bytes(b).clone() for _, s in w.operands for b in s.tensors()] for n, w in values(stored).items()}
+    net = made(recipe, "quantized", shard)
+    ordinary = adam(net)
+    with pytest.warns(CheckpointWarning) as told:
+        checkpoint.load(folder / "dropped", net, ordinary)
+    (line,) = [str(w.message) for w in told]
+    assert f"the fp32 masters of 4 weights are left out ({', '.join(WEIGHTS)})" in line
+    assert "wrap it in lpq.optim.MasterWeights before loading" in line
+    for name, weight in values(net).items():
+        now = [as_bytes(b) for _, s in weight.operands for b in s.tensors()]
+        assert all(torch.equal(a, b) for a, b in zip(now, before[name], strict=True)), name
+    found, expected = moments(ordinary), moments(optimizer)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+    assert all("master" not in state for state in ordinary.state.values())
+    goes_on(net, ordinary, shard)
+    quietly(folder / "dropped", made(recipe, "quantized", shard), None)  # for evaluation: nobody wants masters
+
+
+def _masters_of_stored_weights(folder: Path, recipe: str, shard: bool) -> None:
+    """Saved without masters: they start from what the weights decode to, as if they were made after loading."""
+    stored = made(recipe, "quantized", shard)
+    ordinary = adam(stored)
+    step(stored, ordinary, 0, how(recipe, "quantized", shard))
+    checkpoint.save(folder / "plain", stored, ordinary)
+    net = made(recipe, "quantized", shard)
+    optimizer = MasterWeights(adam(net))
+    quietly(folder / "plain", net, optimizer)
+    equal(masters(net, optimizer), {name: w.dequantize(torch.float32) for name, w in values(stored).items()})
+    found, expected = moments(optimizer), moments(ordinary)
+    assert found
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True))
+    goes_on(net, optimizer, shard)
+
+
+def _all(rank: int, folder: Path, shard: bool = True) -> None:
+    for number, recipe in enumerate(RECIPES):
+        for check in (
+            _masters_of_high_precision,
+            _high_precision_of_masters,
+            _masters_without_a_place,
+            _masters_of_stored_weights,
+        ):
+            check(folder / str(number), recipe, shard)
+
+
+def test_not_sharded(tmp_path: Path) -> None:
+    _all(0, tmp_path, shard=False)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    spawn(_all, 2, tmp_path)
+
+
+# ------------------------------------------------------------------------------------ in one process
+
+
+def layer(weights: str | None = "quantized", recipe: str = "mxfp8", dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(1)
+    return lpq.convert(nn.Sequential(nn.Linear(64, 32, dtype=dtype)), recipe, weights=weights)
+
+
+def stepped(net: nn.Module, optimizer: Optimizer) -> Optimizer:
+    net(torch.randn(8, 64, dtype=net[0].bias.dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def test_an_ordinary_model_in_bf16_gives_masters_its_very_values(tmp_path: Path) -> None:
+    """And moments, which the masters' optimizer keeps in fp32, as it keeps its own."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
+    first = stepped(plain, adam(plain))
+    checkpoint.save(tmp_path, plain, first)
+    net = layer(dtype=torch.bfloat16)
+    optimizer = MasterWeights(adam(net))
+    checkpoint.load(tmp_path, net, optimizer)
+    assert torch.equal(optimizer.masters[net[0].weight], plain[0].weight.float())
+    state = optimizer.state_dict()["state"][0]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert state[name].dtype == torch.float32
+        assert torch.equal(state[name], first.state[plain[0].weight][name].float())
+    stepped(net, optimizer)
+
+
+def test_a_model_in_bf16_takes_masters_rounded(tmp_path: Path) -> None:
+    net = layer(dtype=torch.bfloat16)
+    optimizer = MasterWeights(adam(net))
+    stepped(net, optimizer)
+    checkpoint.save(tmp_path, net, optimizer)
+    other = layer("high_precision", dtype=torch.bfloat16)
+    version = other[0].weight._version
+    quietly(tmp_path, other, None)
+    master = optimizer.masters[net[0].weight]
+    assert torch.equal(other[0].weight, master.bfloat16())
+    assert not torch.equal(master.bfloat16().float(), master)
+    assert not torch.equal(other[0].weight, net[0].weight.dequantize())
+    assert other[0].weight._version > version, "what was derived from it is out of date"
+    plain = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
+    checkpoint.load(tmp_path, plain, any_policy=True)
+    assert torch.equal(plain[0].weight, other[0].weight)
+
+
+def test_a_master_of_somebody_else_stays_the_optimizers_own(tmp_path: Path) -> None:
+    """State of this name beside a weight in high precision is no master of lpq's."""
+    net = layer("high_precision")
+    optimizer = SGD(net.parameters(), 0.1)
+    optimizer.state[net[0].weight] = {"master": torch.full((32, 64), 7.0)}
+    checkpoint.save(tmp_path, net, optimizer)
+    other = layer("high_precision")
+    resumed = SGD(other.parameters(), 0.1)
+    checkpoint.load(tmp_path, other, resumed)
+    assert torch.equal(other[0].weight, net[0].weight)
+    assert torch.equal(resumed.state[other[0].weight]["master"], torch.full((32, 64), 7.0))
+
+
+def test_an_optimizer_that_took_steps_is_no_new_one(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, layer("high_precision"))
+    net = layer()
+    optimizer = stepped(net, MasterWeights(adam(net)))
+    with pytest.raises(CheckpointError, match="it was saved without an optimizer: load it without, or start"):
+        checkpoint.load(tmp_path, net, optimizer)
+
+
+def deeper() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 48))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (deeper, r"it has nothing for these tensors of the model: 1\.weight, 1\.bias"),
+        (wider, r"0\.weight was saved with shape \[32, 64\] and is \[48, 64\] in the model"),
+    ],
+)
+def test_of_a_model_that_differs_the_model_is_spoken_of(tmp_path: Path, make: type[nn.Module], words: str) -> None:
+    """Its optimizer differs as well, because of that."""
+    plain = nn.Sequential(nn.Linear(64, 32))
+    checkpoint.save(tmp_path / "with", plain, stepped(plain, adam(plain)))
+    checkpoint.save(tmp_path / "without", plain)
+    for name in ("with", "without"):
+        net = make()
+        for optimizer in (adam(net), adam(wider())):  # the latter is not of this model at all
+            with pytest.raises(CheckpointError, match=words):
+                checkpoint.load(tmp_path / name, net, optimizer)
+
+
+def test_what_an_optimizer_has_no_place_for_is_said_of_the_optimizer(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(64, 32))
+    weight, bias = plain.parameters()
+    groups = [stepped(plain, AdamW([weight])), stepped(plain, AdamW([bias]))]
+    checkpoint.save(tmp_path, plain, groups)
+    with pytest.raises(CheckpointError, match=r"tensors for which the optimizer has no place: optimizer\.state\.0\.b"):
+        checkpoint.load(tmp_path, plain, groups[:1])
+
+
+# ------------------------------------------------------------------------------------ a step without gradients
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8-current", "nvfp4", RECIPES[1], "x=mxfp8(), w=nvfp4(stochastic=true), dy=mxfp8()"]
+)
+def test_a_step_without_gradients_changes_nothing(recipe: str) -> None:
+    """As of any optimizer of torch: no decay, no state, and no weight is encoded anew of less than it was."""
+    net = layer(recipe=recipe)
+    optimizer = MasterWeights(AdamW(net.parameters(), weight_decay=0.5))
+    weight = net[0].weight
+
+    def everything() -> list[Tensor]:
+        kept = [b for _, storage in weight.operands for b in storage.tensors()]
+        return [as_bytes(t).clone() for t in (*kept, optimizer.masters[weight], net[0].bias)]
+
+    before, state = everything(), copy.deepcopy(moments(optimizer))
+    versions = weight._version, weight.row.data._version
+    random = torch.get_rng_state()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
+    assert (weight._version, weight.row.data._version) == versions
+    assert moments(optimizer) == state == []
+    assert torch.equal(torch.get_rng_state(), random)
+    stepped(net, optimizer)
+    assert not torch.equal(everything()[0], before[0]), "with gradients it does"
+
+
+def test_only_weights_with_a_gradient_are_encoded() -> None:
+    torch.manual_seed(0)
+    net = lpq.convert(nn.ModuleList(nn.Linear(64, 32) for _ in range(2)), RECIPES[1], weights="quantized")
+    optimizer = MasterWeights(AdamW(net.parameters(), weight_decay=0.5))
+    before = [[as_bytes(b).clone() for _, s in m.weight.operands for b in s.tensors()] for m in net]
+    net[0](torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    after = [[as_bytes(b) for _, s in m.weight.operands for b in s.tensors()] for m in net]
+    assert not all(torch.equal(a, b) for a, b in zip(after[0], before[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(after[1], before[1], strict=True))
+
+
+def test_a_master_that_is_written_to_without_a_gradient_counts() -> None:
+    class Shrinks(Optimizer):
+        """It goes by no gradient."""
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.5)
+
+    net = layer(recipe="fp8-current")
+    optimizer = MasterWeights(Shrinks(net.parameters(), {}))
+    before = net[0].weight.dequantize()
+    optimizer.step()
+    assert torch.equal(net[0].weight.dequantize(), before / 2)

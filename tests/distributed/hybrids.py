@@ -1,0 +1,9 @@
+"""Hybrids of every two formats, the example of a third party among them."""
+
+from __future__ import annotations
+
+MIXED = [
+    "fp8", "fp8(scaling=delayed, history=4)", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4",
+    "nvfp4(block=16x16)", "identity(dtype=bfloat16)", "mxfp4",
+]  # fmt: skip
+PAIRS = [f"hybrid(row={a}, col={b})" for a in MIXED for b in MIXED]

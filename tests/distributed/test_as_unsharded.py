@@ -1,0 +1,125 @@
+"""Weights that are stored quantized: sharded training is unsharded training, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from operands import same
+from ranks import spawn
+from stored import OPTIMIZERS, RECIPES, W8, Way, converted, parts, same_parts, sharded, train
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from lpq.core import QuantizedTensor
+from lpq.core.write import overwrite
+from lpq.optim import MasterWeights
+
+
+class Mixed(nn.Sequential):
+    """What ``MixedPrecisionPolicy`` means: a model in fp32, and one in bf16 which computes in its place."""
+
+    def __init__(self, net: nn.Sequential, recipe: str) -> None:
+        super().__init__(*net)
+        self._in_bf16 = [converted(recipe, bf16=True)]  # not a part of it
+        for own, other in zip(self.parameters(), self._in_bf16[0].parameters(), strict=True):
+            other.register_post_accumulate_grad_hook(lambda other, own=own: self._take_gradient(own, other))
+
+    @staticmethod
+    def _take_gradient(own: Tensor, other: Tensor) -> None:
+        assert other.grad is not None
+        own.grad, other.grad = other.grad.float(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, other in zip(self.parameters(), self._in_bf16[0].parameters(), strict=True):
+                if isinstance(own, QuantizedTensor):
+                    assert isinstance(other, QuantizedTensor)
+                    overwrite(other, own.row, own.col)
+                else:
+                    other.copy_(own)
+        computed = self._in_bf16[0](x)
+        assert computed.dtype == torch.bfloat16
+        return computed
+
+
+def _as_unsharded(way: Way) -> list[float]:
+    torch.compiler.reset()
+    alone = converted(way.recipe, way.bf16)
+    before = copy.deepcopy(alone)
+    losses, their = train(Mixed(alone, way.recipe) if way.mixed else alone, way)
+    ours = converted(way.recipe, way.bf16)
+    if way.checkpoint:
+        for i, block in enumerate(ours):
+            ours[i] = checkpoint_wrapper(block)
+        way = Way(**{**vars(way), "checkpoint": False})
+    sharded(ours, way.reshard, way.offload, way.mixed)
+    weights = [b.up.weight for b in ours] + [b.down.weight for b in ours]
+    assert all(isinstance(w._local_tensor, QuantizedTensor) for w in weights)
+    again, optimizer = train(ours, way)
+    assert again == losses, way
+    same_parts(ours, alone, way)
+    assert not any(same(parts(a), parts(b)) for a, b in zip(before.parameters(), alone.parameters(), strict=True))
+    if way.masters:
+        assert isinstance(optimizer, MasterWeights)
+        assert isinstance(their, MasterWeights)
+        assert len(optimizer.masters) == len(their.masters) == 4
+        for a, b in zip(optimizer.masters.values(), their.masters.values(), strict=True):
+            assert a.dtype == torch.float32
+            assert torch.equal(a.full_tensor(), b), way
+    return losses
+
+
+def _ways(rank: int) -> None:
+    trained = {}
+    for recipe in RECIPES:
+        for masters in (False, True):
+            trained[recipe, masters] = tuple(_as_unsharded(Way(recipe, masters=masters, bf16=recipe in RECIPES[::2])))
+    assert len(set(trained.values())) > len(RECIPES)
+    mixed = W8.format("hybrid(row=nvfp4, col=fp8)")
+    for optimizer in OPTIMIZERS:
+        for masters in (False, True):
+            _as_unsharded(Way(mixed, optimizer, masters, scheduled=optimizer != "foreach"))
+    plain = _as_unsharded(Way("fp8-current", masters=True))
+    assert _as_unsharded(Way("fp8-current", masters=True, scheduled=True)) != plain
+    for masters in (False, True):
+        _as_unsharded(Way(mixed, masters=masters, accumulate=3))
+        _as_unsharded(Way(mixed, masters=masters, checkpoint=True))
+        _as_unsharded(Way(mixed, masters=masters, reshard=False))
+        _as_unsharded(Way(mixed, masters=masters, offload=True))
+        _as_unsharded(Way("fp8-delayed", masters=masters, accumulate=2, checkpoint=True, reshard=False))
+    for recipe in RECIPES:
+        _as_unsharded(Way(recipe, masters=True, mixed=True))
+    _as_unsharded(Way(mixed, "fused", mixed=True, checkpoint=True, reshard=False))
+    _as_unsharded(Way(mixed, masters=True, compile="inductor"))
+
+
+def test_sharded_training_is_unsharded_training() -> None:
+    spawn(_ways, 2)
+
+
+def _ways_on_four(rank: int) -> None:
+    hybrid = W8.format("hybrid(row=nvfp4, col=fp8(scaling=row))")
+    for way in (
+        Way("fp8-current", masters=True),
+        Way(hybrid, "fused"),
+        Way("fp8-delayed", mixed=True),
+        Way(hybrid, masters=True, mixed=True, reshard=False),
+        Way(hybrid, masters=True, compile="aot_eager"),
+    ):
+        _as_unsharded(way)
+
+
+def test_on_four_ranks() -> None:
+    spawn(_ways_on_four, 4)
+
+
+def _ways_on_one(rank: int) -> None:
+    """There is nobody to share with, and FSDP2 runs all the same."""
+    for recipe in RECIPES:
+        for masters in (False, True):
+            _as_unsharded(Way(recipe, masters=masters, mixed=not masters))
+
+
+def test_on_one_rank() -> None:
+    spawn(_ways_on_one, 1)
