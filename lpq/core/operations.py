@@ -417,7 +417,7 @@ def gemm(
     if alone(first[0]):
         check_there(first[0])
         check_there(second[0])
-        return _product(a, b, bias, dtype, fast_accumulate)
+        return _product(a, b, bias, dtype, fast_accumulate, first[0].device)
     return cast(
         "Tensor",
         torch.ops.lpq.gemm(
@@ -449,8 +449,10 @@ def gemm_reference(
     return product.to(dtype)
 
 
-def _product(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    impl = choose("gemm", (a.quantizer.text, b.quantizer.text), a.device).impl or gemm_reference
+def _product(
+    a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool, device: torch.device
+) -> Tensor:
+    impl = choose("gemm", (a.quantizer.text, b.quantizer.text), device).impl or gemm_reference
     product: Tensor = impl(a, b, bias, dtype, fast_accumulate)
     return product
 
@@ -460,7 +462,7 @@ def _gemm(
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
     left, right = _operand(a, qa, shape_a, dtype_a), _operand(b, qb, shape_b, dtype_b)
-    return _product(left, right, bias, dtype, fast_accumulate)
+    return _product(left, right, bias, dtype, fast_accumulate, a[0].device)
 
 
 def _gemm_fake(

@@ -37,9 +37,10 @@ def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
 
 def alone(x: Tensor) -> bool:
     """Whether a body may be called by itself: nobody looks on, and there is neither a gradient nor a cast to stop."""
-    return unwatched(x) and not torch.is_grad_enabled() and not torch._C._is_any_autocast_enabled()
-
-
-def unwatched(x: Tensor) -> bool:
-    """Whether nobody traces, or sees operators pass by."""
-    return not torch.compiler.is_compiling() and type(x) in ORDINARY and not torch._C._len_torch_dispatch_stack()
+    return (
+        not torch.compiler.is_dynamo_compiling()
+        and type(x) in ORDINARY
+        and not torch.is_grad_enabled()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_any_autocast_enabled()
+    )

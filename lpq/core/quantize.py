@@ -52,6 +52,8 @@ def encode_operands(
     row_side = quantizer.side("row") if row else None
     col_side = quantizer.side("col") if col else None
     if quantizer.col_source == "original" or col_side is None:
+        if group is None and state is None:  # nothing to reduce, and nothing to recall
+            return Operands(*operations.quantize(x, None, row_side, col_side, seed, offset))
         return _encode(quantizer, x, row_side, col_side, group, state, seed, offset)
     first = _encode(quantizer, x, quantizer.side("row"), None, group, state, seed, offset)
     assert first.row is not None

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lpq.core.operators import define, unwatched
+from lpq.core.operators import alone, define
 
 
 def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
@@ -17,8 +17,9 @@ def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
     draws in backward, in another order. This one stays where ``x``, the layer's input, is; and ``owner``, the layer's
     weight, tells the draws of layers apart that share an input and would be merged.
     """
-    if unwatched(x):
-        return _draw_seeds(x, owner, count)
+    with torch.no_grad():
+        if alone(x):
+            return _draw_seeds(x, owner, count)
     return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
 
 

@@ -71,7 +71,7 @@ class Storage:
     @classmethod
     def wrap(cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Self:
         """The storage over these tensors, given in the order of the layout."""
-        storage = cls()
+        storage = cls.__new__(cls)
         for name, tensor in zip(quantizer.names, tensors, strict=True):
             setattr(storage, name, tensor)
         storage.quantizer, storage.shape, storage.dtype = quantizer, shape, dtype
