@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 
 from lpq import recipes, registry
-from lpq.nn.linear import Linear
+from lpq.nn.linear import Accumulate, Linear
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes
 from lpq.recipes import RecipeError
 
@@ -81,6 +81,7 @@ def convert(
     steps: int | None = None,
     weights: Weights | None = None,
     ranks: int | None = None,
+    accumulate: Accumulate | None = None,
 ) -> nn.Module:
     """Convert the linear layers of ``model`` in place and return it.
 
@@ -92,9 +93,15 @@ def convert(
     quantized, for ``lpq.optim`` or any optimizer; a weight that cannot be cut for ``ranks`` ranks stays in high
     precision. ``None``: FSDP2 gathers in high precision. A weight that is stored quantized keeps its format, so its
     rules must agree on that. Make the optimizer after this and after ``fully_shard``.
+
+    ``accumulate`` is for gradients that are summed over micro-batches without autograd's help: backward adds the
+    gradient of a weight in place, to its ``.grad``, if it is there, or to its ``.main_grad``, in the dtype that this
+    has; hooks on the accumulation of gradients are not called then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
+    if accumulate not in (None, *get_args(Accumulate)):
+        raise ValueError(f"accumulate={accumulate!r}: it is 'grad', 'main_grad' or None")
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
@@ -122,6 +129,9 @@ def convert(
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     report = Report(tuple(converted), tuple(left), unmatched, unreached)
     model.__dict__[RECORD] = Conversion(policy, steps, report, weights, ranks)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.accumulate = accumulate
     if weights is not None:
         prepare_weights(model, weights, ranks)
     return model

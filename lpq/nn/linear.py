@@ -10,7 +10,7 @@ evaluation leaves it alone and activation checkpointing, which runs forward twic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TENSORS = ("x", "w", "dy")
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 State = dict[str, Tensor]
+Accumulate = Literal["grad", "main_grad"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class _Multiply(torch.autograd.Function):
         seeds: dict[str, Tensor],
         held: HeldWeight | None,
         measured: list[Tensor],
+        accumulate: Accumulate | None,
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         state_x, state_w = states.get("x"), states.get("w")
@@ -105,6 +107,7 @@ class _Multiply(torch.autograd.Function):
         ctx.kept_x, ctx.kept_w = _described(kept_x), _described(kept_w)
         ctx.stats = len(x_stats), len(w_stats)
         ctx.dtypes = x.dtype, weight.dtype, bias.dtype if bias is not None else None
+        ctx.accumulates = (weight, accumulate) if accumulate is not None else None
         return y
 
     @staticmethod
@@ -129,7 +132,12 @@ class _Multiply(torch.autograd.Function):
             if needs_dw:
                 assert dy_col is not None
                 assert x_col is not None
+                sum_so_far = _sum_so_far(*ctx.accumulates) if ctx.accumulates is not None else None
+                w_dtype = w_dtype if sum_so_far is None else sum_so_far.dtype
                 dw = gemm(dy_col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2])
+                if sum_so_far is not None:
+                    sum_so_far.add_(dw)
+                    dw = None
             if state is not None:
                 remember(plan.dy, state, dy_stats, row=needs_dx, col=needs_dw)
             if "x" in ctx.states:
@@ -138,7 +146,12 @@ class _Multiply(torch.autograd.Function):
                 remember(plan.w, ctx.states["w"], w_stats, col=needs_dx)
         if needs_db:
             db = dy.sum(0).to(b_dtype)
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None
+
+
+def _sum_so_far(weight: Tensor, where: Accumulate) -> Tensor | None:
+    """What the gradient of the weight is to be added to, in place; None: there is nothing yet."""
+    return weight.grad if where == "grad" else weight.main_grad  # type: ignore[attr-defined]
 
 
 def _runs_again() -> bool:
@@ -204,6 +217,9 @@ class Linear(nn.Linear):
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     gathering: Gathering | None
     """With which other weights this one is gathered quantized, if it is."""
+    accumulate: Accumulate | None
+    """Where backward adds the gradient of the weight, in place: to ``weight.grad``, if it is there, or to
+    ``weight.main_grad``, in the dtype that it has. None: it is handed to autograd."""
 
     def __init__(
         self,
@@ -216,7 +232,7 @@ class Linear(nn.Linear):
         recipe: RecipeLike | None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._recipe, self._plan, self._held, self.schedule, self.gathering = None, None, None, None, None
+        self._begin()
         self.recipe = recipe
 
     @classmethod
@@ -224,9 +240,13 @@ class Linear(nn.Linear):
         """Turn this very ``nn.Linear`` into a ``Linear``: parameters, hooks and references to it stay."""
         module.__class__ = cls
         assert isinstance(module, cls)
-        module._recipe, module._plan, module._held, module.schedule, module.gathering = None, None, None, None, None
+        module._begin()
         module.recipe = recipe
         return module
+
+    def _begin(self) -> None:
+        self._recipe, self._plan, self._held, self.schedule = None, None, None, None
+        self.gathering, self.accumulate = None, None
 
     # ------------------------------------------------------------------------------ the recipe
 
@@ -310,7 +330,7 @@ class Linear(nn.Linear):
         states = self._states()
         measured = self._gathered("w" in states)
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, weight, self.bias, self._plan, dtype, states, seeds, self._held_weight(), measured
+            x, weight, self.bias, self._plan, dtype, states, seeds, self._held_weight(), measured, self.accumulate
         )
         # Not a view to autograd: what a module returns may be changed in place.
         return y if input.dim() == 2 else torch.ops.aten._unsafe_view(y, (*input.shape[:-1], self.out_features))
@@ -332,6 +352,18 @@ class Linear(nn.Linear):
             raise RuntimeError(
                 f"{self}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "
                 "whose forward gathers it, or its unshard()"
+            )
+        if self.accumulate is not None:
+            self._check_accumulation(weight)
+
+    def _check_accumulation(self, weight: Tensor) -> None:
+        if self.gathering is not None or torch.compiler.is_compiling():
+            where = "torch.compile" if self.gathering is None else "a weight that FSDP2 shards"
+            raise RuntimeError(f"{self}: accumulate={self.accumulate!r} does not work with {where}; leave it None")
+        if self.accumulate == "main_grad" and getattr(weight, "main_grad", None) is None:
+            raise RuntimeError(
+                f"{self}: accumulate='main_grad', and its weight has none: set weight.main_grad to zeros of the "
+                "weight's shape before the first forward"
             )
 
     # ------------------------------------------------------------------------------ being sharded

@@ -3,6 +3,7 @@
 from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 CUDA = "lpq_fp8.cuda"
+TRITON = "lpq_fp8.triton"
 KERNELS = (
     KernelSpec(
         op="quantize", impl=f"{CUDA}:quantize", why_not=f"{CUDA}:why_not",
@@ -21,8 +22,24 @@ KERNELS = (
         backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
     ),
     KernelSpec(
+        op="remember", impl="lpq_fp8.history:remember", why_not="lpq_fp8.history:why_not",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+    ),
+    *(
+        KernelSpec(op=op, impl=f"{TRITON}:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
+        for op in ("measure", "quantize", "decode")
+    ),
+    KernelSpec(
+        op="transpose", impl=f"{TRITON}:transpose", why_not=f"{TRITON}:transpose_why_not",
+        backend="triton", min_sm=75, requires=("triton",), priority=10,
+    ),
+    KernelSpec(
         op="gemm", impl="lpq_fp8.gemm:gemm", why_not="lpq_fp8.gemm:why_not", formats=("fp8", "fp8"),
         backend="torch", min_sm=89, priority=10,
+    ),
+    KernelSpec(
+        op="gemm", impl="lpq_fp8.gemm:gemm_in_bf16", why_not="lpq_fp8.gemm:bf16_why_not", formats=("fp8", "fp8"),
+        backend="torch", min_sm=80, priority=5,
     ),
 )  # fmt: skip
 

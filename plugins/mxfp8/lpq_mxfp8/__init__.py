@@ -11,6 +11,10 @@ KERNELS = (
             ("decode", "lpq_mxfp8.views:decode"),
         )
     ),
+    *(
+        KernelSpec(op=op, impl=f"lpq_mxfp8.triton:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
+        for op in ("measure", "quantize", "decode")
+    ),
     KernelSpec(
         op="gemm", impl="lpq_mxfp8.views:gemm", formats=("mxfp8", "mxfp8"), backend="torch", min_sm=80, priority=10
     ),

@@ -2,6 +2,7 @@
 
 from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
+TRITON = "lpq_nvfp4.triton"
 KERNELS = (
     *(
         KernelSpec(
@@ -14,9 +15,21 @@ KERNELS = (
             ("decode", "lpq_nvfp4.views:decode", "lpq_nvfp4.views:decode_why_not"),
         )
     ),
+    *(
+        KernelSpec(op=op, impl=f"{TRITON}:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
+        for op in ("measure", "quantize", "decode")
+    ),
+    KernelSpec(
+        op="transpose", impl=f"{TRITON}:transpose", why_not=f"{TRITON}:transpose_why_not",
+        backend="triton", min_sm=75, requires=("triton",), priority=10,
+    ),
     KernelSpec(
         op="gemm", impl="lpq_nvfp4.views:gemm", formats=("nvfp4", "nvfp4"), backend="torch", min_sm=80,
         requires=("cuda.core",), priority=10,
+    ),
+    KernelSpec(
+        op="gemm", impl=f"{TRITON}:gemm", formats=("nvfp4", "nvfp4"), backend="triton", min_sm=80,
+        requires=("triton",), priority=5,
     ),
 )  # fmt: skip
 

@@ -1,0 +1,339 @@
+"""NVFP4's Triton kernels: one read for the amaxes of the operands, one more for both operands."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lpq.core import Storage
+from lpq.core.operations import (
+    declared,
+    decode_reference,
+    gemm_reference,
+    measure_reference,
+    quantize_reference,
+    shared,
+    transpose_reference,
+)
+from lpq.core.quantize import DTYPES
+from lpq.ops.products import product
+from lpq.ops.triton import block_amaxes, empty_amaxes, launch, programs, transpose_nibbles
+from lpq.ops.triton.kernels import as_bits
+from lpq.ops.triton.numbers import (
+    FLT_MAX,
+    INF,
+    cast_e2m1,
+    cast_e2m1_stochastic,
+    cast_float8,
+    decode_e2m1,
+    decode_float8,
+    pack_nibbles,
+    reciprocal,
+    round_bf16,
+    size_of,
+    unpack_nibbles,
+    widen,
+)
+from lpq.ops.triton.tiles import (
+    block_amax,
+    block_grid,
+    known_amax,
+    load_tile,
+    measure_tile,
+    place_of_tile,
+    spread,
+    store_tile,
+    store_values,
+)
+from lpq_nvfp4 import rotation
+from lpq_nvfp4.quantizer import NVFP4Quantizer
+from lpq_nvfp4.reference import GROUP
+from lpq_nvfp4.storage import BLOCKS, NVFP4Storage
+
+WIDTH = tl.constexpr(GROUP)
+MINUS = tl.constexpr(rotation.MINUS)
+TILE, ENCODED = 64, 32
+
+# ---------------------------------------------------------------------------------- the Hadamard transform
+
+
+@triton.jit
+def _signs(WIDE: tl.constexpr):
+    minus = tl.full((1, WIDE), MINUS, tl.int32) >> (tl.arange(0, WIDE) % WIDTH)[None, :]
+    return (1 - 2 * (minus & 1)).to(tl.float32)
+
+
+@triton.jit
+def _hadamard(x):
+    """Sums and differences of elements 8 apart in their group of 16, then of those 4, 2 and 1 apart.
+
+    Each pass takes the first bit of an element's place in its group as the difference and makes it the last one, so
+    that after four passes all are where they were.
+    """
+    high: tl.constexpr = x.shape[0]
+    wide: tl.constexpr = x.shape[1]
+    for _ in tl.static_range(4):
+        a, b = tl.split(tl.permute(tl.reshape(x, (high, wide // WIDTH, 2, WIDTH // 2)), (0, 1, 3, 2)))
+        x = tl.reshape(tl.join(a + b, a - b), (high, wide))
+    return x
+
+
+@triton.jit
+def _rotate(x):
+    """As the reference, rounded to bf16."""
+    return round_bf16(_hadamard(x * (_signs(x.shape[1]) * 0.25)))
+
+
+# ---------------------------------------------------------------------------------- measuring
+
+
+@triton.jit
+def _amaxes(x, row, col, rows, cols, amax, block_amaxes, HIGH: tl.constexpr, ROTATED: tl.constexpr):
+    if ROTATED:
+        x = _rotate(x)
+    measure_tile(x, row, col, rows, cols, amax, 0, 0)
+    if block_amaxes is not None:
+        measure_tile(x, row, col, rows, cols, block_amaxes, HIGH, WIDTH)
+
+
+@triton.jit
+def _measure(
+    x, row_amax, row_blocks, col_amax, col_blocks, rows, cols,
+    ROW_HIGH: tl.constexpr, ROW_ROTATED: tl.constexpr, COL_HIGH: tl.constexpr, COL_ROTATED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    row, col = place_of_tile(cols, TILE, TILE)
+    values = load_tile(x, row, col, rows, cols, TILE, TILE)
+    if row_amax is not None:
+        _amaxes(widen(values), row, col, rows, cols, row_amax, row_blocks, ROW_HIGH, ROW_ROTATED)
+    if col_amax is not None:
+        _amaxes(widen(tl.trans(values)), col, row, cols, rows, col_amax, col_blocks, COL_HIGH, COL_ROTATED)
+
+
+def measure(x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None) -> list[Tensor]:
+    """The amaxes of the wanted operands and of their blocks."""
+    if x.numel() == 0:
+        return measure_reference(x, row, col)
+    return [amax for amax in _measured(x.contiguous(), row, col, blocks=True) if amax is not None]
+
+
+def _measured(
+    x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, *, blocks: bool
+) -> list[Tensor | None]:
+    """The statistics of the wanted operands; None in place of the amaxes of blocks that are not wanted."""
+    rows, cols = x.shape
+    sides = ((row, (rows, cols)), (None if shared(row, col) else col, (cols, rows)))
+    plain: Tensor | None = None
+    if not blocks and not all(_rotated(side) for side, _ in sides if side is not None):
+        (plain,) = block_amaxes(x, (None, None), None)
+    out: list[Tensor | None] = []
+    buffers: list[Tensor | None] = []
+    for side, grid in sides:
+        found: list[Tensor | None] = [None, None]
+        if side is not None and plain is not None and not side.rht:
+            out += [plain, None]
+        elif side is not None:
+            found[0] = empty_amaxes(x, *grid, (None, None))
+            found[1] = empty_amaxes(x, *grid, BLOCKS[side.block]) if blocks else None
+            out += found
+        buffers += map(as_bits, found)
+    if any(buffer is not None for buffer in buffers):
+        launch(
+            _measure, programs(x.shape, TILE, TILE), x, *buffers, rows, cols,
+            ROW_HIGH=_high(row), ROW_ROTATED=_rotated(row), COL_HIGH=_high(col), COL_ROTATED=_rotated(col),
+            TILE=TILE, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _high(side: NVFP4Quantizer | None) -> int:
+    return GROUP if side is not None and side.block == "16x16" else 1
+
+
+def _rotated(side: NVFP4Quantizer | None) -> bool:
+    return side is not None and side.rht
+
+
+def _stochastic(side: NVFP4Quantizer | None, seed: Tensor | None) -> bool:
+    return side is not None and side.stochastic and seed is not None
+
+
+# ---------------------------------------------------------------------------------- encoding
+
+
+@triton.jit
+def _random_bytes(seed, row, group, direction, HIGH: tl.constexpr, GROUPS: tl.constexpr):
+    """A random byte for each element of a tile of an operand, from one call of Philox for 16 of them."""
+    zero = tl.zeros((HIGH, GROUPS), tl.int32)
+    c0 = zero + (group + tl.arange(0, GROUPS)[None, :]).to(tl.int32)
+    c1 = zero + (row + tl.arange(0, HIGH)[:, None]).to(tl.int32)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed), c0, c1, zero + direction, zero)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (HIGH, GROUPS * 4, 1))
+    shifts = (tl.arange(0, 4)[None, None, :] * 8).to(tl.uint32)
+    return tl.reshape((words >> shifts).to(tl.uint8), (HIGH, GROUPS * WIDTH))
+
+
+@triton.jit
+def _encode(
+    x, row, col, rows, cols, data, scale, amax_out, amax, given, seed, offset_row, offset_col,
+    DIRECTION: tl.constexpr, HIGH: tl.constexpr, ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """A tile of one operand. The matrix's amax is known; those of its blocks are given, or the tile's."""
+    high: tl.constexpr = x.shape[0]
+    wide: tl.constexpr = x.shape[1]
+    if ROTATED:
+        x = _rotate(x)
+    largest = tl.load(amax)
+    tl.store(amax_out, largest, mask=(row == 0) & (col == 0))
+    largest = tl.full((1, 1), 0.0, tl.float32) + largest
+    overall = tl.div_rn(tl.full((1, 1), 2688.0, tl.float32), largest)
+    overall = tl.where(overall > FLT_MAX, FLT_MAX, overall)
+    overall = tl.where((largest > 0) & (size_of(largest) < INF), overall, 1.0)
+    places, inside = block_grid(row, col, rows, cols, high // HIGH, wide // WIDTH, HIGH, WIDTH)
+    own = block_amax(x, high // HIGH, wide // WIDTH)
+    encoded = known_amax(given, own, places, inside) * (overall * 0.16666666666666666)
+    encoded = tl.where(encoded > 448.0, 448.0, encoded)
+    code = cast_float8(encoded, encoded, False)
+    tl.store(scale + places, code, mask=inside)
+    factor = reciprocal(decode_float8(code, False) * reciprocal(overall))
+    factor = tl.where(factor > FLT_MAX, FLT_MAX, factor)
+    values = x * spread(factor, high, wide)
+    if STOCHASTIC:
+        group = (col + offset_col) // WIDTH
+        random = _random_bytes(seed, row + offset_row, group, DIRECTION, high, wide // WIDTH)
+        codes = cast_e2m1_stochastic(values, random)
+    else:
+        codes = cast_e2m1(values)
+    if not ROTATED:  # else what pads the columns was rotated with them
+        codes = tl.where((col + tl.arange(0, wide) < cols)[None, :], codes, 0)
+    packed = ((cols - 1) // WIDTH + 1) * (WIDTH // 2)
+    store_tile(data, pack_nibbles(codes), row, col // 2, rows, packed)
+
+
+@triton.jit
+def _quantize(
+    x, row_data, row_scale, row_out, row_amax, row_given, col_data, col_scale, col_out, col_amax, col_given,
+    seed, offset, rows, cols,
+    ROW_HIGH: tl.constexpr, ROW_ROTATED: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
+    COL_HIGH: tl.constexpr, COL_ROTATED: tl.constexpr, COL_STOCHASTIC: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row, col = place_of_tile(cols, TILE, TILE)
+    values = load_tile(x, row, col, rows, cols, TILE, TILE)
+    if row_data is not None:
+        _encode(widen(values), row, col, rows, cols, row_data, row_scale, row_out, row_amax, row_given, seed, offset, 0,
+                0, ROW_HIGH, ROW_ROTATED, ROW_STOCHASTIC)  # fmt: skip
+    if col_data is not None:
+        _encode(widen(tl.trans(values)), col, row, cols, rows, col_data, col_scale, col_out, col_amax, col_given, seed,
+                0, offset, 1, COL_HIGH, COL_ROTATED, COL_STOCHASTIC)  # fmt: skip
+
+
+def quantize(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: NVFP4Quantizer | None,
+    col: NVFP4Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """As the reference. The column operand's random bits come in groups of rows, which a shard must not cut."""
+    cut = _stochastic(col, seed) and offset % GROUP
+    if x.numel() == 0 or cut:
+        return quantize_reference(x, stats, row, col, seed, offset, measure)
+    x = x.contiguous()
+    rows, cols = x.shape
+    given: list[Tensor | None] = list(stats) or [None] * len(declared(row, col))
+    measured: list[Tensor | None] = []
+    known = given
+    if measure or None in given[::2]:
+        measured = _measured(x, row, col, blocks=measure)
+        known = [m if g is None else g for g, m in zip(given, measured, strict=True)]
+    if shared(row, col):
+        known = [*known, known[0], known[1].t() if known[1] is not None else None]
+    out: list[Tensor] = []
+    buffers: list[Tensor | None] = []
+    for side, grid in ((row, (rows, cols)), (col, (cols, rows))):
+        if side is None:
+            buffers += [None] * 5
+            continue
+        operand = NVFP4Storage.empty(side, grid, x.dtype, x.device)
+        out += operand.tensors()
+        (amax, blocks), known = known[:2], known[2:]
+        buffers += [operand.data, operand.scale.view(torch.uint8), operand.amax, amax]
+        buffers.append(blocks.contiguous() if blocks is not None else None)
+    launch(
+        _quantize, programs(x.shape, ENCODED, ENCODED), x, *buffers, seed, offset, rows, cols,
+        ROW_HIGH=_high(row), ROW_ROTATED=_rotated(row), ROW_STOCHASTIC=_stochastic(row, seed),
+        COL_HIGH=_high(col), COL_ROTATED=_rotated(col), COL_STOCHASTIC=_stochastic(col, seed),
+        TILE=ENCODED, num_warps=1,
+    )  # fmt: skip
+    return out + [amax for amax in measured if amax is not None] if measure else out
+
+
+# ---------------------------------------------------------------------------------- views
+
+
+@triton.jit
+def _decode(data, scale, amax, out, rows, cols, HIGH: tl.constexpr, ROTATED: tl.constexpr, TILE: tl.constexpr):
+    row, col = place_of_tile(cols, TILE, TILE)
+    packed = ((cols - 1) // WIDTH + 1) * (WIDTH // 2)
+    values = decode_e2m1(unpack_nibbles(load_tile(data, row, col // 2, rows, packed, TILE, TILE // 2)))
+    places, inside = block_grid(row, col, rows, cols, TILE // HIGH, TILE // WIDTH, HIGH, WIDTH)
+    factor = decode_float8(tl.load(scale + places, mask=inside, other=0), False)
+    largest = tl.full((1, 1), 0.0, tl.float32) + tl.load(amax)
+    # A large amax would overflow before the last factor. Divided by 2^12 until then, it changes no bit.
+    shifted = largest > 1
+    values = values * spread(factor, TILE, TILE)
+    values = values * tl.where(shifted, largest * 0.000244140625, largest)
+    values = values * tl.where(shifted, 4096.0 * (1.0 / 2688.0), 1.0 / 2688.0)
+    if ROTATED:
+        values = _hadamard(values * 0.25) * _signs(TILE)
+    store_values(out, values, row, col, rows, cols)
+
+
+def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that the operand stands for."""
+    rows, cols = operand.shape
+    if dtype not in DTYPES or not rows or not cols:
+        return decode_reference(operand, dtype)
+    return _decoded(operand, dtype, unrotate=operand.quantizer.rht)
+
+
+def _decoded(operand: NVFP4Storage, dtype: torch.dtype, *, unrotate: bool) -> Tensor:
+    rows, cols = operand.shape
+    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    out = data.new_empty((rows, cols), dtype=dtype)
+    launch(
+        _decode, programs((rows, cols), TILE, TILE), data, scale.view(torch.uint8), operand.amax, out, rows, cols,
+        HIGH=_high(operand.quantizer), ROTATED=unrotate, TILE=TILE, num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+def gemm(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """The product in bf16, to which each operand is rounded once. A rotation of both drops out of it."""
+    if 0 in (*a.shape, *b.shape):
+        return gemm_reference(a, b, bias, dtype, fast_accumulate)
+    both = a.quantizer.rht and b.quantizer.rht and a.shape[1] % GROUP == 0  # else columns of padding would count
+    left, right = (_decoded(o, torch.bfloat16, unrotate=o.quantizer.rht and not both) for o in (a, b))
+    return product(left, right, bias, dtype)
+
+
+def transpose_why_not(quantizer: NVFP4Quantizer) -> str | None:
+    """The codes can be turned where blocks are square and the operands differ in nothing else."""
+    return None if quantizer.transposable else f"{quantizer} is not transposable"
+
+
+def transpose(operand: NVFP4Storage) -> Storage:
+    """The operand of the transposed matrix."""
+    rows, cols = operand.shape
+    if not rows or not cols:
+        return transpose_reference(operand)
+    data = transpose_nibbles(operand.data, rows, cols, GROUP)
+    turned = NVFP4Storage(data=data, scale=operand.scale.t().contiguous(), amax=operand.amax)
+    return turned.bind(operand.quantizer, (cols, rows), operand.dtype)

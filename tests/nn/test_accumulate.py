@@ -1,0 +1,85 @@
+"""Backward may add the gradient of a weight in place: to ``.grad``, or to ``.main_grad`` in the dtype that this has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lpq
+
+RECIPES = ["fp8-current", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "nvfp4"]
+
+
+def _model(recipe: str, **how: Any) -> Any:
+    torch.manual_seed(0)
+    return lpq.convert(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64)).bfloat16(), recipe, **how)
+
+
+def _backward(model: Any, number: int) -> None:
+    """Of one micro-batch."""
+    torch.manual_seed(number)
+    model(torch.randn(32, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_sum_in_grad_is_autograds(recipe: str) -> None:
+    ordinary, ours = _model(recipe), _model(recipe, accumulate="grad")
+    for number in range(3):
+        _backward(ordinary, number)
+    _backward(ours, 0)
+    first = ours[0].weight.grad
+    assert first is not None
+    for number in range(1, 3):
+        _backward(ours, number)
+    assert ours[0].weight.grad is first, "it is added to in place"
+    for p, q in zip(ordinary.parameters(), ours.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_main_grad_sums_in_its_own_dtype(recipe: str) -> None:
+    model, single = _model(recipe, accumulate="main_grad"), _model(recipe, accumulate="main_grad")
+    for layer in (model[0], model[2], single[0], single[2]):
+        layer.weight.main_grad = torch.zeros(layer.weight.shape, dtype=torch.float32)
+    parts = []
+    for number in range(3):
+        for net in (model, single):
+            _backward(net, number)
+        parts.append(single[0].weight.main_grad.clone())
+        single[0].weight.main_grad.zero_()
+    assert torch.equal(model[0].weight.main_grad, parts[0] + parts[1] + parts[2])
+    assert model[0].weight.grad is None
+    assert model[0].bias.grad is not None
+    rounded = torch.equal(parts[0], parts[0].bfloat16().float())
+    assert rounded == ("wgrad=bf16" in recipe), "only an ordinary product of bf16 is rounded to bf16"
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(ValueError, match="'grad', 'main_grad' or None"):
+        _model("fp8-current", accumulate="gradient")
+    model = _model("fp8-current", accumulate="main_grad")
+    with pytest.raises(RuntimeError, match="its weight has none"):
+        model(torch.randn(32, 64, dtype=torch.bfloat16))
+    sharded = _model("fp8-current", weights="high_precision", accumulate="grad")
+    with pytest.raises(RuntimeError, match="FSDP2"):
+        sharded(torch.randn(32, 64, dtype=torch.bfloat16))
+
+
+def test_a_compiled_model_leaves_the_layer_uncompiled() -> None:
+    model, twin = (_model("fp8-current", accumulate="grad") for _ in range(2))
+    compiled = torch.compile(model, backend="eager")
+    for number in range(2):
+        _backward(compiled, number)
+        _backward(twin, number)
+    assert torch.equal(model[0].weight.grad, twin[0].weight.grad)
+
+
+def test_it_is_taken_back_by_converting_again() -> None:
+    model = _model("fp8-current", accumulate="grad")
+    assert model[0].accumulate == "grad"
+    assert lpq.convert(model, "fp8-current")[0].accumulate is None

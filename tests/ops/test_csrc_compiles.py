@@ -1,0 +1,161 @@
+"""Every CUDA source compiles for every architecture that lpq serves, and with all macros that the plugins ask for.
+
+By nvcc where it is on the PATH, else by NVRTC, as on a user's machine. Neither needs a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from lpq import registry
+from lpq.core import Quantizer
+from lpq.ops import cubins
+from lpq.ops.cuda import CudaKernel
+from lpq.registry import KernelSpec
+from lpq.testing.conformance.test_kernels import arguments_of, pairs
+from lpq.testing.options import family
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+SOURCES = sorted(cubins.csrc().glob("**/*.cu"))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
+Macros = tuple[str, ...]
+
+
+def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:
+    """What the compiler says against a source; None: nothing."""
+    command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17", f"-I{cubins.headers()}"]
+    command += [*(f"-D{macro}" for macro in macros), "-o", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return None if done.returncode == 0 else done.stdout + done.stderr
+
+
+def by_nvrtc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:
+    try:
+        out.write_bytes(cubins.compile_source(source, macros, architecture))
+    except cubins.KernelError as error:
+        return str(error)
+    return None
+
+
+def compiler() -> Callable[[Path, Macros, str, Path], str | None] | None:
+    if shutil.which("nvcc"):
+        return by_nvcc
+    return by_nvrtc if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core") else None
+
+
+# ---------------------------------------------------------------------------------------------- macros
+
+
+@functools.cache
+def asked_for() -> dict[Path, set[Macros]]:
+    """The macros that each source is compiled with when the kernels of the table are called with all options.
+
+    Their launches are written down and not made, so that a CPU's tensors do.
+    """
+    found: dict[Path, set[Macros]] = {}
+
+    def launch(self: CudaKernel, device: int, macros: Macros, blocks: int, *arguments: float) -> None:
+        found.setdefault(self.source.resolve(), set()).add(macros)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaKernel, "launch", launch)
+        for plugin, kernel in ((p, k) for p in registry.plugins() for k in p.kernels):
+            if kernel.backend == "cuda" and kernel.op in ("measure", "quantize", "decode", "transpose"):
+                for name in set(kernel.formats) & set(plugin.formats):
+                    with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
+                        call(kernel, name)
+    return found
+
+
+def call(kernel: KernelSpec, name: str) -> None:
+    """Every way to call a kernel of a format."""
+    impl = registry.resolve(kernel.impl)
+    for quantizer, dtype in itertools.product(family(name).quantizers, DTYPES):
+        x = torch.zeros(256, 384, dtype=dtype)
+        for row, col in pairs(kernel, quantizer):
+            if refuses(kernel, tuple(side for side in (row, col) if side is not None)):
+                continue
+            arguments = arguments_of(kernel.op, row, col, x)
+            if kernel.op == "decode":
+                impl(arguments[0], dtype)
+            else:
+                impl(*arguments)
+            if kernel.op == "quantize":  # the statistics measured on the way, and asked for
+                impl(x, [], *arguments[2:6], True)
+
+
+def refuses(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> bool:
+    return kernel.why_not is not None and registry.resolve(kernel.why_not)(*operands) is not None
+
+
+def guessed(source: Path) -> Iterator[Macros]:
+    """Macros for a source that no kernel of the table uses: those that it asks about, one at a time, in each dtype."""
+    asked = set(re.findall(r"#if(?:n?def| defined\()\s*(LPQ_\w+)", source.read_text()))
+    for i, switch in enumerate([None, *sorted(asked - {"LPQ_INPUT", "LPQ_OUTPUT"})]):
+        yield (f"LPQ_INPUT={INPUTS[i % 3]}", f"LPQ_OUTPUT={INPUTS[i % 3]}", *([switch] if switch else []))
+
+
+def macros_of(source: Path) -> list[Macros]:
+    return sorted(asked_for().get(source.resolve(), ())) or list(guessed(source))
+
+
+def macros_for(source: Path, architecture: str) -> list[Macros]:
+    """Each set of macros for one of the architectures in turn, as there are many; a few for all of them."""
+    sets = macros_of(source)
+    return sets if len(sets) <= len(ARCHITECTURES) else sets[ARCHITECTURES.index(architecture) :: len(ARCHITECTURES)]
+
+
+# ---------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_it_compiles(source: Path, architecture: str, tmp_path: Path) -> None:
+    compile_one = compiler()
+    if compile_one is None:
+        pytest.skip("needs nvcc on the PATH, or cuda-core with NVRTC (pip install 'lpq[cuda]')")
+    sets = macros_for(source, architecture)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outs = [tmp_path / f"{i}.cubin" for i in range(len(sets))]
+        said = list(pool.map(compile_one, itertools.repeat(source), sets, itertools.repeat(architecture), outs))
+    for macros, words in zip(sets, said, strict=True):
+        assert words is None, f"{source.name} {macros} {architecture}:\n{words}"
+    assert all(out.stat().st_size for out in outs)
+
+
+def test_there_are_sources_and_the_plugins_use_most_of_them() -> None:
+    used = {source for source in SOURCES if source.resolve() in asked_for()}
+    assert len(used) > len(SOURCES) / 2
+    for source in SOURCES:
+        assert all(macros_for(source, architecture) for architecture in ARCHITECTURES)
+        assert {m for a in ARCHITECTURES for m in macros_for(source, a)} == set(macros_of(source))
+    assert any("LPQ_ROW" in macro for source in used for macros in macros_of(source) for macro in macros)
+
+
+def test_a_source_that_does_not_compile_is_noticed(tmp_path: Path) -> None:
+    compile_one = compiler()
+    if compile_one is None:
+        pytest.skip("needs nvcc on the PATH, or cuda-core with NVRTC (pip install 'lpq[cuda]')")
+    source = tmp_path / "wrong.cu"
+    source.write_text(
+        '#include "numbers.cuh"\nextern "C" __global__ void f() {\n#ifdef WRONG\nthere is none\n#endif\n}\n'
+    )
+    assert compile_one(source, (), "sm_90a", tmp_path / "out.cubin") is None
+    words = compile_one(source, ("WRONG",), "sm_90a", tmp_path / "out.cubin")
+    assert words is not None
+    assert "there" in words

@@ -1,0 +1,27 @@
+"""The Triton kernels equal the references bit for bit, as far as a CPU can tell: run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton, which lpq installs where there is a wheel of it")
+
+CASES = Path(__file__).with_name("interpreted.py")
+PARTS = {"fp8": "fp8 and not mxfp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "the rest": "not fp8 and not nvfp4"}
+"""By parts, so that several processes share the work. Every test of the file is in one of them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_in_a_process_with_the_interpreter(part: str) -> None:
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider", "-k", PARTS[part]]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
