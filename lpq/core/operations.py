@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.core.layout import Stat
-from lpq.core.operators import alone, define
+from lpq.core.operators import alone, define, distinct
 from lpq.core.philox import RandomBits
 from lpq.core.seeds import draw_seeds
 from lpq.core.storage import Storage
@@ -75,8 +75,8 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
 def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
     impl, together = _serving("measure", row, col, x.device)
     if not together:
-        return _distinct(_measured(x, row, None) + _measured(x, None, col), ())
-    return impl(x, row, col) if impl is not None else _distinct(measure_reference(x, row, col), ())
+        return distinct(_measured(x, row, None) + _measured(x, None, col), ())
+    return impl(x, row, col) if impl is not None else distinct(measure_reference(x, row, col), ())
 
 
 def _serving(
@@ -230,14 +230,14 @@ def _encoded(
         made: list[Tensor] = impl(x, stats, row, col, seed, offset, measure)
         return made
     if together:
-        return _distinct(quantize_reference(x, stats, row, col, seed, offset, measure), stats)
+        return distinct(quantize_reference(x, stats, row, col, seed, offset, measure), stats)
     assert row is not None
     assert col is not None
     known = len(row.stats) if stats else 0
     first = _encoded(x, stats[:known], row, None, seed, offset, measure)
     second = _encoded(x, stats[known:], None, col, seed, offset, measure)
     at, end = len(row.layout), len(col.layout)
-    return _distinct(first[:at] + second[:end] + first[at:] + second[end:], stats)
+    return distinct(first[:at] + second[:end] + first[at:] + second[end:], stats)
 
 
 def _quantize(
@@ -250,23 +250,6 @@ def _quantize(
     measure: bool,
 ) -> list[Tensor]:
     return _encoded(x, stats, _quantizer(row), _quantizer(col), seed, offset, measure)
-
-
-def _distinct(made: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
-    """What an operator may return: contiguous buffers, and neither an input nor a tensor twice. A kernel must see to
-    that, a format need not: a value for the whole matrix can be a statistic as it came, and can serve both operands."""
-    seen = {_memory(t) for t in given if t is not None}
-    out: list[Tensor] = []
-    for tensor in made:
-        tensor = tensor.contiguous()
-        out.append(tensor.clone() if _memory(tensor) in seen else tensor)
-        seen.add(_memory(tensor))
-    return out
-
-
-def _memory(tensor: Tensor) -> int:
-    """What a tensor and its views have in common."""
-    return cast("int", tensor.untyped_storage()._cdata)
 
 
 def _quantize_fake(
@@ -315,7 +298,7 @@ def _decoded(operand: Storage, dtype: torch.dtype) -> Tensor:
     if impl is not None:
         decoded: Tensor = impl(operand, dtype)
         return decoded
-    return _distinct([decode_reference(operand, dtype)], operand.tensors())[0]
+    return distinct([decode_reference(operand, dtype)], operand.tensors())[0]
 
 
 def _decode(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -372,7 +355,7 @@ def _transposed(operand: Storage) -> Storage:
         made: Storage = impl(operand)
         return made
     turned = transpose_reference(operand)
-    buffers = _distinct(turned.tensors(), operand.tensors())
+    buffers = distinct(turned.tensors(), operand.tensors())
     return turned.wrap(buffers, turned.quantizer, turned.shape, turned.dtype)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,3 +44,20 @@ def alone(x: Tensor) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._is_any_autocast_enabled()
     )
+
+
+def distinct(made: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
+    """What an operator may return: contiguous buffers, and neither an input nor a tensor twice. A kernel must see to
+    that, a format need not: a value for the whole matrix can be a statistic as it came, and can serve both operands."""
+    seen = {_memory(t) for t in given if t is not None}
+    out: list[Tensor] = []
+    for tensor in made:
+        tensor = tensor.contiguous()
+        out.append(tensor.clone() if _memory(tensor) in seen else tensor)
+        seen.add(_memory(tensor))
+    return out
+
+
+def _memory(tensor: Tensor) -> int:
+    """What a tensor and its views have in common."""
+    return cast("int", tensor.untyped_storage()._cdata)
