@@ -200,6 +200,20 @@ def wrong_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def turned_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right, but for how the result lies in memory."""
+    return decode_reference(operand, dtype).t().contiguous().t()
+
+
+def keeping_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right, but the result lies in memory of the operand's."""
+    values = decode_reference(operand, dtype)
+    kept: Tensor = operand.scale
+    kept.untyped_storage().resize_(8 * kept.numel() * dtype.itemsize + values.nbytes)
+    inside = torch.empty(0, dtype=dtype).set_(kept.untyped_storage(), 8 * kept.numel(), values.shape)
+    return inside.copy_(values)
+
+
 class Plugin:
     """A plugin with one of these formats, as ``registry.register`` takes it."""
 

@@ -102,6 +102,8 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
     with Poisoned():  # type: ignore[no-untyped-call]
         got = flat(registry.resolve(kernel.impl)(*arguments))
     what = f"{kernel.backend} kernel {kernel.impl} on {row} and {col}, {list(x.shape)}"
+    if kernel.op != "gemm":
+        check_new(got, flat(arguments), what)
     assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if kernel.op == "gemm":
@@ -109,6 +111,16 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
             assert not other.numel() or relative_error(one, other) < 1e-2, f"{what}: the product is wrong"
         else:
             same(one.cpu(), other.cpu(), f"{what}, output {i}")
+
+
+def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
+    """What a kernel returns is its caller's own: operands are kept while what they were made of is written to."""
+    inputs = [t for value in given for t in flat(value) if isinstance(t, Tensor)]
+    taken = [t.untyped_storage().data_ptr() for t in (*inputs, *got) if t.numel()]
+    for i, one in enumerate(got):
+        assert one.is_contiguous(), f"{what}: output {i} is not contiguous"
+        memory = one.untyped_storage().data_ptr()
+        assert not one.numel() or taken.count(memory) == 1, f"{what}: output {i} shares memory with another tensor"
 
 
 def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:
