@@ -203,7 +203,7 @@ def quantize_reference(
             bits = RandomBits(seed, 1, (0, offset)) if col.stochastic and seed is not None else None
             named = _named(col, known[len(known) - len(col.stats) :])
             out += _encode_side(col, x.t(), named, bits).tensors()
-    return out + (measured if measure else [])
+    return distinct(out + (measured if measure else []), stats)
 
 
 def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -230,7 +230,7 @@ def _encoded(
         made: list[Tensor] = impl(x, stats, row, col, seed, offset, measure)
         return made
     if together:
-        return distinct(quantize_reference(x, stats, row, col, seed, offset, measure), stats)
+        return quantize_reference(x, stats, row, col, seed, offset, measure)
     assert row is not None
     assert col is not None
     known = len(row.stats) if stats else 0

@@ -335,5 +335,7 @@ def transpose(operand: NVFP4Storage) -> Storage:
     if not rows or not cols:
         return transpose_reference(operand)
     data = transpose_nibbles(operand.data, rows, cols, GROUP)
-    turned = NVFP4Storage(data=data, scale=operand.scale.t().contiguous(), amax=operand.amax)
+    turned = NVFP4Storage(
+        data=data, scale=operand.scale.t().clone(memory_format=torch.contiguous_format), amax=operand.amax.clone()
+    )
     return turned.bind(operand.quantizer, (cols, rows), operand.dtype)
