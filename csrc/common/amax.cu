@@ -1,13 +1,13 @@
 // The largest magnitude of a whole matrix, in two steps: one value for each block of threads, then one for all.
 #include "tile.cuh"
 
-constexpr int UNROLL = 8;
+constexpr int UNROLL = 4, BLOCK = 1024;
 constexpr int PER_LOAD = 16 / sizeof(Element);
 
 // parts[block]: the largest magnitude, as fp32 bits, of the elements that this block has read. x is contiguous.
-extern "C" __global__ void __launch_bounds__(THREADS) amax_parts(const void* x, i64 count, u32* parts) {
-    const i64 loads = (u64)x % 16 == 0 ? count / PER_LOAD : 0, step = (i64)gridDim.x * THREADS;
-    const i64 thread = (i64)blockIdx.x * THREADS + threadIdx.x;
+extern "C" __global__ void __launch_bounds__(BLOCK, 2) amax_parts(const void* x, i64 count, u32* parts) {
+    const i64 loads = (u64)x % 16 == 0 ? count / PER_LOAD : 0, step = (i64)gridDim.x * BLOCK;
+    const i64 thread = (i64)blockIdx.x * BLOCK + threadIdx.x;
     const uint4* from = (const uint4*)x;
     u32 amax = 0;
     i64 i = thread;
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_parts(const void* x, 
 }
 
 // The largest of the parts. One block.
-extern "C" __global__ void __launch_bounds__(1024) amax_finish(const u32* parts, i64 count, u32* amax) {
+extern "C" __global__ void __launch_bounds__(BLOCK) amax_finish(const u32* parts, i64 count, u32* amax) {
     u32 bits = 0;
     for (i64 i = threadIdx.x; i < count; i += blockDim.x) bits = max(bits, parts[i]);
     bits = block_max(bits);

@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_values(void* out, i64 row, i64 col, i64 co
     if (col >= cols) return;
 #if LPQ_OUTPUT == LPQ_FP32
     float* to = (float*)out + row * cols + col;
-    if (cols % 4 == 0 && col + 8 <= cols) {
+    if (WHOLE || (cols % 4 == 0 && col + 8 <= cols)) {
         __stcs((float4*)to, make_float4(v[0], v[1], v[2], v[3]));
         __stcs((float4*)to + 1, make_float4(v[4], v[5], v[6], v[7]));
     } else {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_values(void* out, i64 row, i64 col, i64 co
 #else
     u16* to = (u16*)out + row * cols + col;
     const u32 w[4] = {narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7])};
-    if (cols % 8 == 0) {
+    if (WHOLE || cols % 8 == 0) {
         stream(to, make_uint4(w[0], w[1], w[2], w[3]));
     } else {
 #pragma unroll
@@ -57,13 +57,13 @@ __device__ __forceinline__ void store_values(void* out, i64 row, i64 col, i64 co
 }
 
 // The rows of this thread as 8 bytes each; what lies outside is 0.
-__device__ __forceinline__ void load_codes(const Tile& t, const u8* x, uint2 (&codes)[8]) {
+__device__ __forceinline__ void load_codes(const Tile& t, const u8* x, uint2 (&codes)[ROWS]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
         codes[i] = make_uint2(0, 0);
         if (i >= t.high || !t.wide) continue;
         const u8* from = x + (t.row + i) * t.cols + t.col;
-        if (t.cols % 8 == 0 && (u64)x % 8 == 0) {
+        if (WHOLE || (t.cols % 8 == 0 && (u64)x % 8 == 0)) {
             codes[i] = __ldcs((const uint2*)from);
         } else {
 #pragma unroll

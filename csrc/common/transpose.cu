@@ -3,8 +3,6 @@
 // A block of threads takes 128 bytes of each of its rows: eight lanes read the 128 bytes of a row.
 #include "tile.cuh"
 
-constexpr int WIDE = 128;
-
 // 16 bytes of a row; what lies outside is 0.
 __device__ __forceinline__ uint4 load_piece(const u8* x, i64 row, i64 at, i64 rows, i64 width) {
     uint4 v = make_uint4(0, 0, 0, 0);
@@ -27,7 +25,7 @@ __device__ __forceinline__ uint4 load_piece(const u8* x, i64 row, i64 at, i64 ro
 extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
     const u8* x, u8* out, const u32* scale, u32* scale_out, u32 scales, i64 rows, i64 cols
 ) {
-    constexpr int HIGH = 2 * TILE;
+    constexpr int HIGH = 2 * WIDE;
     __shared__ uint4 piece[WIDE][HIGH / 16];
     const u32 wide = (u32)((cols + WIDE - 1) / WIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane & 7, chunk = warp * 4 + (lane >> 3);
@@ -38,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
         const uint4 v = load_piece(x, row + i, col, rows, cols);
         w[0][i] = v.x, w[1][i] = v.y, w[2][i] = v.z, w[3][i] = v.w;
     }
-    if (scales == 1 ? blockIdx.x + threadIdx.x == 0 : threadIdx.x < 2 && down * 2 * TILE + threadIdx.x * TILE < rows) {
-        const i64 high = (rows + TILE - 1) / TILE, from = down * 2 + threadIdx.x;
+    if (scales == 1 ? blockIdx.x + threadIdx.x == 0 : threadIdx.x < 2 && down * 2 * WIDE + threadIdx.x * WIDE < rows) {
+        const i64 high = (rows + WIDE - 1) / WIDE, from = down * 2 + threadIdx.x;
         if (scales == 1)
             *scale_out = *scale;
         else

@@ -3,17 +3,17 @@
 // The scale of element (row, col) is number row / high * stride + col / wide; a size of 0 is the whole dimension.
 #include "decode.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_tiles(
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
     const u8* data, const float* scale, void* out, u32 high, u32 wide, i64 stride, i64 rows, i64 cols
 ) {
     const Tile t(rows, cols, blockIdx.x);
-    uint2 codes[8];
+    uint2 codes[ROWS];
     load_codes(t, data, codes);
-    const i64 across = wide ? t.col / TILE : 0;  // blocks are as wide as a tile
+    const i64 across = wide ? t.col / WIDE : 0;  // blocks are as wide as a tile
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
         if (i >= t.high || !t.wide) continue;
-        const i64 down = high == 0 ? 0 : high == 1 ? t.row + i : (t.row + i) / TILE;
+        const i64 down = high == 0 ? 0 : high == 1 ? t.row + i : (t.row + i) / WIDE;
         const float s = scale[down * stride + across];
         float v[8];
 #pragma unroll

@@ -1,19 +1,19 @@
 // MXFP8 as LPQ_OUTPUT: elements of type LPQ_ELEMENT times the power of two of their block, rounded once.
 #include "decode.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_tiles(
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
     const u8* data, const u8* scale, void* out, i64 rows, i64 cols
 ) {
     const Tile t(rows, cols, blockIdx.x);
-    uint2 codes[8];
+    uint2 codes[ROWS];
     load_codes(t, data, codes);
     const i64 blocks = (cols + 31) / 32;
-    u32 exponents[8] = {};
+    u32 exponents[ROWS] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < ROWS; ++i)
         if (i < t.high && t.wide) exponents[i] = __ldg(scale + (t.row + i) * blocks + t.col / 32);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
         if (i >= t.high || !t.wide) continue;
         const u32 exponent = exponents[i];
         const float power = __uint_as_float(exponent == 255 ? NAN_BITS : exponent ? exponent << 23 : 0x400000u);

@@ -1,4 +1,5 @@
 // NVFP4 as LPQ_OUTPUT, rounded once, in the basis in which it is stored. LPQ_SQUARE: blocks of 16x16 in place of 1x16.
+// Without an amax: elements times block scales times 2^-11. They have 6 bits at most, so that rounded to bf16 they are exact.
 #include "decode.cuh"
 
 // E2M1 in fp32: its bits are the top bits of an fp16 whose exponent is 14 too low.
@@ -7,16 +8,16 @@ __device__ __forceinline__ float decode_e2m1(u32 codes, int i) {
     return half_value((code & 7) << 9 | (code & 8) << 12) * 16384.0f;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_tiles(
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
     const u8* data, const u8* scale, const float* amax, void* out, i64 rows, i64 cols
 ) {
     const Tile t(rows, cols, blockIdx.x);
     const i64 blocks = (cols + 15) / 16;
-    const float a = *amax, shift = a > 1.0f ? 4096.0f : 1.0f;
+    const float a = amax ? *amax : 2688.0f / 2048, shift = a > 1.0f ? 4096.0f : 1.0f;
     const float first = __fdiv_rn(a, shift), second = __fmul_rn(shift, (float)(1.0 / 2688.0));
-    u32 codes[8] = {}, scales[8] = {};
+    u32 codes[ROWS] = {}, scales[ROWS] = {};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
         if (i >= t.high || !t.wide) continue;
 #ifdef LPQ_SQUARE
         const i64 row = (t.row + i) / 16;
@@ -27,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) decode_tiles(
         scales[i] = __ldg(scale + row * blocks + t.col / 16);
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
         if (i >= t.high || !t.wide) continue;
         const float s = decode<E4M3>(scales[i]);
         float v[8];

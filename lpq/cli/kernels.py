@@ -34,6 +34,8 @@ class Served:
     """Why nothing may run: the kernels that ``LPQ_KERNELS`` allows are not there."""
     broken: tuple[str, ...] = ()
     """The kernels among these that are at fault, as opposed to not being for this place."""
+    note: str = ""
+    """What a user should know of the kernel that runs."""
 
     @property
     def reasons(self) -> str:
@@ -58,15 +60,22 @@ def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Se
         choice = choose(op, texts, device)
     except KernelError as error:
         return Served(op, texts, "error", None, (), str(error))
-    rejected = tuple((f"{kernel.backend} {kernel.impl}", reason) for kernel, reason in choice.rejected)
+    rejected = tuple(
+        (f"{kernel.backend} {kernel.impl}", _noted(reason, kernel.note)) for kernel, reason in choice.rejected
+    )
     broken = tuple(f"{kernel.backend} {kernel.impl}" for kernel in choice.broken)
-    impl = choice.kernel.impl if choice.kernel else None
-    return Served(op, texts, choice.backend, impl, rejected, broken=broken)
+    if choice.kernel is None:
+        return Served(op, texts, choice.backend, None, rejected, broken=broken)
+    return Served(op, texts, choice.backend, choice.kernel.impl, rejected, broken=broken, note=choice.kernel.note)
+
+
+def _noted(words: str, note: str) -> str:
+    return f"{words} ({note})" if note else words
 
 
 def show(title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str], Served]]) -> None:
     """Print what runs each step; ``columns`` are the heads of what names a step."""
-    rows = [(*names, s.impl or s.backend, s.reasons) for names, s in steps]
+    rows = [(*names, _noted(s.impl or s.backend, s.note), s.reasons) for names, s in steps]
     table(title, (*columns, "runs", "why not a better one"), rows)
     if not any(reasons for *_, reasons in rows):
         typer.echo("No other kernel is installed for any of these.\n")

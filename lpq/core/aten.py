@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.storage import Storage
 from lpq.core.tensor import PrecisionWarning, QuantizedTensor, Window
-from lpq.core.write import encode_drafts, end_drafts, overwrite, write
+from lpq.core.write import overwrite, write
 
 aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -41,8 +41,6 @@ def implements(*functions: Any) -> Callable[[Handler], Handler]:
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator that got a QuantizedTensor. A handler returns NotImplemented for what buffers cannot express."""
     handler = _HANDLERS.get(func)
-    if handler is not None and func not in _LEAVE_DRAFTS:
-        _end_drafts(args)
     result = handler(*args, **kwargs) if handler is not None else NotImplemented
     if result is not NotImplemented:
         if func in _VIEWS:
@@ -51,17 +49,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         return _write(func, args, kwargs)
     return _read(func, args, kwargs)
-
-
-def _end_drafts(args: Sequence[Any]) -> None:
-    """Encode what the arguments have in draft: the operator acts on their buffers, or gives views of these."""
-    for value in args:
-        if isinstance(value, QuantizedTensor):
-            if value.drafting is not None:
-                encode_drafts([value])
-                end_drafts([value])
-        elif isinstance(value, list | tuple):
-            _end_drafts(value)
 
 
 # ---------------------------------------------------------------------------------------------- views
@@ -105,9 +92,7 @@ def _same_matrix(t: QuantizedTensor, view: QuantizedTensor) -> QuantizedTensor:
 
 @implements(aten.detach.default, aten.alias.default)
 def _alias(t: QuantizedTensor) -> Any:
-    alias = _same_matrix(t, t.map(aten.alias.default))
-    alias.draft = t.drafting
-    return alias
+    return _same_matrix(t, t.map(aten.alias.default))
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -346,13 +331,6 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     shape = [*first.shape]
     shape[dim] = sum(t.shape[dim] for t in tensors)
     return first.with_operands(row, col, torch.Size(shape), first.dtype)
-
-
-_LEAVE_DRAFTS = {
-    aten.detach.default, aten.alias.default, aten.copy_.default, aten.empty_like.default, aten.new_empty.default,
-    aten.is_pinned.default, aten.record_stream.default, torch.ops.lpq.draw_seeds.default,
-    *(like.default for like in (aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like)),
-}  # fmt: skip
 
 
 def _joins(first: Any, other: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.core.operations import gemm_reference
+from lpq.core.operations import decode, gemm_reference
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose, cublaslt
 from lpq.ops.products import product, product_with_alpha, scaled_product
@@ -30,7 +30,9 @@ class Exact(NamedTuple):
     factor: Tensor | None = None
     """In fp32: one for the matrix, 0-dimensional, or one for each row, ``[rows, 1]``; None: there is none."""
     constant: float = 1.0
-    """A part of the factor that is the same for all operands of the format."""
+    """A part of the factor that is the same for all operands of the format; 1 if there is none."""
+    rest: Tensor | None = None
+    """In fp32: the last columns, 16 or so, where bf16 does not hold what they stand for. They have no factor."""
 
 
 def exact(operand: Storage) -> Exact | None:
@@ -38,6 +40,11 @@ def exact(operand: Storage) -> Exact | None:
     impl = choose("exact", (operand.quantizer.text,), operand.device).impl
     found: Exact | None = impl(operand) if impl is not None else None
     return found
+
+
+def decoded(operand: Storage) -> Exact:
+    """``impl`` for a format that bf16 holds as it decodes: an element's bits and those of its scale are 8 at most."""
+    return Exact(decode(operand, torch.bfloat16))
 
 
 def why_not(a: Quantizer, b: Quantizer) -> str | None:
@@ -75,16 +82,20 @@ def gemm_with_alpha(
     return _gemm(a, b, bias, dtype, product_with_alpha)
 
 
-def _gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, scaled: Callable[..., Tensor]) -> Tensor:
+def _gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, multiply: Callable[..., Tensor]) -> Tensor:
     left = right = None
     if 0 not in (*a.shape, *b.shape):
         left, right = exact(a), exact(b)
-    if left is None or right is None:
+    if left is None or right is None or (left.rest is None) != (right.rest is None):
         return gemm_reference(a, b, bias, dtype)
     factors = [e.factor for e in (left, right) if e.factor is not None]
     constant = left.constant * right.constant
-    if not factors and constant == 1:
-        return product(left.matrix, right.matrix, bias, dtype)
     if any(factor.dim() for factor in factors):
-        scaled = scaled_product
-    return scaled(left.matrix, right.matrix, left.factor, right.factor, constant, bias, dtype)
+        multiply = scaled_product
+    if left.rest is not None and right.rest is not None:
+        out = multiply(left.matrix, right.matrix, left.factor, right.factor, constant, None, torch.float32)
+        out.addmm_(left.rest, right.rest.t())
+        return (out if bias is None else out.add_(bias)).to(dtype)
+    if not factors:
+        return product(left.matrix, right.matrix, bias, dtype)
+    return multiply(left.matrix, right.matrix, left.factor, right.factor, constant, bias, dtype)

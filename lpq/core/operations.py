@@ -188,6 +188,19 @@ def quantize_reference(
 ) -> list[Tensor]:
     """The buffers of the wanted operands in the order of their layouts, the row operand's first; then, if
     ``measure``, the statistics of ``x``. A statistic that is not given is measured."""
+    return distinct(quantize_as_written(x, stats, row, col, seed, offset, measure), stats)
+
+
+def quantize_as_written(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """``quantize_reference`` as the format wrote it: a statistic may be a buffer as it came. ``torch.vmap`` runs it."""
     measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
     known = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
     out: list[Tensor] = []
@@ -203,7 +216,7 @@ def quantize_reference(
             bits = RandomBits(seed, 1, (0, offset)) if col.stochastic and seed is not None else None
             named = _named(col, known[len(known) - len(col.stats) :])
             out += _encode_side(col, x.t(), named, bits).tensors()
-    return distinct(out + (measured if measure else []), stats)
+    return out + (measured if measure else [])
 
 
 def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]:

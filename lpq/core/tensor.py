@@ -45,19 +45,6 @@ class Window:
     """The view is the transpose of that part."""
 
 
-class Draft:
-    """What was written to a tensor and is not encoded yet, in high precision.
-
-    An optimizer may write to a weight several times in a step. Each write would round, and reduce statistics over the
-    ranks; so between ``lpq.core.write.begin_drafts`` and ``end_drafts`` writes are kept here, and read back from here.
-    """
-
-    value: Tensor | None = None
-    """The tensor as a matrix; None: nothing was written."""
-    ended: bool = False
-    """Writes are encoded at once again."""
-
-
 class QuantizedTensor(Gathered, Tensor):
     """A tensor that is stored quantized; made by ``Quantizer.quantize``."""
 
@@ -72,8 +59,6 @@ class QuantizedTensor(Gathered, Tensor):
     to which it is not attached yet cannot be written to where its format needs statistics of the whole."""
     window: Window | None
     """Set on a view that cannot be written to by itself."""
-    draft: Draft | None
-    """Where writes are kept for a while; see ``drafting``."""
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """What an operator does; ``lpq.core.aten``, which is written over this class, provides it."""
@@ -95,14 +80,8 @@ class QuantizedTensor(Gathered, Tensor):
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
         )
-        self.row, self.col, self.quantizer, self.amax_group = row, col, quantizer, amax_group
-        self.window, self.draft = None, None
+        self.row, self.col, self.quantizer, self.amax_group, self.window = row, col, quantizer, amax_group, None
         return self
-
-    @property
-    def drafting(self) -> Draft | None:
-        """Where writes are kept at present; None: they are encoded at once."""
-        return self.draft if self.draft is not None and not self.draft.ended else None
 
     @property
     def operands(self) -> list[tuple[Direction, Storage]]:
@@ -127,8 +106,6 @@ class QuantizedTensor(Gathered, Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there."""
-        if self.draft is not None and self.draft.value is not None:
-            return self.draft.value.to(dtype or self.dtype, copy=True).reshape(self.shape)
         if self.row is not None:
             return decode(self.row, dtype or self.dtype).reshape(self.shape)
         assert self.col is not None

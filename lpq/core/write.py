@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +12,13 @@ from lpq.core import operations
 from lpq.core.quantize import check_input, encode_operands
 from lpq.core.reduce import check_shard, max_in_place, same_ranks, spans
 from lpq.core.storage import Storage
-from lpq.core.tensor import Draft, QuantizedTensor
+from lpq.core.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Rewrite:
+class _Rewrite:
     """One tensor to write to: its value, and the operands and statistics that it takes."""
 
     def __init__(self, target: QuantizedTensor, value: Tensor) -> None:
@@ -64,33 +64,14 @@ class Rewrite:
             row, col = both.row, both.col
         else:
             row, col, _ = operations.quantize(self.value, self.stats, self.row, self.col)
-        buffers = _buffers(self.target)
-        if self.target.draft is None:
-            overwrite(self.target, row, col)
-        else:  # the write was counted when it was drafted
-            with torch.autograd._unsafe_preserve_version_counter(buffers):  # type: ignore[attr-defined]
-                overwrite(self.target, row, col)
+        overwrite(self.target, row, col)
 
 
 @torch.no_grad()
 def write(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-    """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks.
-
-    The value for a target that keeps drafts becomes its draft, and must not change until that is encoded.
-    """
-    rewrites = []
-    for target, value in zip(targets, values, strict=True):
-        rewrite, draft = Rewrite(target, value), target.drafting
-        if draft is None:
-            rewrites.append(rewrite)
-        else:
-            draft.value = value
-            torch.autograd.graph.increment_version(_buffers(target))
-    _encode(rewrites)
-
-
-def _encode(rewrites: Sequence[Rewrite]) -> None:
-    by_ranks: dict[tuple[int, ...], tuple[ProcessGroup, list[Rewrite]]] = {}
+    """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks."""
+    rewrites = [_Rewrite(target, value) for target, value in zip(targets, values, strict=True)]
+    by_ranks: dict[tuple[int, ...], tuple[ProcessGroup, list[_Rewrite]]] = {}
     for one in rewrites:
         group = one.shared_with()
         if group is not None:
@@ -102,42 +83,8 @@ def _encode(rewrites: Sequence[Rewrite]) -> None:
 
 
 def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
-    """Put the buffers of these operands in place of those that the target has, and of its draft."""
-    if target.draft is not None:
-        target.draft.value = None
+    """Put the buffers of these operands in place of those that the target has."""
     for old, new in ((target.row, row), (target.col, col)):
         if old is not None and new is not None:
             for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
                 buffer.copy_(written)
-
-
-# ---------------------------------------------------------------------------------------------- drafts
-
-
-def begin_drafts(tensors: Iterable[QuantizedTensor]) -> None:
-    """From now on keep what is written to these tensors in high precision."""
-    for tensor in tensors:
-        if tensor.drafting is None:
-            tensor.draft = Draft()
-
-
-def drafted(tensors: Iterable[QuantizedTensor]) -> list[Rewrite]:
-    """What these tensors have in draft, to be measured, reduced and encoded."""
-    return [Rewrite(t, t.draft.value) for t in tensors if t.draft is not None and t.draft.value is not None]
-
-
-@torch.no_grad()
-def encode_drafts(tensors: Iterable[QuantizedTensor]) -> None:
-    """Encode what these tensors have in draft, because their operands are wanted; one collective for each group."""
-    _encode(drafted(tensors))
-
-
-def end_drafts(tensors: Iterable[QuantizedTensor]) -> None:
-    """Encode writes to these tensors, whose drafts are encoded, at once again."""
-    for tensor in tensors:
-        if tensor.draft is not None:
-            tensor.draft.ended, tensor.draft = True, None
-
-
-def _buffers(tensor: QuantizedTensor) -> tuple[Tensor, ...]:
-    return tuple(b for _, storage in tensor.operands for b in storage.tensors())

@@ -85,7 +85,8 @@ class Site:
         state = self._group._training_state
         resharded = self._group._reshard_after_forward
         in_backward = torch._C._current_graph_task_id() != -1
-        row = again or state != TrainingState.PRE_BACKWARD
+        stays = not self._group.reshard_after_backward  # the next forward then gathers nothing
+        row = again or stays or state != TrainingState.PRE_BACKWARD
         col = state != TrainingState.FORWARD or not resharded or in_backward
         return row, col
 

@@ -19,7 +19,6 @@ from lpq.core.derive import derive_col, derives_col
 from lpq.core.operations import declared, measure, quantize
 from lpq.core.quantize import recall
 from lpq.core.reduce import spans
-from lpq.core.write import drafted
 from lpq.distributed import fsdp
 from lpq.distributed.attach import attach
 from lpq.distributed.fits import why_not, why_uncut
@@ -87,10 +86,8 @@ class Gather:
 
     @property
     def stale(self) -> bool:
-        """Whether the shard was written to, or its quantizer changed, since it was measured, or encoded."""
+        """Whether the shard was written to, or its quantizer changed, since it was measured."""
         measured, local = self._measured, self.site.local
-        if isinstance(local, QuantizedTensor):
-            return bool(drafted([local]))
         return (
             measured is None
             or measured.local() is not local
@@ -135,7 +132,7 @@ class Gather:
             )
         if isinstance(shard, QuantizedTensor):
             attach(self.site.param)
-        if self.stale:
+        elif self.stale:
             self._refresh()
         self._filled.clear()
         quantizer = self._stored_quantizer(shard) if isinstance(shard, QuantizedTensor) else self.quantizer

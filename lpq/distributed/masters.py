@@ -7,6 +7,7 @@ bytes are gathered, every buffer is what encoding the whole master would have ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, overload
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lpq.core import QuantizedTensor
-from lpq.distributed.casting.casts import Cast, Piece, Whole
+from lpq.distributed.casting.batched import Batched, serves
+from lpq.distributed.casting.casts import Cast, Piece, Views, Whole
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.casting.kinds import Item, Kind
 from lpq.distributed.casting.parts import InParts
@@ -36,13 +38,10 @@ class Pieces(Sequence[Piece]):
         for item in items:
             if item.weight.numel():
                 kinds.setdefault(item.kind, []).append(item)
-        self.casts: list[Cast] = [
-            InParts(kind, same, rank, ranks) if ranks > 1 and kind.in_parts(ranks) else Whole(kind, same)
-            for kind, same in kinds.items()
-        ]
+        self.casts = casts(kinds, rank, ranks)
         self._shares = Shares(items, rank, ranks)
         self._pieces = sorted((p for cast in self.casts for p in cast.pieces()), key=lambda p: p.weight)
-        self._shapes: list[list[torch.Size]] = []
+        self._told = {kind: kind.told(len(same), ranks) for kind, same in kinds.items()}
 
     @overload
     def __getitem__(self, index: int) -> Piece: ...
@@ -56,20 +55,39 @@ class Pieces(Sequence[Piece]):
 
     def tell(self) -> Tensor:
         """What this rank tells the others, for a MAX over the ranks."""
-        told = [[self._shares.tell()], *(cast.tell() for cast in self.casts)]
-        self._shapes = [[t.shape for t in each] for each in told]
-        return torch.cat([t.flatten() for each in told for t in each])
+        count = sum(math.prod(shape) for shapes in ([self._shares.shape], *self._told.values()) for shape in shapes)
+        told = torch.zeros(count, dtype=torch.int32, device=self._shares.device)
+        shares, views = self._views(told)
+        self._shares.tell(shares)
+        for cast in self.casts:
+            cast.tell(views)
+        return told
 
     def encode(self, told: Tensor) -> None:
         """Write what this rank can write, from what all ranks told."""
-        sizes = [shape.numel() for shapes in self._shapes for shape in shapes]
-        parts = iter(torch.split(told, sizes))
-        shares, *rest = [[next(parts).view(shape) for shape in shapes] for shapes in self._shapes]
-        self._shares.check(shares[0])
-        for cast, each in zip(self.casts, rest, strict=True):
-            cast.encode(each)
+        shares, views = self._views(told)
+        self._shares.check(shares)
+        for cast in self.casts:
+            cast.encode(views)
         for item in self._without_elements:  # as any rank can
             item.weight.copy_(torch.empty(item.weight.shape, device=item.weight.device))
+
+    def _views(self, told: Tensor) -> tuple[Tensor, Views]:
+        """Of all that is told: how much each rank owns, and what is said of the weights of each kind."""
+        shapes = [self._shares.shape, *(shape for same in self._told.values() for shape in same)]
+        parts = torch.split(told, [math.prod(shape) for shape in shapes])
+        rest = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+        return next(rest), {kind: [next(rest) for _ in same] for kind, same in self._told.items()}
+
+
+def casts(kinds: Mapping[Kind, Sequence[Item]], rank: int, ranks: int) -> list[Cast]:
+    """How weights are cast: all together that kernels serve, the others kind by kind."""
+    batched = {kind: items for kind, items in kinds.items() if serves(kind, items[0].weight.device)}
+    found: list[Cast] = [Batched(batched, rank, ranks)] if batched else []
+    for kind, items in kinds.items():
+        if kind not in batched:
+            found.append(InParts(kind, items, rank) if kind.in_parts(ranks) else Whole(kind, items))
+    return found
 
 
 def cast_master_weights(
@@ -91,7 +109,9 @@ def cast_master_weights(
     ``states[i]`` is what delayed scaling remembers of weight ``i``; it is updated. ``seed``, the same on all ranks,
     is for stochastic rounding: weight ``i`` rounds as with ``seed + i``.
 
-    Weights of one shape and quantizer are cast together, up to 2^26 elements at a time.
+    Where the kernel table has kernels for the operation ``cast``, they serve all weights of a quantizer at once,
+    whatever their shapes. Other weights are cast together if their shapes and quantizers are equal, up to 2^26
+    elements at a time.
 
     A weight with an operand in a rotated basis is dearer: its fp32 elements are in the all-reduce, and each rank
     encodes all of it. So it has no pieces.

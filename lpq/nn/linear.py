@@ -22,7 +22,6 @@ from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
-from lpq.core.write import encode_drafts
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
@@ -169,8 +168,6 @@ def weight_operands(
 ) -> tuple[Storage, Storage | None, list[Tensor]]:
     """The operands of a weight, which may be stored quantized already."""
     if isinstance(weight, QuantizedTensor):
-        if not torch.compiler.is_compiling():
-            encode_drafts([weight])
         stored = [_stored_operand(quantizer, weight, d) for d in (DIRECTIONS if col else DIRECTIONS[:1])]
         return stored[0], stored[1] if col else None, []
     operands = encode_operands(quantizer, weight, col=col, state=state, seed=seed)

@@ -46,7 +46,6 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
     from lpq.distributed.shard import as_shard
 
     gathering = Gathering(model)
-    gathering.watch()
     for _, layer, shared in list(_layers(model)):
         if shared or hasattr(layer.weight, "device_mesh"):
             continue

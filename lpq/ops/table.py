@@ -22,6 +22,16 @@ from lpq.registry.errors import ImportStringError, LpqError, words
 
 BACKENDS = ("reference", *registry.BACKENDS)
 ENVIRONMENT = "LPQ_KERNELS"
+ANY_PAIR = (
+    KernelSpec(
+        op="gemm", impl="lpq.core.exact:gemm_with_alpha", why_not="lpq.core.exact:why_not_alpha",
+        backend="cuda", min_sm=80, requires=("cuda.core",),
+    ),
+    KernelSpec(
+        op="gemm", impl="lpq.core.exact:gemm", why_not="lpq.core.exact:why_not", backend="torch", min_sm=80,
+    ),
+)  # fmt: skip
+"""What multiplies operands of any two formats that can be said exactly in bf16, after the kernels of the pair."""
 
 
 class KernelError(LpqError):
@@ -59,7 +69,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
     where = torch.device(device if index is None else f"{device}:{index}")
     rejected: list[tuple[KernelSpec, str]] = []
     broken: list[KernelSpec] = []
-    for kernel in registry.kernels(op, formats):
+    for kernel in (*registry.kernels(op, formats), *(ANY_PAIR if op == "gemm" else ())):
         reason = _elsewhere(kernel, where, allowed)
         if reason is None:
             try:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from lpq.ops.cuda import CudaKernel
 
-TILE = 128
-THREADS = 256
+WIDE = 128
+LOW, SQUARE, TALL = 64, 128, 256
+"""Heights of tiles, all of which are ``WIDE``: tall where a column operand is written, low where none is."""
 INPUTS = {
     torch.bfloat16: "LPQ_INPUT=LPQ_BF16",
     torch.float16: "LPQ_INPUT=LPQ_FP16",
@@ -21,20 +25,38 @@ OUTPUTS = {
     torch.float32: "LPQ_OUTPUT=LPQ_FP32",
 }
 """The macro that says what is decoded to."""
-PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=THREADS)
+PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024)
 FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024)
-BYTES = CudaKernel("common/transpose.cu", "transpose_bytes", "PPPPIqq", threads=THREADS)
-UNTILE = CudaKernel("common/untile.cu", "untile", "PPPII", threads=THREADS)
-NIBBLES = CudaKernel("common/transpose.cu", "transpose_nibbles", "PPPPPPqq", threads=THREADS)
+BYTES = CudaKernel("common/transpose.cu", "transpose_bytes", "PPPPIqq", threads=256)
+NIBBLES = CudaKernel("common/transpose.cu", "transpose_nibbles", "PPPPPPqq", threads=256)
+UNTILE = CudaKernel("common/untile.cu", "untile", "PPPII", threads=256)
 PER_PART = 1 << 15
-MAX_PARTS = 132 * 8
+MAX_PARTS = 132 * 2
 MANY_TILES = 512
 SIDE_BY_SIDE = 32
 
 
-def tiles(rows: int, cols: int) -> int:
+def tile_kernels(source: str, name: str, arguments: str) -> Mapping[int, CudaKernel]:
+    """A kernel of which each block of threads takes a tile, for each height of tiles. Its last arguments, and macros
+    of ``covering``, say how large the matrix and the tiles are."""
+    heights = (LOW, SQUARE, TALL)
+    return {tall: CudaKernel(source, name, f"{arguments}qq", threads=2 * tall) for tall in heights}
+
+
+@cache
+def covering(tall: int, whole: bool) -> tuple[str, ...]:
+    """The macros for tiles of a height, which cover the matrix exactly or not."""
+    return (f"LPQ_TALL={tall}", *(["LPQ_WHOLE"] if whole else []))
+
+
+def is_whole(x: Tensor, rows: int, cols: int, tall: int) -> bool:
+    """Whether tiles cover a matrix exactly, and all lines of an operand of it begin at multiples of 16 bytes."""
+    return not (rows % tall or cols % WIDE or x.data_ptr() % 16)
+
+
+def tiles(rows: int, cols: int, tall: int) -> int:
     """How many tiles cover a matrix: the blocks of a kernel that takes a tile each."""
-    return -(-rows // TILE) * -(-cols // TILE)
+    return -(-rows // tall) * -(-cols // WIDE)
 
 
 def flat(x: Tensor) -> tuple[int, int]:
@@ -43,7 +65,7 @@ def flat(x: Tensor) -> tuple[int, int]:
     A matrix whose rows are whole tiles wide is one of rows of one tile, which is read and written in one piece.
     """
     rows, cols = x.shape
-    return (rows * cols // TILE, TILE) if cols % TILE == 0 else (rows, cols)
+    return (rows * cols // WIDE, WIDE) if cols % WIDE == 0 else (rows, cols)
 
 
 def pointer(tensor: Tensor | None) -> int:
@@ -68,20 +90,19 @@ def amax_finish(parts: Tensor) -> Tensor:
 
 
 def words_of_tiles(x: Tensor) -> Tensor | None:
-    """Memory for the scales of both operands of a matrix, 128 words of each in every tile; None if it does not pay.
+    """Memory for the scales of both operands of a matrix of whole tiles, 128 words of each in every 128x128; None if it
+    does not pay.
 
     A scale in its place shares a sector of memory with those of other tiles, which costs more than to go through this.
     """
     rows, cols = x.shape
-    count = tiles(rows, cols)
-    if count < MANY_TILES or rows % TILE or cols % TILE:
-        return None
-    return x.new_empty((count, 2 * TILE), dtype=torch.int32)
+    count = tiles(rows, cols, SQUARE)
+    return x.new_empty((count, 2 * WIDE), dtype=torch.int32) if count >= MANY_TILES else None
 
 
 def untile(words: Tensor, row: Tensor, col: Tensor, rows: int, cols: int) -> None:
     """Bring the words of tiles to their places in the scales of the row and of the column operand."""
-    down, across = rows // TILE, cols // TILE
+    down, across = rows // WIDE, cols // WIDE
     blocks = down * -(-across // SIDE_BY_SIDE) + across * -(-down // SIDE_BY_SIDE)
     UNTILE.launch(row.get_device(), (), blocks, words.data_ptr(), row.data_ptr(), col.data_ptr(), down, across)
 
@@ -91,7 +112,7 @@ def transpose_bytes(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     x, scale = x.contiguous(), scale.contiguous()
     rows, cols = x.shape
     out, scale_out = x.new_empty((cols, rows)), scale.new_empty(scale.shape[::-1])
-    blocks = -(-rows // (2 * TILE)) * -(-cols // TILE)
+    blocks = -(-rows // (2 * WIDE)) * -(-cols // WIDE)
     BYTES.launch(
         x.get_device(), (), blocks, x.data_ptr(), out.data_ptr(), scale.data_ptr(), scale_out.data_ptr(),
         2 if scale.dim() else 1, rows, cols,
@@ -105,7 +126,7 @@ def transpose_nibbles(x: Tensor, scale: Tensor, amax: Tensor, rows: int, cols: i
     x, scale = x.contiguous(), scale.contiguous()
     out, scale_out = x.new_empty((cols, -(-rows // 16) * 8)), scale.new_empty(scale.shape[::-1])
     amax_out = torch.empty_like(amax)
-    blocks = -(-rows // (2 * TILE)) * -(-cols // (2 * TILE))
+    blocks = -(-rows // (2 * WIDE)) * -(-cols // (2 * WIDE))
     NIBBLES.launch(
         x.get_device(), (), blocks, x.data_ptr(), out.data_ptr(), scale.data_ptr(), scale_out.data_ptr(),
         amax.data_ptr(), amax_out.data_ptr(), rows, cols,

@@ -31,6 +31,22 @@ FORMATS = [
     "mxfp4",
     "hybrid(row=mxfp4, col=nvfp4)",
 ]
+SERVED = [
+    "fp8",
+    "fp8(dtype=e5m2, pow2=true)",
+    "fp8(scaling=delayed, history=4)",
+    "fp8(scaling=row)",
+    "fp8(scaling=block)",
+    "fp8(scaling=block, block=128x128)",
+    "mxfp8",
+    "mxfp8(dtype=e5m2)",
+    "nvfp4",
+    "nvfp4(block=16x16)",
+    "hybrid(row=fp8, col=fp8(dtype=e5m2))",
+    "hybrid(row=fp8(scaling=row), col=nvfp4)",
+    "hybrid(row=mxfp8, col=nvfp4(block=16x16))",
+]
+"""Those whose weights kernels cast all at once, whatever their shapes."""
 Spans = Sequence[tuple[int, int]]
 """What each rank owns of one flattened weight."""
 
@@ -106,6 +122,17 @@ def values(shape: tuple[int, int], rng: random.Random, odd: Sequence[float] = OD
     for _ in range(rng.randrange(3)):
         x.view(-1)[rng.randrange(x.numel())] = rng.choice(odd)
     return x
+
+
+def patterns(rows: int, cols: int) -> list[Tensor]:
+    """Masters of random bits: of any kind; without large numbers and NaNs; and of all magnitudes, each in a square."""
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(1 << 31), 1 << 31, (3, rows, cols), generator=generator).int()
+    bits[1] = torch.where(bits[1] >> 23 & 255 > 200, bits[1] & -(1 << 30) - 1, bits[1])
+    down, across = torch.arange(rows)[:, None] // 32, torch.arange(cols) // 32
+    kept = (2 * (down * (cols // 32) + across) % 31).int()
+    bits[2] &= -(1 << 31) | (2 << kept) - 1
+    return list(bits.view(torch.float32))
 
 
 def case(text: str, ranks: int, rng: random.Random, **options: Any) -> Case:

@@ -61,7 +61,7 @@ def test_fragments_that_are_drawn_are_of_every_kind() -> None:
     assert min(odd, cut_blocks, empty, left_out, everything) >= 5, (odd, cut_blocks, empty, left_out, everything)
 
 
-class _Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):
     """The operators that run, but for views."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def test_the_number_of_launches_does_not_grow_with_the_number_of_weights(text: s
         cases = [Case(lpq.quantizer(text), torch.randn(s), spans) for spans in shared for s in shapes]
         told = [started(cases, [one.weight() for one in cases], rank).tell() for rank in range(3)]
         heard, weights = torch.stack(told).amax(0), [one.weight() for one in cases]
-        with torch.no_grad(), _Launches() as mode:
+        with torch.no_grad(), Launches() as mode:
             pieces = started(cases, weights, 1)
             pieces.tell()
             pieces.encode(heard)

@@ -12,6 +12,7 @@ from torch import Tensor
 import lpq
 from lpq.core import Quantizer, operations
 from lpq.core.operations import quantize_reference
+from lpq.core.philox import RandomBits
 from lpq.ops import choose
 from lpq.testing.conformance.test_kernels import Poisoned
 
@@ -45,8 +46,8 @@ QUANTIZERS = [
     "nvfp4(block=16x16, rht=true)",
 ]
 SHAPES = [
-    (128, 128), (256, 512), (1, 1), (33, 80), (1, 1000), (1000, 1), (130, 257), (300, 136), (136, 300), (16, 4096),
-    (31, 16), (257, 272), (0, 64), (64, 0),
+    (128, 128), (256, 512), (64, 384), (1, 1), (33, 80), (1, 1000), (1000, 1), (130, 257), (300, 136), (136, 300),
+    (16, 4096), (31, 16), (257, 272), (0, 64), (64, 0),
 ]  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIDES = [(True, False), (False, True), (True, True)]
@@ -123,7 +124,7 @@ def test_measure_equals_the_reference(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", QUANTIZERS)
-@pytest.mark.parametrize("shape", [(128 * 17, 128 * 33), (128 * 65, 128 * 8), (128 * 17 + 16, 128 * 33)], ids=str)
+@pytest.mark.parametrize("shape", [(128 * 17, 128 * 33), (128 * 66, 128 * 9), (128 * 17 + 16, 128 * 33)], ids=str)
 def test_many_tiles(text: str, shape: tuple[int, int]) -> None:
     """From some size on scales take another way to their places."""
     row, col = sides(text, True, True)
@@ -134,6 +135,37 @@ def test_many_tiles(text: str, shape: tuple[int, int]) -> None:
         got = run(x, [], by_row, by_col, 0, measure)
         for a, b in zip(as_bytes(got), as_bytes(expected), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_every_number_at_every_scale(stochastic: bool) -> None:
+    """All bf16 numbers by blocks whose amaxes are of other tensors, so that products lie near and far of the grid."""
+    row = lpq.quantizer(f"nvfp4(stochastic={str(stochastic).lower()})").side("row")
+    bits = torch.arange(-(2**15), 2**15, device="cuda", dtype=torch.int16)
+    x = bits.view(torch.bfloat16).reshape(256, 256).repeat(4, 1)
+    g = torch.Generator("cuda").manual_seed(1)
+    for power in range(-120, 127, 13):
+        amax = torch.rand((), device="cuda", generator=g) * 2.0**power
+        blocks = amax * torch.rand(1024, 16, device="cuda", generator=g)
+        stats: list[Tensor | None] = [amax, blocks]
+        expected = quantize_reference(x, stats, row, None, torch.tensor(-12345678901, device="cuda"), 0, False)
+        for a, b in zip(as_bytes(run(x, stats, row, None, 0, False)), as_bytes(expected), strict=True):
+            assert torch.equal(a, b), power
+
+
+def test_where_a_random_sum_meets_the_grid() -> None:
+    """A sum is rounded before it is cut: magnitudes just above and below of what a random byte takes to the grid."""
+    row = lpq.quantizer("nvfp4(stochastic=true)").side("row")
+    seed = torch.tensor(-12345678901, device="cuda")
+    byte = RandomBits(seed, 0).bytes(1024, 128).float()
+    grid = torch.tensor([0.5, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cuda").repeat(16)
+    step = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0], device="cuda").repeat(16)
+    off = torch.arange(-16, 16, device="cuda").repeat(32)[:, None] * torch.tensor([2.0**-27, 2.0**-28], device="cuda")
+    x = grid - byte / 256 * step + off.repeat(1, 64)
+    stats: list[Tensor | None] = [x.new_tensor(2688.0), x.new_full((1024, 8), 6.0)]  # so that nothing is scaled
+    expected = quantize_reference(x, stats, row, None, seed, 0, False)
+    for a, b in zip(as_bytes(run(x, stats, row, None, 0, False)), as_bytes(expected), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("text", QUANTIZERS)

@@ -78,7 +78,20 @@ def asked_for() -> dict[Path, set[Macros]]:
                 for name in set(kernel.formats) & set(plugin.formats):
                     with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
                         call(kernel, name)
+            elif kernel.op == "cast":
+                for name in set(kernel.formats) & set(plugin.formats):
+                    for source, macros in of_fragments(kernel, name):
+                        found.setdefault(source, set()).add(macros)
     return found
+
+
+def of_fragments(kernel: KernelSpec, name: str) -> Iterator[tuple[Path, Macros]]:
+    """Every way to cast fragments to operands of a format."""
+    for quantizer in family(name).quantizers:
+        for side, col in ((quantizer.side("row"), False), (quantizer.side("col"), True)):
+            if not refuses(kernel, (side,)):
+                kernels, block = registry.resolve(kernel.impl)(side), side.stats[-1].block
+                yield kernels.codes.source.resolve(), kernels.compiled_for(block[::-1] if col else block, col=col)
 
 
 def call(kernel: KernelSpec, name: str) -> None:

@@ -1,6 +1,6 @@
 """OCP MXFP4: 4-bit floats in blocks of 32 along the contraction, with a power-of-two scale for each block."""
 
-from lpq.registry import FormatSpec, RecipeSpec, hookimpl
+from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 
 @hookimpl
@@ -11,6 +11,8 @@ def lpq_register_formats() -> FormatSpec:
         quantizer="lpq_mxfp4.format:MXFP4Quantizer",
         storage="lpq_mxfp4.format:MXFP4Storage",
         effective_bits=4.25,
+        # bf16 holds an element times a power of two, so that products with any format are bf16's on a GPU.
+        kernels=(KernelSpec(op="exact", impl="lpq.core.exact:decoded", backend="torch", min_sm=80),),
     )
 
 

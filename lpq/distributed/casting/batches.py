@@ -1,7 +1,8 @@
 """Matrices of one shape measured, encoded and turned round all at once, by as many launches as one of them takes.
 
 ``torch.vmap`` runs what a format wrote for one matrix over a whole stack of them. A format that cannot be run like
-that (``lpq.distributed.traits`` asks) gets one matrix after the other. Kernels for stacks belong into these functions.
+that (``lpq.distributed.casting.traits`` asks) gets one matrix after the other. What kernels of the table cast does not
+come here: see ``batched``.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def encode(
     def one(each: Tensor, *rest: Tensor) -> list[Tensor]:
         known, seed = list(rest[: len(stats)]), None if seeds is None else rest[-1]
         if together:
-            return operations.quantize_reference(each, known, row, col, seed, offset, False)
+            return operations.quantize_as_written(each, known, row, col, seed, offset, False)
         first, second, _ = operations.quantize(each, known, row, col, seed, offset)
         return [t for operand in (first, second) if operand is not None for t in operand.tensors()]
 
@@ -173,7 +174,7 @@ def derive_col(
         x = (operations.decode_reference if together else operations.decode)(operand, torch.float32)
         seed = tensors[-1] if seeds is not None else None
         if together:
-            return operations.quantize_reference(x, [], None, col, seed, 0, False)
+            return operations.quantize_as_written(x, [], None, col, seed, 0, False)
         _, derived, _ = operations.quantize(x, None, None, col, seed)
         assert derived is not None
         return derived.tensors()

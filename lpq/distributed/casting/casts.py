@@ -7,7 +7,7 @@ other number one rank says the bits, and the others say ``NOTHING``. The simples
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,29 +52,41 @@ class Piece:
         return self.grid.before(start), self.grid.before(stop)
 
 
+Views = Mapping[Kind, Sequence[Tensor]]
+"""What the ranks tell each other of the weights of each kind: int32, of the shapes ``Kind.told``."""
+
+
 class Cast(ABC):
-    """The cast of the weights of one kind."""
+    """The cast of some weights."""
 
-    def __init__(self, kind: Kind, items: Sequence[Item]) -> None:
-        self.kind, self.items = kind, items
-        self.device = items[0].weight.device
-        self.rows = [self._row_operand(item) for item in items] if kind.row is not None else []
-        """The row operands that are encoded: the weights' own, unless that is absent or strided."""
+    items: Sequence[Item]
 
     @abstractmethod
-    def tell(self) -> list[Tensor]:
-        """What this rank tells the others: int32, of the same shapes on all ranks."""
+    def tell(self, told: Views) -> None:
+        """Write what this rank tells the others, over zeros."""
 
     @abstractmethod
-    def encode(self, told: Sequence[Tensor]) -> None:
+    def encode(self, told: Views) -> None:
         """Write what this rank can write, from what all ranks told together."""
 
     def pieces(self) -> list[Piece]:
         """What has to be gathered after that."""
         return []
 
+    @abstractmethod
     def finish(self, chosen: Sequence[int]) -> None:
         """Write what follows from what was gathered, of these of the weights."""
+
+
+class OfOneKind(Cast):
+    """The cast of the weights of one kind by what their format wrote."""
+
+    def __init__(self, kind: Kind, items: Sequence[Item]) -> None:
+        self.kind, self.items = kind, items
+        self.device = items[0].weight.device
+        self.rows = dense_operands("row", kind, items) if kind.row is not None else []
+
+    def finish(self, chosen: Sequence[int]) -> None:
         kind = self.kind
         for part in self._batches(chosen):
             apart = [i for i in part if kind.holds_row and self.rows[i] is not self.items[i].weight.row]
@@ -89,18 +101,8 @@ class Cast(ABC):
 
     # ------------------------------------------------------------------------------ what both ways have in common
 
-    def _row_operand(self, item: Item) -> Storage:
-        kind, held = self.kind, item.weight.row
-        if held is not None and all(t.is_contiguous() for t in held.tensors()):
-            return held
-        assert kind.row is not None
-        return kind.row.storage.empty(kind.row, (kind.rows, kind.cols), kind.dtype, self.device)
-
     def _held(self, direction: Direction, which: Iterable[int]) -> list[Storage]:
-        """The operands that these weights hold."""
-        weights = [self.items[i].weight for i in which]
-        operands = [weight.row if direction == "row" else weight.col for weight in weights]
-        return [operand for operand in operands if operand is not None]
+        return held(direction, [self.items[i] for i in which])
 
     def _encoded(self, direction: Direction, which: Iterable[int]) -> list[Storage]:
         """The operands that are encoded for these weights."""
@@ -131,33 +133,23 @@ class Cast(ABC):
         return known
 
     def _remember(self, measured: Sequence[Tensor]) -> None:
-        """Take the statistics of the whole weights into the states."""
-        kind = self.kind
-        states = [item.state for item in self.items if item.state is not None]
-        if not kind.remembers:
-            return
-        stacks = {name: torch.stack([state[name] for state in states]) for name in states[0]}
-        after = batches.remember(
-            kind.quantizer, stacks, measured, row=kind.row is not None, col=kind.col is not None,
-            together=self._together(range(len(states))),
-        )  # fmt: skip
-        for name, stack in zip(stacks, after, strict=True):
-            copy([state[name] for state in states], stack.unbind())
+        remember(self.kind, self.items, measured)
 
 
-class Whole(Cast):
+class Whole(OfOneKind):
     """Each rank is told all elements, and encodes everything. There is nothing to gather."""
 
-    def tell(self) -> list[Tensor]:
-        size = self.kind.rows * self.kind.cols
-        elements = torch.full((len(self.items), size), NOTHING, dtype=torch.int32, device=self.device)
+    def tell(self, told: Views) -> None:
+        if not told[self.kind]:  # there is nobody else
+            return
+        elements = told[self.kind][0].fill_(NOTHING)
         owned = [i for i, item in enumerate(self.items) if len(item.values)]
         copy([elements[i, slice(*self.items[i].span)] for i in owned], [as_bits(self.items[i].values) for i in owned])
-        return [elements]
 
-    def encode(self, told: Sequence[Tensor]) -> None:
+    def encode(self, told: Views) -> None:
         kind = self.kind
-        x = told[0].view(torch.float32).view(-1, kind.rows, kind.cols)
+        elements = told[kind][0].view(torch.float32) if told[kind] else torch.stack([i.values for i in self.items])
+        x = elements.view(-1, kind.rows, kind.cols)
         known, measured = self._known(), []
         for part in self._batches(range(len(self.items))):
             taken, together = slice(part[0], part[-1] + 1), self._together(part)
@@ -170,6 +162,39 @@ class Whole(Cast):
                 write(self._encoded(direction, part), enumerate(made[:count]))
                 made = made[count:]
         self._remember([torch.cat(same) for same in zip(*measured, strict=True)])
+
+
+def dense_operands(direction: Direction, kind: Kind, items: Sequence[Item]) -> list[Storage]:
+    """The operands that are encoded: the weights' own, unless that is absent or strided."""
+    side = kind.quantizer.side(direction)
+    shape = (kind.rows, kind.cols) if direction == "row" else (kind.cols, kind.rows)
+    found: list[Storage] = []
+    for item in items:
+        own = item.weight.row if direction == "row" else item.weight.col
+        if own is None or not all(t.is_contiguous() for t in own.tensors()):
+            own = side.storage.empty(side, shape, kind.dtype, item.weight.device)
+        found.append(own)
+    return found
+
+
+def held(direction: Direction, items: Iterable[Item]) -> list[Storage]:
+    """The operands that these weights hold."""
+    operands = [item.weight.row if direction == "row" else item.weight.col for item in items]
+    return [operand for operand in operands if operand is not None]
+
+
+def remember(kind: Kind, items: Sequence[Item], measured: Sequence[Tensor]) -> None:
+    """Take the statistics of the whole weights, a stack of each, into the states."""
+    states = [item.state for item in items if item.state is not None]
+    if not kind.remembers:
+        return
+    stacks = {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    after = batches.remember(
+        kind.quantizer, stacks, measured, row=kind.row is not None, col=kind.col is not None,
+        together=kind.together and len(states) > 1,
+    )  # fmt: skip
+    for name, stack in zip(stacks, after, strict=True):
+        copy([state[name] for state in states], stack.unbind())
 
 
 def as_bits(x: Tensor) -> Tensor:

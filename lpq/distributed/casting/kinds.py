@@ -15,6 +15,9 @@ from lpq.core.quantizer import Direction
 from lpq.distributed.casting.fragments import Grid, Span, layout, reach
 from lpq.distributed.casting.traits import traits
 
+HEAD = 4
+"""A rank says of its fragment where it begins and where it ends, each as a row and a column, and then its elements."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -78,7 +81,17 @@ class Kind:
     def in_parts(self, ranks: int) -> bool:
         """Whether fragments can be encoded one by one, and that tells the ranks less than all elements would."""
         possible = all(traits(side).in_parts for _, side in self.sides)
-        return possible and 2 * self.reach * ranks < self.rows * self.cols
+        return ranks > 1 and possible and 2 * self.reach * ranks < self.rows * self.cols
+
+    def told(self, count: int, ranks: int) -> list[tuple[int, ...]]:
+        """The shapes of what the ranks tell each other of this many weights. It is the same on all ranks, whatever
+        kernels they have: in parts the statistics, and what all of them say of their ends; or all elements."""
+        if ranks == 1:
+            return []
+        if not self.in_parts(ranks):
+            return [(count, self.rows * self.cols)]
+        stats: list[tuple[int, ...]] = [(count, *grid.shape) for grid in self.stats]
+        return [*stats, (count, ranks, HEAD + 2 * self.reach)] if self.reach else stats
 
 
 @dataclass(frozen=True, eq=False)

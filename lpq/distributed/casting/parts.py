@@ -11,66 +11,51 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lpq.core import Storage
 from lpq.core.quantizer import Direction
 from lpq.distributed.casting import batches
-from lpq.distributed.casting.casts import NOTHING, Cast, Piece, as_bits, copy, write
+from lpq.distributed.casting.casts import NOTHING, OfOneKind, Piece, Views, as_bits, copy, held, write
 from lpq.distributed.casting.fragments import Grid, Window, alignment, layout, windows
-from lpq.distributed.casting.kinds import Item, Kind
+from lpq.distributed.casting.kinds import HEAD, Item, Kind
 
-HEAD = 4
-"""A rank says of its fragment where it begins and where it ends, each as a row and a column, and then its elements."""
+Coded = tuple[Direction, int, Grid, list[Tensor]]
+"""A buffer that has to be gathered: of which operand, its place in the layout, and that of each weight."""
 
 
-class InParts(Cast):
+class InParts(OfOneKind):
     """Each rank encodes its fragments."""
 
-    def __init__(self, kind: Kind, items: Sequence[Item], rank: int, ranks: int) -> None:
+    def __init__(self, kind: Kind, items: Sequence[Item], rank: int) -> None:
         super().__init__(kind, items)
-        self.rank, self.ranks = rank, ranks
-        self.buffers: list[tuple[Direction, int, Grid, list[Tensor]]] = []
-        """What has to be gathered: of which operand, its place in the layout, and one of each weight."""
-        for direction, side in kind.sides:
-            for j, grid in kind.coded(direction, side).items():
-                if direction == "row":
-                    flat = [row.tensors()[j].view(-1) for row in self.rows]
-                else:  # in the order of the weight, and not in that of the operand
-                    dtype = self._held("col", [0])[0].tensors()[j].dtype
-                    stack = torch.empty(len(items), grid.count, dtype=dtype, device=self.device)
-                    flat = list(stack.unbind())
-                self.buffers.append((direction, j, grid, flat))
+        self.rank = rank
+        self.buffers = coded_buffers(kind, items, self.rows)
         spans, unit = [item.span for item in items], alignment(kind.row, kind.col)
         found = windows(spans, kind.rows, kind.cols, unit, batches.MOST, level=kind.stochastic)
         self.stacks = [(window, self._stack(window)) for window in found]
 
     def pieces(self) -> list[Piece]:
-        found: list[Piece] = []
-        for direction, _, grid, buffers in self.buffers:
-            name = f"{direction}.{grid.covering.name}"
-            for item, buffer in zip(self.items, buffers, strict=True):
-                start, stop = item.span
-                found.append(Piece(item.index, name, buffer, grid.before(start), grid.before(stop), grid))
-        return found
+        return pieces_of(self.items, self.buffers)
 
-    def tell(self) -> list[Tensor]:
-        kind, count = self.kind, len(self.items)
-        told = [torch.zeros(count, *grid.shape, dtype=torch.float32, device=self.device) for grid in kind.stats]
+    def tell(self, told: Views) -> None:
+        kind, stacks = self.kind, told[self.kind]
         for window, flat in self.stacks:
             x, together = self._matrices(window, flat), self._together(window.which)
             measured = batches.measure(x, kind.row, kind.col, together=together)
-            for grid, stack, stat in zip(kind.stats, told, measured, strict=True):
+            for grid, stack, stat in zip(kind.stats, stacks, measured, strict=False):
                 laid = grid.lay(stat).abs()  # a NaN may have a sign, which would make it the least
-                copy(grid.cut(stack, window), laid.unbind())
-        return [as_bits(stack) for stack in told] + ([self._ends()] if kind.reach else [])
+                copy(grid.cut(stack.view(torch.float32), window), laid.unbind())
+        if kind.reach:
+            self._tell_ends(stacks[-1])
 
-    def encode(self, told: Sequence[Tensor]) -> None:
-        kind = self.kind
-        reduced = [t.view(torch.float32) for t in told[: len(kind.stats)]]
+    def encode(self, told: Views) -> None:
+        kind, stacks = self.kind, told[self.kind]
+        reduced = [t.view(torch.float32) for t in stacks[: len(kind.stats)]]
         measured = [grid.lift(stack) for grid, stack in zip(kind.stats, reduced, strict=True)]
         used = [m if k is None else k for m, k in zip(measured, self._known(), strict=True)]
         self._follow(used)
         for window, flat in self.stacks:
             if kind.reach:
-                self._fill(window, flat, told[-1])
+                self._fill(window, flat, stacks[-1])
             self._encode(window, flat, used)
         self.stacks = []
         self._remember(measured)
@@ -139,12 +124,10 @@ class InParts(Cast):
     def _matrices(self, window: Window, flat: Tensor) -> Tensor:
         return flat[:-1].view(len(window.which), window.height, self.kind.cols)
 
-    def _ends(self) -> Tensor:
+    def _tell_ends(self, ends: Tensor) -> None:
         """The first and the last elements of this rank's fragments, as many as may share a code with others."""
         cols, reach = self.kind.cols, self.kind.reach
-        ends = torch.full(
-            (len(self.items), self.ranks, HEAD + 2 * reach), NOTHING, dtype=torch.int32, device=self.device
-        )
+        ends.fill_(NOTHING)
         heads = [[*divmod(start, cols), *divmod(stop, cols)] for start, stop in (item.span for item in self.items)]
         ends[:, self.rank, :HEAD] = batches.on_device(heads, torch.int32, self.device)
         targets: list[Tensor] = []
@@ -155,7 +138,6 @@ class InParts(Cast):
                 targets += [said[HEAD : HEAD + count], said[-count:]]
                 sources += [bits[:count], bits[-count:]]
         copy(targets, sources)
-        return ends
 
     def _fill(self, window: Window, flat: Tensor, ends: Tensor) -> None:
         """Put in the elements of other ranks, as far as they are known."""
@@ -172,3 +154,28 @@ class InParts(Cast):
         spare = len(flat) - 1
         to = torch.where(owned & (inside >= 0) & (inside < size), inside + offset, spare)
         flat.scatter_(0, to.flatten(), said[..., HEAD:].flatten().view(torch.float32))
+
+
+def coded_buffers(kind: Kind, items: Sequence[Item], rows: Sequence[Storage]) -> list[Coded]:
+    """The buffers that fragments are encoded to; ``rows`` are the row operands."""
+    found: list[Coded] = []
+    for direction, side in kind.sides:
+        for j, grid in kind.coded(direction, side).items():
+            if direction == "row":
+                flat = [row.tensors()[j].view(-1) for row in rows]
+            else:  # in the order of the weight, and not in that of the operand
+                buffer = held("col", items[:1])[0].tensors()[j]
+                flat = list(torch.empty(len(items), grid.count, dtype=buffer.dtype, device=buffer.device).unbind())
+            found.append((direction, j, grid, flat))
+    return found
+
+
+def pieces_of(items: Sequence[Item], coded: Sequence[Coded]) -> list[Piece]:
+    """What has to be gathered."""
+    found: list[Piece] = []
+    for direction, _, grid, buffers in coded:
+        name = f"{direction}.{grid.covering.name}"
+        for item, buffer in zip(items, buffers, strict=True):
+            start, stop = item.span
+            found.append(Piece(item.index, name, buffer, grid.before(start), grid.before(stop), grid))
+    return found

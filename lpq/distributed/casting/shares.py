@@ -21,13 +21,16 @@ class Shares:
         self.items, self.rank, self.ranks = items, rank, ranks
         self.device = items[0].weight.device if items else torch.device("cpu")
 
-    def tell(self) -> Tensor:
-        """What this rank owns, for a MAX over the ranks."""
-        owned = torch.zeros(len(self.items), self.ranks, 2, dtype=torch.int32, device=self.device)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of what is told."""
+        return len(self.items), self.ranks, 2
+
+    def tell(self, told: Tensor) -> None:
+        """Write what this rank owns over zeros, for a MAX over the ranks."""
         if self.items:
             counts = [divmod(len(item.values), DIGIT) for item in self.items]
-            owned[:, self.rank] = batches.on_device(counts, torch.int32, self.device)
-        return owned
+            told[:, self.rank] = batches.on_device(counts, torch.int32, self.device)
 
     def check(self, told: Tensor) -> None:
         """Refuse shares that do not add up; as all ranks are told the same, all refuse."""

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpq import registry
 from lpq.core import Quantizer, Storage, operations
+from lpq.distributed.casting.given import items_of
+from lpq.distributed.masters import Pieces, finish_gather
 from lpq.ops.table import why_not
 from lpq.registry import KernelSpec
 from lpq.testing.expect import relative_error, same
@@ -87,7 +89,9 @@ def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
             yield from ((row, None), (None, col))
     elif kernel.op == "gemm":
         yield row, last.side("row")
-    elif kernel.op in ("decode", "remember") or row.transposable:
+    elif kernel.op == "exact":
+        yield from ((row, None), (col, None))
+    elif kernel.op in ("decode", "remember", "cast") or row.transposable:
         yield row, None
 
 
@@ -96,6 +100,14 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
     if kernel.op == "remember":
         assert row is not None
         compare_memories(kernel, row, x)
+        return
+    if kernel.op == "exact":
+        assert row is not None
+        compare_exact(kernel, row, x)
+        return
+    if kernel.op == "cast":
+        assert row is not None
+        compare_cast(row, x)
         return
     arguments = arguments_of(kernel.op, row, col, x)
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
@@ -111,6 +123,52 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
             assert not other.numel() or relative_error(one, other) < 1e-2, f"{what}: the product is wrong"
         else:
             same(one.cpu(), other.cpu(), f"{what}, output {i}")
+
+
+def compare_cast(quantizer: Quantizer, x: Tensor) -> None:
+    """Two ranks that have each a part of a master, which cuts a row, make what encoding all of it makes."""
+    master, cut = x.float(), x.numel() // 2 + 1
+    if not 0 < cut < x.numel():
+        return
+    weights = [quantizer.quantize(torch.zeros_like(master)) for _ in range(2)]
+    parts = [(0, cut), (cut, x.numel())]
+    ranks = [
+        Pieces(items_of([weight], [master.flatten()[start:stop]], [start], None, None, 2), rank, 2)
+        for rank, (weight, (start, stop)) in enumerate(zip(weights, parts, strict=True))
+    ]
+    told = [pieces.tell() for pieces in ranks]
+    for pieces in ranks:
+        pieces.encode(torch.maximum(*told))
+    for mine, yours in zip(*ranks, strict=True):
+        for to, source in ((mine, yours), (yours, mine)):
+            to.buffer[source.start : source.stop] = source.own
+    whole = quantizer.quantize(master)
+    for pieces, weight in zip(ranks, weights, strict=True):
+        finish_gather(pieces)
+        for (direction, made), (_, expected) in zip(weight.operands, whole.operands, strict=True):
+            for name, buffer in expected.buffers().items():
+                same(
+                    made.buffers()[name].cpu(),
+                    buffer.cpu(),
+                    f"fragments of {quantizer}, {list(x.shape)}, {direction}.{name}",
+                )
+
+
+def compare_exact(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:
+    """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32."""
+    operand = encode(side, x)
+    with Poisoned():  # type: ignore[no-untyped-call]
+        found = registry.resolve(kernel.impl)(operand)
+    what = f"{kernel.backend} kernel {kernel.impl} on {side}, {list(x.shape)}"
+    if found is None:
+        return  # it says that it does not serve this shape
+    assert found.matrix.dtype == torch.bfloat16, f"{what}: the matrix is {found.matrix.dtype}"
+    made = found.matrix.double() * found.constant * (1 if found.factor is None else found.factor.double())
+    if found.rest is not None:
+        made = torch.cat([made, found.rest.double()], 1)
+    expected = operand.decode_rotated()
+    assert made.shape == expected.shape, f"{what}: it is {list(made.shape)}"
+    assert not made.numel() or relative_error(made, expected) < 1e-6, f"{what}: it is not what the operand decodes to"
 
 
 def check_new(got: list[Tensor], given: list[Any], what: str) -> None:

@@ -25,6 +25,9 @@ KERNELS = (
         op="remember", impl="lpq_fp8.history:remember", why_not="lpq_fp8.history:why_not",
         backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
     ),
+    KernelSpec(
+        op="cast", impl="lpq_fp8.cast:cast", backend="cuda", min_sm=80, requires=("cuda.core",), priority=20
+    ),
     *(
         KernelSpec(op=op, impl=f"{TRITON}:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
         for op in ("measure", "quantize", "decode")
@@ -37,10 +40,7 @@ KERNELS = (
         op="gemm", impl="lpq_fp8.gemm:gemm", why_not="lpq_fp8.gemm:why_not", formats=("fp8", "fp8"),
         backend="torch", min_sm=89, priority=10,
     ),
-    KernelSpec(
-        op="gemm", impl="lpq_fp8.gemm:gemm_in_bf16", why_not="lpq_fp8.gemm:bf16_why_not", formats=("fp8", "fp8"),
-        backend="torch", min_sm=80, priority=5,
-    ),
+    KernelSpec(op="exact", impl="lpq_fp8.gemm:exact", why_not="lpq_fp8.gemm:exact_why_not", backend="torch", min_sm=80),
 )  # fmt: skip
 
 

@@ -10,14 +10,28 @@ from torch import Tensor
 
 from lpq.core.elements import FLT_MAX
 from lpq.core.operations import measure_reference, quantize_reference
-from lpq.ops.cuda import CudaKernel
-from lpq.ops.tiles import INPUTS, THREADS, amax_finish, amax_parts, flat, pointer, tiles, untile, words_of_tiles
+from lpq.ops.tiles import (
+    INPUTS,
+    LOW,
+    SQUARE,
+    TALL,
+    amax_finish,
+    amax_parts,
+    covering,
+    flat,
+    is_whole,
+    pointer,
+    tile_kernels,
+    tiles,
+    untile,
+    words_of_tiles,
+)
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import ELEMENTS
 
-SQUARE = CudaKernel("fp8/square.cu", "quantize", "PPPPPPIPfIqq", threads=THREADS)
-VECTOR = CudaKernel("fp8/vector.cu", "quantize", "PPPPPPPPPPfIIqq", threads=THREADS)
-LINES = CudaKernel("fp8/vector.cu", "amax", "PPPqq", threads=THREADS)
+ONE_SCALE = tile_kernels("fp8/square.cu", "quantize", "PPPPPPIPPfI")
+VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPPfII")
+LINES = tile_kernels("fp8/vector.cu", "amax", "PPP")
 BLOCK = 128
 
 
@@ -61,14 +75,15 @@ def _one_scale(
     square = side.scaling == "block"
     rows, cols = x.shape
     grid = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
-    parts: Tensor | None = None
-    if square:
-        amaxes = given.contiguous() if given is not None else None
-        parts = x.new_empty(grid if row is not None else grid[::-1], dtype=torch.float32) if measure else None
-    else:
-        amaxes = given if given is not None else amax_parts(x)
-        if measure and given is not None:  # the amax of each tile is a by-product
-            parts = x.new_empty((tiles(rows, cols),), dtype=torch.float32)
+    amaxes = given.contiguous() if given is not None else None if square else amax_parts(x)
+    known = measured = None
+    if measure and square:
+        measured = x.new_empty(grid if row is not None else grid[::-1], dtype=torch.float32)
+    elif measure and given is not None:  # a by-product
+        measured = x.new_zeros((), dtype=torch.float32)
+    elif measure:
+        known = x.new_empty((), dtype=torch.float32)
+    count = amaxes.numel() if amaxes is not None else 0
     element = ELEMENTS[side.dtype]
     row_data = row_scale = col_data = col_scale = None
     out: list[Tensor] = []
@@ -80,20 +95,18 @@ def _one_scale(
         col_data = x.new_empty((cols, rows), dtype=element)
         col_scale = x.new_empty(grid[::-1], dtype=torch.float32)
         out += (col_data, col_scale)
-    SQUARE.launch(
-        x.get_device(), _macros(x.dtype, row.dtype if row else None, col.dtype if col else None, square, False),
-        tiles(rows, cols), x.data_ptr(), pointer(row_data), pointer(row_scale), pointer(col_data), pointer(col_scale),
-        pointer(amaxes), amaxes.numel() if amaxes is not None else 0, pointer(parts),
-        _largest_scale(x, side), _pow2(side), rows, cols,
+    if col is not None:
+        tall = TALL
+    else:  # a low tile is too small to look for the largest of many parts, or to hold a block
+        tall = SQUARE if square or count > 1 else LOW
+        rows, cols = (rows, cols) if square else flat(x)
+    macros = _macros(x.dtype, row.dtype if row else None, col.dtype if col else None, square, False)
+    ONE_SCALE[tall].launch(
+        x.get_device(), macros + covering(tall, is_whole(x, rows, cols, tall)), tiles(rows, cols, tall),
+        x.data_ptr(), pointer(row_data), pointer(row_scale), pointer(col_data), pointer(col_scale), pointer(amaxes),
+        count, pointer(known), pointer(measured), _largest_scale(x, side), _pow2(side), rows, cols,
     )  # fmt: skip
-    if not measure:
-        return out
-    if square:
-        assert parts is not None
-        return [*out, parts]
-    measured = parts if parts is not None else amaxes
-    assert measured is not None
-    return [*out, amax_finish(measured)]
+    return [*out, *(t for t in (known, measured) if t is not None)]
 
 
 # ---------------------------------------------------------------------------------- rows, or 1x128
@@ -127,13 +140,16 @@ def _lines(
         out += (data, scale)
         buffers.append((data, scale, next(rest), amaxes))
     (rd, rs, rg, rm), (cd, cs, cg, cm) = buffers
-    words = words_of_tiles(x) if blocks and rs is not None and cs is not None else None
     if blocks and col is None:
         rows, cols = flat(x)
-    VECTOR.launch(
-        x.get_device(), _macros(x.dtype, row.dtype if row else None, col.dtype if col else None, False, blocks),
-        tiles(rows, cols), x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm, words)),
-        _largest_scale(x, side), _pow2(row), _pow2(col), rows, cols,
+    tall = LOW if col is None else TALL if row is None else SQUARE  # both at once need many registers
+    whole = is_whole(x, rows, cols, tall)
+    words = words_of_tiles(x) if whole and blocks and rs is not None and cs is not None else None
+    macros = _macros(x.dtype, row.dtype if row else None, col.dtype if col else None, False, blocks)
+    VECTOR[tall].launch(
+        x.get_device(), macros + covering(tall, whole), tiles(rows, cols, tall), x.data_ptr(),
+        *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm, words)), _largest_scale(x, side), _pow2(row), _pow2(col),
+        rows, cols,
     )  # fmt: skip
     if words is not None and rs is not None and cs is not None:
         untile(words, rs, cs, rows, cols)
@@ -145,9 +161,9 @@ def _measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None
     rows, cols = x.shape
     of_rows = x.new_zeros((rows, 1), dtype=torch.float32) if row is not None else None
     of_cols = x.new_zeros((cols, 1), dtype=torch.float32) if col is not None else None
-    LINES.launch(
-        x.get_device(), (INPUTS[x.dtype],), tiles(rows, cols),
-        x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
+    LINES[TALL].launch(
+        x.get_device(), (INPUTS[x.dtype], *covering(TALL, is_whole(x, rows, cols, TALL))),
+        tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
     )  # fmt: skip
     return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lpq.core import decode
-from lpq.core.operations import gemm_reference
-from lpq.ops.products import product, scaled_product
+from lpq.core.exact import Exact, decoded
+from lpq.core.exact import gemm as gemm_in_bf16
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 
@@ -39,9 +39,7 @@ def gemm(a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, 
     multiple = 4 * BLOCK if "128x128" in (kind, _kind(b.quantizer)) else BLOCK
     if "x128" in kind and fits and inner % multiple == 0 and rows % ALIGNED == 0:
         return _scaled_mm(a, b, _block_scales(a), _block_scales(b).t(), bias, dtype, fast=False)  # scaled in fp32
-    if rows and inner and cols and bf16_why_not(a.quantizer, b.quantizer) is None:
-        return gemm_in_bf16(a, b, bias, dtype, fast_accumulate)
-    return gemm_reference(a, b, bias, dtype, fast_accumulate)
+    return gemm_in_bf16(a, b, bias, dtype)
 
 
 def _scaled_mm(
@@ -68,30 +66,17 @@ def _block_scales(operand: FP8Storage) -> Tensor:
 # ---------------------------------------------------------------------------------------------- in bf16
 
 
-def bf16_why_not(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
+def exact_why_not(quantizer: FP8Quantizer) -> str | None:
     """An element is exact in bf16. So is its product with a block's scale, if that is a power of two."""
-    for quantizer in (a, b):
-        if quantizer.scaling == "block" and quantizer.pow2 is False:
-            return (
-                f"the scales of the blocks of {quantizer} are no powers of two: what it decodes to is not exact in bf16"
-            )
+    if quantizer.scaling == "block" and quantizer.pow2 is False:
+        return "the scales of its blocks are no powers of two: what it decodes to is not exact in bf16"
     return None
 
 
-def gemm_in_bf16(
-    a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
-) -> Tensor:
-    """The product of exact bf16 matrices; scales of rows and of the whole are applied to it, in fp32."""
-    if 0 in (*a.shape, *b.shape):
-        return gemm_reference(a, b, bias, dtype, fast_accumulate)
-    (left, of_left), (right, of_right) = _exact(a), _exact(b)
-    if of_left is None and of_right is None:
-        return product(left, right, bias, dtype)
-    return scaled_product(left, right, of_left, of_right, bias, dtype)
-
-
-def _exact(operand: FP8Storage) -> tuple[Tensor, Tensor | None]:
-    """A bf16 matrix, and what each of its rows, or all of it, is to be multiplied with."""
+def exact(operand: FP8Storage) -> Exact:
+    """The elements, and as their factor a scale of the whole or of rows; or elements times the scales of blocks."""
     if operand.quantizer.scaling == "block":
-        return decode(operand, torch.bfloat16), None
-    return operand.data.to(torch.bfloat16), operand.scale
+        return decoded(operand)
+    elements = FP8Storage(data=operand.data, scale=torch.ones_like(operand.scale))
+    elements.bind(operand.quantizer, operand.shape, operand.dtype)
+    return Exact(decode(elements, torch.bfloat16), operand.scale)

@@ -195,5 +195,6 @@ def transpose(operand: FP8Storage) -> Storage:
     rows, cols = operand.shape
     if not rows or not cols:
         return transpose_reference(operand)
-    turned = FP8Storage(data=transpose_bytes(operand.data), scale=operand.scale.t().clone(memory_format=torch.contiguous_format))
+    scale = operand.scale.t().clone(memory_format=torch.contiguous_format)
+    turned = FP8Storage(data=transpose_bytes(operand.data), scale=scale)
     return turned.bind(operand.quantizer, (cols, rows), operand.dtype)

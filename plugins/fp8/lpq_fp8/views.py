@@ -7,12 +7,11 @@ from torch import Tensor
 
 from lpq.core import Storage
 from lpq.core.operations import decode_reference, transpose_reference
-from lpq.ops.cuda import CudaKernel
-from lpq.ops.tiles import OUTPUTS, THREADS, tiles, transpose_bytes
+from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_bytes
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 
-DECODE = CudaKernel("fp8/decode.cu", "decode_tiles", "PPPIIqqq", threads=THREADS)
+DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIq")[LOW]
 
 
 def transpose_why_not(quantizer: FP8Quantizer) -> str | None:
@@ -37,9 +36,10 @@ def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:
     data, scale = operand.data.contiguous(), operand.scale.contiguous()
     out = data.new_empty((rows, cols), dtype=dtype)
     high, wide = quantizer.scaled_block
+    macros = f"LPQ_ELEMENT={quantizer.dtype.upper()}", OUTPUTS[dtype]
     DECODE.launch(
-        data.get_device(), (f"LPQ_ELEMENT={quantizer.dtype.upper()}", OUTPUTS[dtype]), tiles(rows, cols),
-        data.data_ptr(), scale.data_ptr(), out.data_ptr(), high or 0, wide or 0,
+        data.get_device(), macros + covering(LOW, is_whole(data, rows, cols, LOW)),
+        tiles(rows, cols, LOW), data.data_ptr(), scale.data_ptr(), out.data_ptr(), high or 0, wide or 0,
         scale.shape[1] if scale.dim() else 0, rows, cols,
     )  # fmt: skip
     return out

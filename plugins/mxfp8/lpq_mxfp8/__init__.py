@@ -2,6 +2,7 @@
 
 from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
+UNTRIED = "never run on hardware: it is written after torch's rules, and tested without a GPU"
 KERNELS = (
     *(
         KernelSpec(op=op, impl=impl, backend="cuda", min_sm=80, requires=("cuda.core",), priority=20)
@@ -9,6 +10,7 @@ KERNELS = (
             ("measure", "lpq_mxfp8.cuda:measure"),
             ("quantize", "lpq_mxfp8.cuda:quantize"),
             ("decode", "lpq_mxfp8.views:decode"),
+            ("cast", "lpq_mxfp8.cast:cast"),
         )
     ),
     *(
@@ -16,9 +18,12 @@ KERNELS = (
         for op in ("measure", "quantize", "decode")
     ),
     KernelSpec(
-        op="gemm", impl="lpq_mxfp8.views:gemm", formats=("mxfp8", "mxfp8"), backend="torch", min_sm=80, priority=10
+        op="gemm", impl="lpq_mxfp8.gemm:native", why_not="lpq_mxfp8.gemm:why_not", formats=("mxfp8", "mxfp8"),
+        backend="torch", min_sm=100, priority=10, note=UNTRIED,
     ),
-)
+    # An element times a power of two has the element's bits. Below 2^-126 the last of them can be lost.
+    KernelSpec(op="exact", impl="lpq.core.exact:decoded", backend="torch", min_sm=80),
+)  # fmt: skip
 
 
 @hookimpl

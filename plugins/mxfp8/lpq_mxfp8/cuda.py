@@ -9,12 +9,23 @@ import torch
 from torch import Tensor
 
 from lpq.core.operations import measure_reference, quantize_reference
-from lpq.ops.cuda import CudaKernel
-from lpq.ops.tiles import INPUTS, THREADS, flat, pointer, tiles, untile, words_of_tiles
+from lpq.ops.tiles import (
+    INPUTS,
+    LOW,
+    TALL,
+    covering,
+    flat,
+    is_whole,
+    pointer,
+    tile_kernels,
+    tiles,
+    untile,
+    words_of_tiles,
+)
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.storage import ELEMENTS
 
-KERNEL = CudaKernel("mxfp8/quantize.cu", "quantize", "PPPPPPPPPPqq", threads=THREADS)
+KERNELS = tile_kernels("mxfp8/quantize.cu", "quantize", "PPPPPPPPPP")
 BLOCK = 32
 
 
@@ -61,7 +72,8 @@ def quantize(
             measured.append(amaxes)
         pointers.append((data, scale, next(given, None), amaxes))
     (rd, rs, rg, rm), (cd, cs, cg, cm) = pointers
-    words = words_of_tiles(x) if rs is not None and cs is not None else None
+    both = rs is not None and cs is not None and is_whole(x, rows, cols, TALL)
+    words = words_of_tiles(x) if both else None
     _launch(x, row, col, rd, rs, cd, cs, rg, cg, rm, cm, words)
     if words is not None and rs is not None and cs is not None:
         untile(words, rs, cs, rows, cols)
@@ -70,11 +82,17 @@ def quantize(
 
 def _launch(x: Tensor, row: MXFP8Quantizer | None, col: MXFP8Quantizer | None, *buffers: Tensor | None) -> None:
     rows, cols = flat(x) if col is None else x.shape
-    macros = _macros(x.dtype, row.dtype if row is not None else None, col.dtype if col is not None else None)
-    KERNEL.launch(x.get_device(), macros, tiles(rows, cols), x.data_ptr(), *map(pointer, buffers), rows, cols)
+    tall = LOW if col is None else TALL
+    stats = any(t is not None for t in buffers[4:8])
+    macros = _macros(x.dtype, row.dtype if row is not None else None, col.dtype if col is not None else None, stats)
+    KERNELS[tall].launch(
+        x.get_device(), macros + covering(tall, is_whole(x, rows, cols, tall)), tiles(rows, cols, tall),
+        x.data_ptr(), *map(pointer, buffers), rows, cols,
+    )  # fmt: skip
 
 
 @cache
-def _macros(dtype: torch.dtype, row: str | None, col: str | None) -> tuple[str, ...]:
+def _macros(dtype: torch.dtype, row: str | None, col: str | None, stats: bool) -> tuple[str, ...]:
     wanted = (("LPQ_ROW", row), ("LPQ_COL", col))
-    return INPUTS[dtype], *(f"{name}={element.upper()}" for name, element in wanted if element is not None)
+    elements = (f"{name}={element.upper()}" for name, element in wanted if element is not None)
+    return INPUTS[dtype], *elements, *(["LPQ_STATS"] if stats else [])

@@ -2,6 +2,7 @@
 
 from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
+UNTRIED = "never run on hardware: it is written after torch's rules, and tested without a GPU"
 TRITON = "lpq_nvfp4.triton"
 KERNELS = (
     *(
@@ -13,6 +14,7 @@ KERNELS = (
             ("quantize", "lpq_nvfp4.cuda:quantize", "lpq_nvfp4.cuda:why_not"),
             ("transpose", "lpq_nvfp4.views:transpose", "lpq_nvfp4.views:transpose_why_not"),
             ("decode", "lpq_nvfp4.views:decode", "lpq_nvfp4.views:decode_why_not"),
+            ("cast", "lpq_nvfp4.cast:cast", "lpq_nvfp4.cast:why_not"),
         )
     ),
     *(
@@ -24,13 +26,14 @@ KERNELS = (
         backend="triton", min_sm=75, requires=("triton",), priority=10,
     ),
     KernelSpec(
-        op="gemm", impl="lpq_nvfp4.views:gemm", formats=("nvfp4", "nvfp4"), backend="torch", min_sm=80,
-        requires=("cuda.core",), priority=10,
+        op="gemm", impl="lpq_nvfp4.gemm:native", why_not="lpq_nvfp4.gemm:why_not", formats=("nvfp4", "nvfp4"),
+        backend="torch", min_sm=100, priority=10, note=UNTRIED,
     ),
     KernelSpec(
-        op="gemm", impl=f"{TRITON}:gemm", formats=("nvfp4", "nvfp4"), backend="triton", min_sm=80,
-        requires=("triton",), priority=5,
+        op="exact", impl="lpq_nvfp4.gemm:exact_in_cuda", backend="cuda", min_sm=80, requires=("cuda.core",),
+        priority=20,
     ),
+    KernelSpec(op="exact", impl="lpq_nvfp4.gemm:exact", backend="torch", min_sm=80),
 )  # fmt: skip
 
 

@@ -10,14 +10,25 @@ from torch import Tensor
 
 from lpq.core.elements import E4M3
 from lpq.core.operations import measure_reference, quantize_reference
-from lpq.ops.cuda import CudaKernel
-from lpq.ops.tiles import INPUTS, THREADS, amax_finish, amax_parts, flat, pointer, tiles
+from lpq.ops.tiles import (
+    INPUTS,
+    LOW,
+    SQUARE,
+    amax_finish,
+    amax_parts,
+    covering,
+    flat,
+    is_whole,
+    pointer,
+    tile_kernels,
+    tiles,
+)
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
 
-QUANTIZE = CudaKernel("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqqq", threads=THREADS)
-AMAXES = CudaKernel("nvfp4/quantize.cu", "amaxes", "PPPIqq", threads=THREADS)
-MAX_PARTS = 132 * 6
+QUANTIZE = tile_kernels("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqI")
+AMAXES = tile_kernels("nvfp4/quantize.cu", "amaxes", "PPPI")[SQUARE]
+MAX_PARTS = 132 * 3
 
 
 def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
@@ -102,9 +113,13 @@ def _run(
         amaxes += (known.data_ptr(), known.numel(), pointer(given), pointer(wanted))
     in_one_piece = col is None and row is not None and row.block == "1x16" and not row.stochastic
     rows, cols = flat(x) if in_one_piece else x.shape
-    QUANTIZE.launch(
-        x.get_device(), _macros(x.dtype, row, col, shared), tiles(rows, cols),
-        x.data_ptr(), *pointers, *amaxes, pointer(seed), offset, rows, cols,
+    by_block = measure or first[1] is not None or second[1] is not None
+    macros, tall = _macros(x.dtype, row, col, shared, by_block)
+    count = tiles(rows, cols, tall)
+    together = 256 if row is not None and col is not None and not shared else 128  # rows of tiles in turn
+    QUANTIZE[tall].launch(
+        x.get_device(), macros + covering(tall, is_whole(x, rows, cols, tall)), -(-count * tall // together),
+        x.data_ptr(), *pointers, *amaxes, pointer(seed), offset, count, rows, cols,
     )  # fmt: skip
     return out + measured
 
@@ -114,11 +129,11 @@ def _parts(x: Tensor, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor
     if not rotated:
         return (amax_parts(x) if plain else None), None
     rows, cols = x.shape
-    count = tiles(rows, cols)
+    count = tiles(rows, cols, SQUARE)
     found = [x.new_empty((min(count, MAX_PARTS),), dtype=torch.float32) for _ in range(1 + plain)]
     of_plain = found[1] if plain else None
     AMAXES.launch(
-        x.get_device(), (INPUTS[x.dtype],), found[0].numel(),
+        x.get_device(), (INPUTS[x.dtype], *covering(SQUARE, is_whole(x, rows, cols, SQUARE))), found[0].numel(),
         x.data_ptr(), pointer(of_plain), found[0].data_ptr(), count, rows, cols,
     )  # fmt: skip
     return of_plain, found[0]
@@ -126,15 +141,15 @@ def _parts(x: Tensor, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor
 
 @cache
 def _macros(
-    dtype: torch.dtype, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, shared: bool
-) -> tuple[str, ...]:
+    dtype: torch.dtype, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, shared: bool, stats: bool
+) -> tuple[tuple[str, ...], int]:
+    """What the source is compiled with, and the height of its tiles."""
     side = row or col
     assert side is not None
     sides = (("LPQ_ROW", row), ("LPQ_COL", col))
     wanted = [f"{name}={2 if side.stochastic else 1}" for name, side in sides if side is not None]
-    switches = {
-        "LPQ_SQUARE": side.block == "16x16",
-        "LPQ_ROTATED": col is not None and col.rht,
-        "LPQ_SHARED": shared,
-    }
-    return INPUTS[dtype], *wanted, *(name for name, on in switches.items() if on)
+    rotated = col is not None and col.rht
+    square = side.block == "16x16"
+    switches = {"LPQ_SQUARE": square, "LPQ_ROTATED": rotated, "LPQ_SHARED": shared, "LPQ_STATS": stats}
+    tall = LOW if col is None else SQUARE
+    return (INPUTS[dtype], *wanted, *(name for name, on in switches.items() if on)), tall

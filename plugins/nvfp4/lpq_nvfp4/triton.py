@@ -14,14 +14,12 @@ from lpq.core import Storage
 from lpq.core.operations import (
     declared,
     decode_reference,
-    gemm_reference,
     measure_reference,
     quantize_reference,
     shared,
     transpose_reference,
 )
 from lpq.core.quantize import DTYPES
-from lpq.ops.products import product
 from lpq.ops.triton import block_amaxes, empty_amaxes, launch, programs, transpose_nibbles
 from lpq.ops.triton.kernels import as_bits
 from lpq.ops.triton.numbers import (
@@ -301,27 +299,13 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
     rows, cols = operand.shape
     if dtype not in DTYPES or not rows or not cols:
         return decode_reference(operand, dtype)
-    return _decoded(operand, dtype, unrotate=operand.quantizer.rht)
-
-
-def _decoded(operand: NVFP4Storage, dtype: torch.dtype, *, unrotate: bool) -> Tensor:
-    rows, cols = operand.shape
     data, scale = operand.data.contiguous(), operand.scale.contiguous()
     out = data.new_empty((rows, cols), dtype=dtype)
     launch(
         _decode, programs((rows, cols), TILE, TILE), data, scale.view(torch.uint8), operand.amax, out, rows, cols,
-        HIGH=_high(operand.quantizer), ROTATED=unrotate, TILE=TILE, num_warps=2,
+        HIGH=_high(operand.quantizer), ROTATED=operand.quantizer.rht, TILE=TILE, num_warps=2,
     )  # fmt: skip
     return out
-
-
-def gemm(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """The product in bf16, to which each operand is rounded once. A rotation of both drops out of it."""
-    if 0 in (*a.shape, *b.shape):
-        return gemm_reference(a, b, bias, dtype, fast_accumulate)
-    both = a.quantizer.rht and b.quantizer.rht and a.shape[1] % GROUP == 0  # else columns of padding would count
-    left, right = (_decoded(o, torch.bfloat16, unrotate=o.quantizer.rht and not both) for o in (a, b))
-    return product(left, right, bias, dtype)
 
 
 def transpose_why_not(quantizer: NVFP4Quantizer) -> str | None:

@@ -1,4 +1,4 @@
-"""What is made of encoded NVFP4 operands: a transpose, the matrices that they stand for, and their product."""
+"""What is made of encoded NVFP4 operands: a transpose, and the matrices that they stand for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from torch import Tensor
 
 from lpq.core import Storage
 from lpq.core.operations import decode_reference, transpose_reference
-from lpq.ops.cuda import CudaKernel
-from lpq.ops.products import product
-from lpq.ops.tiles import OUTPUTS, THREADS, tiles, transpose_nibbles
+from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_nibbles
 from lpq_nvfp4.quantizer import NVFP4Quantizer
-from lpq_nvfp4.reference import GROUP
 from lpq_nvfp4.storage import NVFP4Storage
 
-DECODE = CudaKernel("nvfp4/decode.cu", "decode_tiles", "PPPPqq", threads=THREADS)
+DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPP")[LOW]
 
 
 def transpose_why_not(quantizer: NVFP4Quantizer) -> str | None:
@@ -36,8 +33,9 @@ def decode_why_not(quantizer: NVFP4Quantizer) -> str | None:
     return "does not undo a rotation" if quantizer.rht else None
 
 
-def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
-    """The matrix that the operand stands for; of a rotated one, what is stored."""
+def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> Tensor:
+    """The matrix that the operand stands for; of a rotated one, what is stored. ``unit``: without its amax, elements
+    times block scales times 2^-11, which bf16 holds exactly."""
     rows, cols = operand.shape
     if dtype not in OUTPUTS or not rows or not cols:
         return decode_reference(operand, dtype)
@@ -45,20 +43,8 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
     out = data.new_empty((rows, cols), dtype=dtype)
     macros = OUTPUTS[dtype], *(["LPQ_SQUARE"] if operand.quantizer.block == "16x16" else [])
     DECODE.launch(
-        data.get_device(), macros, tiles(rows, cols), data.data_ptr(), scale.data_ptr(), operand.amax.data_ptr(),
-        out.data_ptr(), rows, cols,
+        data.get_device(), macros + covering(LOW, is_whole(data, rows, cols, LOW)), tiles(rows, cols, LOW),
+        data.data_ptr(), scale.data_ptr(), 0 if unit else operand.amax.data_ptr(), out.data_ptr(),
+        rows, cols,
     )  # fmt: skip
     return out
-
-
-def gemm(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """The product in bf16, to which each operand is rounded once. A rotation of both drops out of it."""
-    return product(_factor(a, b), _factor(b, a), bias, dtype)
-
-
-def _factor(operand: NVFP4Storage, other: NVFP4Storage) -> Tensor:
-    if not operand.quantizer.rht:
-        return decode(operand, torch.bfloat16)
-    if other.quantizer.rht and operand.shape[1] % GROUP == 0:  # else columns of padding would count
-        return decode(operand, torch.bfloat16)
-    return decode_reference(operand, torch.bfloat16)

@@ -1,0 +1,18 @@
+"""FP8's kernels for fragments of many matrices."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from lpq.ops.fragments import CastKernels, cast_kernels
+from lpq_fp8.quantizer import FP8Quantizer
+
+MEASURE, SCALES, CODES = cast_kernels("fp8/cast.cu")
+
+
+@cache
+def cast(side: FP8Quantizer) -> CastKernels:
+    """The kernels for operands of this quantizer."""
+    pow2 = side.scaling == "block" if side.pow2 is None else side.pow2
+    macros = f"LPQ_CODE={side.dtype.upper()}", f"LPQ_POW2={int(pow2)}"
+    return CastKernels(MEASURE, SCALES, CODES, macros, turned=(8, 32) if side.transposable else ())

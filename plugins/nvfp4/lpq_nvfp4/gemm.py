@@ -1,0 +1,93 @@
+"""NVFP4's products: torch's scaled matmul on Blackwell, and elsewhere bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+from lpq.core import decode
+from lpq.core.exact import Exact, gemm
+from lpq.ops.swizzle import swizzled
+from lpq_nvfp4 import views
+from lpq_nvfp4.quantizer import NVFP4Quantizer
+from lpq_nvfp4.reference import E2M1_MAX, E4M3_MAX, GROUP
+from lpq_nvfp4.storage import NVFP4Storage
+
+POWER = 2.0**-11
+"""An element times its block's scale has at most 6 bits, and is at most 2688. This power of two brings it to about 1,
+so that the factor is about the amax, and a product of two factors is in range if the results are."""
+UNIT = E2M1_MAX * E4M3_MAX * POWER
+"""The amax with which an element decodes to itself times its block's scale and that power."""
+CONSTANT = 1 / UNIT
+ALIGNED = 16
+"""The scaled matmul takes a multiple of this many rows of the second operand, and of twice as many columns."""
+
+
+def exact(operand: NVFP4Storage) -> Exact | None:
+    """Elements times block scales, and the amax as a factor. A rotation is left where it is."""
+    return _exact(operand, _matrix)
+
+
+def exact_in_cuda(operand: NVFP4Storage) -> Exact | None:
+    """The same, without an amax that has to be written first."""
+    return _exact(operand, lambda whole: views.decode(whole, torch.bfloat16, unit=True))
+
+
+def _matrix(operand: NVFP4Storage) -> Tensor:
+    stored = NVFP4Storage(data=operand.data, scale=operand.scale, amax=torch.full_like(operand.amax, UNIT))
+    stored.bind(operand.quantizer.side("row"), operand.shape, operand.dtype)  # as if it were not rotated
+    return decode(stored, torch.bfloat16)
+
+
+def _exact(operand: NVFP4Storage, matrix: Callable[[NVFP4Storage], Tensor]) -> Exact | None:
+    """Where a rotation has mixed columns of padding into the last group, that group is the rest."""
+    cols = operand.shape[1]
+    cut = cols % GROUP if operand.quantizer.rht else 0
+    if not cut:
+        return Exact(matrix(operand), operand.amax, CONSTANT)
+    whole, last = operand.narrow(1, 0, cols - cut), operand.narrow(1, cols - cut, cols)
+    if whole is None or last is None or cols == cut:
+        return None
+    return Exact(matrix(whole), operand.amax, CONSTANT, last.decode_rotated())
+
+
+def why_not(a: NVFP4Quantizer, b: NVFP4Quantizer) -> str | None:
+    """A rotation drops out if both operands have it."""
+    return None if a.rht == b.rht else f"{a} and {b} are stored in different bases"
+
+
+def native(a: NVFP4Storage, b: NVFP4Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """As the reference. Shapes that the scaled matmul refuses are multiplied in bf16."""
+    (rows, inner), cols = a.shape, b.shape[0]
+    if inner % (2 * ALIGNED) or cols % ALIGNED or 0 in (rows, inner, cols):
+        return gemm(a, b, bias, dtype)
+    narrow = dtype == torch.bfloat16
+    levels = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    orders = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    out = scaled_mm(
+        a.data.contiguous().view(torch.float4_e2m1fn_x2),
+        b.data.contiguous().view(torch.float4_e2m1fn_x2).t(),
+        [_scales(a), _overall(a)], levels,
+        [_scales(b), _overall(b)], levels,
+        swizzle_a=orders,
+        swizzle_b=orders,
+        bias=bias.to(dtype) if bias is not None and narrow else None,
+        output_dtype=dtype if narrow else torch.float32,
+    )  # fmt: skip
+    return out if narrow else (out if bias is None else out.add_(bias)).to(dtype)
+
+
+def _scales(operand: NVFP4Storage) -> Tensor:
+    """The scale of each 16 elements of a row: a square block's is that of each of its rows."""
+    scale = operand.scale
+    if operand.quantizer.block == "16x16":
+        each = scale.unsqueeze(1).expand(-1, GROUP, -1).reshape(-1, scale.shape[1])
+        scale = each.narrow(0, 0, operand.shape[0])
+    return swizzled(scale)
+
+
+def _overall(operand: NVFP4Storage) -> Tensor:
+    return operand.amax * (1 / (E2M1_MAX * E4M3_MAX))

@@ -1,0 +1,45 @@
+"""Weights that stay gathered after backward for the next micro-batch: ``set_reshard_after_backward(False)``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import spawn
+from sharded import How, batch, built, whole
+from torch import Tensor
+from torch.optim import AdamW
+
+RECIPES = ["mxfp8", "fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"]
+
+
+def _train(how: How, stay: bool) -> tuple[list[float], list[Tensor]]:
+    net = built(how)
+    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for number in range(2):
+        for micro in range(3):
+            last = micro == 2
+            net.set_requires_gradient_sync(last)  # type: ignore[operator]
+            net.set_reshard_after_backward(last or not stay)  # type: ignore[operator]
+            x = batch(number, how, micro)
+            loss = (net(x) - x.roll(1, 0)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [whole(p.detach()) for p in net.parameters()]
+
+
+def _as_if_they_went(rank: int, weights: str) -> None:
+    for recipe in RECIPES:
+        how = How(recipe, weights=weights, width=64, inner=128)
+        losses, values = _train(how, stay=True)
+        expected, others = _train(how, stay=False)
+        assert losses == expected, recipe
+        assert len(set(losses)) == 6
+        assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True)), recipe
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_weights_that_stay_gathered(weights: str) -> None:
+    spawn(_as_if_they_went, 2, weights)
