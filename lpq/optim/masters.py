@@ -40,6 +40,7 @@ class MasterWeights(Optimizer):
         self.masters: dict[Tensor, Tensor] = {}
         """The fp32 master of each quantized weight."""
         self._seen: dict[Tensor, list[int]] = {}
+        self._shared = [dict(group) for group in self.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._master_of(p) for p in group["params"]]
 
@@ -79,6 +80,7 @@ class MasterWeights(Optimizer):
         self._share_options()
         before = {weight: local(master)._version for weight, master in self.masters.items()}
         self.optimizer.step()
+        self._share_options()  # some optimizers keep numbers of theirs in the groups
         # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
         # checkpoint, or was made before its master, may have been encoded of more than it decodes to.
         self._encode([w for w, m in self.masters.items() if m.grad is not None or local(m)._version != before[w]])
@@ -87,9 +89,15 @@ class MasterWeights(Optimizer):
         return loss
 
     def _share_options(self) -> None:
-        """The wrapped optimizer goes by what schedulers, and others, set in this one's groups."""
-        for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            theirs.update({key: value for key, value in ours.items() if key != "params"})
+        """Options of the groups are one, here and in the wrapped optimizer, whoever sets them: what schedulers and
+        others changed here since the last time goes there, and what changed there comes here."""
+        for ours, theirs, last in zip(self.param_groups, self.optimizer.param_groups, self._shared, strict=True):
+            for key in (ours.keys() | theirs.keys()) - {"params"}:
+                if key in ours and (key not in last or ours[key] is not last[key]):
+                    theirs[key] = ours[key]
+                else:
+                    ours[key] = theirs[key]
+                last[key] = ours[key]
 
     @torch.no_grad()
     def encode(self) -> None:
@@ -107,6 +115,7 @@ class MasterWeights(Optimizer):
         super().add_param_group(param_group)
         if hasattr(self, "optimizer"):
             added = self.param_groups[-1]
+            self._shared.append(dict(added))
             self.optimizer.add_param_group({**added, "params": [self._master_of(p) for p in added["params"]]})
 
     # ------------------------------------------------------------------------------ saving and loading
