@@ -35,7 +35,8 @@ SHAPES = [(40, 130), (33, 7), (1, 5), (128, 64), (160, 48), (5, 1), (17, 256), (
 
 
 @pytest.fixture(autouse=True)
-def kernels() -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPQ_KERNELS", "reference,torch,triton,cuda")  # they are untried, and must be asked for
     pytest.importorskip("cuda.core")
 
 

@@ -10,8 +10,16 @@ KERNELS = (
             ("measure", "lpq_mxfp8.cuda:measure"),
             ("quantize", "lpq_mxfp8.cuda:quantize"),
             ("decode", "lpq_mxfp8.views:decode"),
-            ("cast", "lpq_mxfp8.cast:cast"),
         )
+    ),
+    KernelSpec(
+        op="cast",
+        impl="lpq_mxfp8.cast:cast",
+        backend="cuda",
+        min_sm=80,
+        requires=("cuda.core",),
+        priority=20,
+        untried=True,
     ),
     *(
         KernelSpec(op=op, impl=f"lpq_mxfp8.triton:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)

@@ -14,8 +14,11 @@ KERNELS = (
             ("quantize", "lpq_nvfp4.cuda:quantize", "lpq_nvfp4.cuda:why_not"),
             ("transpose", "lpq_nvfp4.views:transpose", "lpq_nvfp4.views:transpose_why_not"),
             ("decode", "lpq_nvfp4.views:decode", "lpq_nvfp4.views:decode_why_not"),
-            ("cast", "lpq_nvfp4.cast:cast", "lpq_nvfp4.cast:why_not"),
         )
+    ),
+    KernelSpec(
+        op="cast", impl="lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20, untried=True,
     ),
     *(
         KernelSpec(op=op, impl=f"{TRITON}:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
