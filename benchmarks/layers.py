@@ -33,6 +33,20 @@ class Layers:
         """The step of each by its name."""
         return {name: step(module, self.x, self.dy) for name, module in self.modules.items()}
 
+    def graphed(self) -> dict[str, Callable[[], None]]:
+        """The step of each that is not compiled, recorded once and replayed as CUDA graphs; its layer stays so."""
+        steps: dict[str, Callable[[], None]] = {}
+        for name, module in self.modules.items():
+            if not isinstance(module, torch._dynamo.OptimizedModule):
+                try:
+                    torch.cuda.make_graphed_callables(module, (torch.randn_like(self.x, requires_grad=True),))
+                    steps[name] = step(module, self.x, self.dy)
+                    steps[name]()
+                except Exception as error:
+                    steps.pop(name, None)
+                    self.failures[name] = f"as a CUDA graph: {in_words(error)}"
+        return steps
+
     def held(self, name: str) -> int | None:
         """The bytes that a forward keeps for backward besides the parameters; on a GPU only."""
         if name not in self.modules or self.device.type != "cuda":

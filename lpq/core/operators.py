@@ -41,6 +41,7 @@ def alone(x: Tensor) -> bool:
         not torch.compiler.is_dynamo_compiling()
         and type(x) in ORDINARY
         and not torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._is_any_autocast_enabled()
     )

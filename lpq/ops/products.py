@@ -11,8 +11,8 @@ from lpq.ops.tiles import pointer
 
 SCALARS = CudaKernel("common/alpha.cu", "alpha_beta", "PPfP", threads=1)
 BIASED = 8
-"""cuBLASLt adds a bias before it rounds where a row of the result is a multiple of this many elements. Elsewhere it
-was seen to round twice."""
+"""cuBLASLt adds a bias before it rounds where the rows of operands and result are multiples of this many elements.
+Elsewhere it was seen to round twice."""
 ALIGNED = 16
 """Of a bias that cuBLASLt adds, the bytes."""
 
@@ -65,7 +65,7 @@ def product_with_alpha(
     """``scaled_product`` for factors of whole matrices: the sums are scaled before they are written."""
     scalars = left.new_empty(2, dtype=torch.float32)
     SCALARS.launch(left.get_device(), (), 1, pointer(of_left), pointer(of_right), constant, scalars.data_ptr())
-    if dtype == torch.bfloat16 and (bias is None or right.shape[0] % BIASED == 0):
+    if dtype == torch.bfloat16 and (bias is None or not any(size % BIASED for size in right.shape)):
         bias = _aligned(bias.to(dtype)) if bias is not None else None
         return cublaslt.multiply(left, right, scalars, bias, dtype)
     out = cublaslt.multiply(left, right, scalars, None, torch.float32)

@@ -71,8 +71,6 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
     broken: list[KernelSpec] = []
     for kernel in (*registry.kernels(op, formats), *(ANY_PAIR if op == "gemm" else ())):
         reason = _elsewhere(kernel, where, allowed)
-        if reason is None and kernel.untried and not forced:
-            reason = f"never ran on the hardware it is for; {ENVIRONMENT}={','.join(BACKENDS)} asks for it"
         if reason is None:
             try:
                 reason = _refusal(kernel, quantizers)

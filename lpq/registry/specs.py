@@ -48,8 +48,6 @@ class KernelSpec:
     """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
     why_not: str | None = None
     """Import string of ``f(*quantizers) -> str | None``: why these options are not served; None: they are."""
-    untried: bool = False
-    """It never ran on the hardware it is for, and runs only where ``LPQ_KERNELS`` names its backend."""
     note: str = ""
     """What a user should know of it, as that it never ran on hardware: ``lpq doctor`` shows it."""
     api_version: int = API_VERSION

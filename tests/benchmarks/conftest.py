@@ -36,6 +36,7 @@ def linear(environment: dict[str, Any]) -> dict[str, Any]:
 def host(environment: dict[str, Any]) -> dict[str, Any]:
     rows = [
         {**c.record(), "us": 100.0 * (i + 1), "one_thread_us": 50.0 + 25 * i, "failure": None}
+        | ({} if c.compiled else {"graphed_us": 90.0 + 10 * i})
         for i, c in enumerate(of_layers(RECIPES))
     ]
     return {"part": "host", "environment": environment, "shape": str(HOST), "results": rows}

@@ -88,7 +88,8 @@ def operands(a: str, b: str, rows: int, inner: int, cols: int) -> tuple[Storage,
 @pytest.mark.parametrize(("a", "b"), EXACT)
 def test_operands_are_not_rounded_on_their_way_into_a_product(a: str, b: str) -> None:
     """In fp32 the error is that of the sums. Were operands rounded to bf16, it would be a thousand times as large."""
-    for rows, inner, cols in ((256, 512, 384), (17, 256, 33), (200, 50, 8), (5, 1040, 3), (64, 8192, 128)):
+    shapes = (256, 512, 384), (17, 256, 33), (200, 50, 8), (200, 56, 8), (5, 1040, 3), (31, 64, 24), (64, 8192, 128)
+    for rows, inner, cols in shapes:
         left, right = operands(a, b, rows, inner, cols)
         bias = torch.randn(cols, device="cuda").bfloat16()
         exactly = left.decode().double() @ right.decode().double().t()

@@ -84,23 +84,3 @@ def test_the_chosen_kernel_is_the_one_that_runs(kernels, monkeypatch) -> None:
     monkeypatch.setenv("LPQ_KERNELS", "reference")
     t.dequantize()
     assert len(calls) == 1
-
-
-def test_an_untried_kernel_runs_where_it_is_asked_for(monkeypatch) -> None:
-    class Untried:
-        @staticmethod
-        @hookimpl
-        def lpq_register_kernels() -> KernelSpec:
-            return KernelSpec(
-                op="decode", impl="test_table:decode", backend="torch", formats=("mxfp8",), device="cpu", untried=True
-            )
-
-    monkeypatch.delenv("LPQ_KERNELS", raising=False)
-    monkeypatch.setitem(__import__("sys").modules, "test_table", __import__("sys").modules[__name__])
-    register(Untried, name="untried")
-    choice = choose("decode", ("mxfp8",), CPU)
-    assert choice.backend == "reference"
-    assert any("never ran on the hardware it is for" in reason for _, reason in choice.rejected)
-    monkeypatch.setenv("LPQ_KERNELS", "torch,reference")
-    assert choose("decode", ("mxfp8",), CPU).backend == "torch"
-    refresh()

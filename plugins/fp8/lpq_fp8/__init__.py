@@ -27,7 +27,7 @@ KERNELS = (
     ),
     KernelSpec(
         op="cast", impl="lpq_fp8.cast:cast",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20, untried=True,
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
     ),
     *(
         KernelSpec(op=op, impl=f"{TRITON}:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)

@@ -19,7 +19,6 @@ KERNELS = (
         min_sm=80,
         requires=("cuda.core",),
         priority=20,
-        untried=True,
     ),
     *(
         KernelSpec(op=op, impl=f"lpq_mxfp8.triton:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)

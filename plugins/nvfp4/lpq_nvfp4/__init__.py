@@ -18,7 +18,7 @@ KERNELS = (
     ),
     KernelSpec(
         op="cast", impl="lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20, untried=True,
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
     ),
     *(
         KernelSpec(op=op, impl=f"{TRITON}:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
