@@ -36,10 +36,10 @@ COMMANDS = {
 
 
 def load(name: str) -> Any:
-    """The command, imported."""
-    function = getattr(import_module(COMMANDS[name][0]), name.replace("-", "_"))
+    """The command, imported. Its module may say by ``Command`` how it reads what it is given."""
+    module = import_module(COMMANDS[name][0])
     single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    single.command(name)(function)
+    single.command(name, cls=getattr(module, "Command", None))(getattr(module, name.replace("-", "_")))
     return typer.main.get_command(single)
 
 

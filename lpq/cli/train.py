@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import inspect
+import io
 import signal
+import time
 import traceback
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from lpq.cli.output import tell
 from lpq.registry.errors import LpqError
 from lpq.train import Stopped, TrainConfig, resolve, run
 from lpq.train.config import TYPES
-from lpq.train.launch import launched, work
+from lpq.train.launch import PATIENCE, launched, speaks, work
+
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no name for it
+
+
+class Command(TyperCommand):
+    """Of the processes of torchrun one alone says what the options are, or what is wrong with those it got."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        if speaks():
+            return super().make_context(*args, **extra)
+        try:
+            with redirect_stdout(io.StringIO()):
+                return super().make_context(*args, **extra)
+        except UsageError as error:
+            time.sleep(PATIENCE.total_seconds())  # torchrun ends this process once the first has told and ended
+            raise typer.Exit(getattr(error, "exit_code", 2)) from None
 
 
 def train(config: Path | None, **options: Any) -> None:

@@ -69,13 +69,14 @@ class _Rewrite:
 
 @torch.no_grad()
 def write(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-    """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks."""
+    """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
+    each device."""
     rewrites = [_Rewrite(target, value) for target, value in zip(targets, values, strict=True)]
-    by_ranks: dict[tuple[int, ...], tuple[ProcessGroup, list[_Rewrite]]] = {}
+    by_ranks: dict[tuple[object, ...], tuple[ProcessGroup, list[_Rewrite]]] = {}
     for one in rewrites:
         group = one.shared_with()
         if group is not None:
-            by_ranks.setdefault(same_ranks(group), (group, []))[1].append(one)
+            by_ranks.setdefault((*same_ranks(group), one.value.device), (group, []))[1].append(one)
     for group, together in by_ranks.values():
         max_in_place([s for one in together for s in one.measure()], group)
     for one in rewrites:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -119,6 +120,13 @@ def sites(root: nn.Module, name: str) -> dict[nn.Module, Site]:
                 if info.param_name == name:  # a parameter that modules share is not gathered quantized
                     found[info.module] = Site(param, group)
     return found
+
+
+def outermost(part: nn.Module) -> nn.Module:
+    """The largest module on which ``fully_shard`` was called and that contains ``part``; if there is none, itself."""
+    sharded = [module for module in _module_state_mapping if _get_module_fsdp_state(module) is not None]
+    around = [module for module in sharded if any(inner is part for inner in module.modules())]
+    return max([part, *around], key=lambda module: sum(1 for _ in module.modules()))
 
 
 def _groups(module: nn.Module) -> Iterator[Any]:

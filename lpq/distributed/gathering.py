@@ -1,37 +1,53 @@
 """Gathering: the weights of one model that are gathered quantized, and what all ranks must know of them together.
 
 After an optimizer's step, every weight that it wrote to is measured, and one collective makes the statistics of all
-of them those of the whole weights; what layers remember across steps is combined in the same way. A weight that was
-written to otherwise (a checkpoint was loaded) is measured when it is gathered next, with all others of that kind.
+of them those of the whole weights, whatever models they are of; what layers remember across steps is combined in the
+same way. A weight that was written to otherwise (a checkpoint was loaded) is measured when it is gathered next, with
+all others of that kind in its model.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Collection, Iterator
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lpq.core.reduce import max_in_place, same_ranks
 from lpq.distributed import fsdp
+from lpq.distributed.attach import attach, local
 from lpq.distributed.gather import Gather, Layer
 
 
 class Gathering:
-    """All weights of ``root`` that are gathered quantized."""
+    """All weights of ``root``, which ``lpq.convert`` got, that are gathered quantized."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        self._begin()
+
+    def _begin(self) -> None:
         self._gathers: dict[nn.Module, Gather] = {}
         self._lends = False
+        _steps().watch(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> nn.Module:
+        return self.root
+
+    def __setstate__(self, root: nn.Module) -> None:
         """A copy, or what is loaded from a file, finds for itself how its model is sharded."""
-        return {"root": self.root, "_gathers": {}, "_lends": False}
+        self.root = root
+        self._begin()
 
     def of(self, layer: nn.Module) -> Gather:
         """How the weight of this layer is gathered. When that is asked first, FSDP2 has sharded the model."""
@@ -49,60 +65,83 @@ class Gathering:
         return self._gathers.get(layer)
 
     def _find(self) -> None:
-        if not self._gathers:
-            _call_after_steps(self)
-        checkpointed = _checkpointed(self.root)
-        for module, site in fsdp.sites(self.root, "weight").items():
+        around = fsdp.outermost(self.root)  # a part of a model may have been converted, and the whole sharded
+        checkpointed = _checkpointed(around)
+        for module, site in fsdp.sites(around, "weight").items():
             if getattr(module, "gathering", None) is self and module not in self._gathers:
                 layer = cast("Layer", module)
                 self._gathers[module] = Gather(layer, site, self.refresh, module in checkpointed)
 
     def refresh(self) -> None:
         """Measure every weight that was written to, and reduce all their statistics in one collective."""
-        self._reduce([g for g in self._gathers.values() if g.stale], [])
+        _reduce([g for g in self._gathers.values() if g.stale], remembering=False)
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer took a step: the same for its weights, and what their layers remember becomes that of all."""
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        held = [g for g in self._gathers.values() if id(g.site.param) in params]
-        self._reduce(held, held)  # all of them: a compiled step writes without a trace
+    def written_by(self, params: Collection[int]) -> Iterator[Gather]:
+        """Those of the parameters with these ids."""
+        return (g for g in self._gathers.values() if id(g.site.param) in params)
 
     def missing(self) -> list[Tensor]:
         """The buffers without memory of all weights that are gathered at present."""
         return [t for gather in self._gathers.values() for t in gather.missing()]
 
-    def _reduce(self, written: list[Gather], remembering: list[Gather]) -> None:
-        """One collective over each set of ranks that share out weights; there is one unless meshes differ."""
-        measured, combined = set(written), set(remembering)
-        by_ranks: dict[tuple[int, ...], list[Gather]] = {}
-        for gather in dict.fromkeys([*written, *remembering]):
-            by_ranks.setdefault(same_ranks(gather.site.group), []).append(gather)
-        for gathers in by_ranks.values():
-            group = gathers[0].site.group
-            spanning = [values for g in gathers if g in measured for values in g.measure()]
-            memories = [memory for g in gathers if g in combined for memory in g.layer.memories()]
-            with torch.no_grad():
-                max_in_place([*spanning, *memories], group)
-                replicas = gathers[0].site.replicas
-                if replicas is not None:  # they hold the same weights, and saw other inputs
-                    max_in_place(memories, replicas)
 
+def _reduce(gathers: list[Gather], *, remembering: bool) -> None:
+    """Measure these weights; if ``remembering``, combine what their layers remember, too.
 
-def _call_after_steps(gathering: Gathering) -> None:
-    """Have torch call ``after_step`` after the step of any optimizer, for as long as ``gathering`` lives.
-
-    The hook stays behind it and does nothing: torch walks along the hooks when it calls them, and there a garbage
-    collection, which may come at any time, must not take one away.
+    One collective over each set of ranks that share out weights; there is one unless meshes differ.
     """
-    alive = weakref.ref(gathering)
+    by_mesh: dict[tuple[Any, ...], list[Gather]] = {}
+    for gather in gathers:
+        site = gather.site
+        replicated = same_ranks(site.replicas) if site.replicas is not None else ()
+        by_mesh.setdefault((same_ranks(site.group), replicated, site.device), []).append(gather)
+    for together in by_mesh.values():
+        site = together[0].site
+        spanning = [values for g in together for values in g.measure()]
+        memories = [memory for g in together for memory in g.layer.memories()] if remembering else []
+        with torch.no_grad():
+            max_in_place([*spanning, *memories], site.group)
+            if site.replicas is not None:  # they hold the same weights, and saw other inputs
+                max_in_place(memories, site.replicas)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        found = alive()
-        if found is not None:
-            found.after_step(optimizer)
 
-    register_optimizer_step_post_hook(after)
+class _Steps:
+    """What torch calls before and after the step of any optimizer of this process.
+
+    One for all gatherings, so that what one step writes is reduced together, however many models it belongs to.
+    """
+
+    def __init__(self) -> None:
+        self._gatherings: list[weakref.ref[Gathering]] = []
+        register_optimizer_step_pre_hook(torch.compiler.disable(self.before))  # type: ignore[no-untyped-call]
+        register_optimizer_step_post_hook(torch.compiler.disable(self.after))  # type: ignore[no-untyped-call]
+
+    def watch(self, gathering: Gathering) -> None:
+        """Reduce what steps write to its weights, for as long as it lives."""
+        self._gatherings = [ref for ref in self._gatherings if ref() is not None]
+        self._gatherings.append(weakref.ref(gathering))
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Stored weights are about to be written to, maybe before any forward."""
+        for param in _params(optimizer):
+            if getattr(local(param), "amax_group", None) == "unattached":
+                attach(param)
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Measure all that it has: a compiled step writes without a trace."""
+        params = {id(param) for param in _params(optimizer)}
+        alive = [gathering for ref in self._gatherings if (gathering := ref()) is not None]
+        _reduce([g for gathering in alive for g in gathering.written_by(params)], remembering=True)
+
+
+@cache
+def _steps() -> _Steps:
+    """The one there is, since torch's hooks are there once for all optimizers."""
+    return _Steps()
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _lend_while_compiling(gathering: Gathering) -> None:

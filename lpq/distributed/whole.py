@@ -62,8 +62,9 @@ class Whole:
         fsdp.allocate(self.large)
         for target, arrived in zip(self.large, self.arrived, strict=True):
             rows, cols = target.shape
-            by_rank = arrived.view(target.dtype).view(self.ranks, rows, cols // self.ranks)
-            fsdp.fill(target.view(rows, self.ranks, cols // self.ranks), by_rank.transpose(0, 1))
+            unit = _unit(cols // self.ranks * target.element_size())
+            by_rank = arrived.view(unit).view(self.ranks, rows, -1)
+            fsdp.fill(target.view(unit).view(rows, self.ranks, -1), by_rank.transpose(0, 1))
         fsdp.free(self.arrived)
 
     def take(self, operand: Storage) -> None:
@@ -71,6 +72,13 @@ class Whole:
         fsdp.allocate(self.large)
         for target, source in zip(self.operand.tensors(), operand.tensors(), strict=True):
             fsdp.fill(target, source)
+
+
+def _unit(count: int) -> torch.dtype:
+    """The widest dtype of which so many bytes are a multiple. torch copies pieces of lines element by element: at the
+    speed of memory if elements have 16 bytes, and at a fifth of it if they have 1."""
+    units = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
+    return next(unit for unit in units if count % unit.itemsize == 0)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

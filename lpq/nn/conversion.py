@@ -191,28 +191,41 @@ def _close_shortcuts(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def _conversion(model: nn.Module) -> Conversion:
-    for module in model.modules():
+def _conversions(model: nn.Module) -> dict[str, Conversion]:
+    """That of the model or, where it was converted in parts by several calls, those of its parts, by their names."""
+    found: dict[str, Conversion] = {}
+    for name, module in model.named_modules():
         record = module.__dict__.get(RECORD)
-        if isinstance(record, Conversion):
-            return record
-    raise ValueError("the model was not converted: call lpq.convert(model, …) first")
+        if isinstance(record, Conversion) and not any(name.startswith(f"{part}." if part else "") for part in found):
+            found[name] = record
+    if not found:
+        raise ValueError("the model was not converted: call lpq.convert(model, …) first")
+    return found
 
 
 def report(model: nn.Module) -> Report:
     """What ``convert`` swapped in this model, what it left alone and why; and how its weights travel as it is now."""
-    conversion = _conversion(model)
-    if conversion.weights is None:
-        return conversion.report
-    notes = weight_notes(model, conversion.ranks)
-    return replace(conversion.report, weights=tuple(Entry(name, "weight", note) for name, note in notes))
+    parts = _conversions(model)
+
+    def named(part: str, entries: tuple[Entry, ...]) -> list[Entry]:
+        return [replace(entry, name=f"{part}.{entry.name}".strip(".")) for entry in entries]
+
+    prepared = [conversion.ranks for conversion in parts.values() if conversion.weights is not None]
+    notes = weight_notes(model, prepared[0]) if prepared else ()
+    return Report(
+        converted=tuple(e for part, c in parts.items() for e in named(part, c.report.converted)),
+        left=tuple(e for part, c in parts.items() for e in named(part, c.report.left)),
+        unmatched=tuple(pattern for c in parts.values() for pattern in c.report.unmatched),
+        unreached=tuple(number for c in parts.values() for number in c.report.unreached),
+        weights=tuple(Entry(name, "weight", note) for name, note in notes),
+    )
 
 
 def set_step(model: nn.Module, step: int) -> None:
     """Give every layer the recipe that the policy has for this step. Weights and optimizer state stay."""
     if type(step) is not int or step < 0:
         raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
-    _conversion(model)
+    _conversions(model)
     for module in model.modules():
         if isinstance(module, Linear) and module.schedule is not None:
             module.recipe = module.schedule.at(step)

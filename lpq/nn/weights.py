@@ -66,9 +66,9 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
 
     ``ranks``: how many will share the weights out, where they do not yet.
     """
-    from lpq.distributed.fsdp import sites
+    from lpq.distributed.fsdp import outermost, sites
 
-    sharded = sites(model, "weight")
+    sharded = sites(outermost(model), "weight")
     for name, layer, shared in _layers(model):
         site = sharded.get(layer)
         if shared:

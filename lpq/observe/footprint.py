@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lpq import registry
 from lpq.core import QuantizedTensor, Quantizer
 from lpq.core.derive import derives_col
 from lpq.distributed.attach import local
@@ -118,7 +119,7 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
         ranks,
         parameters=elements,
         converted=elements if quantizer is not None else 0,
-        quantized=_quantized(quantizer, p) if quantizer is not None else 0,
+        quantized=_quantized(quantizer, p.shape, p.dtype) if quantizer is not None else 0,
         weights=_local_bytes(p, ranks),
         masters=FP32 * here if stored and trained else 0,
         gradients=p.dtype.itemsize * here if trained else 0,
@@ -151,7 +152,8 @@ def _sent(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | None
     return size, size
 
 
-def _quantized(quantizer: Quantizer, p: Tensor) -> int:
+@registry.cached
+def _quantized(quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> int:
     """The bytes of a whole weight that is quantized with what cannot be derived."""
-    whole = torch.empty(p.shape, dtype=p.dtype, device="meta")
+    whole = torch.empty(shape, dtype=dtype, device="meta")
     return quantizer.quantize(whole, col=not derives_col(quantizer)).held_bytes

@@ -44,6 +44,11 @@ def launched() -> bool:
     return not missing
 
 
+def speaks() -> bool:
+    """Whether what all processes would say is this one's to say: it is the first of them, or the only one."""
+    return any(name not in os.environ for name in VARIABLES) or os.environ["RANK"] == "0"
+
+
 def work(job: Callable[[], object], tell: Tell) -> NoReturn:
     """Do ``job`` together with the other processes of torchrun, then end this process.
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from checkpointed import Net, model_differences, optimizer_differences, optimizer_of, shard
-from ranks import spawn
+from ranks import processes, spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -222,7 +221,7 @@ def _one_rank_is_killed(rank: int, folder: Path) -> None:
 
 
 def test_a_rank_that_is_killed_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
-    started = mp.spawn(_one_rank_is_killed, (tmp_path,), 2, join=False)
+    started = processes(_one_rank_is_killed, 2, tmp_path, join=False)
     survivor, victim = started.processes  # nobody ends the survivor: it must find out
     victim.join(60)
     assert victim.exitcode == -signal.SIGKILL

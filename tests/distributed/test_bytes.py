@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from ranks import fully_shard, spawn
+from ranks import spawn
 from sharded import How, batch, built
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Optimizer
 
 import lpq
@@ -105,13 +106,16 @@ class _Linears(nn.Sequential):
     """A model of nothing but converted weights."""
 
 
-def _sharded(recipe: str, weights: str = "high_precision", reshard: bool = True) -> tuple[nn.Module, Optimizer]:
+def _sharded(
+    recipe: str, weights: str = "high_precision", reshard: bool = True, device: str = "cpu"
+) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
-    net = _Linears(*(nn.Linear(cols, rows, bias=False) for rows, cols in SHAPES))
+    net = _Linears(*(nn.Linear(cols, rows, bias=False) for rows, cols in SHAPES)).to(device)
     lpq.convert(net, recipe, weights="quantized" if weights == "masters" else weights)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for part in (*net, net):  # each on a mesh of its own: several meshes of the same ranks are no difference
-        fully_shard(part, mp_policy=policy, reshard_after_forward=reshard)
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     made = AdamW(net.parameters(), lr=1e-3, fused=weights == "quantized")  # by itself, it would write twice
     return net, MasterWeights(made) if weights == "masters" else made
 
@@ -134,8 +138,8 @@ Counted = dict[tuple[str, bool], Step]
 """By recipe, and by whether weights are sharded again after forward."""
 
 
-def _step(net: nn.Module, optimizer: Optimizer) -> Step:
-    x = torch.randn(32, WIDTHS[0], dtype=torch.bfloat16, requires_grad=True)
+def _step(net: nn.Module, optimizer: Optimizer, device: str = "cpu") -> Step:
+    x = torch.randn(32, WIDTHS[0], dtype=torch.bfloat16, device=device, requires_grad=True)
     with collectives() as forward:
         loss = net(x).float().square().mean()
     with collectives() as backward:
@@ -155,17 +159,18 @@ def _reduction(sizes: list[int]) -> list[Collective]:
     return _of("all_reduce", [sum(sizes)] if sum(sizes) else [])
 
 
-def _every_collective_of_a_step(rank: int) -> Counted:
+def every_collective_of_a_step(rank: int, recipes: Iterable[str] = TRAVELS, device: str = "cpu") -> Counted:
     """There are no others. In forward no reduction, in backward that of gradients only."""
     seen = {}
-    for recipe, travels in TRAVELS.items():
+    for recipe in recipes:
+        travels = TRAVELS[recipe]
         measured = [travels.measured(*shape) for shape in SHAPES]
         remembered = [4 * travels.remembered] * len(SHAPES)
         for weights in STORED:
             for reshard in (True, False) if weights == "high_precision" else (True,):
                 about = (recipe, weights, reshard)
-                net, optimizer = _sharded(recipe, weights, reshard)
-                first, step = _step(net, optimizer), _step(net, optimizer)
+                net, optimizer = _sharded(recipe, weights, reshard, device)
+                first, step = _step(net, optimizer, device), _step(net, optimizer, device)
                 gathered = [(travels.forward if reshard else travels.both)(*shape) for shape in SHAPES]
                 again = [travels.backward(*shape) for shape in reversed(SHAPES)] if reshard else []
                 gradients = [BF16.bytes(*shape) for shape in reversed(SHAPES)]
@@ -318,7 +323,7 @@ def test_two_ranks() -> None:
 
 
 def _two_ranks(rank: int) -> None:
-    seen = _every_collective_of_a_step(rank)
+    seen = every_collective_of_a_step(rank)
     _fp8_and_mxfp8_gather_at_most_052_of_bf16_in_each_direction(seen)
     _nvfp4_16x16_gathers_at_most_029_for_both_directions_together_if_it_gathers_once(seen)
     _nvfp4_16x16_gathers_at_most_029_each_time_if_it_gathers_twice(seen)

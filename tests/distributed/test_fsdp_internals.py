@@ -144,6 +144,7 @@ def _behaves(rank: int) -> None:
     _what_a_site_reads(rank, layer)
     _what_two_passes_do(rank, layer, param, group)
     _how_it_is_made_to_ask_anew(layer, param)
+    _which_is_outermost(rank)
 
 
 def _what_a_site_reads(rank: int, layer: Any) -> None:
@@ -159,6 +160,21 @@ def _what_a_site_reads(rank: int, layer: Any) -> None:
     assert site.replicas is None
     assert site.refusal() is None
     assert not site.reshards_to_fewer_ranks
+
+
+def _which_is_outermost(rank: int) -> None:
+    """Also for a part of what was sharded, and for what is not sharded itself."""
+    net = nn.Sequential(nn.Sequential(Layer(), Layer()), Layer())
+    alone = Layer()
+    assert fsdp.outermost(net[0][0]) is net[0][0], "a module that is not sharded"
+    for module in (net[0][1], net[0]):
+        fully_shard(module)
+        assert fsdp.outermost(net[0][0]) is (net[0][0] if module is net[0][1] else net[0])
+        assert fsdp.outermost(net[0][1]) is module
+    assert fsdp.outermost(net) is net
+    fully_shard(net)
+    assert all(fsdp.outermost(module) is net for module in net.modules()), "torch lists what it shards elsewhere now"
+    assert fsdp.outermost(alone) is alone
 
 
 def _what_two_passes_do(rank: int, layer: Any, param: Any, group: Any) -> None:

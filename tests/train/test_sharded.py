@@ -162,6 +162,22 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_once(tiny: MakeConfig, tmp
     assert not Path(str(config.out)).exists()
 
 
+def test_help_is_printed_once() -> None:
+    ended = torchrun(2, "--help")
+    assert ended.status == 0, ended.err
+    assert ended.out.count("Usage:") == ended.out.count("--checkpoint-every") == 1
+    assert "Usage:" not in ended.err
+
+
+def test_a_wrong_option_is_told_once() -> None:
+    for wrong, said in (("--stepps=3", "--stepps"), ("--steps=many", "'--steps'")):
+        ended = torchrun(2, wrong)
+        assert ended.status != 0
+        assert ended.err.count("Usage:") == ended.err.count("Error ─") == 1, ended.err
+        assert said in ended.err
+        assert "exitcode  : 2" in ended.err
+
+
 def test_a_rank_that_raises_ends_the_others_and_its_error_is_the_one_shown(tiny: MakeConfig, tmp_path: Path) -> None:
     config = tiny(baseline=False, checkpoint_every=1, recipe="mxfp8")
     ended = torchrun(2, *options(config, tmp_path), fault=RAISE, folder=tmp_path)

@@ -1,0 +1,137 @@
+"""A model that is converted in parts, by several calls: what travels is what travels of one that is converted whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ranks import fully_shard, spawn
+from sharded import model, whole
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.optim import AdamW, Optimizer
+
+import lpq
+from lpq.observe import Collective, collectives
+from lpq.optim import MasterWeights
+
+RECIPES = ["fp8-current", "fp8-delayed", "x=mxfp8(), w=nvfp4(), dy=mxfp8()"]
+Sharding = Callable[[nn.Sequential], Any]
+
+
+def _whole_only(net: nn.Sequential) -> None:
+    fully_shard(net)
+
+
+def _each_block_and_the_whole(net: nn.Sequential) -> None:
+    for module in (*net, net):
+        fully_shard(module)
+
+
+def _each_block(net: nn.Sequential) -> None:
+    """They have no FSDP root in common."""
+    for block in net:
+        fully_shard(block)
+
+
+def _run(
+    recipe: str, weights: str, shard: Sharding, convert: Callable[..., Any]
+) -> tuple[list[float], nn.Sequential, list[list[Collective]]]:
+    net = model(64, 128, blocks=3)
+    convert(net, recipe, weights)
+    shard(net)
+    optimizer: Optimizer = AdamW(net.parameters(), lr=1e-2)
+    optimizer = MasterWeights(optimizer) if weights == "quantized" else optimizer
+    losses, updates = [], []
+    for number in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
+        loss = (net(x) - x.roll(1, 0)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        with collectives() as seen:
+            optimizer.step()
+        optimizer.zero_grad()
+        updates.append(seen)
+    return losses, net, updates
+
+
+def _at_once(net: nn.Sequential, recipe: str, weights: Any) -> None:
+    lpq.convert(net, recipe, weights=weights)
+
+
+def _in_parts(net: nn.Sequential, recipe: str, weights: Any) -> None:
+    lpq.convert(net[0].up, recipe, weights=weights)
+    lpq.convert(net[0].down, recipe, weights=weights)
+    for block in net[1:]:
+        lpq.convert(block, recipe, weights=weights)
+
+
+def _as_converted_at_once(rank: int) -> None:
+    for recipe in RECIPES:
+        for weights in ("high_precision", "quantized"):
+            for shard in (_whole_only, _each_block_and_the_whole, _each_block):
+                about = (recipe, weights, shard.__name__)
+                losses, a, expected = _run(recipe, weights, shard, _at_once)
+                found, b, seen = _run(recipe, weights, shard, _in_parts)
+                assert losses == found, about
+                assert len(set(losses)) == 3
+                assert seen == expected, about
+                memories = weights == "quantized" and recipe == "fp8-delayed"
+                assert [c.kind for c in seen[-1]] == ["all_reduce"] * (2 if memories else 1), about
+                for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+                    assert torch.equal(whole(p.detach()), whole(q.detach())), (about, name)
+
+
+def _the_report_has_all_parts(rank: int) -> None:
+    """By the names that they have in the whole, before and after sharding; also where more was sharded."""
+    net = model(64, 128, blocks=3)
+    lpq.convert(net[2], "mxfp8", weights="quantized", ranks=2)
+    lpq.convert(net[0].up, "fp8-current", weights="high_precision")
+    lpq.convert(net[1], {"rules": [{"match": "down", "recipe": "nvfp4"}, {"match": "left", "recipe": "mxfp8"}]})
+    found = lpq.report(net)
+    assert [e.name for e in found.converted] == ["0.up", "1.down", "2.up", "2.down"]
+    assert [e.name for e in found.left] == ["1.norm", "1.up", "2.norm"]
+    assert found.unmatched == ("left",)
+    assert [e.name for e in found.weights] == ["0.up", "2.up", "2.down"]
+    assert lpq.report(net[1]).converted[0].name == "down"
+    _whole_only(net)
+    assert lpq.report(net) == found
+    notes = {e.name: e.note for e in lpq.report(net[2]).weights}
+    assert notes == {e.name[2:]: e.note for e in found.weights[1:]}
+    lpq.convert(net, "mxfp8")  # all of it, in one call
+    assert [e.name for e in lpq.report(net).converted] == [f"{i}.{name}" for i in range(3) for name in ("up", "down")]
+
+
+def _columns_are_said_of_a_part(rank: int) -> None:
+    """What FSDP2 knows of the weights of a part, it knows of the whole."""
+    net = model(64, 128)
+    lpq.convert(net[0], "fp8-current", weights="high_precision")
+    fully_shard(net, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    assert all("it is sharded by" in entry.note for entry in lpq.report(net[0]).weights)
+    assert len(lpq.report(net[0]).weights) == 2
+
+
+def _two_models_of_one_optimizer(rank: int) -> None:
+    nets = [lpq.convert(model(64, 128), "fp8-current", weights="high_precision") for _ in range(2)]
+    for net in nets:
+        fully_shard(net)
+    optimizer = AdamW([p for net in nets for p in net.parameters()])
+    other = AdamW(nets[1].parameters())
+    for net in nets:
+        net(torch.randn(32, 64)).square().mean().backward()
+    for one, weights in ((optimizer, 8), (other, 4)):  # only those that it has
+        with collectives() as seen:
+            one.step()
+        assert seen == [Collective("all_reduce", 4 * weights)]
+
+
+def _two_ranks(rank: int) -> None:
+    _as_converted_at_once(rank)
+    _the_report_has_all_parts(rank)
+    _columns_are_said_of_a_part(rank)
+    _two_models_of_one_optimizer(rank)
+
+
+def test_two_ranks() -> None:
+    spawn(_two_ranks, 2)

@@ -1,0 +1,42 @@
+"""What arrives rank by rank becomes the operand of the whole weight, in words as wide as the ranks' shares allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lpq
+from lpq.core.operations import quantize
+from lpq.distributed import fsdp
+from lpq.distributed.whole import Whole, _unit
+
+
+@pytest.mark.parametrize("text", ["fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(("rows", "ranks"), [(768, 2), (384, 3), (1024, 8)])
+@pytest.mark.parametrize("direction", ["row", "col"])
+def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int, direction: str) -> None:
+    side = lpq.quantizer(text).side(direction)
+    x, cpu = torch.randn(rows, 80), torch.device("cpu")
+    stats = [torch.full(s.grid(*(x.shape if direction == "row" else x.t().shape)), 4.0) for s in side.stats]
+    dim = 0 if direction == "row" else 1
+    shared = [[s.chunk(ranks, dim)[r] if s.dim() and s.shape[dim] > 1 else s for s in stats] for r in range(ranks)]
+
+    def encoded(part: torch.Tensor, known: list[torch.Tensor]) -> lpq.core.Storage:
+        made = quantize(part, known, *((side, None) if direction == "row" else (None, side)))
+        operand = made[0] if direction == "row" else made[1]
+        assert operand is not None
+        return operand
+
+    parts = [encoded(part, known) for part, known in zip(x.chunk(ranks), shared, strict=True)]
+    whole = Whole(direction, side, rows, 80, ranks, x.dtype, cpu)  # type: ignore[arg-type]
+    fsdp.allocate(whole.arrived)
+    for i, arrived in enumerate(whole.arrived):
+        arrived.copy_(torch.cat([whole.departing(part)[i] for part in parts]))
+    whole.receive(parts[0])
+    expected = encoded(x, stats)
+    for got, wanted in zip(whole.operand.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(got.reshape(-1).view(torch.uint8), wanted.contiguous().reshape(-1).view(torch.uint8))
+
+
+def test_the_widest_unit_is_taken() -> None:
+    assert [_unit(n).itemsize for n in (0, 1, 2, 12, 24, 48, 7168)] == [16, 1, 2, 4, 8, 16, 16]
