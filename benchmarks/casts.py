@@ -57,6 +57,17 @@ CASES = [
     *encodings("nvfp4 16x16", "nvfp4(block=16x16)", reads=2),
     Case("nvfp4 RHT", "nvfp4(rht=true)", "both", 0.70, 2),
     Case("nvfp4 RHT stochastic", "nvfp4(rht=true, stochastic=true)", "both", 0.70, 2),
+    *(
+        Case(name, f"hybrid(row={row}, col={col})", "both", target, reads)
+        for name, row, col, target, reads in (
+            ("fp8 block + mxfp8", "fp8(scaling=block)", "mxfp8", 0.90, 1),
+            ("mxfp8 + fp8 current", "mxfp8", "fp8", 0.90, 2),
+            ("mxfp8 + nvfp4", "mxfp8", "nvfp4", 0.90, 2),
+            ("nvfp4 + mxfp8", "nvfp4", "mxfp8", 0.90, 2),
+            ("fp8 current + nvfp4", "fp8", "nvfp4", 0.90, 2),
+            ("mxfp8 + nvfp4 RHT stochastic", "mxfp8", "nvfp4(rht=true, stochastic=true)", 0.70, 2),
+        )
+    ),
     Case("fp8 current", "fp8", "transpose", 0.85),
     Case("fp8 block 128x128", "fp8(scaling=block, block=128x128)", "transpose", 0.85),
     Case("nvfp4 16x16", "nvfp4(block=16x16)", "transpose", 0.85),

@@ -2,32 +2,32 @@
 #include "tile.cuh"
 
 constexpr int UNROLL = 4, BLOCK = 1024;
-constexpr int PER_LOAD = 16 / sizeof(Element);
+constexpr int PER_LOAD = 16 / sizeof(Source);
 
 // parts[block]: the largest magnitude, as fp32 bits, of the elements that this block has read. x is contiguous.
 extern "C" __global__ void __launch_bounds__(BLOCK, 2) amax_parts(const void* x, i64 count, u32* parts) {
     const i64 loads = (u64)x % 16 == 0 ? count / PER_LOAD : 0, step = (i64)gridDim.x * BLOCK;
     const i64 thread = (i64)blockIdx.x * BLOCK + threadIdx.x;
-    const uint4* from = (const uint4*)x;
+    const Source* from = (const Source*)x;
     u32 amax = 0;
     i64 i = thread;
     for (; i + (UNROLL - 1) * step < loads; i += UNROLL * step) {
-        u32 w[UNROLL][4];
+        u32 w[UNROLL][LOADED];
 #pragma unroll
-        for (int k = 0; k < UNROLL; ++k) load_16_bytes(from + i + k * step, w[k][0], w[k][1], w[k][2], w[k][3]);
+        for (int k = 0; k < UNROLL; ++k) load_words(from + (i + k * step) * PER_LOAD, w[k]);
 #pragma unroll
         for (int k = 0; k < UNROLL; ++k)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) amax = larger(amax, magnitude(w[k][j]));
+            for (int j = 0; j < LOADED; ++j) amax = larger(amax, magnitude(w[k][j]));
     }
     for (; i < loads; i += step) {
-        u32 w[4];
-        load_16_bytes(from + i, w[0], w[1], w[2], w[3]);
+        u32 w[LOADED];
+        load_words(from + i * PER_LOAD, w);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) amax = larger(amax, magnitude(w[j]));
+        for (int j = 0; j < LOADED; ++j) amax = larger(amax, magnitude(w[j]));
     }
     for (i = loads * PER_LOAD + thread; i < count; i += step)
-        amax = larger(amax, magnitude(((const Element*)x)[i]));
+        amax = larger(amax, magnitude(load_element(from + i)));
     const u32 bits = block_max(amax_bits(element_value(larger_half(amax))));
     if (threadIdx.x == 0) parts[blockIdx.x] = bits;
 }

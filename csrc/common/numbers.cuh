@@ -53,6 +53,19 @@ __device__ __forceinline__ float element_value(u32 bits) {
     return value(word, 0);
 }
 
+#ifdef LPQ_ROUNDED
+// Two fp32 as a word, a in the low half, rounded to the nearest even. Any NaN becomes a NaN.
+__device__ __forceinline__ u32 rounded(float a, float b) {
+    u32 word;
+#if LPQ_INPUT == LPQ_BF16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(b), "f"(a));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(b), "f"(a));
+#endif
+    return word;
+}
+#endif
+
 // Magnitudes as bits: they order as the numbers do, a NaN above infinity.
 __device__ __forceinline__ u32 magnitude(u32 word) {
     return word & (PER_WORD == 1 ? 0x7fffffffu : 0x7fff7fffu);

@@ -25,7 +25,13 @@ constexpr int LINES = ROWS / PER_WORD;  // words with an element for each of a t
 // Blocks of threads to a multiprocessor, where a thread needs this many registers.
 template <int REGISTERS>
 constexpr int fitting = 65536 / (REGISTERS * THREADS);
+#ifdef LPQ_ROUNDED  // the matrix is in fp32, and rounded to LPQ_INPUT as it is read
+typedef float Source;
+constexpr int REGISTERS = 96;
+#else
+typedef Element Source;
 constexpr int REGISTERS = LPQ_INPUT == LPQ_FP32 ? 128 : 64;
+#endif
 
 struct Tile {
     i64 rows, cols;            // of the matrix
@@ -81,9 +87,32 @@ __device__ __forceinline__ void store_piece(void* to, uint4 v) {
         ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// The words of the elements in 16 bytes.
+constexpr int LOADED = 16 / sizeof(Source) / PER_WORD;
+
+__device__ __forceinline__ void load_words(const Source* from, u32 (&words)[LOADED]) {
+    u32 bits[4];
+    load_16_bytes(from, bits[0], bits[1], bits[2], bits[3]);
+#pragma unroll
+    for (int k = 0; k < LOADED; ++k)
+#ifdef LPQ_ROUNDED
+        words[k] = rounded(__uint_as_float(bits[2 * k]), __uint_as_float(bits[2 * k + 1]));
+#else
+        words[k] = bits[k];
+#endif
+}
+
+__device__ __forceinline__ u32 load_element(const Source* from) {
+#ifdef LPQ_ROUNDED
+    return rounded(*from, 0.0f);
+#else
+    return *from;
+#endif
+}
+
 // This thread's elements. Unless the rows begin at multiples of 16 bytes they are read one by one.
 __device__ __forceinline__ void load(const Tile& t, const void* x, u32 (&w)[ROWS][WORDS]) {
-    const Element* from = (const Element*)x + t.row * t.cols + t.col;
+    const Source* from = (const Source*)x + t.row * t.cols + t.col;
     if (WHOLE || (t.cols % 8 == 0 && (u64)x % 16 == 0)) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -91,8 +120,12 @@ __device__ __forceinline__ void load(const Tile& t, const void* x, u32 (&w)[ROWS
             for (int j = 0; j < WORDS; ++j) w[i][j] = 0;
             if (i < t.high && t.wide) {
 #pragma unroll
-                for (int j = 0; j < WORDS; j += 4)
-                    load_16_bytes((const u32*)(from + i * t.cols) + j, w[i][j], w[i][j + 1], w[i][j + 2], w[i][j + 3]);
+                for (int j = 0; j < WORDS; j += LOADED) {
+                    u32 words[LOADED];
+                    load_words(from + i * t.cols + j * PER_WORD, words);
+#pragma unroll
+                    for (int k = 0; k < LOADED; ++k) w[i][j + k] = words[k];
+                }
             }
         }
     } else {
@@ -103,7 +136,7 @@ __device__ __forceinline__ void load(const Tile& t, const void* x, u32 (&w)[ROWS
 #pragma unroll
             for (int j = 0; j < 8; ++j)
                 if (i < t.high && j < t.wide)
-                    w[i][j / PER_WORD] |= (u32)from[i * t.cols + j] << (16 * (j % PER_WORD));
+                    w[i][j / PER_WORD] |= load_element(from + i * t.cols + j) << (16 * (j % PER_WORD));
         }
     }
 }
@@ -210,6 +243,24 @@ __device__ __forceinline__ u32 largest_of(const u32* values, u32 count) {
 }
 
 // ------------------------------------------------------------------------------------------ bytes out
+
+// The elements of a row of this thread, times a factor, as 8-bit floats: two words.
+template <class F>
+__device__ __forceinline__ void scale_row(const u32 (&w)[WORDS], float factor, u32& low, u32& high) {
+    u32 pair[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pair[j] = scale_pair<F>(value(w, 2 * j), factor, value(w, 2 * j + 1), factor);
+    low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
+}
+
+// Those of column j, likewise.
+template <class F>
+__device__ __forceinline__ void scale_col(const u32 (&w)[ROWS][WORDS], int j, float factor, u32& low, u32& high) {
+    u32 pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair[i] = scale_pair<F>(value(w[2 * i], j), factor, value(w[2 * i + 1], j), factor);
+    low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
+}
 
 // Row i of this thread's bytes: 8 columns as two words.
 __device__ __forceinline__ void store_row(const Tile& t, u8* out, int i, u32 low, u32 high) {

@@ -6,15 +6,17 @@
 
 constexpr int SIDE_BY_SIDE = 32;
 
-// row_out[128 down, across], col_out[128 across, down], in words. A block of threads takes the words of 32 tiles.
+// row_out[128 down, across], col_out[128 across, down], in words; null leaves one out. A block of threads takes the words
+// of 32 tiles.
 extern "C" __global__ void __launch_bounds__(THREADS) untile(
     const u32* words, u32* row_out, u32* col_out, u32 down, u32 across
 ) {
     __shared__ u32 lines[WIDE][SIDE_BY_SIDE + 1];
     const u32 in_a_row = (across + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
     const u32 in_a_col = (down + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
-    const bool of_rows = blockIdx.x < down * in_a_row;
-    const u32 index = of_rows ? blockIdx.x : blockIdx.x - down * in_a_row, groups = of_rows ? in_a_row : in_a_col;
+    const u32 for_rows = row_out ? down * in_a_row : 0;
+    const bool of_rows = blockIdx.x < for_rows;
+    const u32 index = of_rows ? blockIdx.x : blockIdx.x - for_rows, groups = of_rows ? in_a_row : in_a_col;
     const u32 line = index / groups, first = index % groups * SIDE_BY_SIDE, count = of_rows ? across : down;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 tile = of_rows ? (i64)line * across + first : (i64)first * across + line, step = of_rows ? 1 : across;

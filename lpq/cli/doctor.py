@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 
 import lpq
 from lpq import registry
-from lpq.cli.kernels import Served, pick_device, served_by_format, show
+from lpq.cli.kernels import MEANINGS, Served, pick_device, served_by_format, served_by_pair, show
 from lpq.cli.listing import described
 from lpq.cli.output import Json, as_json, table
 from lpq.registry.errors import LpqError, OptionError, suggestion
@@ -30,6 +31,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
     where = pick_device(device)
     plugins = [described(plugin) for plugin in registry.plugins()]
     kernels, broken = examine(where)
+    pairs = served_by_pair(where, kernels)
     wrong = [p for p in plugins if p["status"] in ("broken", "missing")]
     if json:
         as_json(
@@ -40,6 +42,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
                 "plugins": plugins,
                 "device": str(where),
                 "kernels": [{"format": name, **s.plain()} for name, found in kernels.items() for s in found],
+                "pairs": [s.plain() for s in pairs],
                 "broken_formats": broken,
                 "unused_kernels": unused_kernels(),
             }
@@ -54,8 +57,12 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
             ("name", "from", "status", "what is wrong", "remedy"),
             ((p["name"], f"{p['distribution']} {p['version']}", p["status"], p["cause"], p["remedy"]) for p in plugins),
         )
-        steps = [((name, s.op), s) for name, found in kernels.items() for s in found]
-        show(f"Kernels on {where}, default options", ("format", "operation"), steps)
+        alone = [s for found in kernels.values() for s in found]
+        show(f"Kernels on {where}, default options", ("format", "operation"), named(alone))
+        if pairs:
+            show(f"Kernels for two formats on {where}", ("formats", "operation"), named(pairs))
+        for op in dict.fromkeys(s.op for s in alone if s.op in MEANINGS):
+            typer.echo(f"{op}: {MEANINGS[op]}.")
         if without := set(registry.formats()) - set(kernels) - set(broken):
             names = ", ".join(sorted(without))
             typer.echo(f"Not listed, as they have no default options: {names} (`lpq explain RECIPE` shows them).")
@@ -63,7 +70,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
             typer.echo(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
-    if wrong or broken or any(s.error or s.broken for found in kernels.values() for s in found):
+    if wrong or broken or any(s.error or s.broken for found in (*kernels.values(), pairs) for s in found):
         raise typer.Exit(1)
 
 
@@ -80,6 +87,11 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
             except LpqError as error:
                 broken[name] = str(error)
     return kernels, broken
+
+
+def named(found: list[Served]) -> Iterator[tuple[tuple[str, str], Served]]:
+    """By what they are on, options that are no defaults included, and by what they do."""
+    return (((" and ".join(dict.fromkeys(s.operands)), s.op), s) for s in found)
 
 
 def unused_kernels() -> list[dict[str, str]]:

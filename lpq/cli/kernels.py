@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,10 +14,24 @@ from lpq import registry
 from lpq.cli.output import table
 from lpq.core.quantizer import Quantizer
 from lpq.ops import KernelError, choose
+from lpq.ops.table import ENVIRONMENT
+from lpq.registry import OPERATIONS
 from lpq.registry.errors import OptionError
+from lpq.testing.options import nearby
 
 NOTHING = "none needed"
 """The kernel of an operation on ordinary matrices: there is nothing to launch."""
+NONE = "none"
+"""That of an operation which has no reference, where no kernel serves it."""
+OPTIONAL = ("exact", "tile", "cast")
+"""The operations that have no reference."""
+MEANINGS = {
+    "exact": "an operand as a matrix in bf16, to multiply it with one of any format; without, products decode both",
+    "tile": "an operand tile by tile, to write it beside one of any format; without, one is written after the other",
+    "remember": "the statistics of a step, taken into those of past steps",
+    "cast": "parts of many master weights at once, for sharded optimizers; without, weights of each shape in turn",
+}
+"""What an operation does whose name does not tell."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +74,15 @@ def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Se
     try:
         choice = choose(op, texts, device)
     except KernelError as error:
+        if op in OPTIONAL:
+            return Served(op, texts, NONE, None, ((ENVIRONMENT, "it allows no kernel that runs here"),))
         return Served(op, texts, "error", None, (), str(error))
     rejected = tuple(
         (f"{kernel.backend} {kernel.impl}", _noted(reason, kernel.note)) for kernel, reason in choice.rejected
     )
     broken = tuple(f"{kernel.backend} {kernel.impl}" for kernel in choice.broken)
     if choice.kernel is None:
-        return Served(op, texts, choice.backend, None, rejected, broken=broken)
+        return Served(op, texts, NONE if op in OPTIONAL else choice.backend, None, rejected, broken=broken)
     return Served(op, texts, choice.backend, choice.kernel.impl, rejected, broken=broken, note=choice.kernel.note)
 
 
@@ -82,15 +99,43 @@ def show(title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str]
 
 
 def served_by_format(name: str, device: torch.device) -> list[Served]:
-    """What serves each operation of a format with its default options."""
+    """What serves each operation of a format with its default options, and what else it has kernels for.
+
+    What the default options do without, as a memory of past statistics, is shown with an option that needs it.
+    """
     quantizer = registry.quantizer(name)
     found: list[Served] = []
-    for side in dict.fromkeys((quantizer.side("row"), quantizer.side("col"))):
-        may = (("measure", side.stats), ("transpose", side.transposable), ("remember", side.state))
-        ops = [op for op, has in may if has]
-        found += [served(op, (side,), device) for op in (*ops, "quantize", "decode")]
-        found.append(served("gemm", (side, side), device))
+    for side in _sides(quantizer):
+        ops = [op for op in OPERATIONS if _does(op, side)]
+        found += [served(op, (side, side) if op == "gemm" else (side,), device) for op in ops]
+    for op in OPERATIONS:
+        if registry.kernels(op, (name,)) and op not in {s.op for s in found}:
+            needy = (side for other in nearby(name) for side in _sides(other) if _does(op, side))
+            found += [served(op, (side,), device) for side in islice(needy, 1)]
     return found
+
+
+def served_by_pair(device: torch.device, formats: Container[str]) -> list[Served]:
+    """What serves the operations that have a kernel of their own for operands of two of these formats."""
+    kernels = {(k.op, k.formats) for plugin in registry.plugins() for k in plugin.kernels}
+    pairs = [(op, names) for op, names in kernels if len(set(names)) == 2 and all(name in formats for name in names)]
+    found: list[Served] = []
+    for op, (first, last) in sorted(pairs, key=lambda pair: (OPERATIONS.index(pair[0]), pair[1])):
+        row, other = registry.quantizer(first).side("row"), registry.quantizer(last)
+        found.append(served(op, (row, other.side("row" if op == "gemm" else "col")), device))
+    return found
+
+
+def _sides(quantizer: Quantizer) -> Iterable[Quantizer]:
+    return dict.fromkeys((quantizer.side("row"), quantizer.side("col")))
+
+
+def _does(op: str, side: Quantizer) -> bool:
+    """Whether there is this operation for operands of a quantizer; an optional one only if it has a kernel."""
+    if op in OPTIONAL:
+        return bool(registry.kernels(op, (registry.format_of(type(side)).name,)))
+    needs = {"measure": side.stats, "transpose": side.transposable, "remember": side.state}
+    return bool(needs.get(op, True))
 
 
 def pick_device(name: str) -> torch.device:

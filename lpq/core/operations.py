@@ -8,8 +8,8 @@ function that it is: PyTorch's dispatcher costs the host more than all that lpq 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from lpq.core.layout import Stat
 from lpq.core.operators import alone, define, distinct
 from lpq.core.philox import RandomBits
 from lpq.core.seeds import draw_seeds
-from lpq.core.storage import Storage
-from lpq.ops import KernelError, choose
+from lpq.core.storage import Storage, check_there
+from lpq.ops import Choice, KernelError, choose
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
@@ -50,10 +50,14 @@ def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, i
 # ---------------------------------------------------------------------------------------------- measure
 
 
-def measure(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
-    """The local statistics of the matrix ``x`` that its operands need, in the order of ``declared``."""
+def measure(
+    x: Tensor, row: Quantizer | None, col: Quantizer | None, *, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The local statistics of the matrix ``x`` that its operands need, in the order of ``declared``. If a ``dtype`` is
+    given, they are those of ``x`` rounded to it."""
     if alone(x):
-        return _measured(x, row, col)
+        return _measured(x, row, col, dtype or x.dtype)
+    x = x if dtype is None else x.to(dtype)
     return cast("list[Tensor]", torch.ops.lpq.measure(x, _text(row), _text(col)))
 
 
@@ -72,34 +76,36 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
     return [stats[s.name] for s in side.stats]
 
 
-def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
-    impl, together = _serving("measure", row, col, x.device)
-    if not together:
-        return distinct(_measured(x, row, None) + _measured(x, None, col), ())
-    return impl(x, row, col) if impl is not None else distinct(measure_reference(x, row, col), ())
+def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
+    choice = _serving("measure", row, col, x.device)
+    if choice is None:
+        return distinct(_measured(x, row, None, dtype) + _measured(x, None, col, dtype), ())
+    if choice.impl is None:
+        return distinct(measure_reference(x.to(dtype), row, col), ())
+    impl = choice.impl if x.dtype is dtype else choice.rounding(dtype)
+    measured: list[Tensor] = impl(x, row, col)
+    return measured
 
 
-def _serving(
-    op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device
-) -> tuple[Callable[..., Any] | None, bool]:
-    """The kernel for these operands, if there is one, and whether they are served together.
+def _serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device) -> Choice | None:
+    """What serves these operands together; None: each has what serves it by itself.
 
-    Where no kernel takes two operands that share nothing together, each may have one of its own.
+    That is so where no kernel takes two operands that share nothing together.
     """
     if row is None or col is None:
         side = row or col
-        return choose(op, (side.text,) if side is not None else (), device).impl, True
+        return choose(op, (side.text,) if side is not None else (), device)
     try:
-        impl = choose(op, (row.text, col.text), device).impl
+        choice = choose(op, (row.text, col.text), device)
     except KernelError:  # the reference is not allowed: each operand says for itself what it lacks
         if shared(row, col):
             raise
-        return None, False
-    return impl, impl is not None or shared(row, col)
+        return None
+    return choice if choice.impl is not None or shared(row, col) else None
 
 
 def _measure(x: Tensor, row: str, col: str) -> list[Tensor]:
-    return _measured(x, _quantizer(row), _quantizer(col))
+    return _measured(x, _quantizer(row), _quantizer(col), x.dtype)
 
 
 def _measure_fake(x: Tensor, row: str, col: str) -> list[Tensor]:
@@ -126,29 +132,32 @@ def quantize(
     offset: int = 0,
     *,
     measure: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
-    """The wanted operands of the matrix ``x``, and the statistics it measured if ``measure``.
+    """The wanted operands of the matrix ``x``, rounded to ``dtype`` if one is given, and the statistics it measured if
+    ``measure``.
 
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
     """
     if (row is not None and row.plain) or (col is not None and col.plain):
-        return _with_plain(x, stats, row, col, seed, offset, measure)
+        return _with_plain(x if dtype is None else x.to(dtype), stats, row, col, seed, offset, measure)
     if seed is None and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
         seed = draw_seeds(x, x, 1)[0]
+    dtype = dtype or x.dtype
     if alone(x):
-        out = _encoded(x, stats or (), row, col, seed, offset, measure)
+        out = _encoded(x, stats or (), row, col, seed, offset, measure, dtype)
     else:
-        out = torch.ops.lpq.quantize(x, stats or [], _text(row), _text(col), seed, offset, measure)
+        out = torch.ops.lpq.quantize(x.to(dtype), stats or [], _text(row), _text(col), seed, offset, measure)
     rows, cols = x.shape
     row_storage = col_storage = None
     at = 0
     if row is not None:
         at = len(row.layout)
-        row_storage = row.storage.wrap(out[:at], row, (rows, cols), x.dtype)
+        row_storage = row.storage.wrap(out[:at], row, (rows, cols), dtype)
     if col is not None:
         end = at + len(col.layout)
-        col_storage = col.storage.wrap(out[at:end], col, (cols, rows), x.dtype)
+        col_storage = col.storage.wrap(out[at:end], col, (cols, rows), dtype)
         at = end
     return row_storage, col_storage, out[at:]
 
@@ -237,18 +246,20 @@ def _encoded(
     seed: Tensor | None,
     offset: int,
     measure: bool,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    impl, together = _serving("quantize", row, col, x.device)
-    if impl is not None:
+    choice = _serving("quantize", row, col, x.device)
+    if choice is not None:
+        if choice.impl is None:
+            return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
+        impl = choice.impl if x.dtype is dtype else choice.rounding(dtype)
         made: list[Tensor] = impl(x, stats, row, col, seed, offset, measure)
         return made
-    if together:
-        return quantize_reference(x, stats, row, col, seed, offset, measure)
     assert row is not None
     assert col is not None
     known = len(row.stats) if stats else 0
-    first = _encoded(x, stats[:known], row, None, seed, offset, measure)
-    second = _encoded(x, stats[known:], None, col, seed, offset, measure)
+    first = _encoded(x, stats[:known], row, None, seed, offset, measure, dtype)
+    second = _encoded(x, stats[known:], None, col, seed, offset, measure, dtype)
     at, end = len(row.layout), len(col.layout)
     return distinct(first[:at] + second[:end] + first[at:] + second[end:], stats)
 
@@ -262,7 +273,7 @@ def _quantize(
     offset: int,
     measure: bool,
 ) -> list[Tensor]:
-    return _encoded(x, stats, _quantizer(row), _quantizer(col), seed, offset, measure)
+    return _encoded(x, stats, _quantizer(row), _quantizer(col), seed, offset, measure, x.dtype)
 
 
 def _quantize_fake(
@@ -328,15 +339,6 @@ def _operand(buffers: Sequence[Tensor], text: str, shape: Sequence[int], dtype: 
     check_there(buffers[0])
     quantizer = cast("Quantizer", registry.quantizer(text))
     return quantizer.storage.wrap(buffers, quantizer, (shape[0], shape[1]), dtype)
-
-
-def check_there(buffer: Tensor) -> None:
-    """Refuse an operand of a sharded weight that was not gathered: its buffers have no memory then."""
-    if type(buffer) is Tensor and not buffer.data_ptr() and buffer.numel() and not buffer.is_meta:
-        raise RuntimeError(
-            "this operand of a sharded weight is not there: forward gathers row operands and backward column operands. "
-            "If forward runs again in backward inside a compiled module, wrap it with PyTorch's checkpoint_wrapper"
-        )
 
 
 # ---------------------------------------------------------------------------------------------- transpose

@@ -36,10 +36,13 @@ def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def alone(x: Tensor) -> bool:
-    """Whether a body may be called by itself: nobody looks on, and there is neither a gradient nor a cast to stop."""
+    """Whether a body may be called by itself: nobody looks on, and there is neither a gradient nor a cast to stop.
+
+    What is on the meta device has no values: its operator knows the shapes without the body."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and type(x) in ORDINARY
+        and not x.is_meta
         and not torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()

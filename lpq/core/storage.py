@@ -150,3 +150,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers hold the same bytes; views of one buffer do, without looking."""
     one_view = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
     return a.shape == b.shape and (one_view or torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+
+
+def check_there(buffer: Tensor) -> None:
+    """Refuse an operand of a sharded weight that was not gathered: its buffers have no memory then."""
+    if type(buffer) is Tensor and not buffer.data_ptr() and buffer.numel() and not buffer.is_meta:
+        raise RuntimeError(
+            "this operand of a sharded weight is not there: forward gathers row operands and backward column operands. "
+            "If forward runs again in backward inside a compiled module, wrap it with PyTorch's checkpoint_wrapper"
+        )

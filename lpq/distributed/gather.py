@@ -108,12 +108,15 @@ class Gather:
         if not any(spans(d) for d in of) and not any(side is not None and side.state for side in sides):
             self.stats = [None] * len(of)
             return []
-        self.stats = [*measure(self._prepared(local), *sides)]
+        with torch.no_grad():
+            self.stats = [*measure(self._prepared(local), *sides, dtype=self.site.dtype)]
         return [s for s, d in zip(self.stats, of, strict=True) if s is not None and spans(d)]
 
     def _prepared(self, shard: Tensor) -> Tensor:
-        """The shard as it is encoded: what FSDP2 would gather of an ordinary parameter."""
-        return plain(shard).to(self.site.device, self.site.dtype, non_blocking=True)
+        """The shard where it is encoded. What is encoded is what FSDP2 would gather of an ordinary parameter, so it is
+        rounded to ``site.dtype``; before it travels from another device, else by the kernels that read it."""
+        x = plain(shard)
+        return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
     def missing(self) -> list[Tensor]:
         """The freed buffers of a weight of which others are filled: those of the operand that is not wanted now."""
@@ -144,7 +147,8 @@ class Gather:
         if isinstance(shard, QuantizedTensor):
             self._local = self._stored(shard, quantizer)
         else:
-            self._local = self._encoded(self._prepared(shard), quantizer)
+            with torch.no_grad():
+                self._local = self._encoded(self._prepared(shard), quantizer)
         travels = [(w, s.astype(dtype)) for w, s in zip((row, col), self._local, strict=True) if s is not None]
         if row.ranks == 1:  # there is nobody to send to, and FSDP2 takes one tensor only
             self.site.gather_into([_nothing(self.site.device)])
@@ -173,9 +177,9 @@ class Gather:
         use = [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
         row = col = None
         if self._wanted[0] or col_side is None:
-            row, _, _ = quantize(x, use[: len(row_side.stats)], row_side, None)
+            row, _, _ = quantize(x, use[: len(row_side.stats)], row_side, None, dtype=self.site.dtype)
         if self._wanted[1] and col_side is not None:
-            _, col, _ = quantize(x, use[len(row_side.stats) :], None, col_side)
+            _, col, _ = quantize(x, use[len(row_side.stats) :], None, col_side, dtype=self.site.dtype)
         return row, col
 
     def _stored(self, shard: QuantizedTensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:

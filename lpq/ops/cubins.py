@@ -19,7 +19,7 @@ from pathlib import Path
 from lpq.ops.table import KernelError
 
 CACHE = "LPQ_CACHE_DIR"
-INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+("[^"\n]+"|\w+)', re.MULTILINE)
 DIGEST = hashlib.sha256
 DIGEST_SIZE = DIGEST().digest_size
 
@@ -60,19 +60,21 @@ def cache_dir() -> Path:
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
     """A name for what this compiles to. Sources whose text, and whose headers' texts, are equal share it."""
     digest = DIGEST(repr((sorted(macros), architecture, compiler_version())).encode())
-    for path in _with_includes(source):
+    for path in _with_includes(source, macros):
         text = path.read_bytes()
         digest.update(f"{path.name}\0{len(text)}\0".encode())
         digest.update(text)
     return digest.hexdigest()
 
 
-def _with_includes(source: Path) -> list[Path]:
-    """A source and the headers that it includes by name in quotes, and those that these include."""
+def _with_includes(source: Path, macros: tuple[str, ...]) -> list[Path]:
+    """A source and the headers that it includes by name in quotes, which a macro may hold, and those that these do."""
+    held = dict(map(_macro, macros))
     found = [source]
     for path in found:  # grows while it is walked
-        for name in INCLUDE.findall(path.read_bytes()):
-            candidates = (folder / name.decode() for folder in (path.parent, source.parent, headers()))
+        for match in INCLUDE.findall(path.read_bytes()):
+            name = held.get(match.decode(), match.decode()).strip('"')
+            candidates = (folder / name for folder in (path.parent, source.parent, headers()))
             header = next((c for c in candidates if c.is_file()), None)
             if header is not None and header not in found:
                 found.append(header)

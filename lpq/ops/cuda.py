@@ -39,6 +39,7 @@ class CudaKernel:
 
     def __init__(self, source: str | Path, name: str, arguments: str, *, threads: int, shared: int = 0) -> None:
         """``source`` may be relative to lpq's ``csrc``; ``arguments`` has a letter of ``SLOTS`` for each parameter.
+        Letters in brackets are the fields of one, a struct of 8 bytes for each field.
 
         ``shared`` is the size in bytes of the dynamic shared memory of a block.
         """
@@ -46,8 +47,8 @@ class CudaKernel:
         self.name = name
         self.threads = threads
         self.shared = shared
-        self._slots = struct.Struct("<" + "".join(SLOTS[a] for a in arguments))
-        self._count = len(arguments)
+        self._slots = struct.Struct("<" + "".join(SLOTS[a] for a in arguments if a not in "()"))
+        self._places = _places(arguments)
         self._loaded: dict[tuple[int, tuple[str, ...]], _Loaded] = {}
 
     def launch(self, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
@@ -84,7 +85,7 @@ class CudaKernel:
         with torch.cuda.device(device):
             Device(device).set_current()
             code = ObjectCode.from_cubin(cubin(self.source, macros, architecture(device)))
-            loaded = _Loaded(code.get_kernel(self.name), _Buffers(self._count))
+            loaded = _Loaded(code.get_kernel(self.name), _Buffers(self._slots.size, self._places))
             loaded.allow_shared(self.shared, device)
         self._loaded[device, macros] = loaded
         return loaded
@@ -112,13 +113,29 @@ class _Loaded:
 
 
 class _Buffers(threading.local):
-    """The arguments of a launch as the driver wants them, for each thread its own: an address for each value."""
+    """The arguments of a launch as the driver wants them, for each thread its own: an address for each parameter."""
 
-    def __init__(self, count: int) -> None:
-        self.bytes = ctypes.create_string_buffer(8 * count)
+    def __init__(self, size: int, places: tuple[int, ...]) -> None:
+        self.bytes = ctypes.create_string_buffer(size)
         start = ctypes.addressof(self.bytes)
-        self.array = (ctypes.c_void_p * count)(*(start + 8 * i for i in range(count)))
+        self.array = (ctypes.c_void_p * len(places))(*(start + place for place in places))
         self.pointers = ctypes.addressof(self.array)
+
+
+def _places(arguments: str) -> tuple[int, ...]:
+    """Where each parameter begins among the packed arguments, in bytes; a struct is one parameter."""
+    places, inside, at = [], False, 0
+    for letter in arguments:
+        if letter == ")":
+            inside = False
+        elif letter == "(":
+            places.append(at)
+            inside = True
+        else:
+            if not inside:
+                places.append(at)
+            at += 8
+    return tuple(places)
 
 
 def architecture(device: int) -> str:

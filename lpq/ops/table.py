@@ -30,8 +30,13 @@ ANY_PAIR = (
     KernelSpec(
         op="gemm", impl="lpq.core.exact:gemm", why_not="lpq.core.exact:why_not", backend="torch", min_sm=80,
     ),
+    KernelSpec(
+        op="quantize", impl="lpq.core.pairs:quantize", why_not="lpq.core.pairs:why_not",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=15,
+    ),
 )  # fmt: skip
-"""What multiplies operands of any two formats that can be said exactly in bf16, after the kernels of the pair."""
+"""What serves two operands of any formats that say how: it multiplies those that can be said exactly in bf16, and makes
+those that are made tile by tile. It stands among the kernels of the pair by its priority, after those of the same."""
 
 
 class KernelError(LpqError):
@@ -53,6 +58,19 @@ class Choice:
     broken: tuple[KernelSpec, ...] = ()
     """Those of them that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
 
+    def rounding(self, dtype: torch.dtype) -> Callable[..., Any]:
+        """``impl`` for a matrix that is first rounded to ``dtype``. Some kernels do that as they read it."""
+        impl, kernel = self.impl, self.kernel
+        assert impl is not None
+        assert kernel is not None
+
+        def run(x: torch.Tensor, *rest: Any) -> Any:
+            if kernel.rounds and x.dtype is torch.float32:
+                return impl(x, *rest, dtype=dtype)
+            return impl(x.to(dtype), *rest)
+
+        return run
+
 
 def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
     """What serves ``op`` for operands of these quantizers (as strings) on this device."""
@@ -69,7 +87,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
     where = torch.device(device if index is None else f"{device}:{index}")
     rejected: list[tuple[KernelSpec, str]] = []
     broken: list[KernelSpec] = []
-    for kernel in (*registry.kernels(op, formats), *(ANY_PAIR if op == "gemm" else ())):
+    for kernel in _candidates(op, formats, len(operands)):
         reason = _elsewhere(kernel, where, allowed)
         if reason is None:
             try:
@@ -88,6 +106,12 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
             f"Allow the reference as well: {ENVIRONMENT}={forced},reference"
         )
     return Choice("reference", None, None, tuple(rejected), tuple(broken))
+
+
+def _candidates(op: str, formats: tuple[str, ...], count: int) -> list[KernelSpec]:
+    """The kernels for this operation on so many operands of these formats, the preferred first."""
+    any_pair = [kernel for kernel in ANY_PAIR if kernel.op == op and count == 2]
+    return sorted([*registry.kernels(op, formats), *any_pair], key=lambda kernel: -kernel.priority)
 
 
 def _allowed(forced: str | None) -> frozenset[str]:

@@ -18,7 +18,7 @@ INPUTS = {
     torch.float16: "LPQ_INPUT=LPQ_FP16",
     torch.float32: "LPQ_INPUT=LPQ_FP32",
 }
-"""The macro that says what the input holds."""
+"""The macro that says what the input holds, or what it is rounded to as it is read."""
 OUTPUTS = {
     torch.bfloat16: "LPQ_OUTPUT=LPQ_BF16",
     torch.float16: "LPQ_OUTPUT=LPQ_FP16",
@@ -41,6 +41,12 @@ def tile_kernels(source: str, name: str, arguments: str) -> Mapping[int, CudaKer
     of ``covering``, say how large the matrix and the tiles are."""
     heights = (LOW, SQUARE, TALL)
     return {tall: CudaKernel(source, name, f"{arguments}qq", threads=2 * tall) for tall in heights}
+
+
+@cache
+def reading(held: torch.dtype, dtype: torch.dtype) -> tuple[str, ...]:
+    """The macros for a matrix that is held in one dtype and rounded to another."""
+    return (INPUTS[dtype],) if held is dtype else (INPUTS[dtype], "LPQ_ROUNDED")
 
 
 @cache
@@ -73,12 +79,13 @@ def pointer(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None else 0
 
 
-def amax_parts(x: Tensor) -> Tensor:
-    """The largest magnitudes (fp32) of pieces of a contiguous matrix; that of the whole is the largest of them."""
+def amax_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest magnitudes (fp32) of pieces of a contiguous matrix, rounded to ``dtype``; that of the whole is the
+    largest of them."""
     count = x.numel()
     parts = min(max(-(-count // PER_PART), 1), MAX_PARTS)
     out = x.new_empty((parts,), dtype=torch.float32)
-    PARTS.launch(x.get_device(), (INPUTS[x.dtype],), parts, x.data_ptr(), count, out.data_ptr())
+    PARTS.launch(x.get_device(), reading(x.dtype, dtype), parts, x.data_ptr(), count, out.data_ptr())
     return out
 
 
@@ -100,11 +107,13 @@ def words_of_tiles(x: Tensor) -> Tensor | None:
     return x.new_empty((count, 2 * WIDE), dtype=torch.int32) if count >= MANY_TILES else None
 
 
-def untile(words: Tensor, row: Tensor, col: Tensor, rows: int, cols: int) -> None:
+def untile(words: Tensor, row: Tensor | None, col: Tensor | None, rows: int, cols: int) -> None:
     """Bring the words of tiles to their places in the scales of the row and of the column operand."""
     down, across = rows // WIDE, cols // WIDE
-    blocks = down * -(-across // SIDE_BY_SIDE) + across * -(-down // SIDE_BY_SIDE)
-    UNTILE.launch(row.get_device(), (), blocks, words.data_ptr(), row.data_ptr(), col.data_ptr(), down, across)
+    for_rows = down * -(-across // SIDE_BY_SIDE) if row is not None else 0
+    for_cols = across * -(-down // SIDE_BY_SIDE) if col is not None else 0
+    places = pointer(row), pointer(col)
+    UNTILE.launch(words.get_device(), (), for_rows + for_cols, words.data_ptr(), *places, down, across)
 
 
 def transpose_bytes(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

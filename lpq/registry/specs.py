@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 API_VERSION = 1
 """The version of the plugin interface. A plugin written for another one is refused, in words."""
-OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm", "exact", "remember", "cast")
+OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "remember", "cast")
 """What ``KernelSpec.op`` may be."""
 BACKENDS = ("torch", "triton", "cuda")
 """What ``KernelSpec.backend`` may be."""
@@ -26,12 +26,13 @@ class KernelSpec:
 
     op: str
     """The operation it serves: ``measure``, ``quantize``, ``decode``, ``transpose``, ``gemm``; ``exact``, which says an
-    operand as a bf16 matrix and a factor, so that it can be multiplied with any other format's; ``remember``: what
+    operand as a bf16 matrix and a factor, so that it can be multiplied with any other format's; ``tile``, which says
+    how an operand is made tile by tile, so that it can be written beside any other format's; ``remember``: what
     ``Quantizer.remember`` does; or ``cast``: fragments of many master weights at once, for
     ``lpq.distributed.cast_master_weights``, which without it takes them shape by shape."""
     impl: str
     """Import string of the callable. It has the signature of the operation's reference; for ``cast`` it is
-    ``f(side) -> lpq.ops.fragments.CastKernels``."""
+    ``f(side) -> lpq.ops.fragments.CastKernels``, for ``tile`` ``f(side, direction) -> lpq.core.pairs.TileSide``."""
     backend: str
     """What runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()
@@ -48,6 +49,9 @@ class KernelSpec:
     """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
     why_not: str | None = None
     """Import string of ``f(*quantizers) -> str | None``: why these options are not served; None: they are."""
+    rounds: bool = False
+    """For ``measure`` and ``quantize``: it also takes ``dtype=``, to which it rounds a matrix in fp32 as it reads it. A
+    weight whose shards are in fp32, and which is computed with in bf16, then needs no copy."""
     note: str = ""
     """What a user should know of it, as that it never ran on hardware: ``lpq doctor`` shows it."""
     api_version: int = API_VERSION

@@ -7,6 +7,7 @@ it needs for every two values of two options to meet.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -48,11 +49,25 @@ def family(text: str) -> Family:
     return _family(text)
 
 
-@registry.cached
-def _family(name: str) -> Family:
+def nearby(name: str) -> Iterator[Quantizer]:
+    """A format's quantizer with the default options, then those that differ from it in one option."""
+    yield registry.quantizer(name)
+    for option, (_, *others) in _options(name).items():
+        for value in others:
+            with contextlib.suppress(OptionError):  # it needs another option as well
+                yield registry.quantizer_class(name).from_options(**{option: value})
+
+
+def _options(name: str) -> dict[str, list[Any]]:
+    """The options of a format with the values of each, the default first."""
     cls = registry.quantizer_class(name)
     hints = get_type_hints(cls)
-    options = {f.name: _values(name, f, hints[f.name]) for f in dataclasses.fields(cls)}
+    return {f.name: _values(name, f, hints[f.name]) for f in dataclasses.fields(cls)}
+
+
+@registry.cached
+def _family(name: str) -> Family:
+    cls, options = registry.quantizer_class(name), _options(name)
     product = itertools.islice(itertools.product(*options.values()), SEARCHED)
     valid: dict[Quantizer, tuple[Any, ...]] = {}
     refused: OptionError | None = None

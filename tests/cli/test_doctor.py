@@ -18,7 +18,7 @@ KERNELS = """
     def decode(operand, dtype):
         return operand.decode().to(dtype)
 
-    def refuse(quantizer):
+    def refuse(quantizer, other=None):
         return f"{quantizer} is too [odd]"
 
     @hookimpl
@@ -53,9 +53,37 @@ def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callabl
     kernels = doctor(lpq, "--device", "cpu")["kernels"]
     assert {k["format"] for k in kernels} == set(registry.formats()) - {"hybrid"}
     ops = {name: [k["op"] for k in kernels if k["format"] == name] for name in registry.formats()}
-    assert ops["fp8"] == ["measure", "transpose", "quantize", "decode", "gemm"]
-    assert ops["mxfp8"] == ["measure", "quantize", "decode", "gemm"]
-    assert all(k["backend"] == "reference" for k in kernels if k["format"] == "mxfp8")
+    assert ops["fp8"] == ["measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "cast", "remember"]
+    assert ops["mxfp8"] == ["measure", "quantize", "decode", "gemm", "exact", "tile", "cast"]
+    assert ops["identity"] == ["quantize", "decode", "transpose", "gemm", "exact"]
+    for kernel in kernels:
+        if kernel["format"] == "mxfp8":
+            assert kernel["backend"] == ("none" if kernel["op"] in ("exact", "tile", "cast") else "reference")
+
+
+def test_every_kernel_of_the_table_stands_under_its_operation(lpq: Callable) -> None:
+    """None of them runs on a CPU, so each is among those that would be better."""
+    found = doctor(lpq, "--device", "cpu")
+    told = {(k["op"], *k["operands"], entry["impl"]) for k in found["kernels"] for entry in k["why_not"]}
+    seen = {(op, impl) for op, *_, impl in told}
+    for plugin in registry.plugins():
+        for kernel in plugin.kernels:
+            if len(set(kernel.formats)) == 1 and kernel.formats != ("identity",):
+                assert (kernel.op, f"{kernel.backend} {kernel.impl}") in seen, kernel
+    assert ("remember", "fp8(scaling=delayed)", "cuda lpq_fp8.history:remember") in told
+    assert ("transpose", "nvfp4(block=16x16)", "triton lpq_nvfp4.triton:transpose") in told
+    table = lpq("doctor", "--device", "cpu").out
+    assert "fp8(scaling=delayed)" in table
+    for op in ("exact", "tile", "remember", "cast"):
+        assert f"\n{op}: " in table
+
+
+def test_a_kernel_for_two_formats_is_shown(install: Callable, lpq: Callable) -> None:
+    own, pair = 'op="decode", formats=("mxfp8",)', 'op="quantize", formats=("mxfp8", "nvfp4")'
+    install("swift", "1.0", KERNELS.replace(own, pair))
+    (found,) = [p for p in doctor(lpq, "--device", "cpu")["pairs"] if p["operands"] == ["mxfp8", "nvfp4"]]
+    assert (found["op"], found["backend"], found["impl"]) == ("quantize", "torch", "lpq_swift_plugin:decode")
+    assert "mxfp8 and nvfp4" in lpq("doctor", "--device", "cpu").out
 
 
 def test_the_portable_kernels_come_after_the_cuda_kernels(lpq: Callable) -> None:
@@ -87,7 +115,13 @@ def test_a_request_that_nothing_meets_is_an_error_in_the_table(lpq: Callable, mo
     found = doctor(lpq, "--device", "cpu", status=1)
     assert found["environment"]["LPQ_KERNELS"] == "triton"
     mine = [k for k in found["kernels"] if k["format"] == "mxfp8"]
-    assert all(k["backend"] == "error" and "LPQ_KERNELS=triton" in k["error"] for k in mine)
+    for kernel in mine:
+        if kernel["op"] in ("exact", "tile", "cast"):  # these need no kernel
+            assert (kernel["backend"], kernel["error"]) == ("none", None)
+            assert kernel["why_not"] == [{"impl": "LPQ_KERNELS", "reason": "it allows no kernel that runs here"}]
+        else:
+            assert kernel["backend"] == "error"
+            assert "LPQ_KERNELS=triton" in kernel["error"]
 
 
 def test_a_broken_plugin_is_a_finding(install: Callable, lpq: Callable) -> None:
@@ -130,7 +164,7 @@ def test_a_kernel_at_fault_is_a_finding_and_its_format_stays(install: Callable, 
         assert "plugin swift (lpq-swift 1.0) is at fault" in reason
         assert words in reason
     assert found["broken_formats"] == {}
-    assert {k["op"] for k in found["kernels"] if k["format"] == "mxfp8"} == {"measure", "quantize", "decode", "gemm"}
+    assert {k["op"] for k in found["kernels"] if k["format"] == "mxfp8"} >= {"measure", "quantize", "decode", "gemm"}
 
 
 def test_a_kernel_for_an_absent_format_is_told_and_is_no_error(install: Callable, lpq: Callable) -> None:

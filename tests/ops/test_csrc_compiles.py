@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import torch
 
 from lpq import registry
 from lpq.core import Quantizer
+from lpq.core.pairs import Pair
 from lpq.ops import cubins
 from lpq.ops.cuda import CudaKernel
 from lpq.registry import KernelSpec
@@ -32,14 +33,22 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 SOURCES = sorted(cubins.csrc().glob("**/*.cu"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
+SHAPES = ((256, 384), (250, 381))
+"""Of whole tiles, and ragged."""
+TURNING = re.compile(r"LPQ_(INPUT|OUTPUT|TALL)=|LPQ_WHOLE")
+"""The macros of dtypes and tiles, which every kernel is compiled with."""
 Macros = tuple[str, ...]
+SIDES = {name: kernel for name in registry.formats() for kernel in registry.kernels("tile", (name,))}
+"""The formats that are made tile by tile, and how."""
 
 
 def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:
     """What the compiler says against a source; None: nothing."""
+    defined = "".join("#define {} {}\n".format(*cubins._macro(macro)) for macro in macros)  # -D ends at a comma
+    whole = out.with_suffix(".cu")
+    whole.write_text(f'{defined}#include "{source}"\n')
     command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17", f"-I{cubins.headers()}"]
-    command += [*(f"-D{macro}" for macro in macros), "-o", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([*command, "-o", str(out), str(whole)], capture_output=True, text=True)
     return None if done.returncode == 0 else done.stdout + done.stderr
 
 
@@ -78,6 +87,9 @@ def asked_for() -> dict[Path, set[Macros]]:
                 for name in set(kernel.formats) & set(plugin.formats):
                     with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
                         call(kernel, name)
+            elif kernel.op == "tile":
+                for name in set(kernel.formats) & set(plugin.formats):
+                    call_beside_all(kernel, name)
             elif kernel.op == "cast":
                 for name in set(kernel.formats) & set(plugin.formats):
                     for source, macros in of_fragments(kernel, name):
@@ -97,8 +109,8 @@ def of_fragments(kernel: KernelSpec, name: str) -> Iterator[tuple[Path, Macros]]
 def call(kernel: KernelSpec, name: str) -> None:
     """Every way to call a kernel of a format."""
     impl = registry.resolve(kernel.impl)
-    for quantizer, dtype in itertools.product(family(name).quantizers, DTYPES):
-        x = torch.zeros(256, 384, dtype=dtype)
+    for quantizer, dtype, shape in itertools.product(family(name).quantizers, DTYPES, SHAPES):
+        x = torch.zeros(shape, dtype=dtype)
         for row, col in pairs(kernel, quantizer):
             if refuses(kernel, tuple(side for side in (row, col) if side is not None)):
                 continue
@@ -109,6 +121,24 @@ def call(kernel: KernelSpec, name: str) -> None:
                 impl(*arguments)
             if kernel.op == "quantize":  # the statistics measured on the way, and asked for
                 impl(x, [], *arguments[2:6], True)
+
+
+def call_beside_all(kernel: KernelSpec, name: str) -> None:
+    """Every operand of a format that is made tile by tile, beside the default one of every other such format.
+
+    Dtypes, and whether statistics are wanted, take turns: what they are compiled to, each format's own kernels show.
+    """
+    inputs = itertools.cycle(itertools.product(DTYPES, (False, True)))
+    for quantizer, other in itertools.product(family(name).quantizers, SIDES):
+        for row, col in ((quantizer, registry.quantizer(other)), (registry.quantizer(other), quantizer)):
+            kernels = kernel if row is quantizer else SIDES[other], kernel if col is quantizer else SIDES[other]
+            sides = row.side("row"), col.side("col")
+            made = [
+                registry.resolve(k.impl)(side, direction)
+                for k, side, direction in zip(kernels, sides, ("row", "col"), strict=True)
+            ]
+            dtype, measure = next(inputs)
+            Pair(*made).quantize(torch.zeros(256, 384, dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
 
 
 def refuses(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> bool:
@@ -127,9 +157,26 @@ def macros_of(source: Path) -> list[Macros]:
 
 
 def macros_for(source: Path, architecture: str) -> list[Macros]:
-    """Each set of macros for one of the architectures in turn, as there are many; a few for all of them."""
-    sets = macros_of(source)
-    return sets if len(sets) <= len(ARCHITECTURES) else sets[ARCHITECTURES.index(architecture) :: len(ARCHITECTURES)]
+    """Each set of macros for one of the architectures in turn, and one at least for each architecture."""
+    sets, first = few(macros_of(source)), ARCHITECTURES.index(architecture)
+    return sets[first :: len(ARCHITECTURES)] or [sets[first % len(sets)]]
+
+
+def few(sets: list[Macros]) -> list[Macros]:
+    """Some of these sets, in which there are every kernel, and every two macros that any has together."""
+    kernels: dict[Macros, list[Macros]] = {}
+    for macros in sets:
+        kernels.setdefault(tuple(macro for macro in macros if not TURNING.match(macro)), []).append(macros)
+    groups, found, missing = iter(kernels.values()), [], pairs_in(sets)
+    while (variants := next(groups, None)) or missing:
+        found.append(max(variants or sets, key=lambda macros: len(missing & pairs_in([macros]))))
+        missing -= pairs_in(found[-1:])
+    return found
+
+
+def pairs_in(sets: Iterable[Macros]) -> set[Macros]:
+    """What stands together in a set; each macro with itself, too."""
+    return {pair for macros in sets for pair in itertools.combinations_with_replacement(macros, 2)}
 
 
 # ---------------------------------------------------------------------------------------------- tests
@@ -156,7 +203,9 @@ def test_there_are_sources_and_the_plugins_use_most_of_them() -> None:
     assert len(used) > len(SOURCES) / 2
     for source in SOURCES:
         assert all(macros_for(source, architecture) for architecture in ARCHITECTURES)
-        assert {m for a in ARCHITECTURES for m in macros_for(source, a)} == set(macros_of(source))
+        compiled = {macros for a in ARCHITECTURES for macros in macros_for(source, a)}
+        assert compiled <= set(macros_of(source))
+        assert pairs_in(compiled) == pairs_in(macros_of(source))
     assert any("LPQ_ROW" in macro for source in used for macros in macros_of(source) for macro in macros)
 
 

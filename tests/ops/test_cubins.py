@@ -67,7 +67,7 @@ def test_what_the_code_depends_on_is_in_the_key(
 
 
 def test_a_header_of_lpq_is_found_and_belongs_to_the_key(source: Path) -> None:
-    names = [path.name for path in cubins._with_includes(source)]
+    names = [path.name for path in cubins._with_includes(source, ())]
     assert names == ["mine.cu", "mine.cuh", "numbers.cuh"]
 
 
@@ -126,3 +126,14 @@ def test_many_writers_leave_a_whole_file(source: Path, compiled: list[object]) -
     (file,) = cubins.cache_dir().iterdir()
     assert all(code.startswith(b"code ") for code in codes)
     assert cubins.cubin(source, (), "sm_90a") == file.read_bytes()[cubins.DIGEST_SIZE :]
+
+
+def test_a_header_that_a_macro_names_belongs_to_the_key(source: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "elsewhere" / "theirs.cuh"
+    theirs.parent.mkdir()
+    theirs.write_text('#include "beside.cuh"\n')
+    theirs.with_name("beside.cuh").write_text("")
+    source.write_text("#include HEADER\n")
+    names = [path.name for path in cubins._with_includes(source, (f'HEADER="{theirs}"',))]
+    assert names == ["mine.cu", "theirs.cuh", "beside.cuh"]
+    assert [path.name for path in cubins._with_includes(source, ())] == ["mine.cu"]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpq import registry
 from lpq.core import Quantizer, Storage, operations
+from lpq.core import pairs as pairs_of_any
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.masters import Pieces, finish_gather
 from lpq.ops.table import why_not
@@ -24,6 +25,8 @@ POISON = 0xA5
 SHAPES = ((256, 512), (33, 80), (1, 1), (0, 64))
 """Whole blocks, ragged edges, one element, no rows."""
 DEVICES = ("cpu", "cuda")
+PAIR = KernelSpec(op="quantize", impl="lpq.core.pairs:quantize", backend="cuda")
+"""What makes operands of two formats."""
 Pair = tuple[Quantizer | None, Quantizer | None]
 
 
@@ -71,6 +74,8 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                 served.add(kernel.impl)
                 for shape in SHAPES:
                     compare(kernel, row, col, normal(*shape, dtype=torch.bfloat16).to(device))
+                    if kernel.rounds:
+                        compare_rounded(kernel, row, col, normal(*shape).to(device))
     if not served:
         pytest.skip("; ".join(f"{impl}: {reason}" for impl, reason in refused.items()))
 
@@ -91,6 +96,8 @@ def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
         yield row, last.side("row")
     elif kernel.op == "exact":
         yield from ((row, None), (col, None))
+    elif kernel.op == "tile":
+        yield from ((row, None), (None, col))
     elif kernel.op in ("decode", "remember", "cast") or row.transposable:
         yield row, None
 
@@ -109,6 +116,9 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
         assert row is not None
         compare_cast(row, x)
         return
+    if kernel.op == "tile":
+        compare_tiles(row, col, x)
+        return
     arguments = arguments_of(kernel.op, row, col, x)
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
     with Poisoned():  # type: ignore[no-untyped-call]
@@ -123,6 +133,19 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
             assert not other.numel() or relative_error(one, other) < 1e-2, f"{what}: the product is wrong"
         else:
             same(one.cpu(), other.cpu(), f"{what}, output {i}")
+
+
+def compare_rounded(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> None:
+    """A kernel that rounds what it reads does what it does for a rounded copy."""
+    impl = registry.resolve(kernel.impl)
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded, *rest = arguments_of(kernel.op, row, col, x.to(dtype))
+        expected = flat(impl(rounded, *rest))
+        with Poisoned():  # type: ignore[no-untyped-call]
+            got = flat(impl(x, *rest, dtype=dtype))
+        assert len(got) == len(expected)
+        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+            same(one.cpu(), other.cpu(), f"{kernel.impl} on {row} and {col}, {list(x.shape)} rounded, output {i}")
 
 
 def compare_cast(quantizer: Quantizer, x: Tensor) -> None:
@@ -152,6 +175,19 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> None:
                     buffer.cpu(),
                     f"fragments of {quantizer}, {list(x.shape)}, {direction}.{name}",
                 )
+
+
+def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor) -> None:
+    """An operand, and one of another format that takes part, are made from one read as by the reference."""
+    side = row or col
+    assert side is not None
+    for name in registry.formats():
+        other = registry.quantizer(name) if registry.kernels("tile", (name,)) else side
+        if type(other) is not type(side):
+            first, second = row or other.side("row"), col or other.side("col")
+            if pairs_of_any.why_not(first, second) is None:
+                compare(PAIR, first, second, x)
+                return
 
 
 def compare_exact(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:

@@ -7,11 +7,11 @@ TRITON = "lpq_fp8.triton"
 KERNELS = (
     KernelSpec(
         op="quantize", impl=f"{CUDA}:quantize", why_not=f"{CUDA}:why_not",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20, rounds=True,
     ),
     KernelSpec(
         op="measure", impl=f"{CUDA}:measure", why_not=f"{CUDA}:measure_why_not",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20, rounds=True,
     ),
     KernelSpec(
         op="transpose", impl="lpq_fp8.views:transpose", why_not="lpq_fp8.views:transpose_why_not",
@@ -19,6 +19,10 @@ KERNELS = (
     ),
     KernelSpec(
         op="decode", impl="lpq_fp8.views:decode",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+    ),
+    KernelSpec(
+        op="tile", impl="lpq_fp8.tile:tile",
         backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
     ),
     KernelSpec(

@@ -11,7 +11,6 @@ from torch import Tensor
 from lpq.core.elements import FLT_MAX
 from lpq.core.operations import measure_reference, quantize_reference
 from lpq.ops.tiles import (
-    INPUTS,
     LOW,
     SQUARE,
     TALL,
@@ -21,6 +20,7 @@ from lpq.ops.tiles import (
     flat,
     is_whole,
     pointer,
+    reading,
     tile_kernels,
     tiles,
     untile,
@@ -52,6 +52,7 @@ def quantize(
     seed: Tensor | None,
     offset: int,
     measure: bool,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """As the reference."""
     if x.numel() == 0:
@@ -59,14 +60,19 @@ def quantize(
     x = x.contiguous()
     side = row or col
     assert side is not None
-    return (_one_scale if side.transposable else _lines)(x, stats, row, col, measure)
+    return (_one_scale if side.transposable else _lines)(x, dtype or x.dtype, stats, row, col, measure)
 
 
 # ---------------------------------------------------------------------------------- the matrix, or 128x128
 
 
 def _one_scale(
-    x: Tensor, stats: Sequence[Tensor | None], row: FP8Quantizer | None, col: FP8Quantizer | None, measure: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    stats: Sequence[Tensor | None],
+    row: FP8Quantizer | None,
+    col: FP8Quantizer | None,
+    measure: bool,
 ) -> list[Tensor]:
     """The bytes of either operand are those of the other."""
     side = row or col
@@ -75,7 +81,7 @@ def _one_scale(
     square = side.scaling == "block"
     rows, cols = x.shape
     grid = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
-    amaxes = given.contiguous() if given is not None else None if square else amax_parts(x)
+    amaxes = given.contiguous() if given is not None else None if square else amax_parts(x, dtype)
     known = measured = None
     if measure and square:
         measured = x.new_empty(grid if row is not None else grid[::-1], dtype=torch.float32)
@@ -100,11 +106,12 @@ def _one_scale(
     else:  # a low tile is too small to look for the largest of many parts, or to hold a block
         tall = SQUARE if square or count > 1 else LOW
         rows, cols = (rows, cols) if square else flat(x)
-    macros = _macros(x.dtype, row.dtype if row else None, col.dtype if col else None, square, False)
+    macros = _macros(row.dtype if row else None, col.dtype if col else None, square, False)
     ONE_SCALE[tall].launch(
-        x.get_device(), macros + covering(tall, is_whole(x, rows, cols, tall)), tiles(rows, cols, tall),
-        x.data_ptr(), pointer(row_data), pointer(row_scale), pointer(col_data), pointer(col_scale), pointer(amaxes),
-        count, pointer(known), pointer(measured), _largest_scale(x, side), _pow2(side), rows, cols,
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(tall, is_whole(x, rows, cols, tall)),
+        tiles(rows, cols, tall), x.data_ptr(),
+        pointer(row_data), pointer(row_scale), pointer(col_data), pointer(col_scale), pointer(amaxes), count,
+        pointer(known), pointer(measured), largest_scale_of(dtype, side), pow2_of(side), rows, cols,
     )  # fmt: skip
     return [*out, *(t for t in (known, measured) if t is not None)]
 
@@ -113,7 +120,12 @@ def _one_scale(
 
 
 def _lines(
-    x: Tensor, stats: Sequence[Tensor | None], row: FP8Quantizer | None, col: FP8Quantizer | None, measure: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    stats: Sequence[Tensor | None],
+    row: FP8Quantizer | None,
+    col: FP8Quantizer | None,
+    measure: bool,
 ) -> list[Tensor]:
     """Each operand has scales of its own."""
     side = row or col
@@ -122,7 +134,7 @@ def _lines(
     known = [None if s is None else s.contiguous() for s in stats] or [None] * sum(s is not None for s in (row, col))
     measured: list[Tensor] = []
     if not blocks and (measure or None in known):  # a row is longer than a tile: it is measured before
-        measured = _measure_lines(x, row, col)
+        measured = measure_lines(x, row, col, dtype)
         known = [m if k is None else k for k, m in zip(known, measured, strict=True)]
     rest = iter(known)
     out: list[Tensor] = []
@@ -145,24 +157,24 @@ def _lines(
     tall = LOW if col is None else TALL if row is None else SQUARE  # both at once need many registers
     whole = is_whole(x, rows, cols, tall)
     words = words_of_tiles(x) if whole and blocks and rs is not None and cs is not None else None
-    macros = _macros(x.dtype, row.dtype if row else None, col.dtype if col else None, False, blocks)
+    macros = _macros(row.dtype if row else None, col.dtype if col else None, False, blocks)
     VECTOR[tall].launch(
-        x.get_device(), macros + covering(tall, whole), tiles(rows, cols, tall), x.data_ptr(),
-        *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm, words)), _largest_scale(x, side), _pow2(row), _pow2(col),
-        rows, cols,
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(tall, whole), tiles(rows, cols, tall), x.data_ptr(),
+        *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm, words)),
+        largest_scale_of(dtype, side), pow2_of(row), pow2_of(col), rows, cols,
     )  # fmt: skip
     if words is not None and rs is not None and cs is not None:
         untile(words, rs, cs, rows, cols)
     return out + measured if measure else out
 
 
-def _measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None) -> list[Tensor]:
+def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
     """The amaxes of the rows of the wanted operands."""
     rows, cols = x.shape
     of_rows = x.new_zeros((rows, 1), dtype=torch.float32) if row is not None else None
     of_cols = x.new_zeros((cols, 1), dtype=torch.float32) if col is not None else None
     LINES[TALL].launch(
-        x.get_device(), (INPUTS[x.dtype], *covering(TALL, is_whole(x, rows, cols, TALL))),
+        x.get_device(), reading(x.dtype, dtype) + covering(TALL, is_whole(x, rows, cols, TALL)),
         tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
     )  # fmt: skip
     return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
@@ -178,31 +190,34 @@ def measure_why_not(first: FP8Quantizer, second: FP8Quantizer | None = None) -> 
     return why_not(first, second)
 
 
-def measure(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None) -> list[Tensor]:
+def measure(
+    x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """The statistics of the wanted operands."""
     if x.numel() == 0:
         return measure_reference(x, row, col)
     x = x.contiguous()
     side = row or col
     assert side is not None
-    return [amax_finish(amax_parts(x))] if side.transposable else _measure_lines(x, row, col)
+    dtype = dtype or x.dtype
+    return [amax_finish(amax_parts(x, dtype))] if side.transposable else measure_lines(x, row, col, dtype)
 
 
 # ---------------------------------------------------------------------------------- what the sources take
 
 
-def _pow2(side: FP8Quantizer | None) -> bool:
+def pow2_of(side: FP8Quantizer | None) -> bool:
     if side is None:
         return False
     return side.scaling == "block" if side.pow2 is None else side.pow2
 
 
-def _largest_scale(x: Tensor, side: FP8Quantizer) -> float:
-    return torch.finfo(x.dtype).max if side.scaling == "block" else FLT_MAX
+def largest_scale_of(dtype: torch.dtype, side: FP8Quantizer) -> float:
+    return torch.finfo(dtype).max if side.scaling == "block" else FLT_MAX
 
 
 @cache
-def _macros(dtype: torch.dtype, row: str | None, col: str | None, square: bool, blocks: bool) -> tuple[str, ...]:
+def _macros(row: str | None, col: str | None, square: bool, blocks: bool) -> tuple[str, ...]:
     wanted = (("LPQ_ROW", row), ("LPQ_COL", col))
     elements = (f"{name}={element.upper()}" for name, element in wanted if element is not None)
-    return INPUTS[dtype], *elements, *(["LPQ_SQUARE"] if square else []), *(["LPQ_BLOCKS"] if blocks else [])
+    return *elements, *(["LPQ_SQUARE"] if square else []), *(["LPQ_BLOCKS"] if blocks else [])

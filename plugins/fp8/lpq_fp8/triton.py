@@ -194,7 +194,7 @@ def transpose(operand: FP8Storage) -> Storage:
     """The operand of the transposed matrix."""
     rows, cols = operand.shape
     if not rows or not cols:
-        return transpose_reference(operand)
+        return transpose_reference(operand).map(torch.clone)
     scale = operand.scale.t().clone(memory_format=torch.contiguous_format)
     turned = FP8Storage(data=transpose_bytes(operand.data), scale=scale)
     return turned.bind(operand.quantizer, (cols, rows), operand.dtype)

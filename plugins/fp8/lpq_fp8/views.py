@@ -23,7 +23,7 @@ def transpose(operand: FP8Storage) -> Storage:
     """The operand of the transposed matrix."""
     rows, cols = operand.shape
     if not rows or not cols:
-        return transpose_reference(operand)
+        return transpose_reference(operand).map(torch.clone)
     data, scale = transpose_bytes(operand.data, operand.scale)
     return FP8Storage(data=data, scale=scale).bind(operand.quantizer, (cols, rows), operand.dtype)
 

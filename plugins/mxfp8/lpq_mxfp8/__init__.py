@@ -5,20 +5,13 @@ from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 UNTRIED = "never run on hardware: it is written after torch's rules, and tested without a GPU"
 KERNELS = (
     *(
-        KernelSpec(op=op, impl=impl, backend="cuda", min_sm=80, requires=("cuda.core",), priority=20)
-        for op, impl in (
-            ("measure", "lpq_mxfp8.cuda:measure"),
-            ("quantize", "lpq_mxfp8.cuda:quantize"),
-            ("decode", "lpq_mxfp8.views:decode"),
+        KernelSpec(
+            op=op, impl=f"lpq_mxfp8.{module}:{op}", rounds=module == "cuda",
+            backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
         )
-    ),
-    KernelSpec(
-        op="cast",
-        impl="lpq_mxfp8.cast:cast",
-        backend="cuda",
-        min_sm=80,
-        requires=("cuda.core",),
-        priority=20,
+        for op, module in (
+            ("measure", "cuda"), ("quantize", "cuda"), ("decode", "views"), ("tile", "tile"), ("cast", "cast"),
+        )
     ),
     *(
         KernelSpec(op=op, impl=f"lpq_mxfp8.triton:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from lpq.core.operations import measure_reference, quantize_reference
 from lpq.ops.tiles import (
-    INPUTS,
     LOW,
     TALL,
     covering,
     flat,
     is_whole,
     pointer,
+    reading,
     tile_kernels,
     tiles,
     untile,
@@ -29,7 +29,9 @@ KERNELS = tile_kernels("mxfp8/quantize.cu", "quantize", "PPPPPPPPPP")
 BLOCK = 32
 
 
-def measure(x: Tensor, row: MXFP8Quantizer | None, col: MXFP8Quantizer | None) -> list[Tensor]:
+def measure(
+    x: Tensor, row: MXFP8Quantizer | None, col: MXFP8Quantizer | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """The amaxes of the blocks of the wanted operands."""
     if x.numel() == 0:
         return measure_reference(x, row, col)
@@ -37,7 +39,7 @@ def measure(x: Tensor, row: MXFP8Quantizer | None, col: MXFP8Quantizer | None) -
     (rows, cols), f32 = x.shape, torch.float32
     of_rows = x.new_empty((rows, -(-cols // BLOCK)), dtype=f32) if row is not None else None
     of_cols = x.new_empty((cols, -(-rows // BLOCK)), dtype=f32) if col is not None else None
-    _launch(x, row, col, None, None, None, None, None, None, of_rows, of_cols, None)
+    _launch(x, dtype or x.dtype, row, col, None, None, None, None, None, None, of_rows, of_cols, None)
     return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
 
 
@@ -49,6 +51,7 @@ def quantize(
     seed: Tensor | None,
     offset: int,
     measure: bool,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """As the reference. Amaxes that are not given are those of the blocks."""
     if x.numel() == 0:
@@ -74,25 +77,27 @@ def quantize(
     (rd, rs, rg, rm), (cd, cs, cg, cm) = pointers
     both = rs is not None and cs is not None and is_whole(x, rows, cols, TALL)
     words = words_of_tiles(x) if both else None
-    _launch(x, row, col, rd, rs, cd, cs, rg, cg, rm, cm, words)
+    _launch(x, dtype or x.dtype, row, col, rd, rs, cd, cs, rg, cg, rm, cm, words)
     if words is not None and rs is not None and cs is not None:
         untile(words, rs, cs, rows, cols)
     return out + measured
 
 
-def _launch(x: Tensor, row: MXFP8Quantizer | None, col: MXFP8Quantizer | None, *buffers: Tensor | None) -> None:
+def _launch(
+    x: Tensor, dtype: torch.dtype, row: MXFP8Quantizer | None, col: MXFP8Quantizer | None, *buffers: Tensor | None
+) -> None:
     rows, cols = flat(x) if col is None else x.shape
     tall = LOW if col is None else TALL
     stats = any(t is not None for t in buffers[4:8])
-    macros = _macros(x.dtype, row.dtype if row is not None else None, col.dtype if col is not None else None, stats)
+    macros = _macros(row.dtype if row is not None else None, col.dtype if col is not None else None, stats)
     KERNELS[tall].launch(
-        x.get_device(), macros + covering(tall, is_whole(x, rows, cols, tall)), tiles(rows, cols, tall),
-        x.data_ptr(), *map(pointer, buffers), rows, cols,
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(tall, is_whole(x, rows, cols, tall)),
+        tiles(rows, cols, tall), x.data_ptr(), *map(pointer, buffers), rows, cols,
     )  # fmt: skip
 
 
 @cache
-def _macros(dtype: torch.dtype, row: str | None, col: str | None, stats: bool) -> tuple[str, ...]:
+def _macros(row: str | None, col: str | None, stats: bool) -> tuple[str, ...]:
     wanted = (("LPQ_ROW", row), ("LPQ_COL", col))
     elements = (f"{name}={element.upper()}" for name, element in wanted if element is not None)
-    return INPUTS[dtype], *elements, *(["LPQ_STATS"] if stats else [])
+    return *elements, *(["LPQ_STATS"] if stats else [])

@@ -7,14 +7,19 @@ TRITON = "lpq_nvfp4.triton"
 KERNELS = (
     *(
         KernelSpec(
-            op=op, impl=impl, why_not=why_not, backend="cuda", min_sm=80, requires=("cuda.core",), priority=20
+            op=op, impl=f"lpq_nvfp4.{module}:{op}", why_not=f"lpq_nvfp4.{module}:{why_not}", rounds=module == "cuda",
+            backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
         )
-        for op, impl, why_not in (
-            ("measure", "lpq_nvfp4.cuda:measure", "lpq_nvfp4.cuda:why_not"),
-            ("quantize", "lpq_nvfp4.cuda:quantize", "lpq_nvfp4.cuda:why_not"),
-            ("transpose", "lpq_nvfp4.views:transpose", "lpq_nvfp4.views:transpose_why_not"),
-            ("decode", "lpq_nvfp4.views:decode", "lpq_nvfp4.views:decode_why_not"),
+        for op, module, why_not in (
+            ("measure", "cuda", "why_not"),
+            ("quantize", "cuda", "why_not"),
+            ("transpose", "views", "transpose_why_not"),
+            ("decode", "views", "decode_why_not"),
         )
+    ),
+    KernelSpec(
+        op="tile", impl="lpq_nvfp4.tile:tile",
+        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
     ),
     KernelSpec(
         op="cast", impl="lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not",

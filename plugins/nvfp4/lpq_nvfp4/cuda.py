@@ -11,7 +11,6 @@ from torch import Tensor
 from lpq.core.elements import E4M3
 from lpq.core.operations import measure_reference, quantize_reference
 from lpq.ops.tiles import (
-    INPUTS,
     LOW,
     SQUARE,
     amax_finish,
@@ -20,6 +19,7 @@ from lpq.ops.tiles import (
     flat,
     is_whole,
     pointer,
+    reading,
     tile_kernels,
     tiles,
 )
@@ -40,11 +40,14 @@ def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str 
     return None
 
 
-def measure(x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None) -> list[Tensor]:
+def measure(
+    x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """The amaxes of the wanted operands and of their blocks."""
+    dtype = dtype or x.dtype
     if x.numel() == 0 or (row is not None and row.rht):
-        return measure_reference(x, row, col)
-    return _run(x.contiguous(), [], row, col, None, 0, encode=False, measure=True)
+        return measure_reference(x.to(dtype), row, col)
+    return _run(x.contiguous(), dtype, [], row, col, None, 0, encode=False, measure=True)
 
 
 def quantize(
@@ -55,16 +58,19 @@ def quantize(
     seed: Tensor | None,
     offset: int,
     measure: bool,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
     """As the reference. The column operand's random bits come in groups of rows, which a shard must not cut."""
+    dtype = dtype or x.dtype
     cut = col is not None and col.stochastic and offset % GROUP
     if x.numel() == 0 or cut or (row is not None and row.rht):
-        return quantize_reference(x, stats, row, col, seed, offset, measure)
-    return _run(x.contiguous(), list(stats), row, col, seed, offset, encode=True, measure=measure)
+        return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
+    return _run(x.contiguous(), dtype, list(stats), row, col, seed, offset, encode=True, measure=measure)
 
 
 def _run(
     x: Tensor,
+    dtype: torch.dtype,
     stats: list[Tensor | None],
     row: NVFP4Quantizer | None,
     col: NVFP4Quantizer | None,
@@ -83,7 +89,7 @@ def _run(
         for side, amax in ((row, first[0]), (None if shared else col, second[0]))
         if side and (measure or amax is None)
     ]
-    plain, rotated = _parts(x, any(not side.rht for side in unknown), any(side.rht for side in unknown))
+    plain, rotated = parts_of(x, dtype, any(not side.rht for side in unknown), any(side.rht for side in unknown))
     out: list[Tensor] = []
     measured: list[Tensor] = []
     pointers: list[int] = []  # for each side: data, scale, amax; for each side: amaxes, their count, given, measured
@@ -114,26 +120,27 @@ def _run(
     in_one_piece = col is None and row is not None and row.block == "1x16" and not row.stochastic
     rows, cols = flat(x) if in_one_piece else x.shape
     by_block = measure or first[1] is not None or second[1] is not None
-    macros, tall = _macros(x.dtype, row, col, shared, by_block)
+    macros, tall = _macros(row, col, shared, by_block)
     count = tiles(rows, cols, tall)
     together = 256 if row is not None and col is not None and not shared else 128  # rows of tiles in turn
     QUANTIZE[tall].launch(
-        x.get_device(), macros + covering(tall, is_whole(x, rows, cols, tall)), -(-count * tall // together),
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(tall, is_whole(x, rows, cols, tall)),
+        -(-count * tall // together),
         x.data_ptr(), *pointers, *amaxes, pointer(seed), offset, count, rows, cols,
     )  # fmt: skip
     return out + measured
 
 
-def _parts(x: Tensor, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor | None]:
+def parts_of(x: Tensor, dtype: torch.dtype, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor | None]:
     """Magnitudes of which the largest is the amax of the matrix, and that of its rotated columns."""
     if not rotated:
-        return (amax_parts(x) if plain else None), None
+        return (amax_parts(x, dtype) if plain else None), None
     rows, cols = x.shape
     count = tiles(rows, cols, SQUARE)
     found = [x.new_empty((min(count, MAX_PARTS),), dtype=torch.float32) for _ in range(1 + plain)]
     of_plain = found[1] if plain else None
     AMAXES.launch(
-        x.get_device(), (INPUTS[x.dtype], *covering(SQUARE, is_whole(x, rows, cols, SQUARE))), found[0].numel(),
+        x.get_device(), reading(x.dtype, dtype) + covering(SQUARE, is_whole(x, rows, cols, SQUARE)), found[0].numel(),
         x.data_ptr(), pointer(of_plain), found[0].data_ptr(), count, rows, cols,
     )  # fmt: skip
     return of_plain, found[0]
@@ -141,7 +148,7 @@ def _parts(x: Tensor, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor
 
 @cache
 def _macros(
-    dtype: torch.dtype, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, shared: bool, stats: bool
+    row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, shared: bool, stats: bool
 ) -> tuple[tuple[str, ...], int]:
     """What the source is compiled with, and the height of its tiles."""
     side = row or col
@@ -152,4 +159,4 @@ def _macros(
     square = side.block == "16x16"
     switches = {"LPQ_SQUARE": square, "LPQ_ROTATED": rotated, "LPQ_SHARED": shared, "LPQ_STATS": stats}
     tall = LOW if col is None else SQUARE
-    return (INPUTS[dtype], *wanted, *(name for name, on in switches.items() if on)), tall
+    return (*wanted, *(name for name, on in switches.items() if on)), tall

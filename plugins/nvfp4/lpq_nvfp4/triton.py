@@ -317,7 +317,7 @@ def transpose(operand: NVFP4Storage) -> Storage:
     """The operand of the transposed matrix."""
     rows, cols = operand.shape
     if not rows or not cols:
-        return transpose_reference(operand)
+        return transpose_reference(operand).map(torch.clone)
     data = transpose_nibbles(operand.data, rows, cols, GROUP)
     turned = NVFP4Storage(
         data=data, scale=operand.scale.t().clone(memory_format=torch.contiguous_format), amax=operand.amax.clone()

@@ -23,7 +23,7 @@ def transpose(operand: NVFP4Storage) -> Storage:
     """The operand of the transposed matrix."""
     rows, cols = operand.shape
     if not rows or not cols:
-        return transpose_reference(operand)
+        return transpose_reference(operand).map(torch.clone)
     data, scale, amax = transpose_nibbles(operand.data, operand.scale, operand.amax, rows, cols)
     return NVFP4Storage(data=data, scale=scale, amax=amax).bind(operand.quantizer, (cols, rows), operand.dtype)
 

@@ -1,0 +1,46 @@
+// Both operands of a tile from one read, each in a format of its own: LPQ_ROW and LPQ_COL are sides (see side.cuh), which
+// come from the headers LPQ_ROW_HEADER and LPQ_COL_HEADER.
+//
+// A block of threads takes several of `count` tiles one after the other, so that what a side does once pays.
+#include LPQ_ROW_HEADER
+#include LPQ_COL_HEADER
+
+typedef LPQ_ROW RowSide;
+typedef LPQ_COL ColSide;
+constexpr bool SCALES = RowSide::SCALES || ColSide::SCALES;
+constexpr int NEEDS = RowSide::NEEDS > ColSide::NEEDS ? RowSide::NEEDS : ColSide::NEEDS;
+
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
+    const void* x, const RowSide::Parameters of_row, const ColSide::Parameters of_col, u32 count, i64 rows, i64 cols
+) {
+    // Backwards: what was read last to measure the tensor may still be in the cache.
+    Tile t(rows, cols, count - 1 - blockIdx.x);
+    u32 w[ROWS][WORDS];
+    load(t, x, w);
+    __shared__ RowSide::Shared row_shared;
+    __shared__ ColSide::Shared col_shared;
+    RowSide row(of_row, row_shared, t);
+    ColSide col(of_col, col_shared, t);
+    for (u32 index = blockIdx.x;;) {
+        row.find(t, w), col.find(t, w);
+        __syncthreads();
+        if (SCALES) {
+            row.scale(t), col.scale(t);
+            __syncthreads();
+        }
+        // That there is a row operand is not known to the compiler, and whether it changed the elements neither: else it
+        // unpacks all of them, once for both sides, into more registers than there are.
+        if (of_row.data) row.encode(t, w);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < WORDS; ++j) asm volatile("" : "+r"(w[i][j]));
+        col.encode(t, w);
+        __syncthreads();
+        col.store(t), row.store(t);
+        index += gridDim.x;
+        if (index >= count) break;
+        t = Tile(rows, cols, count - 1 - index);
+        load(t, x, w);
+    }
+}

@@ -1,0 +1,310 @@
+// NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted.
+#pragma once
+#include "e2m1.cuh"
+#include "philox.cuh"
+#include "side.cuh"
+
+namespace nvfp4 {
+
+constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
+constexpr u32 MINUS = 0xd7e8;  // the signs of the random Hadamard transform: bit i is set where row i of 16 is negated
+constexpr int DRAWN = 2;       // calls of Philox that share their keys
+
+struct Parameters {
+    u8 *data, *scale;   // null: not wanted
+    u32* amax;          // of the operand, to be written
+    const u32* amaxes;  // the largest of them is that
+    alignas(8) u32 count;
+    const float* given;
+    float* measured;
+    const u64* seed;
+    i64 offset;
+};
+
+// Columns of 16 rows, half of each in this lane and half in the one 16 lanes apart, times signs and H / 4. The result
+// is rounded to bf16: element (2 i, 2 i + 1) of column j are the halves of word y[j][i].
+__device__ __forceinline__ void rotate(const Tile& t, const u32 (&w)[ROWS][WORDS], u32 (&y)[8][4]) {
+    const bool upper = t.lane_row & 8;
+    float mine_times[8], yours_times[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float low = MINUS >> i & 1 ? -0.25f : 0.25f, high = MINUS >> (i + 8) & 1 ? -0.25f : 0.25f;
+        mine_times[i] = upper ? -high : low;
+        yours_times[i] = upper ? low : high;
+    }
+#pragma unroll
+    for (int k = 0; k < WORDS; ++k) {
+        float column[PER_WORD][8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const u32 mine[1] = {w[i][k]}, yours[1] = {__shfl_xor_sync(~0u, w[i][k], 16)};
+#pragma unroll
+            for (int h = 0; h < PER_WORD; ++h)  // a product by a quarter is exact unless it is subnormal in fp32
+                column[h][i] = PER_WORD == 2
+                    ? fmaf(value(yours, h), yours_times[i], __fmul_rn(value(mine, h), mine_times[i]))
+                    : __fadd_rn(__fmul_rn(value(yours, h), yours_times[i]), __fmul_rn(value(mine, h), mine_times[i]));
+        }
+#pragma unroll
+        for (int h = 0; h < PER_WORD; ++h) {
+#pragma unroll
+            for (int apart = 4; apart >= 1; apart /= 2)
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (!(i & apart)) {
+                        const float a = column[h][i], b = column[h][i + apart];
+                        column[h][i] = __fadd_rn(a, b), column[h][i + apart] = __fsub_rn(a, b);
+                    }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+                    : "=r"(y[k * PER_WORD + h][i])
+                    : "f"(column[h][2 * i + 1]), "f"(column[h][2 * i]));
+        }
+    }
+}
+
+__device__ __forceinline__ u32 bf16_amax_bits(u32 magnitude) { return amax_bits(__uint_as_float(magnitude << 16)); }
+
+// The largest magnitude of each rotated column of this thread, as bf16 bits: columns 2 k, 2 k + 1 in word k.
+__device__ __forceinline__ void rotated_amax(const u32 (&y)[8][4], u32 (&amax)[4]) {
+    u32 each[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        each[j] = y[j][0] & 0x7fff7fffu;
+#pragma unroll
+        for (int i = 1; i < 4; ++i) each[j] = larger_pair(each[j], y[j][i] & 0x7fff7fffu);
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        amax[k] = larger_pair(__byte_perm(each[2 * k], each[2 * k + 1], 0x5410),
+                              __byte_perm(each[2 * k], each[2 * k + 1], 0x7632));
+}
+
+// The amax of a block: its own, which is written where it is wanted, unless one is given.
+__device__ __forceinline__ float block_amax(const Parameters& p, float own, bool first, bool inside, i64 place) {
+#ifdef LPQ_STATS
+    if (p.measured && first && inside) p.measured[place] = __uint_as_float(amax_bits(own));
+    if (p.given) return inside ? p.given[place] : 0.0f;
+#endif
+    return own;
+}
+
+// The factors of N lines of blocks of 16, of this operand or transposed, and whether they and the elements are plain.
+// Their scales go to shared memory, `apart` bytes from line to line.
+template <bool STOCHASTIC, int N>
+__device__ __forceinline__ bool line_factors(
+    float (&amax)[N], const Parameters& p, float sixth, const Factors& factors, bool first, int inside, i64 line,
+    i64 block, i64 blocks, u8* codes, int apart, float (&factor)[N]
+) {
+    bool plain = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const u32 code = block_scale(block_amax(p, amax[i], first, i < inside, (line + i) * blocks + block), sixth);
+        factor[i] = factors.of[code];
+        plain = plain && is_plain<STOCHASTIC>(amax[i], factor[i]);
+        if (first) codes[i * apart] = (u8)code;
+    }
+    return plain;
+}
+
+// The factor of the 16x16 block that this thread is in a quarter of.
+template <bool STOCHASTIC, int N>
+__device__ __forceinline__ bool square_factors(
+    float amax, const Parameters& p, float sixth, const Factors& factors, bool first, i64 place, bool inside, u8* to,
+    float (&factor)[N]
+) {
+    const u32 code = block_scale(block_amax(p, amax, first, inside, place), sixth);
+    if (first) *to = (u8)code;
+#pragma unroll
+    for (int i = 0; i < N; ++i) factor[i] = factors.of[code];
+    return is_plain<STOCHASTIC>(amax, factor[0]);
+}
+
+// The nibbles of the elements that lie in the matrix, of 8 of which the first `count` do. The others are 0.
+__device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
+
+// What both operands do once for all tiles of a block of threads: the amax of the operand, and what follows from it.
+struct Scales {
+    float sixth;
+
+    __device__ __forceinline__ Scales(const Parameters& p, Factors& factors) {
+        const u32 bits = largest_of(p.amaxes, p.count);
+        if (blockIdx.x == 0 && threadIdx.x == 0 && p.data) *p.amax = bits;
+        const float overall = tensor_scale(bits);
+        sixth = __fmul_rn(overall, 1.0f / 6.0f);
+        factors.fill(overall);
+    }
+};
+
+// KEEPS: the codes of this thread's rows are kept, for a column operand that has the same ones.
+template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false>
+struct Row : Side {
+    typedef nvfp4::Parameters Parameters;
+    static constexpr int NEEDS = LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS;
+    struct Shared {
+        Skewed<TALL, ACROSS> codes;
+        Factors factors;
+    };
+    const Parameters p;
+    Shared& shared;
+    const i64 across, down;
+    const Scales scales;
+    u32 kept[ROWS];
+
+    __device__ __forceinline__ Row(const Parameters& p, Shared& shared, const Tile& t)
+        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors) {}
+
+    __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
+        const i64 row_block = t.row / 16, col_block = t.col / 16;
+        float factor[ROWS];
+        bool plain;
+        if (SQUARE) {
+            u32 block = thread_amax(w);
+            block = max(block, __shfl_xor_sync(~0u, block, 1)), block = max(block, __shfl_xor_sync(~0u, block, 16));
+            plain = square_factors<STOCHASTIC>(
+                __uint_as_float(block), p, scales.sixth, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
+                row_block * across + col_block, row_block < down && col_block < across,
+                &shared.codes[t.lane_row / 16][t.lane_col / 16], factor);
+        } else {
+            u32 words[LINES];
+            float amaxes[ROWS];
+            row_amax(w, words);
+            reduce_lanes<1, 1>(words);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) amaxes[i] = value(words, i);
+            plain = line_factors<STOCHASTIC>(
+                amaxes, p, scales.sixth, shared.factors, t.lane_col % 16 == 0, col_block < across ? t.high : 0, t.row,
+                col_block, across, &shared.codes[t.lane_row][t.lane_col / 16], ACROSS, factor);
+        }
+        if (!p.data) return;
+        const u32 mask = nibbles(t.wide);
+        u8* to = p.data + t.row * across * 8 + t.col / 2;
+#pragma unroll
+        for (int k = 0; k < 4; k += DRAWN) {
+            uint2 bits[2][DRAWN] = {};
+            if (STOCHASTIC) draw((u32)col_block, (u32)(p.offset + t.row) + k, 4, 0, *p.seed, t.lane_col & 8, 1, bits);
+#pragma unroll
+            for (int n = 0; n < 2 * DRAWN; ++n) {
+                const int i = k + n % DRAWN + n / DRAWN * 4;
+                float v[8];
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = value(w[i], j);
+                const u32 codes = ::encode<STOCHASTIC>(v, factor[i], plain, bits[n / DRAWN][n % DRAWN]) & mask;
+                if (i < t.high && col_block < across) stream(to + i * across * 8, codes);
+                if (KEEPS) kept[i] = i < t.high ? codes : 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const Tile& t) {
+        constexpr int LINES_ = SQUARE ? DOWN : TALL;
+        const i64 line = (i64)t.down * LINES_ + threadIdx.x;
+        if (p.data && threadIdx.x < LINES_ && line < (SQUARE ? down : t.rows))
+            store_bytes<ACROSS>(p.scale + line * across, (i64)t.across * ACROSS, across, shared.codes[threadIdx.x]);
+    }
+};
+
+// The codes and scales of a column operand, on their way.
+template <bool SQUARE>
+struct Columns16 {
+    Skewed<WIDE, DOWN> codes;
+    alignas(16) u32 transposed[WIDE][TALL / 8];
+
+    // Eight codes of this thread's column j.
+    __device__ __forceinline__ void put(const Tile& t, int j, u32 codes) {
+        transposed[t.lane_col + j][t.lane_row / 8 ^ t.lane_col / 8 % DOWN * 2] = codes;
+    }
+
+    __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down) {
+        constexpr int LINES_ = SQUARE ? ACROSS : WIDE;
+        const int line = (int)threadIdx.x - (THREADS - LINES_);
+        const i64 scale_col = (i64)t.across * LINES_ + line;
+        if (data && line >= 0 && scale_col < (SQUARE ? across : t.cols))
+            store_bytes<DOWN>(scale + scale_col * down, (i64)t.down * DOWN, down, codes[line]);
+        constexpr int STEP = THREADS / DOWN;
+        const int first = threadIdx.x / DOWN, at = threadIdx.x % DOWN;
+        const i64 col = (i64)t.across * WIDE + first, block = (i64)t.down * DOWN + at;
+        u8* to = data + (col * down + block) * 8;
+#pragma unroll
+        for (int k = 0; k < WIDE / STEP; ++k, to += STEP * 8 * down)
+            if (data && (WHOLE || (col + k * STEP < t.cols && block < down)))
+                stream(to, ((const uint2*)transposed[first + k * STEP])[at ^ ((first + k * STEP) / 8 % DOWN)]);
+    }
+};
+
+template <bool STOCHASTIC, bool SQUARE, bool ROTATED>
+struct Col : Side {
+    typedef nvfp4::Parameters Parameters;
+    static constexpr int NEEDS = LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS;
+    struct Shared {
+        Columns16<SQUARE> out;
+        Factors factors;
+    };
+    const Parameters p;
+    Shared& shared;
+    const i64 across, down;
+    const Scales scales;
+
+    __device__ __forceinline__ Col(const Parameters& p, Shared& shared, const Tile& t)
+        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors) {}
+
+    __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
+        const i64 row_block = t.row / 16, col_block = t.col / 16;
+        float factor[8], amaxes[8];
+        u32 y[8][4];
+        if (ROTATED) {
+            u32 words[4];
+            rotate(t, w, y);
+            rotated_amax(y, words);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) words[k] = larger_pair(words[k], __shfl_xor_sync(~0u, words[k], 16));
+#pragma unroll
+            for (int j = 0; j < 8; ++j)
+                amaxes[j] = __uint_as_float(j & 1 ? words[j / 2] & 0xffff0000u : words[j / 2] << 16);
+        } else {
+            u32 words[WORDS];
+            col_amax(w, words);
+            reduce_lanes<16, 16>(words);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) amaxes[j] = value(words, j);
+        }
+        bool plain;
+        if (SQUARE) {
+            u32 block = 0;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) block = max(block, amax_bits(amaxes[j]));
+            block = max(block, __shfl_xor_sync(~0u, block, 1));
+            plain = square_factors<STOCHASTIC>(
+                __uint_as_float(block), p, scales.sixth, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
+                col_block * down + row_block, row_block < down && col_block < across,
+                &shared.out.codes[t.lane_col / 16][t.lane_row / 16], factor);
+        } else {
+            plain = line_factors<STOCHASTIC>(
+                amaxes, p, scales.sixth, shared.factors, t.lane_row % 16 == 0, row_block < down ? t.wide : 0, t.col,
+                row_block, down, &shared.out.codes[t.lane_col][t.lane_row / 16], DOWN, factor);
+        }
+        if (!p.data) return;
+        const u32 mask = ROTATED ? ~0u : nibbles(t.high);  // what pads the rows was rotated with them
+#pragma unroll
+        for (int k = 0; k < 4; k += DRAWN) {
+            uint2 bits[2][DRAWN] = {};
+            if (STOCHASTIC)
+                draw((u32)((p.offset + t.row) / 16), (u32)t.col + k, 4, 1, *p.seed, t.lane_row & 8, 16, bits);
+#pragma unroll
+            for (int n = 0; n < 2 * DRAWN; ++n) {
+                const int j = k + n % DRAWN + n / DRAWN * 4;
+                float v[8];
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    v[i] = !ROTATED ? value(w[i], j)
+                                    : __uint_as_float(i & 1 ? y[j][i / 2] & 0xffff0000u : y[j][i / 2] << 16);
+                shared.out.put(
+                    t, j, ::encode<STOCHASTIC>(v, factor[j], plain, bits[n / DRAWN][n % DRAWN]) & mask);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(const Tile& t) { shared.out.store(t, p.data, p.scale, across, down); }
+};
+
+}  // namespace nvfp4

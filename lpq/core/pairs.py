@@ -1,0 +1,221 @@
+"""Both operands of a tensor from one read, each in a format of its own.
+
+A format says, by a ``KernelSpec`` for the operation ``tile``, how one operand of its is made tile by tile: which struct
+of which header makes it (``csrc/common/side.cuh``), and what that is handed. With every other format that says so it is
+then written by one kernel, ``csrc/common/pair.cu``, which is compiled for the two, and no pair of formats has code of
+its own. A format need not do this: its operands are then made one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.core.operations import quantize_reference, shared
+from lpq.ops import KernelError, choose
+from lpq.ops.tiles import (
+    INPUTS,
+    SQUARE,
+    amax_parts,
+    covering,
+    is_whole,
+    tile_kernels,
+    tiles,
+    untile,
+    words_of_tiles,
+)
+
+if TYPE_CHECKING:
+    from lpq.core.quantizer import Direction, Quantizer
+
+
+class Job(NamedTuple):
+    """One operand that is wanted."""
+
+    x: Tensor
+    """The matrix, contiguous and not empty."""
+    shape: tuple[int, int]
+    """Of the operand: that of the matrix, or the other way round."""
+    stats: Sequence[Tensor | None]
+    """The operand's statistics as far as they are given, contiguous."""
+    found: Tensor | None
+    """What was measured before, if it was needed."""
+    words: Tensor | None
+    """Where the scales go in place of their buffer: see ``TileSide.words``."""
+    seed: Tensor | None
+    offset: int
+    measure: bool
+
+
+class Made(NamedTuple):
+    """What a kernel is about to write."""
+
+    buffers: Sequence[Tensor]
+    """Those of the operand, in the order of its layout."""
+    measured: Sequence[Tensor]
+    """The statistics, if they were asked for."""
+    parameters: Sequence[float]
+    """The fields of the struct's ``Parameters``, pointers as integers. What they point to is held by others."""
+
+
+@dataclass(frozen=True)
+class TileSide:
+    """How one operand of a format is made tile by tile."""
+
+    header: Path
+    """The header that has the struct."""
+    struct: str
+    """The struct, with its template arguments."""
+    parameters: str
+    """A letter for each field of its ``Parameters``, as of ``CudaKernel``."""
+    make: Callable[[Job], Made]
+    """Allocates what the struct writes."""
+    amax: bool = False
+    """It needs the amax of the matrix: values (``Job.found``) of which that is the largest."""
+    find: Callable[[Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
+    """It needs what this finds in the matrix, before the first element is encoded. It may be asked for ``amax`` too."""
+    by_product: bool = False
+    """Statistics that are given need not be measured before: the struct does that on the way."""
+    tall: int = SQUARE
+    """The rows of its tiles; of two sides the lower ones are taken."""
+    turns: int = 1
+    """How many tiles a block of threads should take in turn; of two sides the smaller number."""
+    words: int | None = None
+    """The buffer of scales, if those of a line of 128 elements are one word of 32 bits: see ``words_of_tiles``."""
+    aligned: int = 1
+    """Only shards whose first row is a multiple of this are encoded so."""
+
+    def needs(self, stats: Sequence[Tensor | None], measure: bool) -> bool:
+        """Whether something must be measured before."""
+        return (self.amax or self.find is not None) and (stats[0] is None or (measure and not self.by_product))
+
+
+def side_of(quantizer: Quantizer, direction: Direction, device: torch.device) -> TileSide | str:
+    """How an operand is made tile by tile, or why it is not."""
+    try:
+        choice = choose("tile", (quantizer.text,), device)
+    except KernelError as error:
+        return str(error)
+    side: TileSide | None = choice.impl(quantizer, direction) if choice.impl is not None else None
+    if side is None:
+        reasons = "; ".join(reason for _, reason in choice.rejected)
+        return f"{quantizer} has no {direction} operand tile by tile: {reasons or 'its plugin names none'}"
+    return side
+
+
+def why_not(row: Quantizer, col: Quantizer) -> str | None:
+    """Both operands must be made tile by tile, and neither follow from the other."""
+    if shared(row, col):
+        return "the column operand follows from the row operand"
+    device = torch.device("cuda", torch.cuda.current_device())
+    sides = side_of(row, "row", device), side_of(col, "col", device)
+    return next((side for side in sides if isinstance(side, str)), None)
+
+
+def quantize(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: Quantizer,
+    col: Quantizer,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """As the reference."""
+    pair = _pair(row.text, col.text, x.get_device())
+    return pair.quantize(x, stats, row, col, seed, offset, measure)
+
+
+class Pair:
+    """Two sides, and the kernel that is compiled for them."""
+
+    def __init__(self, row: TileSide, col: TileSide) -> None:
+        self.row, self.col = row, col
+        self.tall = min(row.tall, col.tall)
+        self.turns = min(row.turns, col.turns)
+        arguments = f"P({row.parameters})({col.parameters})I"
+        self.kernel = tile_kernels("common/pair.cu", "pair", arguments)[self.tall]
+        self.macros = (
+            f"LPQ_ROW={row.struct}", f'LPQ_ROW_HEADER="{row.header}"',
+            f"LPQ_COL={col.struct}", f'LPQ_COL_HEADER="{col.header}"',
+        )  # fmt: skip
+        self._compiled_for: dict[tuple[torch.dtype, bool, bool], tuple[str, ...]] = {}
+
+    def compiled_for(self, dtype: torch.dtype, *, stats: bool, whole: bool) -> tuple[str, ...]:
+        """The macros for an input, where statistics are given or wanted, and where tiles cover the matrix exactly."""
+        key = dtype, stats, whole
+        if key not in self._compiled_for:
+            switches = ["LPQ_STATS"] if stats else []
+            self._compiled_for[key] = (INPUTS[dtype], *self.macros, *switches, *covering(self.tall, whole))
+        return self._compiled_for[key]
+
+    def quantize(
+        self,
+        x: Tensor,
+        stats: Sequence[Tensor | None],
+        row: Quantizer,
+        col: Quantizer,
+        seed: Tensor | None,
+        offset: int,
+        measure: bool,
+    ) -> list[Tensor]:
+        """One read of the tensor, after those in which its amaxes are found if they are needed."""
+        first, second = self.row, self.col
+        if x.numel() == 0 or offset % first.aligned or offset % second.aligned:
+            return quantize_reference(x, stats, row, col, seed, offset, measure)
+        x = x.contiguous()
+        rows, cols = x.shape
+        known = [None if s is None else s.contiguous() for s in stats] or [None] * (len(row.stats) + len(col.stats))
+        given = known[: len(row.stats)], known[len(row.stats) :]
+        found = _found(x, (first, second), given, measure)
+        whole = is_whole(x, rows, cols, self.tall)
+        in_words = first.words is not None, second.words is not None
+        words = words_of_tiles(x) if whole and any(in_words) else None
+        jobs = [
+            Job(x, shape, own, before, words if takes else None, seed, offset, measure)
+            for shape, own, before, takes in zip(((rows, cols), (cols, rows)), given, found, in_words, strict=True)
+        ]
+        made, beside = first.make(jobs[0]), second.make(jobs[1])
+        count = tiles(rows, cols, self.tall)
+        self.kernel.launch(
+            x.get_device(), self.compiled_for(x.dtype, stats=measure or bool(stats), whole=whole),
+            -(-count // self.turns), x.data_ptr(), *made.parameters, *beside.parameters, count, rows, cols,
+        )  # fmt: skip
+        if words is not None:
+            row_scale = made.buffers[first.words] if first.words is not None else None
+            col_scale = beside.buffers[second.words] if second.words is not None else None
+            untile(words, row_scale, col_scale, rows, cols)
+        return [*made.buffers, *beside.buffers, *made.measured, *beside.measured]
+
+
+def _found(
+    x: Tensor, sides: tuple[TileSide, TileSide], given: tuple[Sequence[Tensor | None], ...], measure: bool
+) -> list[Tensor | None]:
+    """What each side needs of the matrix before, all of it from one read if one can give it."""
+    need = [side.needs(stats, measure) for side, stats in zip(sides, given, strict=True)]
+    found: list[Tensor | None] = [None, None]
+    wants_amax = any(side.amax for side, needed in zip(sides, need, strict=True) if needed)
+    amax = None
+    for i, side in enumerate(sides):
+        if need[i] and side.find is not None:
+            found[i], beside = side.find(x, wants_amax and amax is None)
+            amax = beside if amax is None else amax
+    if wants_amax and amax is None:
+        amax = amax_parts(x, x.dtype)
+    return [amax if side.amax and needed else f for side, needed, f in zip(sides, need, found, strict=True)]
+
+
+@registry.cached
+def _pair(row: str, col: str, index: int) -> Pair:
+    device = torch.device("cuda", index)
+    first = side_of(cast("Quantizer", registry.quantizer(row)), "row", device)
+    second = side_of(cast("Quantizer", registry.quantizer(col)), "col", device)
+    if isinstance(first, str) or isinstance(second, str):
+        raise KernelError(first if isinstance(first, str) else str(second))
+    return Pair(first, second)

@@ -1,0 +1,75 @@
+"""FP8 tile by tile, for operands that are written beside those of another format."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpq.core.pairs import Job, Made, TileSide
+from lpq.core.quantizer import Direction
+from lpq.ops.cubins import csrc
+from lpq.ops.tiles import TALL, pointer
+from lpq_fp8.cuda import BLOCK, largest_scale_of, measure_lines, pow2_of
+from lpq_fp8.quantizer import FP8Quantizer
+from lpq_fp8.storage import ELEMENTS
+
+
+def tile(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
+    """How either operand is made."""
+    return (_matrix if quantizer.transposable else _lines)(quantizer, direction)
+
+
+def _matrix(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
+    """One scale, or one for each 128x128."""
+    square, element = quantizer.scaling == "block", ELEMENTS[quantizer.dtype]
+
+    def make(job: Job) -> Made:
+        high, wide = job.shape
+        grid = (-(-high // BLOCK), -(-wide // BLOCK)) if square else ()
+        data, scale = job.x.new_empty(job.shape, dtype=element), job.x.new_empty(grid, dtype=torch.float32)
+        (given,) = job.stats
+        amaxes = given if given is not None else job.found
+        known = measured = None
+        if job.measure and square:
+            measured = torch.empty_like(scale)
+        elif job.measure and given is not None:  # a by-product
+            measured = torch.zeros_like(scale)
+        elif job.measure:
+            known = torch.empty_like(scale)
+        parameters = (
+            data.data_ptr(), scale.data_ptr(), pointer(amaxes), amaxes.numel() if amaxes is not None else 0,
+            pointer(known), pointer(measured), largest_scale_of(job.x.dtype, quantizer), pow2_of(quantizer),
+        )  # fmt: skip
+        return Made((data, scale), [t for t in (known, measured) if t is not None], parameters)
+
+    struct = f"fp8::{direction.capitalize()}Matrix<{quantizer.dtype.upper()},{str(square).lower()}>"
+    header = csrc() / "fp8/matrix.cuh"
+    return TileSide(header, struct, "PPPIPPfI", make, amax=not square, by_product=True, tall=TALL)
+
+
+def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
+    """A scale for each line of the operand, or for 128 elements of one."""
+    blocks, element = quantizer.scaling == "block", ELEMENTS[quantizer.dtype]
+
+    def find(x: Tensor, amax: bool) -> tuple[Tensor, Tensor | None]:
+        row, col = (quantizer, None) if direction == "row" else (None, quantizer)
+        return measure_lines(x, row, col, x.dtype)[0], None
+
+    def make(job: Job) -> Made:
+        high, wide = job.shape
+        data = job.x.new_empty(job.shape, dtype=element)
+        scale = job.x.new_empty((high, -(-wide // BLOCK) if blocks else 1), dtype=torch.float32)
+        (given,) = job.stats
+        measured = torch.empty_like(scale) if blocks and job.measure else None
+        parameters = (
+            data.data_ptr(), scale.data_ptr(), pointer(given if given is not None else job.found), pointer(measured),
+            pointer(job.words), largest_scale_of(job.x.dtype, quantizer), pow2_of(quantizer),
+        )  # fmt: skip
+        wanted = (measured if blocks else job.found) if job.measure else None
+        return Made((data, scale), () if wanted is None else (wanted,), parameters)
+
+    struct = f"fp8::{direction.capitalize()}Lines<{quantizer.dtype.upper()},{str(blocks).lower()}>"
+    return TileSide(
+        csrc() / "fp8/lines.cuh", struct, "PPPPPfI", make, find=None if blocks else find, tall=TALL,
+        words=1 if blocks else None,
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""NVFP4 tile by tile, for operands that are written beside those of another format."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpq.core.elements import E4M3
+from lpq.core.pairs import Job, Made, TileSide
+from lpq.core.quantizer import Direction
+from lpq.ops.cubins import csrc
+from lpq.ops.tiles import SQUARE, amax_finish, pointer
+from lpq_nvfp4.cuda import parts_of
+from lpq_nvfp4.quantizer import NVFP4Quantizer
+from lpq_nvfp4.reference import GROUP
+
+
+def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
+    """How an operand is made; none that is rotated is a row operand."""
+    rotated, square = quantizer.rht, quantizer.block == "16x16"
+    if rotated and direction == "row":
+        return None
+
+    def make(job: Job) -> Made:
+        high, wide = job.shape
+        blocks = (-(-high // GROUP) if square else high, -(-wide // GROUP))
+        amax, given = job.stats
+        buffers = (
+            job.x.new_empty((high, blocks[1] * (GROUP // 2)), dtype=torch.uint8),
+            job.x.new_empty(blocks, dtype=E4M3),
+            job.x.new_empty((), dtype=torch.float32),
+        )
+        measured: tuple[Tensor, ...] = ()
+        if job.measure:
+            assert job.found is not None
+            measured = (amax_finish(job.found), job.x.new_empty(blocks, dtype=torch.float32))
+        known = amax if amax is not None else job.found
+        assert known is not None
+        parameters = (
+            *(b.data_ptr() for b in buffers), known.data_ptr(), known.numel(), pointer(given),
+            measured[1].data_ptr() if measured else 0, pointer(job.seed), job.offset,
+        )  # fmt: skip
+        return Made(buffers, measured, parameters)
+
+    flags = [quantizer.stochastic, square, *([rotated] if direction == "col" else [])]
+    struct = f"nvfp4::{direction.capitalize()}<{','.join(str(flag).lower() for flag in flags)}>"
+    return TileSide(
+        csrc() / "nvfp4/sides.cuh", struct, "PPPPIPPPq", make, amax=not rotated, find=_rotated if rotated else None,
+        tall=SQUARE, turns=2, aligned=GROUP if quantizer.stochastic and direction == "col" else 1,
+    )  # fmt: skip
+
+
+def _rotated(x: Tensor, plain: bool) -> tuple[Tensor, Tensor | None]:
+    """Magnitudes of which the largest is the amax of the rotated columns; and of the matrix, if that is wanted."""
+    of_plain, rotated = parts_of(x, x.dtype, plain, True)
+    assert rotated is not None
+    return rotated, of_plain

@@ -1,0 +1,194 @@
+"""Two formats from one read: which pairs the table gives to the kernel of any two, and what that is handed."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq.core import operations, pairs
+from lpq.core.pairs import Job, Made, TileSide
+from lpq.ops import choose, table
+from lpq.ops.cuda import CudaKernel
+from lpq.registry import FormatSpec, KernelSpec, hookimpl, refresh, register
+
+GPU = torch.device("cuda", 0)
+ROWS = [
+    "fp8", "fp8(scaling=delayed)", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)",
+    "mxfp8", "nvfp4", "nvfp4(stochastic=true)", "nvfp4(block=16x16)",
+]  # fmt: skip
+COLS = [*ROWS, "mxfp8(dtype=e5m2)", "nvfp4(rht=true)", "nvfp4(rht=true, stochastic=true)"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[str, ...]]]]:
+    """A GPU that has all that kernels want, and writes down what is launched: the kernel and its macros."""
+    launched: list[tuple[str, tuple[str, ...]]] = []
+
+    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        self._slots.pack(*arguments)
+        launched.append((self.name, macros))
+
+    monkeypatch.delenv("LPQ_KERNELS", raising=False)
+    monkeypatch.setattr(table, "_elsewhere", lambda kernel, device, allowed: None)
+    monkeypatch.setattr(table, "_installed", lambda module: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(CudaKernel, "launch", launch)
+    refresh()
+    yield launched
+    refresh()
+
+
+def chosen(row: str, col: str) -> table.Choice:
+    quantizer = lpq.quantizer(f"hybrid(row={row}, col={col})")
+    return choose("quantize", (quantizer.side("row").text, quantizer.side("col").text), GPU)
+
+
+def test_any_two_formats_are_served_by_one_kernel(gpu: list[Any]) -> None:
+    for row, col in itertools.product(ROWS, COLS):
+        if row.partition("(")[0] != col.partition("(")[0]:
+            assert chosen(row, col).impl is pairs.quantize, (row, col)
+
+
+@pytest.mark.parametrize(
+    ("row", "col"),
+    [("fp8", "fp8(scaling=block)"), ("nvfp4", "nvfp4(block=16x16)"), ("fp8", "fp8(dtype=e5m2)")],
+)
+def test_two_kinds_of_a_format_are_too_and_no_portable_kernel_comes_first(row: str, col: str, gpu: list[Any]) -> None:
+    choice = chosen(row, col)
+    assert choice.impl is pairs.quantize
+    assert [kernel.backend for kernel, _ in choice.rejected] == ["cuda"]
+
+
+@pytest.mark.parametrize("text", ["fp8", "mxfp8", "nvfp4", "nvfp4(rht=true)", "fp8(scaling=row)"])
+def test_a_format_that_has_a_kernel_for_both_keeps_it(text: str, gpu: list[Any]) -> None:
+    quantizer = lpq.quantizer(text)
+    choice = choose("quantize", (quantizer.side("row").text, quantizer.side("col").text), GPU)
+    assert choice.kernel is not None
+    assert choice.kernel.impl.startswith("lpq_")
+
+
+def test_what_is_not_made_tile_by_tile_says_so(gpu: list[Any]) -> None:
+    mxfp8, nvfp4 = lpq.quantizer("mxfp8"), lpq.quantizer("nvfp4(rht=true)")
+    assert pairs.why_not(mxfp8, nvfp4) is None
+    assert pairs.why_not(nvfp4, mxfp8) == "nvfp4(rht=true) has no row operand tile by tile: its plugin names none"
+    assert "identity has no col operand" in str(pairs.why_not(mxfp8, lpq.quantizer("identity")))
+    fp8 = lpq.quantizer("fp8")
+    assert pairs.why_not(fp8, fp8) == "the column operand follows from the row operand"
+
+
+def test_without_the_kernels_of_a_format_its_pairs_are_made_one_after_the_other(
+    gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "_elsewhere", lambda kernel, *_: "not today" if "mxfp8.tile" in kernel.impl else None)
+    refresh()
+    choice = chosen("mxfp8", "nvfp4")
+    assert choice.backend == "reference"
+    (reason,) = [why for kernel, why in choice.rejected if kernel.impl == "lpq.core.pairs:quantize"]
+    assert reason == "mxfp8 has no row operand tile by tile: not today"
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_it_returns_what_the_operation_returns(row: str, gpu: list[Any]) -> None:
+    """The tensors that the kernel is to fill, those of the reference in shape and dtype, and none of them twice."""
+    for col, (rows, cols) in itertools.product(COLS, [(256, 384), (33, 80), (0, 16)]):
+        quantizer = lpq.quantizer(f"hybrid(row={row}, col={col})")
+        sides = quantizer.side("row"), quantizer.side("col")
+        if pairs.why_not(*sides) is not None:
+            continue
+        pair = pairs.Pair(pairs.side_of(sides[0], "row", GPU), pairs.side_of(sides[1], "col", GPU))  # type: ignore[arg-type]
+        x, seed = torch.randn(rows, cols), torch.tensor(1)
+        others = operations.measure_reference(x, *sides)
+        for stats, measure in itertools.product(([], others, [None] * len(others)), (False, True)):
+            expected = operations.quantize_reference(x, stats, *sides, seed, 0, measure)
+            gpu.clear()
+            got = pair.quantize(x, stats, *sides, seed, 0, measure)
+            assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in expected]
+            assert len({t.data_ptr() for t in got}) == len(got) or not x.numel()
+            assert [name for name, _ in gpu].count("pair") == bool(x.numel())
+
+
+@pytest.mark.parametrize(
+    ("row", "col", "kernels"),
+    [
+        ("mxfp8", "fp8(scaling=block)", ["pair"]),
+        ("fp8", "mxfp8", ["amax_parts", "pair"]),
+        ("fp8", "nvfp4", ["amax_parts", "pair"]),
+        ("nvfp4", "fp8", ["amax_parts", "pair"]),
+        ("fp8", "nvfp4(rht=true)", ["amaxes", "pair"]),
+        ("fp8(scaling=row)", "nvfp4", ["amax", "amax_parts", "pair"]),
+    ],
+)
+def test_what_both_need_to_know_is_measured_once(row: str, col: str, kernels: list[str], gpu: list[Any]) -> None:
+    first, second = lpq.quantizer(row).side("row"), lpq.quantizer(col).side("col")
+    pair = pairs.Pair(pairs.side_of(first, "row", GPU), pairs.side_of(second, "col", GPU))  # type: ignore[arg-type]
+    x = torch.randn(256, 384)
+    pair.quantize(x, [], first, second, None, 0, False)
+    assert [name for name, _ in gpu] == kernels
+    known = operations.measure_reference(x, first, second)
+    gpu.clear()
+    pair.quantize(x, known, first, second, None, 0, False)
+    assert [name for name, _ in gpu] == ["pair"], "all that is needed is given"
+
+
+# ---------------------------------------------------------------------------------------------- a third party's format
+
+
+def theirs(quantizer: lpq.core.Quantizer, direction: str) -> TileSide:
+    def make(job: Job) -> Made:
+        made = quantizer.storage.empty(quantizer, job.shape, job.x.dtype, job.x.device).tensors()
+        return Made(made, (), (made[0].data_ptr(), 0.5))
+
+    return TileSide(Path("/somewhere/theirs.cuh"), f"Theirs<{direction == 'row'}>", "Pf", make)
+
+
+class Acme:
+    """Somebody's format, which borrows what a format must have, and says how it is made tile by tile."""
+
+    @staticmethod
+    @hookimpl
+    def lpq_register_formats() -> FormatSpec:
+        return FormatSpec(
+            name="acme", summary="somebody's", effective_bits=8,
+            quantizer="test_pairs:AcmeQuantizer", storage="lpq_mxfp8.storage:MXFP8Storage",
+            kernels=(KernelSpec(op="tile", impl="test_pairs:theirs", backend="cuda"),),
+        )  # fmt: skip
+
+
+class AcmeQuantizer(type(lpq.quantizer("mxfp8"))):  # type: ignore[misc]
+    pass
+
+
+def test_a_third_partys_format_takes_part(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "test_pairs", sys.modules[__name__])
+    register(Acme, name="acme")
+    assert chosen("acme", "nvfp4").impl is pairs.quantize
+    assert chosen("fp8", "acme").impl is pairs.quantize
+    pair = pairs._pair("acme", "nvfp4", 0)
+    x: Tensor = torch.randn(128, 256, dtype=torch.bfloat16)
+    got = pair.quantize(x, [], lpq.quantizer("acme"), lpq.quantizer("nvfp4"), None, 0, False)
+    assert len(got) == 5
+    name, macros = gpu[-1]
+    assert name == "pair"
+    assert {"LPQ_ROW=Theirs<True>", 'LPQ_ROW_HEADER="/somewhere/theirs.cuh"'} <= set(macros)
+    assert "LPQ_COL=nvfp4::Col<false,false,false>" in macros
+
+
+def test_a_struct_is_one_parameter() -> None:
+    from lpq.ops.cuda import _Buffers
+
+    kernel = CudaKernel("common/pair.cu", "pair", "P(PIf)(q)I", threads=256)
+    packed = kernel._slots.pack(1, 2, 3, 0.5, 5, 6)
+    assert struct.unpack_from("<f", packed, 24) == (0.5,)
+    buffers = _Buffers(len(packed), kernel._places)
+    start = buffers.array[0]
+    assert start is not None
+    assert [place - start for place in buffers.array] == [0, 8, 32, 40]

@@ -1,0 +1,184 @@
+"""Operands of two formats from one read: the bytes of the references, for any shape, dtype, alignment and choice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fuzzed import DTYPES, assert_captured, assert_same, inputs, of_many_elements, quantize, seed, sides
+from torch.profiler import ProfilerActivity, profile
+
+import lpq
+from lpq.core import Quantizer, operations, pairs
+from lpq.core.operations import quantize_reference
+from lpq.core.pairs import Job, Made, TileSide
+from lpq.ops import choose
+from lpq.testing.conformance.test_kernels import Poisoned
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PAIRS = [
+    f"hybrid(row={row}, col={col})"
+    for row, col in (
+        ("fp8", "mxfp8"),
+        ("fp8", "nvfp4"),
+        ("fp8", "nvfp4(rht=true)"),
+        ("fp8", "fp8(scaling=block)"),
+        ("fp8(scaling=delayed, dtype=e5m2)", "nvfp4"),
+        ("fp8(scaling=delayed)", "fp8(scaling=delayed, dtype=e5m2)"),
+        ("fp8(scaling=row)", "mxfp8"),
+        ("fp8(scaling=block)", "mxfp8(dtype=e5m2)"),
+        ("fp8(scaling=block, pow2=false, dtype=e5m2)", "nvfp4(rht=true, stochastic=true)"),
+        ("fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)"),
+        ("mxfp8", "fp8(pow2=true)"),
+        ("mxfp8", "fp8(scaling=delayed)"),
+        ("mxfp8(dtype=e5m2)", "fp8(scaling=row)"),
+        ("mxfp8", "fp8(scaling=block)"),
+        ("mxfp8", "nvfp4"),
+        ("mxfp8", "nvfp4(rht=true, stochastic=true)"),
+        ("nvfp4", "fp8"),
+        ("nvfp4", "fp8(scaling=block)"),
+        ("nvfp4", "mxfp8"),
+        ("nvfp4(stochastic=true)", "mxfp8"),
+        ("nvfp4(stochastic=true)", "fp8(scaling=block, block=128x128)"),
+        ("nvfp4(block=16x16)", "fp8(scaling=delayed, dtype=e5m2)"),
+        ("nvfp4", "nvfp4(block=16x16)"),
+        ("nvfp4(block=16x16)", "nvfp4(rht=true)"),
+    )
+]
+SHAPES = [(128, 128), (256, 512), (1, 1), (33, 80), (130, 257), (300, 136), (31, 16), (0, 64)]
+FEW = ["normal", "wide range", "nan", "infinite", "zeros", "unaligned", "transposed"]
+
+
+def both(text: str) -> tuple[Quantizer, Quantizer]:
+    row, col = sides(text, True, True)
+    assert row is not None
+    assert col is not None
+    return row, col
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_one_kernel_serves_both(text: str) -> None:
+    row, col = both(text)
+    choice = choose("quantize", (row.text, col.text), torch.device("cuda", 0))
+    assert choice.impl is pairs.quantize, choice.rejected
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_it_equals_the_reference(text: str) -> None:
+    """The statistics measured here or given, and asked for or not. Each shape in a dtype, and each dtype in shapes."""
+    row, col = both(text)
+    for i, (rows, cols) in enumerate(SHAPES):
+        dtype = DTYPES[(i + PAIRS.index(text)) % 3]
+        for name, x in inputs(rows, cols, dtype):
+            if name not in FEW:
+                continue
+            others = operations.measure_reference(x * 0.5, row, col)
+            mixed = [None if k % 2 else s for k, s in enumerate(others)]
+            cases = [([], 0, False)]
+            if name in ("normal", "nan", "unaligned"):
+                cases += [([], 16, True), (others, 0, True), (others, 32, False), (mixed, 5, True)]
+            for stats, offset, measure in cases:
+                expected = quantize_reference(x, stats, row, col, seed(), offset, measure)
+                got = quantize(x, stats, row, col, offset, measure)
+                assert_same(got, expected, f"{text} {rows}x{cols} {dtype} {name}, {len(stats)} {offset} {measure}")
+
+
+@pytest.mark.parametrize("text", PAIRS)
+@pytest.mark.parametrize("shape", [(128 * 34, 128 * 33), (128 * 17, 128 * 31), (128 * 34 + 16, 128 * 33)], ids=str)
+def test_many_tiles(text: str, shape: tuple[int, int]) -> None:
+    """Blocks of threads take several tiles in turn, and from some size on scales take another way to their places."""
+    row, col = both(text)
+    x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    for measure in (False, True):
+        expected = quantize_reference(x, [], row, col, seed(), 0, measure)
+        assert_same(quantize(x, [], row, col, 0, measure), expected, f"{text} {shape} {measure}")
+
+
+@pytest.mark.parametrize("text", PAIRS)
+def test_no_synchronisation_and_capture(text: str) -> None:
+    assert_captured(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "kernels"),
+    [
+        ("hybrid(row=mxfp8, col=fp8(scaling=block))", ["pair"]),
+        ("hybrid(row=fp8, col=mxfp8)", ["amax_parts", "pair"]),
+        ("hybrid(row=fp8, col=nvfp4)", ["amax_parts", "pair"]),
+        ("hybrid(row=nvfp4, col=fp8)", ["amax_parts", "pair"]),
+        ("hybrid(row=fp8, col=nvfp4(rht=true))", ["amaxes", "pair"]),
+        ("hybrid(row=nvfp4, col=nvfp4(block=16x16))", ["amax_parts", "pair"]),
+    ],
+)
+def test_the_tensor_is_measured_once(text: str, kernels: list[str]) -> None:
+    """What both need to know of it comes from one read."""
+    quantizer = lpq.quantizer(text)
+    x = torch.randn(512, 384, device="cuda", dtype=torch.bfloat16)
+    quantizer.quantize(x)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        quantizer.quantize(x)
+        torch.cuda.synchronize()
+    assert sorted(e.name for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA) == kernels
+
+
+def test_more_than_2_31_elements() -> None:
+    """What lies last is encoded as it is alone."""
+    whole, last = of_many_elements("hybrid(row=mxfp8, col=nvfp4)")
+    assert whole.row is not None
+    assert last.row is not None
+    assert_same([whole.row.tensors()[0][-128:]], [last.row.tensors()[0]], "rows")
+    assert whole.col is not None
+    assert last.col is not None
+    assert_same([whole.col.tensors()[0][-256:, -64:]], [last.col.tensors()[0][-256:]], "columns")
+
+
+# ---------------------------------------------------------------------------------------------- a third party's format
+
+THEIRS = """
+#include "side.cuh"
+
+namespace theirs {
+struct Parameters { u8* data; alignas(8) float factor; };
+
+struct Row : Side {
+    typedef theirs::Parameters Parameters;
+    struct Shared {};
+    const Parameters p;
+    __device__ Row(const Parameters& p, Shared&, const Tile&) : p(p) {}
+    __device__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
+        for (int i = 0; i < ROWS; ++i) {
+            u32 low, high;
+            scale_row<E5M2>(w[i], p.factor, low, high);
+            store_row(t, p.data, i, low, high);
+        }
+    }
+};
+}
+"""
+
+
+def test_a_format_of_a_third_party_is_made_beside_one_of_ours(tmp_path: Path) -> None:
+    """Its struct is all that it needs: here E5M2 with one constant factor."""
+    header = tmp_path / "theirs.cuh"
+    header.write_text(THEIRS)
+
+    def make(job: Job) -> Made:
+        data = job.x.new_empty(job.shape, dtype=torch.float8_e5m2)
+        return Made((data,), (), (data.data_ptr(), 0.25))
+
+    device = torch.device("cuda", 0)
+    nvfp4 = lpq.quantizer("nvfp4")
+    ours = pairs.side_of(nvfp4, "col", device)
+    assert isinstance(ours, TileSide)
+    pair = pairs.Pair(TileSide(header, "theirs::Row", "Pf", make), ours)
+    x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
+    with Poisoned():  # type: ignore[no-untyped-call]
+        got = pair.quantize(x, [], lpq.quantizer("identity"), nvfp4, None, 0, False)
+    expected = quantize_reference(x, [], None, nvfp4, None, 0, False)
+    assert_same(got, [(x.float() * 0.25).to(torch.float8_e5m2), *expected], "theirs beside nvfp4")
