@@ -19,6 +19,24 @@ __device__ __forceinline__ float decode<E4M3>(u32 code) {
     return (code & 0x7f) == 0x7f ? __uint_as_float(NAN_BITS) : f;
 }
 
+// The four codes of a word.
+template <class F>
+__device__ __forceinline__ void decode_pairs(u32 codes, float& a, float& b, float& c, float& d) {
+#if __CUDA_ARCH__ >= 890
+    u32 low, high;
+    if (F::mantissa == 3)
+        asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
+            : "=r"(low), "=r"(high) : "r"(codes));
+    else
+        asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b; }"
+            : "=r"(low), "=r"(high) : "r"(codes));
+    a = half_value(low), b = half_value(low >> 16), c = half_value(high), d = half_value(high >> 16);
+#else
+    a = decode<F>(codes & 0xff), b = decode<F>(codes >> 8 & 0xff);
+    c = decode<F>(codes >> 16 & 0xff), d = decode<F>(codes >> 24);
+#endif
+}
+
 // Two values in 16 bits each.
 __device__ __forceinline__ u32 narrow(float a, float b) {
     u32 r;

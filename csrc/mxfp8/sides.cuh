@@ -2,7 +2,10 @@
 //
 // A null pointer leaves its part out: without data only the amaxes are measured. An amax that is given takes the place
 // of the block's own, which LPQ_STATS allows for. If there are `words`, the exponents go there: see untile.cu.
+//
+// EXACT: what the operand stands for goes out in place of it, in bf16, of a matrix whose sizes are multiples of 8.
 #pragma once
+#include "decode.cuh"
 #include "side.cuh"
 
 namespace mxfp8 {
@@ -26,6 +29,22 @@ __device__ __forceinline__ float inverse_of(u32 exponent) {
     return __uint_as_float(exponent < 254 ? (254 - exponent) << 23 : exponent == 254 ? 0x400000u : 0x200000u);
 }
 
+// 2^(exponent - 127), or NaN, from what inverse_of gives.
+__device__ __forceinline__ float power_of(float inverse) {
+    const u32 bits = __float_as_uint(inverse), exponent = bits >> 23 ? 254 - (bits >> 23) : 254;
+    return __uint_as_float(bits == 0x200000u ? NAN_BITS : exponent ? exponent << 23 : 0x400000u);
+}
+
+// Eight elements times a power of two.
+template <class F>
+__device__ __forceinline__ void store_exact(void* out, i64 row, i64 col, i64 cols, u32 low, u32 high, float power) {
+    float v[8];
+    decode_pairs<F>(low, v[0], v[1], v[2], v[3]), decode_pairs<F>(high, v[4], v[5], v[6], v[7]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], power);
+    store_values(out, row, col, cols, v);
+}
+
 // Scales of blocks in N lines: their exponents go to shared memory, `apart` bytes from line to line, and where the
 // statistics live is read or written.
 template <class F, int N, int WORDS_OF_N>
@@ -47,7 +66,7 @@ __device__ __forceinline__ void scales(
     }
 }
 
-template <class F>
+template <class F, bool EXACT = false>
 struct Row : Side {
     typedef mxfp8::Parameters Parameters;
     static constexpr int ACROSS = WIDE / 32;  // blocks in a tile
@@ -73,11 +92,15 @@ struct Row : Side {
         for (int i = 0; i < ROWS; ++i) {
             u32 low, high;
             scale_row<F>(w[i], inverse[i], low, high);
-            store_row(t, p.data, i, low, high);
+            if (!EXACT)
+                store_row(t, p.data, i, low, high);
+            else if (i < t.high)
+                store_exact<F>(p.data, t.row + i, t.col, t.cols, low, high, power_of(inverse[i]));
         }
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
+        if (EXACT) return;
         const u8* exponents = shared.exponents[threadIdx.x % TALL];
         const i64 row = (i64)t.down * TALL + threadIdx.x;
         if (threadIdx.x >= TALL) return;
@@ -88,7 +111,7 @@ struct Row : Side {
     }
 };
 
-template <class F>
+template <class F, bool EXACT = false>
 struct Col : Side {
     typedef mxfp8::Parameters Parameters;
     static constexpr int DOWN = TALL / 32;
@@ -121,12 +144,15 @@ struct Col : Side {
         for (int j = 0; j < 8; ++j) {
             u32 low, high;
             scale_col<F>(w, j, inverse[j], low, high);
-            shared.transposed.put(t, j, low, high);
+            if (!EXACT)
+                shared.transposed.put(t, j, low, high);
+            else if (j < t.wide)
+                store_exact<F>(p.data, t.col + j, t.row, t.rows, low, high, power_of(inverse[j]));
         }
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
-        if (!p.data) return;
+        if (EXACT || !p.data) return;
         shared.transposed.store(t, p.data);
         const int line = (int)threadIdx.x - (THREADS - WIDE), place = (int)threadIdx.x - (THREADS - TALL);
         const i64 col = (i64)t.across * WIDE + line;

@@ -1,5 +1,9 @@
 // NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted.
+//
+// EXACT: elements times the scales of their blocks times 2^-11 go out in place of an operand, in bf16, which holds them
+// exactly; of a matrix whose sizes are multiples of 8.
 #pragma once
+#include "decode.cuh"
 #include "e2m1.cuh"
 #include "philox.cuh"
 #include "side.cuh"
@@ -94,12 +98,13 @@ __device__ __forceinline__ float block_amax(const Parameters& p, float own, bool
 template <bool STOCHASTIC, int N>
 __device__ __forceinline__ bool line_factors(
     float (&amax)[N], const Parameters& p, float sixth, const Factors& factors, bool first, int inside, i64 line,
-    i64 block, i64 blocks, u8* codes, int apart, float (&factor)[N]
+    i64 block, i64 blocks, u8* codes, int apart, float (&factor)[N], u32 (&code_of)[N]
 ) {
     bool plain = true;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
         const u32 code = block_scale(block_amax(p, amax[i], first, i < inside, (line + i) * blocks + block), sixth);
+        code_of[i] = code;
         factor[i] = factors.of[code];
         plain = plain && is_plain<STOCHASTIC>(amax[i], factor[i]);
         if (first) codes[i * apart] = (u8)code;
@@ -111,17 +116,34 @@ __device__ __forceinline__ bool line_factors(
 template <bool STOCHASTIC, int N>
 __device__ __forceinline__ bool square_factors(
     float amax, const Parameters& p, float sixth, const Factors& factors, bool first, i64 place, bool inside, u8* to,
-    float (&factor)[N]
+    float (&factor)[N], u32 (&code_of)[N]
 ) {
     const u32 code = block_scale(block_amax(p, amax, first, inside, place), sixth);
     if (first) *to = (u8)code;
 #pragma unroll
-    for (int i = 0; i < N; ++i) factor[i] = factors.of[code];
+    for (int i = 0; i < N; ++i) factor[i] = factors.of[code], code_of[i] = code;
     return is_plain<STOCHASTIC>(amax, factor[0]);
 }
 
 // The nibbles of the elements that lie in the matrix, of 8 of which the first `count` do. The others are 0.
 __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
+
+// Eight elements times a block's scale and 2^-11. An element's bf16 bits are looked up, two bytes at a time, by its code.
+__device__ __forceinline__ void store_exact(void* out, i64 row, i64 col, i64 cols, u32 codes, u32 scale_code) {
+    const float scale = __fmul_rn(decode<E4M3>(scale_code), 1.0f / 2048);
+    const u32 scales = narrow(scale, scale);
+    u32 words[4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const u32 four = codes >> (16 * half), places = four & 0x7777u;
+        const u32 upper = __byte_perm(0x3f3f3f00u, 0x40404040u, places), lower = __byte_perm(0xc0800000u, 0xc0804000u, places);
+        const u32 first = __byte_perm(lower, upper, 0x5140) | (four << 12 & 0x8000u) | (four << 24 & 0x80000000u);
+        const u32 last = __byte_perm(lower, upper, 0x7362) | (four << 4 & 0x8000u) | (four << 16 & 0x80000000u);
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(words[2 * half]) : "r"(first), "r"(scales), "r"(0x80008000u));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(words[2 * half + 1]) : "r"(last), "r"(scales), "r"(0x80008000u));
+    }
+    if (col < cols) stream((u16*)out + row * cols + col, make_uint4(words[0], words[1], words[2], words[3]));
+}
 
 // What both operands do once for all tiles of a block of threads: the amax of the operand, and what follows from it.
 struct Scales {
@@ -137,7 +159,7 @@ struct Scales {
 };
 
 // KEEPS: the codes of this thread's rows are kept, for a column operand that has the same ones.
-template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false>
+template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false, bool EXACT = false>
 struct Row : Side {
     typedef nvfp4::Parameters Parameters;
     static constexpr int NEEDS = LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS;
@@ -157,6 +179,7 @@ struct Row : Side {
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const i64 row_block = t.row / 16, col_block = t.col / 16;
         float factor[ROWS];
+        u32 code_of[ROWS];
         bool plain;
         if (SQUARE) {
             u32 block = thread_amax(w);
@@ -164,7 +187,7 @@ struct Row : Side {
             plain = square_factors<STOCHASTIC>(
                 __uint_as_float(block), p, scales.sixth, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
                 row_block * across + col_block, row_block < down && col_block < across,
-                &shared.codes[t.lane_row / 16][t.lane_col / 16], factor);
+                &shared.codes[t.lane_row / 16][t.lane_col / 16], factor, code_of);
         } else {
             u32 words[LINES];
             float amaxes[ROWS];
@@ -174,7 +197,7 @@ struct Row : Side {
             for (int i = 0; i < ROWS; ++i) amaxes[i] = value(words, i);
             plain = line_factors<STOCHASTIC>(
                 amaxes, p, scales.sixth, shared.factors, t.lane_col % 16 == 0, col_block < across ? t.high : 0, t.row,
-                col_block, across, &shared.codes[t.lane_row][t.lane_col / 16], ACROSS, factor);
+                col_block, across, &shared.codes[t.lane_row][t.lane_col / 16], ACROSS, factor, code_of);
         }
         if (!p.data) return;
         const u32 mask = nibbles(t.wide);
@@ -190,7 +213,11 @@ struct Row : Side {
 #pragma unroll
                 for (int j = 0; j < 8; ++j) v[j] = value(w[i], j);
                 const u32 codes = ::encode<STOCHASTIC>(v, factor[i], plain, bits[n / DRAWN][n % DRAWN]) & mask;
-                if (i < t.high && col_block < across) stream(to + i * across * 8, codes);
+                if (EXACT) {
+                    if (i < t.high) store_exact(p.data, t.row + i, t.col, t.cols, codes, code_of[i]);
+                } else if (i < t.high && col_block < across) {
+                    stream(to + i * across * 8, codes);
+                }
                 if (KEEPS) kept[i] = i < t.high ? codes : 0;
             }
         }
@@ -199,7 +226,7 @@ struct Row : Side {
     __device__ __forceinline__ void store(const Tile& t) {
         constexpr int LINES_ = SQUARE ? DOWN : TALL;
         const i64 line = (i64)t.down * LINES_ + threadIdx.x;
-        if (p.data && threadIdx.x < LINES_ && line < (SQUARE ? down : t.rows))
+        if (!EXACT && p.data && threadIdx.x < LINES_ && line < (SQUARE ? down : t.rows))
             store_bytes<ACROSS>(p.scale + line * across, (i64)t.across * ACROSS, across, shared.codes[threadIdx.x]);
     }
 };
@@ -232,7 +259,7 @@ struct Columns16 {
     }
 };
 
-template <bool STOCHASTIC, bool SQUARE, bool ROTATED>
+template <bool STOCHASTIC, bool SQUARE, bool ROTATED, bool EXACT = false>
 struct Col : Side {
     typedef nvfp4::Parameters Parameters;
     static constexpr int NEEDS = LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS;
@@ -251,7 +278,7 @@ struct Col : Side {
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const i64 row_block = t.row / 16, col_block = t.col / 16;
         float factor[8], amaxes[8];
-        u32 y[8][4];
+        u32 code_of[8], y[8][4];
         if (ROTATED) {
             u32 words[4];
             rotate(t, w, y);
@@ -277,11 +304,11 @@ struct Col : Side {
             plain = square_factors<STOCHASTIC>(
                 __uint_as_float(block), p, scales.sixth, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
                 col_block * down + row_block, row_block < down && col_block < across,
-                &shared.out.codes[t.lane_col / 16][t.lane_row / 16], factor);
+                &shared.out.codes[t.lane_col / 16][t.lane_row / 16], factor, code_of);
         } else {
             plain = line_factors<STOCHASTIC>(
                 amaxes, p, scales.sixth, shared.factors, t.lane_row % 16 == 0, row_block < down ? t.wide : 0, t.col,
-                row_block, down, &shared.out.codes[t.lane_col][t.lane_row / 16], DOWN, factor);
+                row_block, down, &shared.out.codes[t.lane_col][t.lane_row / 16], DOWN, factor, code_of);
         }
         if (!p.data) return;
         const u32 mask = ROTATED ? ~0u : nibbles(t.high);  // what pads the rows was rotated with them
@@ -298,13 +325,18 @@ struct Col : Side {
                 for (int i = 0; i < 8; ++i)
                     v[i] = !ROTATED ? value(w[i], j)
                                     : __uint_as_float(i & 1 ? y[j][i / 2] & 0xffff0000u : y[j][i / 2] << 16);
-                shared.out.put(
-                    t, j, ::encode<STOCHASTIC>(v, factor[j], plain, bits[n / DRAWN][n % DRAWN]) & mask);
+                const u32 codes = ::encode<STOCHASTIC>(v, factor[j], plain, bits[n / DRAWN][n % DRAWN]) & mask;
+                if (!EXACT)
+                    shared.out.put(t, j, codes);
+                else if (j < t.wide)
+                    store_exact(p.data, t.col + j, t.row, t.rows, codes, code_of[j]);
             }
         }
     }
 
-    __device__ __forceinline__ void store(const Tile& t) { shared.out.store(t, p.data, p.scale, across, down); }
+    __device__ __forceinline__ void store(const Tile& t) {
+        if (!EXACT) shared.out.store(t, p.data, p.scale, across, down);
+    }
 };
 
 }  // namespace nvfp4

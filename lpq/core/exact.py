@@ -17,6 +17,7 @@ from lpq.core.operations import decode, gemm_reference
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose, cublaslt
 from lpq.ops.products import product, product_with_alpha, scaled_product
+from lpq.ops.table import ANY_PAIR
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
@@ -35,8 +36,23 @@ class Exact(NamedTuple):
     """In fp32: the last columns, 16 or so, where bf16 does not hold what they stand for. They have no factor."""
 
 
+class Multiplicand(Storage):
+    """An operand of which only its exact form was made: it is multiplied at once, and not kept."""
+
+    form: Exact
+
+    def tensors(self) -> list[Tensor]:
+        return [self.form.matrix] if self.form.factor is None else [self.form.matrix, self.form.factor]
+
+    def decode_rotated(self) -> Tensor:
+        decoded = self.form.matrix.float() * self.form.constant
+        return decoded if self.form.factor is None else decoded * self.form.factor
+
+
 def exact(operand: Storage) -> Exact | None:
     """The operand as a bf16 matrix and a factor, or None if its format cannot say that of an operand of its shape."""
+    if isinstance(operand, Multiplicand):
+        return operand.form
     impl = choose("exact", (operand.quantizer.text,), operand.device).impl
     found: Exact | None = impl(operand) if impl is not None else None
     return found
@@ -45,6 +61,13 @@ def exact(operand: Storage) -> Exact | None:
 def decoded(operand: Storage) -> Exact:
     """``impl`` for a format that bf16 holds as it decodes: an element's bits and those of its scale are 8 at most."""
     return Exact(decode(operand, torch.bfloat16))
+
+
+def serves(a: Quantizer, b: Quantizer, device: torch.device) -> bool:
+    """Whether operands of these are multiplied here by way of their exact forms. A compiler traces encoded ones."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return choose("gemm", (a.text, b.text), device).kernel in ANY_PAIR
 
 
 def why_not(a: Quantizer, b: Quantizer) -> str | None:

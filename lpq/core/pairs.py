@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from lpq import registry
+from lpq.core.exact import Exact, Multiplicand
 from lpq.core.operations import quantize_reference, shared
+from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose
 from lpq.ops.tiles import (
     INPUTS,
@@ -33,6 +35,10 @@ from lpq.ops.tiles import (
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Direction, Quantizer
+
+
+ALIGNED = 16
+"""Of a matrix of which exact forms are made, rows and columns are multiples of this."""
 
 
 class Job(NamedTuple):
@@ -90,16 +96,18 @@ class TileSide:
     """The buffer of scales, if those of a line of 128 elements are one word of 32 bits: see ``words_of_tiles``."""
     aligned: int = 1
     """Only shards whose first row is a multiple of this are encoded so."""
+    exact: Callable[[Sequence[Tensor]], Exact] | None = None
+    """For ``exact_tile``: what the buffers say. Rows and columns are multiples of ``ALIGNED`` then."""
 
     def needs(self, stats: Sequence[Tensor | None], measure: bool) -> bool:
         """Whether something must be measured before."""
         return (self.amax or self.find is not None) and (stats[0] is None or (measure and not self.by_product))
 
 
-def side_of(quantizer: Quantizer, direction: Direction, device: torch.device) -> TileSide | str:
+def side_of(quantizer: Quantizer, direction: Direction, device: torch.device, op: str = "tile") -> TileSide | str:
     """How an operand is made tile by tile, or why it is not."""
     try:
-        choice = choose("tile", (quantizer.text,), device)
+        choice = choose(op, (quantizer.text,), device)
     except KernelError as error:
         return str(error)
     side: TileSide | None = choice.impl(quantizer, direction) if choice.impl is not None else None
@@ -129,7 +137,42 @@ def quantize(
 ) -> list[Tensor]:
     """As the reference."""
     pair = _pair(row.text, col.text, x.get_device())
+    assert pair is not None
     return pair.quantize(x, stats, row, col, seed, offset, measure)
+
+
+def multiplicands(
+    x: Tensor, row: Quantizer, col: Quantizer, seed: Tensor | None, exact: tuple[bool, bool]
+) -> tuple[Storage, Storage] | None:
+    """Both operands of ``x``, of which one at least is made in its ``exact`` form, without being encoded first; None
+    if they cannot be."""
+    rows, cols = x.shape
+    if rows % ALIGNED or cols % ALIGNED or x.numel() == 0:
+        return None
+    if seed is None and (row.stochastic or col.stochastic):
+        return None
+    ops = tuple("exact_tile" if wanted else "tile" for wanted in exact)
+    try:
+        if any(choose(op, (side.text,), x.device).impl is None for op, side in zip(ops, (row, col), strict=True)):
+            return None
+    except KernelError:  # nothing but kernels is allowed, and these are not there
+        return None
+    pair = _pair(row.text, col.text, x.get_device(), *ops)
+    if pair is None:
+        return None
+    first, second = pair.made(x.contiguous(), (), row, col, seed, 0, False)
+    return (
+        _operand(pair.row, first, row, (rows, cols), x.dtype),
+        _operand(pair.col, second, col, (cols, rows), x.dtype),
+    )
+
+
+def _operand(side: TileSide, made: Made, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Storage:
+    if side.exact is None:
+        return quantizer.storage.wrap(made.buffers, quantizer, shape, dtype)
+    operand = Multiplicand().bind(quantizer, shape, dtype)
+    operand.form = side.exact(made.buffers)
+    return operand
 
 
 class Pair:
@@ -165,11 +208,24 @@ class Pair:
         offset: int,
         measure: bool,
     ) -> list[Tensor]:
+        """As the reference."""
+        if x.numel() == 0 or offset % self.row.aligned or offset % self.col.aligned:
+            return quantize_reference(x, stats, row, col, seed, offset, measure)
+        made, beside = self.made(x.contiguous(), stats, row, col, seed, offset, measure)
+        return [*made.buffers, *beside.buffers, *made.measured, *beside.measured]
+
+    def made(
+        self,
+        x: Tensor,
+        stats: Sequence[Tensor | None],
+        row: Quantizer,
+        col: Quantizer,
+        seed: Tensor | None,
+        offset: int,
+        measure: bool,
+    ) -> tuple[Made, Made]:
         """One read of the tensor, after those in which its amaxes are found if they are needed."""
         first, second = self.row, self.col
-        if x.numel() == 0 or offset % first.aligned or offset % second.aligned:
-            return quantize_reference(x, stats, row, col, seed, offset, measure)
-        x = x.contiguous()
         rows, cols = x.shape
         known = [None if s is None else s.contiguous() for s in stats] or [None] * (len(row.stats) + len(col.stats))
         given = known[: len(row.stats)], known[len(row.stats) :]
@@ -191,7 +247,7 @@ class Pair:
             row_scale = made.buffers[first.words] if first.words is not None else None
             col_scale = beside.buffers[second.words] if second.words is not None else None
             untile(words, row_scale, col_scale, rows, cols)
-        return [*made.buffers, *beside.buffers, *made.measured, *beside.measured]
+        return made, beside
 
 
 def _found(
@@ -212,10 +268,8 @@ def _found(
 
 
 @registry.cached
-def _pair(row: str, col: str, index: int) -> Pair:
+def _pair(row: str, col: str, index: int, row_op: str = "tile", col_op: str = "tile") -> Pair | None:
     device = torch.device("cuda", index)
-    first = side_of(cast("Quantizer", registry.quantizer(row)), "row", device)
-    second = side_of(cast("Quantizer", registry.quantizer(col)), "col", device)
-    if isinstance(first, str) or isinstance(second, str):
-        raise KernelError(first if isinstance(first, str) else str(second))
-    return Pair(first, second)
+    first = side_of(cast("Quantizer", registry.quantizer(row)), "row", device, row_op)
+    second = side_of(cast("Quantizer", registry.quantizer(col)), "col", device, col_op)
+    return None if isinstance(first, str) or isinstance(second, str) else Pair(first, second)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.core import operations
+from lpq.core import operations, pairs
 from lpq.core.operators import alone
 from lpq.core.reduce import check_shard, reduce_stats, spans
 from lpq.core.storage import Storage
@@ -46,13 +46,22 @@ def encode_operands(
     state: State | None = None,
     seed: Tensor | None = None,
     offset: int = 0,
+    exact: tuple[bool, bool] = (False, False),
 ) -> Operands:
-    """Encode the matrix ``x``. The state is read, never written: see ``remember``."""
+    """Encode the matrix ``x``. The state is read, never written: see ``remember``.
+
+    ``exact``: whether the row operand, and the column operand, is multiplied in bf16 at once, and then forgotten. It
+    may be made for that in place of being encoded.
+    """
     check_input(x)
     row_side = quantizer.side("row") if row else None
     col_side = quantizer.side("col") if col else None
     if quantizer.col_source == "original" or col_side is None:
         if group is None and state is None:  # nothing to reduce, and nothing to recall
+            if (exact[0] or exact[1]) and row_side is not None and col_side is not None and alone(x):
+                made = pairs.multiplicands(x, row_side, col_side, seed, exact)
+                if made is not None:
+                    return Operands(*made, [])
             return Operands(*operations.quantize(x, None, row_side, col_side, seed, offset))
         return _encode(quantizer, x, row_side, col_side, group, state, seed, offset)
     first = _encode(quantizer, x, quantizer.side("row"), None, group, state, seed, offset)

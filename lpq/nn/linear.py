@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lpq import recipes
+from lpq import recipes, registry
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
+from lpq.core.exact import serves
 from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
@@ -32,6 +33,8 @@ TENSORS = ("x", "w", "dy")
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 State = dict[str, Tensor]
 Accumulate = Literal["grad", "main_grad"]
+Product = tuple[Quantizer, Quantizer]
+"""What quantizes the two operands of a product."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class Plan:
     """For fprop, dgrad and wgrad: whether a kernel may sum in less than fp32."""
     stochastic: bool
     """Whether anything is rounded with random bits."""
+    fprop: Product | None = None
+    """The product, if one of its operands can be made for it without being encoded; dgrad and wgrad likewise."""
+    dgrad: Product | None = None
+    wgrad: Product | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
@@ -52,7 +59,12 @@ class Plan:
         fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
         tensors = (recipe.x, recipe.w, recipe.dy)
         stochastic = any(q.side(d).stochastic for q in tensors for d in DIRECTIONS)
-        return cls(*tensors, (fast[0] is not False, fast[1] is True, fast[2] is True), stochastic)
+        x, w, dy = tensors
+        products: list[Product] = [
+            (x.side("row"), w.side("row")), (dy.side("row"), w.side("col")), (dy.side("col"), x.side("col"))
+        ]  # fmt: skip
+        of = [product if any(map(_made_exactly, product)) else None for product in products]
+        return cls(*tensors, (fast[0] is not False, fast[1] is True, fast[2] is True), stochastic, *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
@@ -87,14 +99,19 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         state_x, state_w = states.get("x"), states.get("w")
-        x_row, x_col, x_stats = encode_operands(plan.x, x, col=needs_dw, state=state_x, seed=seeds.get("x"))
+        exact = plan.fprop is not None and serves(*plan.fprop, x.device), False
+        x_row, x_col, x_stats = encode_operands(
+            plan.x, x, col=needs_dw, state=state_x, seed=seeds.get("x"), exact=exact
+        )
         w_row: Storage
         w_col: Storage | None
         w_stats: list[Tensor]
         if held is not None:
             w_row, w_col, w_stats = held.row, held.col, []
         else:
-            w_row, w_col, w_stats = weight_operands(plan.w, weight, col=needs_dx, state=state_w, seed=seeds.get("w"))
+            w_row, w_col, w_stats = weight_operands(
+                plan.w, weight, col=needs_dx, state=state_w, seed=seeds.get("w"), exact=exact
+            )
             w_stats = w_stats or measured
         assert x_row is not None
         y = gemm(x_row, w_row, bias=bias, dtype=dtype, fast_accumulate=plan.fast[0])
@@ -123,7 +140,13 @@ class _Multiply(torch.autograd.Function):
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         if needs_dx or needs_dw:
             state = ctx.states.get("dy")
-            dy_row, dy_col, dy_stats = encode_operands(plan.dy, dy, row=needs_dx, col=needs_dw, state=state, seed=seed)
+            exact = (
+                plan.dgrad is not None and serves(*plan.dgrad, dy.device),
+                plan.wgrad is not None and serves(*plan.wgrad, dy.device),
+            )
+            dy_row, dy_col, dy_stats = encode_operands(
+                plan.dy, dy, row=needs_dx, col=needs_dw, state=state, seed=seed, exact=exact
+            )
             if needs_dx:
                 assert dy_row is not None
                 assert w_col is not None
@@ -148,6 +171,11 @@ class _Multiply(torch.autograd.Function):
         return dx, dw, db, None, None, None, None, None, None, None
 
 
+def _made_exactly(side: Quantizer) -> bool:
+    """Whether the format has kernels, for any hardware, that make an operand for a product without encoding it."""
+    return bool(registry.kernels("exact_tile", (registry.format_of(type(side)).name,)))
+
+
 def _sum_so_far(weight: Tensor, where: Accumulate) -> Tensor | None:
     """What the gradient of the weight is to be added to, in place; None: there is nothing yet."""
     return weight.grad if where == "grad" else weight.main_grad  # type: ignore[attr-defined]
@@ -165,12 +193,13 @@ def weight_operands(
     col: bool = True,
     state: State | None = None,
     seed: Tensor | None = None,
+    exact: tuple[bool, bool] = (False, False),
 ) -> tuple[Storage, Storage | None, list[Tensor]]:
-    """The operands of a weight, which may be stored quantized already."""
+    """The operands of a weight, which may be stored quantized already. ``exact`` as for ``encode_operands``."""
     if isinstance(weight, QuantizedTensor):
         stored = [_stored_operand(quantizer, weight, d) for d in (DIRECTIONS if col else DIRECTIONS[:1])]
         return stored[0], stored[1] if col else None, []
-    operands = encode_operands(quantizer, weight, col=col, state=state, seed=seed)
+    operands = encode_operands(quantizer, weight, col=col, state=state, seed=seed, exact=exact)
     assert operands.row is not None
     return operands.row, operands.col, operands.measured
 

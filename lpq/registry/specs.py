@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 API_VERSION = 1
 """The version of the plugin interface. A plugin written for another one is refused, in words."""
-OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "remember", "cast")
+OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "exact_tile", "remember", "cast")
 """What ``KernelSpec.op`` may be."""
 BACKENDS = ("torch", "triton", "cuda")
 """What ``KernelSpec.backend`` may be."""
@@ -27,12 +27,14 @@ class KernelSpec:
     op: str
     """The operation it serves: ``measure``, ``quantize``, ``decode``, ``transpose``, ``gemm``; ``exact``, which says an
     operand as a bf16 matrix and a factor, so that it can be multiplied with any other format's; ``tile``, which says
-    how an operand is made tile by tile, so that it can be written beside any other format's; ``remember``: what
+    how an operand is made tile by tile, so that it can be written beside any other format's; ``exact_tile``: the same
+    of what ``exact`` would say of it, for an operand that is multiplied at once; ``remember``: what
     ``Quantizer.remember`` does; or ``cast``: fragments of many master weights at once, for
     ``lpq.distributed.cast_master_weights``, which without it takes them shape by shape."""
     impl: str
     """Import string of the callable. It has the signature of the operation's reference; for ``cast`` it is
-    ``f(side) -> lpq.ops.fragments.CastKernels``, for ``tile`` ``f(side, direction) -> lpq.core.pairs.TileSide``."""
+    ``f(side) -> lpq.ops.fragments.CastKernels``, for ``tile`` and ``exact_tile``
+    ``f(side, direction) -> lpq.core.pairs.TileSide``."""
     backend: str
     """What runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lpq import registry
+from lpq.cli.kernels import OPTIONAL
 
 KERNELS = """
     from functools import partial
@@ -54,11 +55,11 @@ def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callabl
     assert {k["format"] for k in kernels} == set(registry.formats()) - {"hybrid"}
     ops = {name: [k["op"] for k in kernels if k["format"] == name] for name in registry.formats()}
     assert ops["fp8"] == ["measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "cast", "remember"]
-    assert ops["mxfp8"] == ["measure", "quantize", "decode", "gemm", "exact", "tile", "cast"]
+    assert ops["mxfp8"] == ["measure", "quantize", "decode", "gemm", "exact", "tile", "exact_tile", "cast"]
     assert ops["identity"] == ["quantize", "decode", "transpose", "gemm", "exact"]
     for kernel in kernels:
         if kernel["format"] == "mxfp8":
-            assert kernel["backend"] == ("none" if kernel["op"] in ("exact", "tile", "cast") else "reference")
+            assert kernel["backend"] == ("none" if kernel["op"] in OPTIONAL else "reference")
 
 
 def test_every_kernel_of_the_table_stands_under_its_operation(lpq: Callable) -> None:
@@ -116,7 +117,7 @@ def test_a_request_that_nothing_meets_is_an_error_in_the_table(lpq: Callable, mo
     assert found["environment"]["LPQ_KERNELS"] == "triton"
     mine = [k for k in found["kernels"] if k["format"] == "mxfp8"]
     for kernel in mine:
-        if kernel["op"] in ("exact", "tile", "cast"):  # these need no kernel
+        if kernel["op"] in OPTIONAL:  # these need no kernel
             assert (kernel["backend"], kernel["error"]) == ("none", None)
             assert kernel["why_not"] == [{"impl": "LPQ_KERNELS", "reason": "it allows no kernel that runs here"}]
         else:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lpq
 from lpq.core import operations, pairs
+from lpq.core.exact import Exact, Multiplicand
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.ops import choose, table
 from lpq.ops.cuda import CudaKernel
@@ -179,7 +180,65 @@ def test_a_third_partys_format_takes_part(gpu: list[Any], monkeypatch: pytest.Mo
     name, macros = gpu[-1]
     assert name == "pair"
     assert {"LPQ_ROW=Theirs<True>", 'LPQ_ROW_HEADER="/somewhere/theirs.cuh"'} <= set(macros)
-    assert "LPQ_COL=nvfp4::Col<false,false,false>" in macros
+    assert "LPQ_COL=nvfp4::Col<false,false,false,false>" in macros
+
+
+# ---------------------------------------------------------------------------------------------- multiplied at once
+
+
+@pytest.mark.parametrize("exact", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("row", "col"), [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4(rht=true)"), ("mxfp8", "nvfp4")])
+def test_operands_are_made_for_a_product(
+    row: str, col: str, exact: tuple[bool, bool], gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
+    sides = lpq.quantizer(row).side("row"), lpq.quantizer(col).side("col")
+    made = pairs.multiplicands(torch.randn(64, 96), *sides, None, exact)
+    assert made is not None
+    for operand, side, wanted, shape in zip(made, sides, exact, ((64, 96), (96, 64)), strict=True):
+        assert isinstance(operand, Multiplicand) == wanted
+        assert (operand.shape, operand.dtype, operand.quantizer) == (shape, torch.float32, side)
+        if isinstance(operand, Multiplicand):
+            assert (operand.form.matrix.shape, operand.form.matrix.dtype) == (shape, torch.bfloat16)
+            assert (operand.form.factor is None) == side.text.startswith("mxfp8")
+            assert operand.tensors()[0] is operand.form.matrix
+    name, macros = gpu[-1]
+    assert name == "pair"
+    flags = [any(m.startswith(f"LPQ_{side}=") and m.endswith("true>") for m in macros) for side in ("ROW", "COL")]
+    assert tuple(flags) == exact
+
+
+def test_where_they_cannot_be_made_operands_are_encoded(gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
+    mxfp8, fp8, random = (lpq.quantizer(text) for text in ("mxfp8", "fp8", "nvfp4(stochastic=true)"))
+    x = torch.randn(32, 32)
+    assert pairs.multiplicands(x, mxfp8, mxfp8, None, (True, True)) is not None
+    for other in (x[:31], x[:, :24], x[:0]):
+        assert pairs.multiplicands(other, mxfp8, mxfp8, None, (True, True)) is None
+    assert pairs.multiplicands(x, fp8, mxfp8, None, (True, False)) is None  # fp8 has no need of it
+    assert pairs.multiplicands(x, fp8, mxfp8, None, (False, True)) is not None
+    assert pairs.multiplicands(x, random, mxfp8, None, (True, False)) is None  # without a seed
+    assert pairs.multiplicands(x, random, mxfp8, torch.tensor(1), (True, False)) is not None
+    monkeypatch.setattr(table, "_installed", lambda module: module != "cuda.core")
+    refresh()
+    assert pairs.multiplicands(x, mxfp8, mxfp8, None, (True, True)) is None
+    monkeypatch.setenv("LPQ_KERNELS", "cuda")
+    assert pairs.multiplicands(x, mxfp8, mxfp8, None, (True, True)) is None
+
+
+def test_what_is_made_for_a_product_decodes_to_what_it_stands_for() -> None:
+    operand = Multiplicand().bind(lpq.quantizer("nvfp4"), (1, 2), torch.bfloat16)
+    operand.form = Exact(torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), torch.tensor(4.0), 0.5)
+    assert operand.decode_rotated().tolist() == [[3.0, -4.0]]
+
+
+def test_only_formats_that_have_kernels_for_it_ask() -> None:
+    """Others pay nothing."""
+    plans = {text: lpq.nn.Linear(16, 16, recipe=text)._plan for text in ("fp8-current", "mxfp8", "nvfp4-fwd-bf16-bwd")}
+    products = {text: (p.fprop, p.dgrad, p.wgrad) for text, p in plans.items() if p is not None}
+    assert products["fp8-current"] == (None, None, None)
+    assert all(products["mxfp8"])
+    assert [product is not None for product in products["nvfp4-fwd-bf16-bwd"]] == [True, False, False]
 
 
 def test_a_struct_is_one_parameter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lpq import registry
 from lpq.core import Quantizer, Storage, operations
 from lpq.core import pairs as pairs_of_any
+from lpq.core.exact import Multiplicand
+from lpq.core.exact import exact as exact_form
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.masters import Pieces, finish_gather
-from lpq.ops.table import why_not
+from lpq.ops.table import BACKENDS, ENVIRONMENT, why_not
 from lpq.registry import KernelSpec
 from lpq.testing.expect import relative_error, same
 from lpq.testing.operands import SEED, encode, normal
@@ -55,7 +58,11 @@ def kernels(quantizer: Quantizer) -> list[KernelSpec]:
 @only(lambda quantizer: bool(kernels(quantizer)), "has a kernel beside its reference")
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_equal_the_reference(family: Family, device: str) -> None:
-    """For all options and awkward shapes, for one operand and both; a GEMM up to the order of its sums."""
+    """For all options and awkward shapes, for one operand and both; a GEMM up to the order of its sums.
+
+    ``LPQ_KERNELS`` names the backends whose kernels are compared; unset, all are."""
+    named = {name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")} - {""}
+    allowed = frozenset(named or BACKENDS)
     own = [kernel for kernel in kernels(family.default) if kernel.device == device]
     if not own:
         pytest.skip(f"{family} has no kernel for {device}")
@@ -67,7 +74,7 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
         for quantizer in family.quantizers:
             for row, col in pairs(kernel, quantizer):
                 operands = tuple(side for side in (row, col) if side is not None)
-                reason = why_not(kernel, operands, torch.device(device))
+                reason = why_not(kernel, operands, torch.device(device), allowed)
                 if reason is not None:
                     refused[kernel.impl] = reason
                     continue
@@ -96,7 +103,7 @@ def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
         yield row, last.side("row")
     elif kernel.op == "exact":
         yield from ((row, None), (col, None))
-    elif kernel.op == "tile":
+    elif kernel.op in ("tile", "exact_tile"):
         yield from ((row, None), (None, col))
     elif kernel.op in ("decode", "remember", "cast") or row.transposable:
         yield row, None
@@ -118,6 +125,12 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
         return
     if kernel.op == "tile":
         compare_tiles(row, col, x)
+        return
+    if kernel.op == "exact_tile":
+        first, second = row or col, col or row
+        assert first is not None
+        assert second is not None
+        compare_multiplicands(first, second, x, (row is not None, col is not None))
         return
     arguments = arguments_of(kernel.op, row, col, x)
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
@@ -188,6 +201,30 @@ def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor) -> No
             if pairs_of_any.why_not(first, second) is None:
                 compare(PAIR, first, second, x)
                 return
+
+
+def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tuple[bool, bool]) -> bool:
+    """What is made without being encoded is, to the bit, the exact form of the encoded operand. Whether it is made."""
+    seed = torch.tensor(SEED, device=x.device)
+    with torch.no_grad():
+        with Poisoned():  # type: ignore[no-untyped-call]
+            made = pairs_of_any.multiplicands(x, row, col, seed, exact)
+        encoded = operations.quantize(x, None, row, col, seed)
+    for got, operand in zip(made or (), encoded, strict=False):
+        assert isinstance(operand, Storage)
+        what = f"{operand.quantizer}, {list(x.shape)}"
+        if isinstance(got, Multiplicand):
+            expected = exact_form(operand)
+            assert expected is not None
+            assert got.form.constant == expected.constant
+            same(got.form.matrix.cpu(), expected.matrix.cpu(), f"the matrix of {what}")
+            if expected.factor is not None:
+                assert got.form.factor is not None
+                same(got.form.factor.cpu(), expected.factor.cpu(), f"the factor of {what}")
+        else:
+            for one, other in zip(got.tensors(), operand.tensors(), strict=True):
+                same(one.cpu(), other.cpu(), f"{what}, beside one that is not encoded")
+    return made is not None
 
 
 def compare_exact(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:

@@ -10,7 +10,8 @@ KERNELS = (
             backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
         )
         for op, module in (
-            ("measure", "cuda"), ("quantize", "cuda"), ("decode", "views"), ("tile", "tile"), ("cast", "cast"),
+            ("measure", "cuda"), ("quantize", "cuda"), ("decode", "views"), ("tile", "tile"),
+            ("exact_tile", "tile"), ("cast", "cast"),
         )
     ),
     *(

@@ -1,9 +1,13 @@
-"""MXFP8 tile by tile, for operands that are written beside those of another format."""
+"""MXFP8 tile by tile: operands that are written beside others, or that are made for a product without being encoded."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from lpq.core.exact import Exact
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
@@ -15,16 +19,30 @@ from lpq_mxfp8.storage import ELEMENTS
 
 def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
     """How either operand is made."""
-    element = ELEMENTS[quantizer.dtype]
 
     def make(job: Job) -> Made:
         high, wide = job.shape
-        data = job.x.new_empty(job.shape, dtype=element)
+        data = job.x.new_empty(job.shape, dtype=ELEMENTS[quantizer.dtype])
         scale = job.x.new_empty((high, -(-wide // BLOCK)), dtype=torch.uint8)
         amaxes = job.x.new_empty(scale.shape, dtype=torch.float32) if job.measure else None
         (given,) = job.stats
         parameters = data.data_ptr(), scale.data_ptr(), pointer(given), pointer(amaxes), pointer(job.words)
         return Made((data, scale), () if amaxes is None else (amaxes,), parameters)
 
-    struct = f"mxfp8::{direction.capitalize()}<{quantizer.dtype.upper()}>"
-    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPPP", make, tall=TALL, words=1)
+    return _side(quantizer, direction, make, words=1)
+
+
+def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
+    """The same of what the operand stands for, in bf16."""
+
+    def make(job: Job) -> Made:
+        matrix = job.x.new_empty(job.shape, dtype=torch.bfloat16)
+        return Made((matrix,), (), (matrix.data_ptr(), 0, 0, 0, 0))
+
+    return _side(quantizer, direction, make, exact=lambda buffers: Exact(buffers[0]))
+
+
+def _side(quantizer: MXFP8Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:
+    flag = str("exact" in rest).lower()
+    struct = f"mxfp8::{direction.capitalize()}<{quantizer.dtype.upper()},{flag}>"
+    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPPP", make, tall=TALL, **rest)

@@ -17,9 +17,11 @@ KERNELS = (
             ("decode", "views", "decode_why_not"),
         )
     ),
-    KernelSpec(
-        op="tile", impl="lpq_nvfp4.tile:tile",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
+    *(
+        KernelSpec(
+            op=op, impl=f"lpq_nvfp4.tile:{op}", backend="cuda", min_sm=80, requires=("cuda.core",), priority=20
+        )
+        for op in ("tile", "exact_tile")
     ),
     KernelSpec(
         op="cast", impl="lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not",

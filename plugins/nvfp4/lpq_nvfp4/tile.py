@@ -1,25 +1,30 @@
-"""NVFP4 tile by tile, for operands that are written beside those of another format."""
+"""NVFP4 tile by tile: operands that are written beside others, or that are made for a product without being encoded."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpq.core.elements import E4M3
+from lpq.core.exact import Exact
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
 from lpq.ops.tiles import SQUARE, amax_finish, pointer
 from lpq_nvfp4.cuda import parts_of
+from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
 
 
 def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
     """How an operand is made; none that is rotated is a row operand."""
-    rotated, square = quantizer.rht, quantizer.block == "16x16"
-    if rotated and direction == "row":
+    if quantizer.rht and direction == "row":
         return None
+    square = quantizer.block == "16x16"
 
     def make(job: Job) -> Made:
         high, wide = job.shape
@@ -42,11 +47,34 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
         )  # fmt: skip
         return Made(buffers, measured, parameters)
 
-    flags = [quantizer.stochastic, square, *([rotated] if direction == "col" else [])]
+    return _side(quantizer, direction, make)
+
+
+def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
+    """The same of elements times the scales of their blocks, in bf16, and the amax as their factor."""
+    if quantizer.rht and direction == "row":
+        return None
+
+    def make(job: Job) -> Made:
+        assert job.found is not None
+        matrix, amax = job.x.new_empty(job.shape, dtype=torch.bfloat16), job.x.new_empty((), dtype=torch.float32)
+        parameters = (
+            matrix.data_ptr(), 0, amax.data_ptr(), job.found.data_ptr(), job.found.numel(), 0, 0, pointer(job.seed),
+            job.offset,
+        )  # fmt: skip
+        return Made((matrix, amax), (), parameters)
+
+    return _side(quantizer, direction, make, exact=lambda buffers: Exact(buffers[0], buffers[1], CONSTANT))
+
+
+def _side(quantizer: NVFP4Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:
+    flags = [quantizer.stochastic, quantizer.block == "16x16", direction == "col" and quantizer.rht, "exact" in rest]
     struct = f"nvfp4::{direction.capitalize()}<{','.join(str(flag).lower() for flag in flags)}>"
+    aligned = GROUP if quantizer.stochastic and direction == "col" else 1
+    find = _rotated if quantizer.rht else None
     return TileSide(
-        csrc() / "nvfp4/sides.cuh", struct, "PPPPIPPPq", make, amax=not rotated, find=_rotated if rotated else None,
-        tall=SQUARE, turns=2, aligned=GROUP if quantizer.stochastic and direction == "col" else 1,
+        csrc() / "nvfp4/sides.cuh", struct, "PPPPIPPPq", make, amax=find is None, find=find, tall=SQUARE, turns=2,
+        aligned=aligned, **rest,
     )  # fmt: skip
 
 
