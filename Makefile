@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-gpu lint types docs check-example ci clean
+.PHONY: help install train test test-gpu test-sanitized lint types docs check-example ci clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -25,10 +25,13 @@ train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16 (ARGS="--
 	$(BIN)/lpq train $(ARGS)
 
 test: $(READY)  ## run the whole test suite (ARGS="tests/core -x" for a part)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-sanitized: $(READY)  ## run every CUDA kernel on small matrices under compute-sanitizer
+	PYTHON=$(BIN)/python tests/gpu/sanitized.sh $(ARGS)
 
 lint: $(READY)  ## ruff: lint and format
 	$(BIN)/ruff check .

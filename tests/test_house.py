@@ -188,6 +188,12 @@ def test_the_median_file_is_no_longer_than_about_150_lines() -> None:
     assert lengths[len(lengths) // 2] <= 150
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """Their folders are no packages, so a name is a module's, whichever folder it lies in."""
+    names = [path.name for path in files("tests/**/*.py") if path.name != "conftest.py"]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_no_file_has_a_path_of_somebodys_machine() -> None:
     machine = re.compile(r"(?<![\w.])/(?:" + "|".join(("work", "root", "home", "Users")) + r")/\w")
     here = Path(__file__)

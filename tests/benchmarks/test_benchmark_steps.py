@@ -94,7 +94,6 @@ def test_the_stack_is_causal_and_has_the_parameters_of_llama() -> None:
     assert sum(p.numel() for p in model.parameters()) == TINY.blocks * block
 
 
-@pytest.mark.xdist_group("benchmark stack")
 def test_the_stack_trains_sharded_over_one_rank() -> None:
     with stack.group() as ranks:
         result = stack.measure(of_stacks(("fp8-current",), compiled=False), TINY, 2, CPU)

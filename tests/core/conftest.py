@@ -1,6 +1,9 @@
-"""Makes the list of quantizers importable by the tests beside it."""
+"""Lets the tests of this folder import the list of quantizers, and what starts several processes."""
+
+from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]

@@ -20,6 +20,26 @@ QUANTIZERS = [
     "hybrid(row=fp8, col=fp8(dtype=e5m2))",
     "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
 ]
+IN_KERNELS = [
+    "fp8",
+    "fp8(dtype=e5m2, pow2=true)",
+    "fp8(scaling=delayed)",
+    "fp8(scaling=row)",
+    "fp8(scaling=row, dtype=e5m2, pow2=true)",
+    "fp8(scaling=block)",
+    "fp8(scaling=block, pow2=false, dtype=e5m2)",
+    "fp8(scaling=block, block=128x128)",
+    "mxfp8",
+    "hybrid(row=mxfp8, col=mxfp8(dtype=e5m2))",
+    "nvfp4",
+    "nvfp4(block=16x16)",
+    "nvfp4(stochastic=true)",
+    "nvfp4(rht=true)",
+    "nvfp4(rht=true, stochastic=true)",
+    "nvfp4(block=16x16, stochastic=true)",
+    "nvfp4(block=16x16, rht=true)",
+]
+"""Those for which the kernels that encode take different ways."""
 SIDES = [(True, False), (False, True), (True, True)]
 
 

@@ -34,12 +34,21 @@ def test_an_ordinary_tensor_without_gradient_is_alone() -> None:
         assert alone(torch.nn.Parameter(X))
 
 
-@pytest.mark.parametrize("mode", [Watching, torch.enable_grad, lambda: torch.autocast("cpu"), FakeTensorMode], ids=str)
+@pytest.mark.parametrize(
+    "mode",
+    [Watching, torch.enable_grad, lambda: torch.autocast("cpu"), FakeTensorMode],
+    ids=["mode", "gradient", "autocast", "fake"],
+)
 def test_it_is_not_where_somebody_looks_on(mode: Callable[[], Any]) -> None:
     with torch.no_grad():
         for inside in (nullcontext(), mode()):
             with inside:
                 assert alone(X) == isinstance(inside, nullcontext)
+
+
+def test_it_is_not_without_values() -> None:
+    with torch.no_grad():
+        assert not alone(X.to("meta"))
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize, torch.func.grad], ids=lambda f: f.__name__)

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from quantizers import QUANTIZERS, as_bytes
+from ranks import spawn
 
 import lpq
 
 RANKS = 2
-
-
-def _enter(rank: int, function: Callable[[int], None], folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    try:
-        function(rank)
-    finally:
-        dist.destroy_process_group()
-
-
-def spawn(function: Callable[[int], None]) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (function, folder), RANKS)
 
 
 def _whole() -> torch.Tensor:
@@ -105,7 +86,7 @@ def _delayed_state_is_reduced(rank: int) -> None:
     ],
 )
 def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check)
+    spawn(check, RANKS)
 
 
 def _one_rank_may_have_any_shape(rank: int) -> None:
@@ -116,4 +97,4 @@ def _one_rank_may_have_any_shape(rank: int) -> None:
 
 
 def test_a_group_of_one() -> None:
-    spawn(_one_rank_may_have_any_shape)
+    spawn(_one_rank_may_have_any_shape, RANKS)

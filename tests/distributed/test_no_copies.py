@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import fully_shard
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lpq
 from lpq.core import operations

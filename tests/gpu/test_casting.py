@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from casting import ODD, SERVED, Case, as_bytes, buffers, case, cast, check, gather, patterns, started
 from quantizers import SIDES
 from test_fragments import SPANS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.distributed.casting.batched import Batched

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from quantizers import QUANTIZERS, as_bytes
 from torch import nn
 
 import lpq
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-from quantizers import QUANTIZERS, as_bytes
 
 pytestmark = [
     pytest.mark.gpu,

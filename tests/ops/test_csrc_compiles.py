@@ -35,8 +35,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
 SHAPES = ((256, 384), (250, 381))
 """Of whole tiles, and ragged."""
-TURNING = re.compile(r"LPQ_(INPUT|OUTPUT|TALL)=|LPQ_WHOLE")
-"""The macros of dtypes and tiles, which every kernel is compiled with."""
+TURNING = re.compile(r"LPQ_(INPUT|OUTPUT|TALL|CODE|POW2)=|LPQ_WHOLE")
+"""The macros of dtypes, codes and tiles, which every kernel is compiled with."""
 Macros = tuple[str, ...]
 SIDES = {name: kernel for name in registry.formats() for kernel in registry.kernels("tile", (name,))}
 """The formats that are made tile by tile, and how."""
@@ -87,7 +87,7 @@ def asked_for() -> dict[Path, set[Macros]]:
                 for name in set(kernel.formats) & set(plugin.formats):
                     with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
                         call(kernel, name)
-            elif kernel.op == "tile":
+            elif kernel.op in ("tile", "exact_tile"):
                 for name in set(kernel.formats) & set(plugin.formats):
                     call_beside_all(kernel, name)
             elif kernel.op == "cast":
@@ -124,12 +124,13 @@ def call(kernel: KernelSpec, name: str) -> None:
 
 
 def call_beside_all(kernel: KernelSpec, name: str) -> None:
-    """Every operand of a format that is made tile by tile, beside the default one of every other such format.
+    """Every operand of a format that is made tile by tile, beside the default one of every other such format; its exact
+    form beside its own default alone.
 
     Dtypes, and whether statistics are wanted, take turns: what they are compiled to, each format's own kernels show.
     """
     inputs = itertools.cycle(itertools.product(DTYPES, (False, True)))
-    for quantizer, other in itertools.product(family(name).quantizers, SIDES):
+    for quantizer, other in itertools.product(family(name).quantizers, SIDES if kernel.op == "tile" else (name,)):
         for row, col in ((quantizer, registry.quantizer(other)), (registry.quantizer(other), quantizer)):
             kernels = kernel if row is quantizer else SIDES[other], kernel if col is quantizer else SIDES[other]
             sides = row.side("row"), col.side("col")
@@ -166,7 +167,7 @@ def few(sets: list[Macros]) -> list[Macros]:
     """Some of these sets, in which there are every kernel, and every two macros that any has together."""
     kernels: dict[Macros, list[Macros]] = {}
     for macros in sets:
-        kernels.setdefault(tuple(macro for macro in macros if not TURNING.match(macro)), []).append(macros)
+        kernels.setdefault(tuple(macro for macro in shared(macros) if not TURNING.match(macro)), []).append(macros)
     groups, found, missing = iter(kernels.values()), [], pairs_in(sets)
     while (variants := next(groups, None)) or missing:
         found.append(max(variants or sets, key=lambda macros: len(missing & pairs_in([macros]))))
@@ -176,7 +177,14 @@ def few(sets: list[Macros]) -> list[Macros]:
 
 def pairs_in(sets: Iterable[Macros]) -> set[Macros]:
     """What stands together in a set; each macro with itself, too."""
-    return {pair for macros in sets for pair in itertools.combinations_with_replacement(macros, 2)}
+    alone = {(macro, macro) for macros in sets for macro in macros}
+    return alone | {pair for macros in sets for pair in itertools.combinations(shared(macros), 2)}
+
+
+def shared(macros: Macros) -> Macros:
+    """Without the sides that come from headers of their own, and know nothing of each other."""
+    sides = ("LPQ_ROW=", "LPQ_COL=") if any("_HEADER=" in macro for macro in macros) else ()
+    return tuple(macro for macro in macros if not macro.startswith(sides))
 
 
 # ---------------------------------------------------------------------------------------------- tests

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Every CUDA kernel of every format under compute-sanitizer, on small matrices of odd shapes: accesses out of bounds
+# (memcheck), races in shared memory (racecheck), barriers (synccheck), and reads of what nobody wrote (initcheck).
+#
+# The checks run side by side. It needs a GPU, lpq[cuda], and compute-sanitizer of the CUDA toolkit; arguments go to
+# pytest. PYTHON and SANITIZER name other programs.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # so that every tensor has bounds of its own
+export LPQ_KERNELS=cuda,reference OMP_NUM_THREADS=1
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+
+skip=() # PyTorch's own kernels take the most time; initcheck must see them, as they write what ours read
+case $("$sanitizer" --help) in *--kernel-regex-exclude*) skip=(--kernel-regex-exclude kns=at6native) ;; esac
+
+declare -A started
+check() { # tool, name, tests
+    local tool=$1 name=$2 tests=$3
+    shift 3
+    "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 20 "$@" \
+        "$python" -m pytest -q -x -p no:cacheprovider "$tests" "${arguments[@]}" >"$logs/$tool $name" 2>&1 &
+    started["$tool $name"]=$!
+}
+
+arguments=("$@")
+kit=tests/testing/test_builtins.py::test_kernels_equal_the_reference
+for format in fp8 mxfp8 nvfp4; do
+    for tool in memcheck racecheck synccheck; do
+        check "$tool" "$format" "${kit}[$format-cuda]" "${skip[@]}"
+    done
+done
+check initcheck formats tests/gpu/test_reference_on_gpu.py::test_bytes_are_those_of_the_cpu
+
+failed=0
+for name in "${!started[@]}"; do
+    if wait "${started[$name]}" && grep -q ' passed' "$logs/$name"; then # a test that is skipped shows nothing
+        echo "$name: $(grep -hoE 'SUMMARY: .*|[0-9]+ passed.*' "$logs/$name" | paste -sd ';')"
+    else
+        failed=1
+        printf '%s: FAILED\n' "$name"
+        tail -n 60 "$logs/$name"
+    fi
+done
+exit "$failed"
