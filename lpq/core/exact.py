@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lpq.core.operations import decode, gemm_reference
+from lpq.core.operators import alone
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose, cublaslt
 from lpq.ops.products import product, product_with_alpha, scaled_product
@@ -63,11 +64,10 @@ def decoded(operand: Storage) -> Exact:
     return Exact(decode(operand, torch.bfloat16))
 
 
-def serves(a: Quantizer, b: Quantizer, device: torch.device) -> bool:
-    """Whether operands of these are multiplied here by way of their exact forms. A compiler traces encoded ones."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return choose("gemm", (a.text, b.text), device).kernel in ANY_PAIR
+def serves(a: Quantizer, b: Quantizer, x: Tensor) -> bool:
+    """Whether operands of these, one of which is made of ``x``, are multiplied by way of their exact forms. Operators
+    take encoded ones, so only where there is none around the product."""
+    return alone(x) and choose("gemm", (a.text, b.text), x.device).kernel in ANY_PAIR
 
 
 def why_not(a: Quantizer, b: Quantizer) -> str | None:

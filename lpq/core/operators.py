@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 ORDINARY = (Tensor, torch.nn.Parameter)
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+"""Included where a tracer looks on before autograd."""
 LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -46,6 +48,7 @@ def alone(x: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
         and not torch._C._is_any_autocast_enabled()
     )
 

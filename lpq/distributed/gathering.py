@@ -76,6 +76,11 @@ class Gathering:
         """Measure every weight that was written to, and reduce all their statistics in one collective."""
         _reduce([g for g in self._gathers.values() if g.stale], remembering=False)
 
+    @property
+    def found(self) -> bool:
+        """Whether FSDP2 shards any of its weights, as far as is known."""
+        return bool(self._gathers)
+
     def written_by(self, params: Collection[int]) -> Iterator[Gather]:
         """Those of the parameters with these ids."""
         return (g for g in self._gathers.values() if id(g.site.param) in params)
@@ -123,15 +128,21 @@ class _Steps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Stored weights are about to be written to, maybe before any forward."""
+        if not self._alive():
+            return
         for param in _params(optimizer):
             if getattr(local(param), "amax_group", None) == "unattached":
                 attach(param)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Measure all that it has: a compiled step writes without a trace."""
-        params = {id(param) for param in _params(optimizer)}
-        alive = [gathering for ref in self._gatherings if (gathering := ref()) is not None]
-        _reduce([g for gathering in alive for g in gathering.written_by(params)], remembering=True)
+        sharded = [gathering for gathering in self._alive() if gathering.found]
+        if sharded:
+            params = {id(param) for param in _params(optimizer)}
+            _reduce([g for gathering in sharded for g in gathering.written_by(params)], remembering=True)
+
+    def _alive(self) -> list[Gathering]:
+        return [gathering for ref in self._gatherings if (gathering := ref()) is not None]
 
 
 @cache

@@ -99,7 +99,7 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         state_x, state_w = states.get("x"), states.get("w")
-        exact = plan.fprop is not None and serves(*plan.fprop, x.device), False
+        exact = plan.fprop is not None and serves(*plan.fprop, x), False
         x_row, x_col, x_stats = encode_operands(
             plan.x, x, col=needs_dw, state=state_x, seed=seeds.get("x"), exact=exact
         )
@@ -141,8 +141,8 @@ class _Multiply(torch.autograd.Function):
         if needs_dx or needs_dw:
             state = ctx.states.get("dy")
             exact = (
-                plan.dgrad is not None and serves(*plan.dgrad, dy.device),
-                plan.wgrad is not None and serves(*plan.wgrad, dy.device),
+                needs_dx and plan.dgrad is not None and serves(*plan.dgrad, dy),
+                needs_dw and plan.wgrad is not None and serves(*plan.wgrad, dy),
             )
             dy_row, dy_col, dy_stats = encode_operands(
                 plan.dy, dy, row=needs_dx, col=needs_dw, state=state, seed=seed, exact=exact

@@ -19,7 +19,7 @@ from pathlib import Path
 from lpq.ops.table import KernelError
 
 CACHE = "LPQ_CACHE_DIR"
-INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+("[^"\n]+"|\w+)', re.MULTILINE)
+INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*("[^"\n]+"|\w+)', re.MULTILINE)
 DIGEST = hashlib.sha256
 DIGEST_SIZE = DIGEST().digest_size
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
@@ -70,3 +71,15 @@ def test_a_mode_sees_the_operators() -> None:
     with torch.no_grad(), Watching() as mode:
         operations.quantize(X, None, quantizer, quantizer)
     assert mode.seen == ["lpq.quantize.default"]
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_tracer_sees_the_operators(pre_dispatch: bool) -> None:
+    quantizer = lpq.quantizer("mxfp8")
+
+    def run(x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return operations.quantize(x, None, quantizer, quantizer)[0].tensors()  # type: ignore[union-attr]
+
+    graph = make_fx(run, pre_dispatch=pre_dispatch)(X)
+    assert "lpq.quantize" in {str(node.target).removesuffix(".default") for node in graph.graph.nodes}

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lpq
-from lpq.core import operations, pairs
+from lpq.core import exact, operations, pairs
 from lpq.core.exact import Exact, Multiplicand
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.ops import choose, table
@@ -251,3 +252,24 @@ def test_a_struct_is_one_parameter() -> None:
     start = buffers.array[0]
     assert start is not None
     assert [place - start for place in buffers.array] == [0, 8, 32, 40]
+
+
+class Own(Tensor):
+    """Somebody's tensor."""
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4"])
+def test_where_operators_are_called_operands_are_encoded(text: str, gpu: list[Any]) -> None:
+    """They take encoded ones: for a subclass, under a mode, without values, where gradients are recorded."""
+    quantizer = lpq.quantizer(text)
+    sides = quantizer.side("row"), quantizer.side("row")
+    table_ = [kernel for kernel in table.ANY_PAIR if kernel.op == "gemm"]
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "choose", lambda *_: table.Choice("cuda", table_[0], print, ()))
+        assert exact.serves(*sides, torch.ones(2))
+        assert not exact.serves(*sides, torch.ones(2).as_subclass(Own))
+        with torch.autocast("cpu"):
+            assert not exact.serves(*sides, torch.ones(2))
+    with FakeTensorMode(), torch.no_grad():
+        assert not exact.serves(*sides, torch.ones(2))
+    assert not exact.serves(*sides, torch.ones(2))
