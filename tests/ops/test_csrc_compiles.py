@@ -42,12 +42,20 @@ SIDES = {name: kernel for name in registry.formats() for kernel in registry.kern
 """The formats that are made tile by tile, and how."""
 
 
+@functools.cache
+def in_haste() -> list[str]:
+    """Fewer optimizations, if this nvcc can do with fewer: all that is asked is whether it compiles."""
+    told = subprocess.run(["nvcc", "--help"], capture_output=True, text=True).stdout
+    return ["-Ofc=mid"] if "(-Ofc)" in told else []
+
+
 def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:
     """What the compiler says against a source; None: nothing."""
     defined = "".join("#define {} {}\n".format(*cubins._macro(macro)) for macro in macros)  # -D ends at a comma
     whole = out.with_suffix(".cu")
     whole.write_text(f'{defined}#include "{source}"\n')
     command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17", f"-I{cubins.headers()}"]
+    command += in_haste()
     done = subprocess.run([*command, "-o", str(out), str(whole)], capture_output=True, text=True)
     return None if done.returncode == 0 else done.stdout + done.stderr
 
