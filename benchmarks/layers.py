@@ -42,7 +42,7 @@ class Layers:
                     torch.cuda.make_graphed_callables(module, (torch.randn_like(self.x, requires_grad=True),))
                     steps[name] = step(module, self.x, self.dy)
                     steps[name]()
-                except Exception as error:
+                except Exception as error:  # what one library cannot do is a result here too
                     steps.pop(name, None)
                     self.failures[name] = f"as a CUDA graph: {in_words(error)}"
         return steps

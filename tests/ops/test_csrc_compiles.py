@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,8 +35,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
 SHAPES = ((256, 384), (250, 381))
 """Of whole tiles, and ragged."""
-TURNING = re.compile(r"LPQ_(INPUT|OUTPUT|TALL|CODE|POW2)=|LPQ_WHOLE")
-"""The macros of dtypes, codes and tiles, which every kernel is compiled with."""
 Macros = tuple[str, ...]
 SIDES = {name: kernel for name in registry.formats() for kernel in registry.kernels("tile", (name,))}
 """The formats that are made tile by tile, and how."""
@@ -166,33 +164,9 @@ def macros_of(source: Path) -> list[Macros]:
 
 
 def macros_for(source: Path, architecture: str) -> list[Macros]:
-    """Each set of macros for one of the architectures in turn, and one at least for each architecture."""
-    sets, first = few(macros_of(source)), ARCHITECTURES.index(architecture)
+    """Each set of macros for one of the architectures in turn, as there are many; one at least for each of them."""
+    sets, first = macros_of(source), ARCHITECTURES.index(architecture)
     return sets[first :: len(ARCHITECTURES)] or [sets[first % len(sets)]]
-
-
-def few(sets: list[Macros]) -> list[Macros]:
-    """Some of these sets, in which there are every kernel, and every two macros that any has together."""
-    kernels: dict[Macros, list[Macros]] = {}
-    for macros in sets:
-        kernels.setdefault(tuple(macro for macro in shared(macros) if not TURNING.match(macro)), []).append(macros)
-    groups, found, missing = iter(kernels.values()), [], pairs_in(sets)
-    while (variants := next(groups, None)) or missing:
-        found.append(max(variants or sets, key=lambda macros: len(missing & pairs_in([macros]))))
-        missing -= pairs_in(found[-1:])
-    return found
-
-
-def pairs_in(sets: Iterable[Macros]) -> set[Macros]:
-    """What stands together in a set; each macro with itself, too."""
-    alone = {(macro, macro) for macros in sets for macro in macros}
-    return alone | {pair for macros in sets for pair in itertools.combinations(shared(macros), 2)}
-
-
-def shared(macros: Macros) -> Macros:
-    """Without the sides that come from headers of their own, and know nothing of each other."""
-    sides = ("LPQ_ROW=", "LPQ_COL=") if any("_HEADER=" in macro for macro in macros) else ()
-    return tuple(macro for macro in macros if not macro.startswith(sides))
 
 
 # ---------------------------------------------------------------------------------------------- tests
@@ -219,9 +193,7 @@ def test_there_are_sources_and_the_plugins_use_most_of_them() -> None:
     assert len(used) > len(SOURCES) / 2
     for source in SOURCES:
         assert all(macros_for(source, architecture) for architecture in ARCHITECTURES)
-        compiled = {macros for a in ARCHITECTURES for macros in macros_for(source, a)}
-        assert compiled <= set(macros_of(source))
-        assert pairs_in(compiled) == pairs_in(macros_of(source))
+        assert {m for a in ARCHITECTURES for m in macros_for(source, a)} == set(macros_of(source))
     assert any("LPQ_ROW" in macro for source in used for macros in macros_of(source) for macro in macros)
 
 
