@@ -8,11 +8,12 @@ factors of both, and no pair of formats has code of its own. The operation has n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lpq.core.multiplicand import Exact, Multiplicand
 from lpq.core.operations import decode, gemm_reference
 from lpq.core.operators import alone
 from lpq.core.storage import Storage
@@ -22,32 +23,6 @@ from lpq.ops.table import ANY_PAIR
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
-
-
-class Exact(NamedTuple):
-    """``matrix · factor · constant``: what an operand stands for, in the basis in which it is stored."""
-
-    matrix: Tensor
-    """In bf16, and contiguous."""
-    factor: Tensor | None = None
-    """In fp32: one for the matrix, 0-dimensional, or one for each row, ``[rows, 1]``; None: there is none."""
-    constant: float = 1.0
-    """A part of the factor that is the same for all operands of the format; 1 if there is none."""
-    rest: Tensor | None = None
-    """In fp32: the last columns, 16 or so, where bf16 does not hold what they stand for. They have no factor."""
-
-
-class Multiplicand(Storage):
-    """An operand of which only its exact form was made: it is multiplied at once, and not kept."""
-
-    form: Exact
-
-    def tensors(self) -> list[Tensor]:
-        return [self.form.matrix] if self.form.factor is None else [self.form.matrix, self.form.factor]
-
-    def decode_rotated(self) -> Tensor:
-        decoded = self.form.matrix.float() * self.form.constant
-        return decoded if self.form.factor is None else decoded * self.form.factor
 
 
 def exact(operand: Storage) -> Exact | None:
@@ -65,9 +40,21 @@ def decoded(operand: Storage) -> Exact:
 
 
 def serves(a: Quantizer, b: Quantizer, x: Tensor) -> bool:
-    """Whether operands of these, one of which is made of ``x``, are multiplied by way of their exact forms. Operators
-    take encoded ones, so only where there is none around the product."""
+    """Whether operands of these, one of which is made of ``x``, are multiplied by way of their exact forms. Where
+    others look on than a compiler, they see encoded ones."""
+    if torch.compiler.is_dynamo_compiling():
+        return _serves(a.text, b.text, x.device)
     return alone(x) and choose("gemm", (a.text, b.text), x.device).kernel in ANY_PAIR
+
+
+def _serves(a: str, b: str, device: torch.device) -> bool:
+    try:
+        return choose("gemm", (a, b), device).kernel in ANY_PAIR
+    except KernelError:  # the product will say so
+        return False
+
+
+_serves._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports the compiler
 
 
 def why_not(a: Quantizer, b: Quantizer) -> str | None:

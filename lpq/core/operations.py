@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.core.layout import Stat
+from lpq.core.multiplicand import operand_of
 from lpq.core.operators import alone, define, distinct
 from lpq.core.philox import RandomBits
 from lpq.core.seeds import draw_seeds
@@ -326,19 +327,13 @@ def _decoded(operand: Storage, dtype: torch.dtype) -> Tensor:
 
 
 def _decode(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype) -> Tensor:
-    return _decoded(_operand(buffers, quantizer, shape, stored), dtype)
+    return _decoded(operand_of(buffers, quantizer, shape, stored), dtype)
 
 
 def _decode_fake(
     buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
     return buffers[0].new_empty(shape, dtype=dtype)
-
-
-def _operand(buffers: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
-    check_there(buffers[0])
-    quantizer = cast("Quantizer", registry.quantizer(text))
-    return quantizer.storage.wrap(buffers, quantizer, (shape[0], shape[1]), dtype)
 
 
 # ---------------------------------------------------------------------------------------------- transpose
@@ -375,7 +370,7 @@ def _transposed(operand: Storage) -> Storage:
 
 
 def _transpose(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype) -> list[Tensor]:
-    return _transposed(_operand(buffers, quantizer, shape, stored)).tensors()
+    return _transposed(operand_of(buffers, quantizer, shape, stored)).tensors()
 
 
 def _transpose_fake(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype) -> list[Tensor]:
@@ -419,7 +414,7 @@ def gemm(
     return cast(
         "Tensor",
         torch.ops.lpq.gemm(
-            first, second, bias, a.quantizer.text, b.quantizer.text,
+            first, second, bias, a.text, b.text,
             a.shape, b.shape, a.dtype, b.dtype, dtype, fast_accumulate,
         ),
     )  # fmt: skip
@@ -459,7 +454,7 @@ def _gemm(
     a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    left, right = _operand(a, qa, shape_a, dtype_a), _operand(b, qb, shape_b, dtype_b)
+    left, right = operand_of(a, qa, shape_a, dtype_a), operand_of(b, qb, shape_b, dtype_b)
     return _product(left, right, bias, dtype, fast_accumulate, a[0].device)
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.core.exact import Exact, Multiplicand
+from lpq.core.multiplicand import Form, Multiplicand
 from lpq.core.operations import quantize_reference, shared
+from lpq.core.operators import alone, define
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose
 from lpq.ops.tiles import (
@@ -96,8 +97,9 @@ class TileSide:
     """The buffer of scales, if those of a line of 128 elements are one word of 32 bits: see ``words_of_tiles``."""
     aligned: int = 1
     """Only shards whose first row is a multiple of this are encoded so."""
-    exact: Callable[[Sequence[Tensor]], Exact] | None = None
-    """For ``exact_tile``: what the buffers say. Rows and columns are multiples of ``ALIGNED`` then."""
+    exact: Form | None = None
+    """For ``exact_tile``: the buffers are the matrix of such an exact form and, if it has one, the factor. Rows and
+    columns are multiples of ``ALIGNED`` then."""
 
     def needs(self, stats: Sequence[Tensor | None], measure: bool) -> bool:
         """Whether something must be measured before."""
@@ -151,28 +153,82 @@ def multiplicands(
         return None
     if seed is None and (row.stochastic or col.stochastic):
         return None
-    ops = tuple("exact_tile" if wanted else "tile" for wanted in exact)
-    try:
-        if any(choose(op, (side.text,), x.device).impl is None for op, side in zip(ops, (row, col), strict=True)):
+    if alone(x):
+        pair = _making(row.text, col.text, *exact, x.device)
+        if pair is None:
             return None
-    except KernelError:  # nothing but kernels is allowed, and these are not there
-        return None
-    pair = _pair(row.text, col.text, x.get_device(), *ops)
-    if pair is None:
-        return None
-    first, second = pair.made(x.contiguous(), (), row, col, seed, 0, False)
+        made, beside = pair.made(x.contiguous(), (), row, col, seed, 0, False)
+        first, second = made.buffers, beside.buffers
+        forms = pair.row.exact, pair.col.exact
+    else:
+        found = _forms(row.text, col.text, *exact, x.device)
+        if found is None:
+            return None
+        forms = found
+        both = torch.ops.lpq.multiplicands(x, row.text, col.text, seed, *exact)
+        at = len(row.layout) if forms[0] is None else 1 + forms[0].factor
+        first, second = both[:at], both[at:]
     return (
-        _operand(pair.row, first, row, (rows, cols), x.dtype),
-        _operand(pair.col, second, col, (cols, rows), x.dtype),
+        _operand(first, forms[0], row, (rows, cols), x.dtype),
+        _operand(second, forms[1], col, (cols, rows), x.dtype),
     )
 
 
-def _operand(side: TileSide, made: Made, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Storage:
-    if side.exact is None:
-        return quantizer.storage.wrap(made.buffers, quantizer, shape, dtype)
-    operand = Multiplicand().bind(quantizer, shape, dtype)
-    operand.form = side.exact(made.buffers)
-    return operand
+def _operand(
+    tensors: Sequence[Tensor], form: Form | None, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype
+) -> Storage:
+    if form is None:
+        return quantizer.storage.wrap(tensors, quantizer, shape, dtype)
+    return Multiplicand.over(tensors, form.constant, quantizer, shape, dtype)
+
+
+def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device) -> Pair | None:
+    """What makes both operands, those that are ``exact`` in that form; None: nothing does."""
+    ops = "exact_tile" if exact_row else "tile", "exact_tile" if exact_col else "tile"
+    try:
+        if any(choose(op, (side,), device).impl is None for op, side in zip(ops, (row, col), strict=True)):
+            return None
+    except KernelError:  # nothing but kernels is allowed, and these are not there
+        return None
+    return _pair(row, col, device.index or 0, *ops)
+
+
+def _forms(
+    row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device
+) -> tuple[Form | None, Form | None] | None:
+    """The form in which each operand is made, None of one that is encoded. None: they cannot be made so."""
+    pair = _making(row, col, exact_row, exact_col, device)
+    return None if pair is None else (pair.row.exact, pair.col.exact)
+
+
+_forms._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports the compiler
+
+
+def _multiplicands(
+    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool
+) -> list[Tensor]:
+    pair = _making(row, col, exact_row, exact_col, x.device)
+    assert pair is not None
+    quantizers = cast("Quantizer", registry.quantizer(row)), cast("Quantizer", registry.quantizer(col))
+    first, second = pair.made(x.contiguous(), (), *quantizers, seed, 0, False)
+    return [*first.buffers, *second.buffers]
+
+
+def _multiplicands_fake(
+    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool
+) -> list[Tensor]:
+    rows, cols = x.shape
+    forms = _forms(row, col, exact_row, exact_col, x.device)
+    assert forms is not None
+    out: list[Tensor] = []
+    for form, text, shape in zip(forms, (row, col), ((rows, cols), (cols, rows)), strict=True):
+        if form is None:
+            quantizer = cast("Quantizer", registry.quantizer(text))
+            out += quantizer.storage.empty(quantizer, shape, x.dtype, x.device).tensors()
+        else:
+            out += [x.new_empty(shape, dtype=torch.bfloat16)]
+            out += [x.new_empty((), dtype=torch.float32)] if form.factor else []
+    return out
 
 
 class Pair:
@@ -273,3 +329,10 @@ def _pair(row: str, col: str, index: int, row_op: str = "tile", col_op: str = "t
     first = side_of(cast("Quantizer", registry.quantizer(row)), "row", device, row_op)
     second = side_of(cast("Quantizer", registry.quantizer(col)), "col", device, col_op)
     return None if isinstance(first, str) or isinstance(second, str) else Pair(first, second)
+
+
+define(
+    "multiplicands(Tensor x, str row, str col, Tensor? seed, bool exact_row, bool exact_col) -> Tensor[]",
+    _multiplicands,
+    _multiplicands_fake,
+)

@@ -58,7 +58,7 @@ def encode_operands(
     col_side = quantizer.side("col") if col else None
     if quantizer.col_source == "original" or col_side is None:
         if group is None and state is None:  # nothing to reduce, and nothing to recall
-            if (exact[0] or exact[1]) and row_side is not None and col_side is not None and alone(x):
+            if (exact[0] or exact[1]) and row_side is not None and col_side is not None:
                 made = pairs.multiplicands(x, row_side, col_side, seed, exact)
                 if made is not None:
                     return Operands(*made, [])

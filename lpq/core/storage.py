@@ -87,6 +87,11 @@ class Storage:
         """The buffers in the order of the layout."""
         return [getattr(self, name) for name in self.quantizer.names]
 
+    @property
+    def text(self) -> str:
+        """What an operator is told of it, beside its tensors, shape and dtype."""
+        return self.quantizer.text
+
     def buffers(self) -> dict[str, Tensor]:
         """The buffers by name: the canonical bytes of the format."""
         return {name: getattr(self, name) for name in self.quantizer.names}

@@ -48,7 +48,7 @@ def encode(
     """One operand, as the format's ``encode`` (or ``encode_stochastic``) returns it."""
     stats = measure(side, x) if stats is None else stats
     if side.stochastic:
-        bits = RandomBits(torch.tensor(seed), DIRECTIONS.index(direction), offset)
+        bits = RandomBits(torch.tensor(seed, device=x.device), DIRECTIONS.index(direction), offset)
         storage = side.encode_stochastic(x, stats, bits)
     else:
         storage = side.encode(x, stats)

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lpq
 from lpq.core import exact, operations, pairs
-from lpq.core.exact import Exact, Multiplicand
+from lpq.core.multiplicand import Exact, Multiplicand, operand_of
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.ops import choose, table
 from lpq.ops.cuda import CudaKernel
@@ -231,6 +233,10 @@ def test_what_is_made_for_a_product_decodes_to_what_it_stands_for() -> None:
     operand = Multiplicand().bind(lpq.quantizer("nvfp4"), (1, 2), torch.bfloat16)
     operand.form = Exact(torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), torch.tensor(4.0), 0.5)
     assert operand.decode_rotated().tolist() == [[3.0, -4.0]]
+    told = operand_of(operand.tensors(), operand.text, operand.shape, operand.dtype)
+    assert isinstance(told, Multiplicand)
+    assert (told.quantizer, told.shape, told.dtype) == (operand.quantizer, operand.shape, operand.dtype)
+    assert told.form == operand.form
 
 
 def test_only_formats_that_have_kernels_for_it_ask() -> None:
@@ -273,3 +279,47 @@ def test_where_operators_are_called_operands_are_encoded(text: str, gpu: list[An
     with FakeTensorMode(), torch.no_grad():
         assert not exact.serves(*sides, torch.ones(2))
     assert not exact.serves(*sides, torch.ones(2))
+
+
+def compiled(recipe: str, tokens: int) -> tuple[list[str], list[str]]:
+    """The operators of lpq in what a compiler makes of a layer's forward and of its backward; nothing of it is run."""
+    graphs: list[list[str]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append([t.name().removeprefix("lpq::") for t in targets if str(t).startswith("lpq.")])
+        with torch._guards.detect_fake_mode(inputs):
+            made = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in graph(*inputs)]
+        return make_boxed_func(lambda *_: [None if m is None else torch.empty(m[0], dtype=m[1]) for m in made])
+
+    torch._dynamo.reset()
+    layer = lpq.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(tokens, 32, dtype=torch.bfloat16, requires_grad=True)
+    y = torch.compile(layer, backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True)(x)
+    y.backward(torch.ones_like(y))
+    torch._dynamo.reset()
+    forward, backward = graphs
+    return forward, backward
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd"])
+def test_a_compiler_sees_operands_that_are_made_for_a_product(
+    recipe: str, gpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "_elsewhere", lambda kernel, *_: "needs Blackwell" if kernel.min_sm == 100 else None)
+    refresh()
+    made = ["multiplicands", "multiplicands", "gemm"], ["multiplicands", "gemm", "gemm"]
+    encoded = ["quantize", "quantize", "gemm"], ["quantize", "gemm", "gemm"]
+    seeds = ["draw_seeds"] if "nvfp4" in recipe else []
+    for tokens, expected in ((64, made), (33, ([*made[0][1:2], *encoded[0][1:]], encoded[1]))):
+        forward, backward = compiled(recipe, tokens)
+        assert sorted(forward) == sorted(seeds + expected[0])
+        assert sorted(backward) == sorted(expected[1])
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+def test_a_compiler_sees_encoded_operands_where_they_are_multiplied(recipe: str, gpu: list[Any]) -> None:
+    """fp8 is always; on this GPU, which has all that kernels want, mxfp8 is too."""
+    forward, backward = compiled(recipe, 64)
+    assert sorted(forward) == ["gemm", "quantize", "quantize"]
+    assert sorted(backward) == ["gemm", "gemm", "quantize"]

@@ -14,7 +14,7 @@ from lpq import registry
 from lpq.cli.kernels import served
 from lpq.core import Storage, operations
 from lpq.core import exact as composed
-from lpq.core.exact import Exact
+from lpq.core.multiplicand import Exact
 from lpq.ops import choose, products
 from lpq.registry import FormatSpec, KernelSpec, hookimpl
 from lpq.testing.expect import relative_error

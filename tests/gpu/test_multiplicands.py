@@ -78,25 +78,30 @@ def test_a_step_is_the_same_bit_for_bit(
 
     monkeypatch.setattr(CudaKernel, "launch", counted)
     found = []
-    for made in (True, False):
+    ways = ["made", "encoded", "compiled"] if tokens == 256 else ["made", "encoded"]
+    for way in ways:
         torch.manual_seed(0)
         layer = lpq.nn.Linear(inner, outer, device="cuda", dtype=torch.bfloat16, recipe=recipe)
         assert layer._plan is not None
         assert any((layer._plan.fprop, layer._plan.dgrad, layer._plan.wgrad))
-        if not made:
+        if way == "encoded":
             layer._plan = replace(layer._plan, fprop=None, dgrad=None, wgrad=None)
+        step = torch.compile(layer, fullgraph=True) if way == "compiled" else layer
         x = torch.randn(tokens, inner, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         launched.clear()
-        y = layer(x)
+        y = step(x)
         y.backward(torch.randn_like(y))
         found.append((y.detach(), x.grad, layer.weight.grad, launched["decode_tiles"]))
-    for a, b in zip(found[0][:3], found[1][:3], strict=True):
-        assert a is not None
-        assert b is not None
-        assert torch.equal(a, b)
-    assert found[0][3] <= found[1][3]
+    for other in found[1:]:
+        for a, b in zip(found[0][:3], other[:3], strict=True):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a, b)
+    decoded = dict(zip(ways, (counted for *_, counted in found), strict=True))
+    assert decoded["made"] <= decoded["encoded"]
+    assert decoded.get("compiled", decoded["made"]) == decoded["made"]
     if tokens % 16 == 0 and recipe in ("mxfp8", "nvfp4"):
-        assert (found[0][3], found[1][3]) == (2, 6)  # of the weight and of x, which backward finds encoded
+        assert (decoded["made"], decoded["encoded"]) == (2, 6)  # of the weight and of x, which backward finds encoded
 
 
 def test_what_is_kept_is_encoded() -> None:

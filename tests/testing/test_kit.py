@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 import broken_formats as broken
 import hypothesis  # noqa: F401  what a run inside this process may not import a second time
 import pytest
+import torch
 
 import lpq.nn
 from lpq import registry
 from lpq.core import Quantizer
+from lpq.testing.operands import encode
 
 pytest_plugins = ["pytester"]
 
@@ -78,6 +80,13 @@ def test_the_same_tests_pass_on_a_right_format(run: Run) -> None:
 def test_wrong_bits_are_found(run: Run) -> None:
     result = run(broken.Plugin(broken.Int8, effective_bits=4), "test_effective_bits")
     result.stdout.fnmatch_lines(["*the spec says effective_bits=4; the layout takes 8.008 bits an element*"])
+
+
+def test_operands_are_encoded_where_the_matrix_is() -> None:
+    """Random bits too, or no kernel of a GPU could be compared."""
+    quantizer = lpq.quantizer("nvfp4(stochastic=true)")
+    made = encode(quantizer, torch.empty(32, 32, device="meta"))
+    assert {t.device.type for t in made.tensors()} == {"meta"}
 
 
 def test_kernels_are_compared_with_poisoned_outputs(run: Run) -> None:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lpq import registry
 from lpq.core import Quantizer, Storage, operations
 from lpq.core import pairs as pairs_of_any
-from lpq.core.exact import Multiplicand
 from lpq.core.exact import exact as exact_form
+from lpq.core.multiplicand import Multiplicand
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.masters import Pieces, finish_gather
 from lpq.ops.table import BACKENDS, ENVIRONMENT, why_not
@@ -80,9 +80,9 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                     continue
                 served.add(kernel.impl)
                 for shape in SHAPES:
-                    compare(kernel, row, col, normal(*shape, dtype=torch.bfloat16).to(device))
+                    compare(kernel, row, col, normal(*shape, dtype=torch.bfloat16), device)
                     if kernel.rounds:
-                        compare_rounded(kernel, row, col, normal(*shape).to(device))
+                        compare_rounded(kernel, row, col, normal(*shape), device)
     if not served:
         pytest.skip("; ".join(f"{impl}: {reason}" for impl, reason in refused.items()))
 
@@ -109,31 +109,32 @@ def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
         yield row, None
 
 
-def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> None:
-    """Run a kernel and the reference of its operation on the same input."""
+def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str) -> None:
+    """Run a kernel, and on the CPU the reference of its operation, on the same input."""
     if kernel.op == "remember":
         assert row is not None
-        compare_memories(kernel, row, x)
+        compare_memories(kernel, row, x.to(device))
         return
     if kernel.op == "exact":
         assert row is not None
-        compare_exact(kernel, row, x)
+        compare_exact(kernel, row, x, device)
         return
     if kernel.op == "cast":
         assert row is not None
-        compare_cast(row, x)
+        compare_cast(row, x.to(device))
         return
     if kernel.op == "tile":
-        compare_tiles(row, col, x)
+        compare_tiles(row, col, x, device)
         return
     if kernel.op == "exact_tile":
         first, second = row or col, col or row
         assert first is not None
         assert second is not None
-        compare_multiplicands(first, second, x, (row is not None, col is not None))
+        compare_multiplicands(first, second, x.to(device), (row is not None, col is not None))
         return
     arguments = arguments_of(kernel.op, row, col, x)
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
+    arguments = on(device, arguments)
     with Poisoned():  # type: ignore[no-untyped-call]
         got = flat(registry.resolve(kernel.impl)(*arguments))
     what = f"{kernel.backend} kernel {kernel.impl} on {row} and {col}, {list(x.shape)}"
@@ -148,14 +149,14 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
             same(one.cpu(), other.cpu(), f"{what}, output {i}")
 
 
-def compare_rounded(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> None:
+def compare_rounded(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str) -> None:
     """A kernel that rounds what it reads does what it does for a rounded copy."""
     impl = registry.resolve(kernel.impl)
     for dtype in (torch.bfloat16, torch.float16):
-        rounded, *rest = arguments_of(kernel.op, row, col, x.to(dtype))
+        rounded, *rest = on(device, arguments_of(kernel.op, row, col, x.to(dtype)))
         expected = flat(impl(rounded, *rest))
         with Poisoned():  # type: ignore[no-untyped-call]
-            got = flat(impl(x, *rest, dtype=dtype))
+            got = flat(impl(x.to(device), *rest, dtype=dtype))
         assert len(got) == len(expected)
         for i, (one, other) in enumerate(zip(got, expected, strict=True)):
             same(one.cpu(), other.cpu(), f"{kernel.impl} on {row} and {col}, {list(x.shape)} rounded, output {i}")
@@ -190,7 +191,7 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> None:
                 )
 
 
-def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor) -> None:
+def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str) -> None:
     """An operand, and one of another format that takes part, are made from one read as by the reference."""
     side = row or col
     assert side is not None
@@ -199,7 +200,7 @@ def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor) -> No
         if type(other) is not type(side):
             first, second = row or other.side("row"), col or other.side("col")
             if pairs_of_any.why_not(first, second) is None:
-                compare(PAIR, first, second, x)
+                compare(PAIR, first, second, x, device)
                 return
 
 
@@ -227,9 +228,9 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
     return made is not None
 
 
-def compare_exact(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:
+def compare_exact(kernel: KernelSpec, side: Quantizer, x: Tensor, device: str) -> None:
     """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32."""
-    operand = encode(side, x)
+    operand = on(device, encode(side, x))
     with Poisoned():  # type: ignore[no-untyped-call]
         found = registry.resolve(kernel.impl)(operand)
     what = f"{kernel.backend} kernel {kernel.impl} on {side}, {list(x.shape)}"
@@ -264,6 +265,15 @@ def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:
         registry.resolve(kernel.impl)(side, ours, stats)
         for name, expected in theirs.items():
             same(ours[name].cpu(), expected.cpu(), f"{kernel.impl} of {side}, step {step}, {name}")
+
+
+def on(device: str, value: Any) -> Any:
+    """Arguments on another device."""
+    if isinstance(value, tuple | list):
+        return type(value)(on(device, one) for one in value)
+    if isinstance(value, Storage):
+        return value.map(lambda buffer: buffer.to(device))
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def arguments_of(op: str, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> tuple[Any, ...]:

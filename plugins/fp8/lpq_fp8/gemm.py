@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lpq.core import decode
-from lpq.core.exact import Exact, decoded
+from lpq.core.exact import decoded
 from lpq.core.exact import gemm as gemm_in_bf16
+from lpq.core.multiplicand import Exact
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lpq.core.exact import Exact
+from lpq.core.multiplicand import Form
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
@@ -39,7 +39,7 @@ def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
         matrix = job.x.new_empty(job.shape, dtype=torch.bfloat16)
         return Made((matrix,), (), (matrix.data_ptr(), 0, 0, 0, 0))
 
-    return _side(quantizer, direction, make, exact=lambda buffers: Exact(buffers[0]))
+    return _side(quantizer, direction, make, exact=Form())
 
 
 def _side(quantizer: MXFP8Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:

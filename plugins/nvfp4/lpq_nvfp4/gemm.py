@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from lpq.core import decode
-from lpq.core.exact import Exact, gemm
+from lpq.core.exact import gemm
+from lpq.core.multiplicand import Exact
 from lpq.ops.swizzle import swizzled
 from lpq_nvfp4 import views
 from lpq_nvfp4.quantizer import NVFP4Quantizer

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.core.elements import E4M3
-from lpq.core.exact import Exact
+from lpq.core.multiplicand import Form
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
@@ -64,7 +64,7 @@ def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | No
         )  # fmt: skip
         return Made((matrix, amax), (), parameters)
 
-    return _side(quantizer, direction, make, exact=lambda buffers: Exact(buffers[0], buffers[1], CONSTANT))
+    return _side(quantizer, direction, make, exact=Form(factor=True, constant=CONSTANT))
 
 
 def _side(quantizer: NVFP4Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:
