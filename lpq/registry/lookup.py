@@ -236,9 +236,10 @@ def cached(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
         caches = default().caches
-        if function not in caches:
-            caches[function] = functools.cache(function)
-        result: T = caches[function](*args, **kwargs)
+        found = caches.get(function)
+        if found is None:
+            found = caches[function] = functools.cache(function)
+        result: T = found(*args, **kwargs)  # type: ignore[arg-type]
         return result
 
     return remembered

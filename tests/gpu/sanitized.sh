@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # so that every tensor has bounds of its own
-export LPQ_KERNELS=cuda,reference OMP_NUM_THREADS=1
+export LPQ_KERNELS=cuda,torch,reference OMP_NUM_THREADS=1
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
@@ -28,7 +28,9 @@ check() { # tool, name, tests
 arguments=("$@")
 kit=tests/testing/test_builtins.py::test_kernels_equal_the_reference
 for format in fp8 mxfp8 nvfp4; do
-    for tool in memcheck racecheck synccheck; do
+    # cuda-core asks the driver for what some drivers lack: such a call's error is no kernel's.
+    check memcheck "$format" "${kit}[$format-cuda]" --report-api-errors no "${skip[@]}"
+    for tool in racecheck synccheck; do
         check "$tool" "$format" "${kit}[$format-cuda]" "${skip[@]}"
     done
 done
@@ -41,7 +43,7 @@ for name in "${!started[@]}"; do
     else
         failed=1
         printf '%s: FAILED\n' "$name"
-        tail -n 60 "$logs/$name"
+        grep -v 'Host Frame' "$logs/$name" | tail -n 60
     fi
 done
 exit "$failed"

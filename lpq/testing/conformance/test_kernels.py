@@ -216,7 +216,9 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
         what = f"{operand.quantizer}, {list(x.shape)}"
         if isinstance(got, Multiplicand):
             expected = exact_form(operand)
-            assert expected is not None
+            if expected is None:  # LPQ_KERNELS leaves out what would say it
+                assert relative_error(got.decode_rotated().double(), operand.decode_rotated()) < 1e-6, what
+                continue
             assert got.form.constant == expected.constant
             same(got.form.matrix.cpu(), expected.matrix.cpu(), f"the matrix of {what}")
             if expected.factor is not None:
