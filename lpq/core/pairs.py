@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -128,19 +128,11 @@ def why_not(row: Quantizer, col: Quantizer) -> str | None:
     return next((side for side in sides if isinstance(side, str)), None)
 
 
-def quantize(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: Quantizer,
-    col: Quantizer,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-) -> list[Tensor]:
+def quantize(x: Tensor, stats: Sequence[Tensor | None], row: Quantizer, col: Quantizer, *rest: Any) -> list[Tensor]:
     """As the reference."""
     pair = _pair(row.text, col.text, x.get_device())
     assert pair is not None
-    return pair.quantize(x, stats, row, col, seed, offset, measure)
+    return pair.quantize(x, stats, row, col, *rest)
 
 
 def multiplicands(

@@ -163,6 +163,8 @@ def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...]) -> str | None:
     for module in kernel.requires:
         if not _installed(module):
             return f"needs {module}, which is not installed"
+    if kernel.op == "transpose" and not quantizers[0].transposable:
+        return f"{quantizers[0]} is not transposable"
     if kernel.why_not is not None:
         reason: str | None = registry.resolve(kernel.why_not)(*quantizers)
         return reason

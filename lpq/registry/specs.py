@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 API_VERSION = 1
 """The version of the plugin interface. A plugin written for another one is refused, in words."""
@@ -58,6 +59,18 @@ class KernelSpec:
     """What a user should know of it, as that it never ran on hardware: ``lpq doctor`` shows it."""
     api_version: int = API_VERSION
     """The interface version that the plugin was written for."""
+
+    @classmethod
+    def cuda(cls, op: str, impl: str, **others: Any) -> Self:
+        """A kernel in CUDA C++, which ``lpq.ops.cuda`` compiles: preferred, from compute capability 8.0 on."""
+        usual: dict[str, Any] = {"backend": "cuda", "min_sm": 80, "requires": ("cuda.core",), "priority": 20}
+        return cls(op=op, impl=impl, **(usual | others))
+
+    @classmethod
+    def triton(cls, op: str, impl: str, **others: Any) -> Self:
+        """A kernel in Triton, which comes after those in CUDA C++, from compute capability 7.5 on."""
+        usual: dict[str, Any] = {"backend": "triton", "min_sm": 75, "requires": ("triton",), "priority": 10}
+        return cls(op=op, impl=impl, **(usual | others))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,44 +3,14 @@
 from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 CUDA = "lpq_fp8.cuda"
-TRITON = "lpq_fp8.triton"
 KERNELS = (
-    KernelSpec(
-        op="quantize", impl=f"{CUDA}:quantize", why_not=f"{CUDA}:why_not",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20, rounds=True,
-    ),
-    KernelSpec(
-        op="measure", impl=f"{CUDA}:measure", why_not=f"{CUDA}:measure_why_not",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20, rounds=True,
-    ),
-    KernelSpec(
-        op="transpose", impl="lpq_fp8.views:transpose", why_not="lpq_fp8.views:transpose_why_not",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
-    ),
-    KernelSpec(
-        op="decode", impl="lpq_fp8.views:decode",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
-    ),
-    KernelSpec(
-        op="tile", impl="lpq_fp8.tile:tile",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
-    ),
-    KernelSpec(
-        op="remember", impl="lpq_fp8.history:remember", why_not="lpq_fp8.history:why_not",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
-    ),
-    KernelSpec(
-        op="cast", impl="lpq_fp8.cast:cast",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
-    ),
-    *(
-        KernelSpec(op=op, impl=f"{TRITON}:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
-        for op in ("measure", "quantize", "decode")
-    ),
-    KernelSpec(
-        op="transpose", impl=f"{TRITON}:transpose", why_not=f"{TRITON}:transpose_why_not",
-        backend="triton", min_sm=75, requires=("triton",), priority=10,
-    ),
+    KernelSpec.cuda("quantize", f"{CUDA}:quantize", why_not=f"{CUDA}:why_not", rounds=True),
+    KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:measure_why_not", rounds=True),
+    *(KernelSpec.cuda(op, f"lpq_fp8.views:{op}") for op in ("transpose", "decode")),
+    KernelSpec.cuda("tile", "lpq_fp8.tile:tile"),
+    KernelSpec.cuda("remember", "lpq_fp8.history:remember", why_not="lpq_fp8.history:why_not"),
+    KernelSpec.cuda("cast", "lpq_fp8.cast:cast"),
+    *(KernelSpec.triton(op, f"lpq_fp8.triton:{op}") for op in ("measure", "quantize", "decode", "transpose")),
     KernelSpec(
         op="gemm", impl="lpq_fp8.gemm:gemm", why_not="lpq_fp8.gemm:why_not", formats=("fp8", "fp8"),
         backend="torch", min_sm=89, priority=10,

@@ -185,11 +185,6 @@ def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def transpose_why_not(quantizer: FP8Quantizer) -> str | None:
-    """The bytes can be turned where a scale covers the matrix or a square of it."""
-    return None if quantizer.transposable else f"{quantizer} is not transposable"
-
-
 def transpose(operand: FP8Storage) -> Storage:
     """The operand of the transposed matrix."""
     rows, cols = operand.shape

@@ -8,15 +8,9 @@ from torch import Tensor
 from lpq.core import Storage
 from lpq.core.operations import decode_reference, transpose_reference
 from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_bytes
-from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 
 DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIq")[LOW]
-
-
-def transpose_why_not(quantizer: FP8Quantizer) -> str | None:
-    """The bytes can be turned where a scale covers the matrix or a square of it."""
-    return None if quantizer.transposable else f"{quantizer} is not transposable"
 
 
 def transpose(operand: FP8Storage) -> Storage:

@@ -4,20 +4,11 @@ from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 UNTRIED = "never run on hardware: it is written after torch's rules, and tested without a GPU"
 KERNELS = (
-    *(
-        KernelSpec(
-            op=op, impl=f"lpq_mxfp8.{module}:{op}", rounds=module == "cuda",
-            backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
-        )
-        for op, module in (
-            ("measure", "cuda"), ("quantize", "cuda"), ("decode", "views"), ("tile", "tile"),
-            ("exact_tile", "tile"), ("cast", "cast"),
-        )
-    ),
-    *(
-        KernelSpec(op=op, impl=f"lpq_mxfp8.triton:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
-        for op in ("measure", "quantize", "decode")
-    ),
+    *(KernelSpec.cuda(op, f"lpq_mxfp8.cuda:{op}", rounds=True) for op in ("measure", "quantize")),
+    KernelSpec.cuda("decode", "lpq_mxfp8.views:decode"),
+    *(KernelSpec.cuda(op, f"lpq_mxfp8.tile:{op}") for op in ("tile", "exact_tile")),
+    KernelSpec.cuda("cast", "lpq_mxfp8.cast:cast"),
+    *(KernelSpec.triton(op, f"lpq_mxfp8.triton:{op}") for op in ("measure", "quantize", "decode")),
     KernelSpec(
         op="gemm", impl="lpq_mxfp8.gemm:native", why_not="lpq_mxfp8.gemm:why_not", formats=("mxfp8", "mxfp8"),
         backend="torch", min_sm=100, priority=10, note=UNTRIED,

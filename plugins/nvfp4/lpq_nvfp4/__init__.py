@@ -3,45 +3,20 @@
 from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 UNTRIED = "never run on hardware: it is written after torch's rules, and tested without a GPU"
-TRITON = "lpq_nvfp4.triton"
 KERNELS = (
     *(
-        KernelSpec(
-            op=op, impl=f"lpq_nvfp4.{module}:{op}", why_not=f"lpq_nvfp4.{module}:{why_not}", rounds=module == "cuda",
-            backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
-        )
-        for op, module, why_not in (
-            ("measure", "cuda", "why_not"),
-            ("quantize", "cuda", "why_not"),
-            ("transpose", "views", "transpose_why_not"),
-            ("decode", "views", "decode_why_not"),
-        )
+        KernelSpec.cuda(op, f"lpq_nvfp4.cuda:{op}", why_not="lpq_nvfp4.cuda:why_not", rounds=True)
+        for op in ("measure", "quantize")
     ),
-    *(
-        KernelSpec(
-            op=op, impl=f"lpq_nvfp4.tile:{op}", backend="cuda", min_sm=80, requires=("cuda.core",), priority=20
-        )
-        for op in ("tile", "exact_tile")
-    ),
-    KernelSpec(
-        op="cast", impl="lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not",
-        backend="cuda", min_sm=80, requires=("cuda.core",), priority=20,
-    ),
-    *(
-        KernelSpec(op=op, impl=f"{TRITON}:{op}", backend="triton", min_sm=75, requires=("triton",), priority=10)
-        for op in ("measure", "quantize", "decode")
-    ),
-    KernelSpec(
-        op="transpose", impl=f"{TRITON}:transpose", why_not=f"{TRITON}:transpose_why_not",
-        backend="triton", min_sm=75, requires=("triton",), priority=10,
-    ),
+    KernelSpec.cuda("transpose", "lpq_nvfp4.views:transpose"),
+    KernelSpec.cuda("decode", "lpq_nvfp4.views:decode", why_not="lpq_nvfp4.views:decode_why_not"),
+    *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}") for op in ("tile", "exact_tile")),
+    KernelSpec.cuda("cast", "lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not"),
+    KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda"),
+    *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}") for op in ("measure", "quantize", "decode", "transpose")),
     KernelSpec(
         op="gemm", impl="lpq_nvfp4.gemm:native", why_not="lpq_nvfp4.gemm:why_not", formats=("nvfp4", "nvfp4"),
         backend="torch", min_sm=100, priority=10, note=UNTRIED,
-    ),
-    KernelSpec(
-        op="exact", impl="lpq_nvfp4.gemm:exact_in_cuda", backend="cuda", min_sm=80, requires=("cuda.core",),
-        priority=20,
     ),
     KernelSpec(op="exact", impl="lpq_nvfp4.gemm:exact", backend="torch", min_sm=80),
 )  # fmt: skip

@@ -308,11 +308,6 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def transpose_why_not(quantizer: NVFP4Quantizer) -> str | None:
-    """The codes can be turned where blocks are square and the operands differ in nothing else."""
-    return None if quantizer.transposable else f"{quantizer} is not transposable"
-
-
 def transpose(operand: NVFP4Storage) -> Storage:
     """The operand of the transposed matrix."""
     rows, cols = operand.shape

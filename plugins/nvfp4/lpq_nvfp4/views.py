@@ -14,11 +14,6 @@ from lpq_nvfp4.storage import NVFP4Storage
 DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPP")[LOW]
 
 
-def transpose_why_not(quantizer: NVFP4Quantizer) -> str | None:
-    """The codes can be turned where blocks are square and the operands differ in nothing else."""
-    return None if quantizer.transposable else f"{quantizer} is not transposable"
-
-
 def transpose(operand: NVFP4Storage) -> Storage:
     """The operand of the transposed matrix."""
     rows, cols = operand.shape
