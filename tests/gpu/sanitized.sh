@@ -11,7 +11,7 @@ sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # so that every tensor has bounds of its own
 export LPQ_KERNELS=cuda,torch,reference OMP_NUM_THREADS=1
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
 
 skip=() # PyTorch's own kernels take the most time; initcheck must see them, as they write what ours read
 case $("$sanitizer" --help) in *--kernel-regex-exclude*) skip=(--kernel-regex-exclude kns=at6native) ;; esac

@@ -144,7 +144,7 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if kernel.op == "gemm":
             assert one.shape == other.shape, f"{what}: {list(one.shape)}, not {list(other.shape)}"
-            assert not other.numel() or relative_error(one, other) < 1e-2, f"{what}: the product is wrong"
+            assert not other.numel() or relative_error(one.cpu(), other) < 1e-2, f"{what}: the product is wrong"
         else:
             same(one.cpu(), other.cpu(), f"{what}, output {i}")
 
