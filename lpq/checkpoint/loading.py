@@ -40,8 +40,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
     what = f"checkpoint {found} cannot be loaded"
     seen = Model(model)
     job: list[_Job] = []
+
+    def prepare() -> list[list[str]]:
+        job.append(_prepare(found, refused, seen, optimizer, any_policy))
+        return [match.encoded for match in job[0].matches[:1]]
+
     with ranks.saying(what):
-        ranks.all(lambda: job.append(_prepare(found, refused, seen, optimizer, any_policy)))
+        ranks.alike(prepare, "the ranks read different files under that name, or hold different models")
     (plan,) = job
     with ranks.saying(f"{what}, and the model is partly overwritten"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

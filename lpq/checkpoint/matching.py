@@ -27,6 +27,8 @@ class Match:
     """By the names in the checkpoint, what to fill: the memory of the model, or that of values to encode."""
     to_encode: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors that are stored quantized, each with what it is encoded of."""
+    encoded: list[str] = field(default_factory=list)
+    """Their names. They are encoded with the statistics of the whole, so that they are the same on all ranks."""
     to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors in high precision, each with what it takes in its own dtype."""
     replaced: list[str] = field(default_factory=list)
@@ -71,6 +73,7 @@ def match(
             values = plain_like(name, tensor, dtype)
             found.targets[name] = values
             found.to_encode.append((tensor, values))
+            found.encoded.append(name)
         elif mine is None and masters and name in masters:
             shape, dtype = saved[masters[name]]
             _check_shape(name, shape, tensor.shape)

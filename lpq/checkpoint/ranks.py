@@ -40,6 +40,13 @@ class Ranks:
             raise _of_ranks(errors, self.size) from cause
         return [result for result, _ in found]
 
+    def alike(self, function: Callable[[], T], differ: str) -> T:
+        """As ``all``; what all ranks return must be equal. ``differ``: the error on all of them, if it is not."""
+        found = self.all(function)
+        if any(other != found[0] for other in found):
+            raise CheckpointError(differ)
+        return found[self.rank]
+
     def first(self, function: Callable[[], T]) -> T:
         """Call ``function`` on rank 0 alone; all get what it returned, or its error."""
         found: T = self.all(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[assignment]

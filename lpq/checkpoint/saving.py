@@ -125,7 +125,7 @@ def _prepare(
     state: dict[str, dict[str, Tensor]] = {}
     small: dict[str, bytes] = {}
 
-    def collect() -> tuple[str, dict[str, Tensor]]:
+    def collect() -> tuple[str, str, dict[str, Tensor]]:
         tensors, module_extra = seen.state()
         names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
         theirs, rest = OptimizerState(given, names).split()
@@ -135,7 +135,7 @@ def _prepare(
         beside = {"extra": extra, "model": module_extra, "optimizer": rest if given is not None else None}
         small.update({DESCRIPTION: description.json(), EXTRA: pickled(beside) if ranks.rank == 0 else b""})
         memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
-        return hashlib.sha256(small[DESCRIPTION]).hexdigest(), memories if ranks.many else {}
+        return str(target.absolute()), hashlib.sha256(small[DESCRIPTION]).hexdigest(), memories if ranks.many else {}
 
     def begin() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -143,13 +143,19 @@ def _prepare(
             shutil.rmtree(left)
 
     found = ranks.all(collect)
-    if len({description for description, _ in found}) > 1:
+    if len(places := {place for place, _, _ in found}) > 1:
+        said = ", ".join(sorted(places))
+        raise CheckpointError(
+            f"the ranks would write it to different places, and it would be whole in none: {said}; pass the same "
+            "directory on all ranks, one that all of them see"
+        )
+    if len({description for _, description, _ in found}) > 1:
         raise CheckpointError(
             "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model: call "
             "lpq.set_step and lpq.checkpoint.save alike on all ranks"
         )
-    for name in found[0][1]:  # ranks may have seen different inputs; as after a step, the largest statistics count
-        combined = torch.stack([memories[name] for _, memories in found]).amax(0)
+    for name in found[0][2]:  # ranks may have seen different inputs; as after a step, the largest statistics count
+        combined = torch.stack([memories[name] for _, _, memories in found]).amax(0)
         state["model"][name.removeprefix("model.")] = combined
     ranks.first(begin)
     return state, Writer(target, small, keep)

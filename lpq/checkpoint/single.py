@@ -47,7 +47,7 @@ def export_file(model: nn.Module, path: str | Path, *, decode: bool = False) -> 
         return seen.describe(tensors, None)
 
     with ranks.saying(f"{target} cannot be exported"):
-        description = ranks.all(collect)[ranks.rank]
+        description = ranks.alike(collect, "the ranks hold different models, and the file is of one")
     complete: dict[str, Tensor] = {}
     for name, part in pieces.items():
         gathered = whole(part)
@@ -67,8 +67,13 @@ def import_file(path: str | Path, model: nn.Module) -> Info:
     """
     ranks, seen, source = Ranks(), Model(model), Path(path)
     job: list[tuple[Description, dict[str, Tensor], dict[str, Any], Match]] = []
+
+    def prepare() -> list[str]:
+        job.append(_prepare(source, seen))
+        return job[0][-1].encoded
+
     with ranks.saying(f"{source} cannot be imported"):
-        ranks.all(lambda: job.append(_prepare(source, seen)))
+        ranks.alike(prepare, "the ranks read different files, or hold different models")
     ((description, tensors, other, found),) = job
     with torch.no_grad():
         for name, target in found.targets.items():

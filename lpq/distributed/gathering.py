@@ -2,8 +2,8 @@
 
 After an optimizer's step, every weight that it wrote to is measured, and one collective makes the statistics of all
 of them those of the whole weights, whatever models they are of; what layers remember across steps is combined in the
-same way. A weight that was written to otherwise (a checkpoint was loaded) is measured when it is gathered next, with
-all others of that kind in its model.
+same way. A weight that was written to otherwise (a checkpoint was loaded, no step was taken yet) is measured when it is
+gathered next, with all others of that kind in its model, whatever calls of ``lpq.convert`` got them.
 """
 
 from __future__ import annotations
@@ -64,17 +64,27 @@ class Gathering:
         """The same, or None where FSDP2 shards nothing of this layer."""
         return self._gathers.get(layer)
 
-    def _find(self) -> None:
+    def _find(self) -> list[Gather]:
+        """How each weight of the whole model is gathered, also where another call of ``lpq.convert`` got it.
+
+        All is read off the model as it is sharded now, in its order: so it is the same on all ranks.
+        """
         around = fsdp.outermost(self.root)  # a part of a model may have been converted, and the whole sharded
         checkpointed = _checkpointed(around)
+        found: list[Gather] = []
         for module, site in fsdp.sites(around, "weight").items():
-            if getattr(module, "gathering", None) is self and module not in self._gathers:
-                layer = cast("Layer", module)
-                self._gathers[module] = Gather(layer, site, self.refresh, module in checkpointed)
+            gathering = getattr(module, "gathering", None)
+            if isinstance(gathering, Gathering):
+                gathers = gathering._gathers
+                if module not in gathers:
+                    layer = cast("Layer", module)
+                    gathers[module] = Gather(layer, site, gathering.refresh, module in checkpointed)
+                found.append(gathers[module])
+        return found
 
     def refresh(self) -> None:
-        """Measure every weight that was written to, and reduce all their statistics in one collective."""
-        _reduce([g for g in self._gathers.values() if g.stale], remembering=False)
+        """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""
+        _reduce([g for g in self._find() if g.stale], remembering=False)
 
     @property
     def found(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import QuantizedTensor
+from lpq.distributed.casting.agreement import Agreement
 from lpq.distributed.casting.batched import Batched, serves
 from lpq.distributed.casting.casts import Cast, Piece, Views, Whole
 from lpq.distributed.casting.given import items_of
@@ -39,7 +40,7 @@ class Pieces(Sequence[Piece]):
             if item.weight.numel():
                 kinds.setdefault(item.kind, []).append(item)
         self.casts = casts(kinds, rank, ranks)
-        self._shares = Shares(items, rank, ranks)
+        self._agreement, self._shares = Agreement(items, rank, ranks), Shares(items, rank, ranks)
         self._pieces = sorted((p for cast in self.casts for p in cast.pieces()), key=lambda p: p.weight)
         self._told = {kind: kind.told(len(same), ranks) for kind, same in kinds.items()}
 
@@ -55,9 +56,10 @@ class Pieces(Sequence[Piece]):
 
     def tell(self) -> Tensor:
         """What this rank tells the others, for a MAX over the ranks."""
-        count = sum(math.prod(shape) for shapes in ([self._shares.shape], *self._told.values()) for shape in shapes)
+        count = sum(math.prod(shape) for shape in self._shapes)
         told = torch.zeros(count, dtype=torch.int32, device=self._shares.device)
-        shares, views = self._views(told)
+        agreement, shares, views = self._views(told)
+        self._agreement.tell(agreement)
         self._shares.tell(shares)
         for cast in self.casts:
             cast.tell(views)
@@ -65,19 +67,26 @@ class Pieces(Sequence[Piece]):
 
     def encode(self, told: Tensor) -> None:
         """Write what this rank can write, from what all ranks told."""
-        shares, views = self._views(told)
+        agreement, shares, views = self._views(told)
+        self._agreement.check(agreement)
         self._shares.check(shares)
         for cast in self.casts:
             cast.encode(views)
         for item in self._without_elements:  # as any rank can
             item.weight.copy_(torch.empty(item.weight.shape, device=item.weight.device))
 
-    def _views(self, told: Tensor) -> tuple[Tensor, Views]:
-        """Of all that is told: how much each rank owns, and what is said of the weights of each kind."""
-        shapes = [self._shares.shape, *(shape for same in self._told.values() for shape in same)]
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Those of all that is told, in its order."""
+        kinds = (shape for same in self._told.values() for shape in same)
+        return [self._agreement.shape, self._shares.shape, *kinds]
+
+    def _views(self, told: Tensor) -> tuple[Tensor, Tensor, Views]:
+        """Of all that is told: which cast it is, how much each rank owns, and what is said of weights of each kind."""
+        shapes = self._shapes
         parts = torch.split(told, [math.prod(shape) for shape in shapes])
         rest = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-        return next(rest), {kind: [next(rest) for _ in same] for kind, same in self._told.items()}
+        return next(rest), next(rest), {kind: [next(rest) for _ in same] for kind, same in self._told.items()}
 
 
 def casts(kinds: Mapping[Kind, Sequence[Item]], rank: int, ranks: int) -> list[Cast]:
@@ -103,8 +112,13 @@ def cast_master_weights(
 
     ``masters[i]`` (fp32, 1-D; empty or None if this rank owns nothing of it) are the elements of the flattened
     weight ``i`` from ``offsets[i]`` on; the ranks of ``group`` together own each element once. Every rank passes
-    the same weights. Afterwards each has all scales and the codes of what it owns. Gather the pieces that are
-    returned, that is fill each ``piece.buffer`` from the ``piece.own`` of all ranks, and call ``finish_gather``.
+    the same weights, in the same order. Afterwards each has all scales and the codes of what it owns. Gather the
+    pieces that are returned, that is fill each ``piece.buffer`` from the ``piece.own`` of all ranks, and call
+    ``finish_gather``.
+
+    Before anything is written, all ranks refuse a part of a master that one of them refuses, and weights, states or
+    seeds that differ between them. (Where they differ so that the all-reduce itself has another size, the backend ends
+    it: gloo at once, NCCL after its timeout.)
 
     ``states[i]`` is what delayed scaling remembers of weight ``i``; it is updated. ``seed``, the same on all ranks,
     is for stochastic rounding: weight ``i`` rounds as with ``seed + i``.

@@ -91,8 +91,9 @@ def convert(
     ``weights`` is for a model that ``fully_shard`` shards afterwards. ``"high_precision"``: the shards stay as they
     are, and what FSDP2 gathers of them is their quantized form. ``"quantized"``: the shards themselves are stored
     quantized, for ``lpq.optim`` or any optimizer; a weight that cannot be cut for ``ranks`` ranks stays in high
-    precision. ``None``: FSDP2 gathers in high precision. A weight that is stored quantized keeps its format, so its
-    rules must agree on that. Make the optimizer after this and after ``fully_shard``.
+    precision. ``None``: FSDP2 gathers in high precision, but for weights that an earlier call prepared, which stay so.
+    A weight that is stored quantized keeps its format: rules that give it another one, at this step or a later one, are
+    refused before anything is changed. Make the optimizer after this and after ``fully_shard``.
 
     ``accumulate`` is for gradients that are summed over micro-batches without autograd's help: backward adds the
     gradient of a weight in place, to its ``.grad``, if it is there, or to its ``.main_grad``, in the dtype that this
@@ -105,8 +106,8 @@ def convert(
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
-    if weights is not None:
-        check_weights(model, weights, ranks, schedules)
+    check_weights(model, weights, ranks, schedules)
+    prepared = _prepared(model, weights, ranks)
     converted: list[Entry] = []
     left: list[Entry] = []
     for name, schedule in schedules.items():
@@ -128,7 +129,7 @@ def convert(
     every = [alias for aliases in names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     report = Report(tuple(converted), tuple(left), unmatched, unreached)
-    model.__dict__[RECORD] = Conversion(policy, steps, report, weights, ranks)
+    model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
     for module in model.modules():
         if isinstance(module, Linear):
             module.accumulate = accumulate
@@ -144,6 +145,15 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(first.setdefault(id(module), name), []).append(name)
     return names
+
+
+def _prepared(model: nn.Module, weights: Weights | None, ranks: int | None) -> tuple[Weights | None, int | None]:
+    """How weights are prepared, and for how many ranks: by this call or, if it leaves them alone, by earlier ones."""
+    if weights is not None:
+        return weights, ranks
+    records = (module.__dict__.get(RECORD) for module in model.modules())
+    earlier = [r for r in records if isinstance(r, Conversion) and r.weights is not None]
+    return (earlier[0].weights, earlier[0].ranks) if earlier else (None, None)
 
 
 def _schedule(policy: Policy, aliases: list[str], steps: int | None) -> Schedule:

@@ -3,40 +3,100 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import Tensor, nn
 
 from lpq.core import QuantizedTensor
 from lpq.core.derive import derives_col
+from lpq.core.quantize import DTYPES
 from lpq.nn.linear import Linear
 from lpq.recipes import RecipeError
 
 if TYPE_CHECKING:
+    from lpq.core import Quantizer
     from lpq.recipes import Schedule
 
 Weights = Literal["high_precision", "quantized"]
 
 
-def check_weights(model: nn.Module, weights: Weights, ranks: int | None, schedules: Mapping[str, Schedule]) -> None:
-    """Refuse what cannot be prepared, before anything of the model is converted."""
-    if weights not in get_args(Weights):
+def check_weights(
+    model: nn.Module, weights: Weights | None, ranks: int | None, schedules: Mapping[str, Schedule]
+) -> None:
+    """Refuse what cannot be prepared, or is stored otherwise already, before anything of the model is converted."""
+    if weights not in (None, *get_args(Weights)):
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks={ranks!r}: it is the number of ranks that will share the weights out, from 1 on")
-    for name, schedule in schedules.items():
-        module = model.get_submodule(name)
-        found = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
-        if not isinstance(module, nn.Linear) or not any(found):
+    layers = {name: m for name in schedules if isinstance(m := model.get_submodule(name), nn.Linear)}
+    sharded = _sharded(model, layers.values(), weights)
+    for name, module in layers.items():
+        schedule = schedules[name]
+        wanted = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
+        if not any(wanted) and not isinstance(module, Linear):
             continue
-        if hasattr(module.weight, "device_mesh"):
+        weight = sharded.get(module, module.weight)
+        if weights is not None and any(wanted) and hasattr(weight, "device_mesh"):
             raise ValueError(f"{name}: its weight is sharded already; call lpq.convert before fully_shard")
-        if weights == "quantized" and any(w != found[0] for w in found):
+        stored = _stored(weight)
+        if stored is not None:
+            _check_stored(name, stored, weight.shape[0], weights, ranks, schedule)
+        elif weights == "quantized" and any(wanted):
+            _check_storable(name, weight, schedule)
+
+
+def _check_storable(name: str, weight: Tensor, schedule: Schedule) -> None:
+    """Refuse to store a weight quantized that no one format is given, or that cannot be encoded."""
+    wanted = {recipe.w if recipe is not None else None for _, recipe in schedule.pieces}
+    if len(wanted) > 1:
+        raise RecipeError(
+            f"{name}: its weight would be stored quantized, and the policy changes its format: {schedule}. Use "
+            "weights='high_precision', or rules that quantize the weight alike"
+        )
+    if weight.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"{name}: its weight is {weight.dtype}, and {names} can be stored quantized: cast it first")
+
+
+def _check_stored(
+    name: str, stored: Quantizer, rows: int, weights: Weights | None, ranks: int | None, schedule: Schedule
+) -> None:
+    """Refuse to make of a weight that is stored quantized what it is not, at this step or a later one."""
+    from lpq.distributed.fits import why_uncut
+
+    is_stored = f"{name}: its weight is stored as {stored}"
+    anew = "before fully_shard, make it an ordinary weight: layer.weight = nn.Parameter(layer.weight.dequantize())"
+    for _, recipe in schedule.pieces:
+        if recipe is None or recipe.w != stored:
+            form = f"as {recipe.w}" if recipe is not None else "in high precision"
             raise RecipeError(
-                f"{name}: its weight would be stored quantized, and the policy changes its format: {schedule}. Use "
-                "weights='high_precision', or rules that quantize the weight alike"
+                f"{is_stored}, which it keeps, and the policy wants it {form}: {schedule}. Use rules with w={stored}; "
+                f"or, {anew}"
             )
+    if weights == "high_precision":
+        raise ValueError(
+            f"{is_stored}, and weights='high_precision' wants it in high precision. Use weights='quantized' or None, "
+            f"which leave it as it is; or, {anew}"
+        )
+    reason = why_uncut(stored, rows, ranks) if weights is not None and ranks is not None else None
+    if reason is not None:
+        raise ValueError(f"{is_stored} and cannot be cut for ranks={ranks}: {reason}. Use another number; or, {anew}")
+
+
+def _sharded(model: nn.Module, layers: Iterable[nn.Linear], weights: Weights | None) -> dict[nn.Module, Tensor]:
+    """The weights that FSDP2 shards, as the optimizer has them: a layer itself may have the gathered one at present."""
+    if weights is None and all(type(layer.weight) is nn.Parameter for layer in layers):
+        return {}  # ordinary ones: there is nothing to find out, and FSDP2 need not be imported
+    from lpq.distributed.fsdp import outermost, sites
+
+    return {module: site.param for module, site in sites(outermost(model), "weight").items()}
+
+
+def _stored(weight: Tensor) -> Quantizer | None:
+    """The quantizer of a weight, whole or sharded, that is stored quantized."""
+    local = getattr(weight, "_local_tensor", weight)
+    return local.quantizer if isinstance(local, QuantizedTensor) else None
 
 
 def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> None:
@@ -72,7 +132,7 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
     for name, layer, shared in _layers(model):
         site = sharded.get(layer)
         if shared:
-            yield name, "in high precision: the weight belongs to several modules"
+            yield name, f"{_form(layer.weight)}: the weight belongs to several modules"
         elif layer.gathering is None:
             continue
         elif site is not None:  # the layer itself may have the gathered weight at present
@@ -83,9 +143,14 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
             yield name, _note(layer, layer.weight, ranks, None)
 
 
+def _form(weight: Tensor) -> str:
+    stored = _stored(weight)
+    return "in high precision" if stored is None else f"stored as {stored}"
+
+
 def _note_unsharded(layer: Linear) -> str:
     """Of a weight that FSDP2 does not shard, though it shards others of the model."""
-    form = f"stored as {layer.weight.quantizer}" if isinstance(layer.weight, QuantizedTensor) else "in high precision"
+    form = _form(layer.weight)
     return f"{form}, whole on every rank and not gathered: fully_shard ignores it, or got no module that it is in"
 
 
@@ -93,22 +158,23 @@ def _note(layer: Linear, weight: Tensor, ranks: int | None, refusal: str | None)
     from lpq.distributed.fits import sent_bytes, why_not, why_uncut
     from lpq.distributed.shard import WeightShard
 
-    quantizer = layer.weight_quantizer()
+    quantizer, kept = layer.weight_quantizer(), _stored(weight)
+    if kept is not None and kept != quantizer:
+        return f"stored as {kept}, and its recipe wants {quantizer or 'high precision'}: it keeps its format"
     if quantizer is None:
         return "in high precision: the recipe quantizes nothing"
     rows, cols = weight.shape
     mesh = getattr(weight, "device_mesh", None)
     over = mesh.size(mesh.ndim - 1) if mesh is not None else ranks or 1
     local = getattr(weight, "_local_tensor", weight)
-    stored = isinstance(local, QuantizedTensor)
     if not isinstance(local, QuantizedTensor | WeightShard):
         refusal = "the weight was replaced after lpq.convert"
-    reason = refusal or (why_uncut if stored else why_not)(quantizer, rows, over)
+    reason = refusal or (why_uncut if kept is not None else why_not)(quantizer, rows, over)
     if reason is not None:
-        return f"in high precision: {reason}"
+        return f"in high precision: {reason}" if kept is None else f"{_form(weight)}, and cannot be gathered: {reason}"
     shares = [sent / (2 * rows * cols) for sent in sent_bytes(quantizer, rows, cols, weight.dtype)]
-    kept = "stored and gathered" if stored else "gathered"
-    return f"{kept} as {quantizer}: {shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
+    how = "stored and gathered" if kept is not None else "gathered"
+    return f"{how} as {quantizer}: {shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Linear, bool]]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lpq.core import QuantizedTensor
 from lpq.core.write import write
 from lpq.distributed.attach import attach, local
+from lpq.distributed.together import together
 from lpq.optim.masters import MasterWeights
 
 
@@ -22,20 +23,22 @@ def load_high_precision(
     """Load ordinary weights into a model whose weights are sharded, stored quantized, or both.
 
     ``state_dict`` has the whole tensors by name, the same on every rank. Masters get the values themselves; weights
-    are encoded from them, with one reduction for all. Parameters and buffers must all be there, and nothing else.
+    are encoded from them, with one reduction for all. Parameters and buffers must all be there, and nothing else; if
+    they are not on one rank, all raise, and the weights that are stored quantized are as they were.
     """
     targets = model.state_dict(keep_vars=True)
-    others = dict(state_dict)
     stored: list[tuple[Tensor, Tensor]] = []
-    for name, target in targets.items():
-        if name not in others or others[name].shape != target.shape:
-            continue  # load_state_dict says so, unless it may be absent
-        others[name] = shared_out(others[name], target)
-        if isinstance(local(target), QuantizedTensor):
-            attach(target)
-            stored.append((target, local(others[name]).float()))
-            others[name] = target.detach()
-    model.load_state_dict(others)
+    with together(targets.values(), "weights in high precision could not be loaded on all ranks"):
+        others = dict(state_dict)
+        for name, target in targets.items():
+            if name not in others or others[name].shape != target.shape:
+                continue  # load_state_dict says so, unless it may be absent
+            others[name] = shared_out(others[name], target)
+            if isinstance(local(target), QuantizedTensor):
+                attach(target)
+                stored.append((target, local(others[name]).float()))
+                others[name] = target.detach()
+        model.load_state_dict(others)
     write([cast("QuantizedTensor", local(target)) for target, _ in stored], [value for _, value in stored])
     for target, value in stored:
         if optimizer is not None and target in optimizer.masters:

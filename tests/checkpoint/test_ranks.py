@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -190,6 +192,71 @@ def _shards_that_cut_blocks_are_refused(rank: int, folder: Path) -> None:
     assert "the shards cut blocks of the format" in _agreed(raised.value)
 
 
+def _ranks_write_to_different_places(rank: int, folder: Path) -> None:
+    """Each would write its own part, and neither place would have a whole checkpoint."""
+    target = folder / "places"
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.save(target / str(rank), _net(2), step=2)
+    places = ", ".join(str(target / str(r) / "step-00000002") for r in range(2))
+    found: list[str] = [""] * 2
+    dist.all_gather_object(found, str(raised.value))
+    assert all(f"different places, and it would be whole in none: {places}; pass the same" in said for said in found)
+    assert not target.exists()
+
+
+def _own_disks(rank: int, folder: Path, name: str, change: Callable[[Path], None]) -> Path:
+    """A checkpoint at the same relative path on the disk of each rank; the second rank's is changed."""
+    own = folder / f"own-{name}" / str(rank)
+    shutil.copytree(folder / "step-00000001", own / "run" / "step-00000001")
+    if rank == 1:
+        change(own / "run" / "step-00000001")
+    os.chdir(own)
+    return Path("run")
+
+
+def _one_rank_lacks_a_file(rank: int, folder: Path) -> None:
+    """Each rank digests some of the files and reads others, and all of them raise in any case."""
+    here = Path.cwd()
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "extra.pt", "lpq.json"):
+        path = _own_disks(rank, folder, name, lambda at: (at / name).unlink())  # noqa: B023
+        net = _net(2)
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(path, net)
+        assert name in _agreed(raised.value)
+        if "partly overwritten" not in str(raised.value):
+            assert model_differences(net, Net(2, 64, SMALL)) == {}
+        os.chdir(here)
+
+
+def _one_rank_encodes(rank: int, folder: Path) -> None:
+    """What it loads, and the other does not: its file or its model is another one. That would take a reduction."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def plain() -> nn.Module:
+        return shard(nn.Sequential(nn.Linear(64, 128, bias=False)), mesh)
+
+    def stored() -> nn.Module:
+        net = nn.Sequential(nn.Linear(64, 128, bias=False))
+        net[0].weight = nn.Parameter(lpq.quantizer("fp8").quantize(torch.zeros(128, 64)), requires_grad=False)
+        return shard(net, mesh)
+
+    for name, made in (("plain", plain()), ("stored", stored())):
+        checkpoint.export_file(made, folder / f"{name}.pt")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.import_file(folder / f"{('plain', 'stored')[rank]}.pt", stored())
+    assert "cannot be imported: the ranks read different files, or hold different models" in str(raised.value)
+    _agreed(CheckpointError("imported on no rank"))
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.export_file(plain() if rank else stored(), folder / "mixed.pt")
+    assert "the ranks hold different models, and the file is of one" in _agreed(raised.value)
+    assert not (folder / "mixed.pt").exists()
+    checkpoint.save(folder / "unstored", plain())
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load(folder / "unstored", plain() if rank else stored())
+    assert "the ranks read different files under that name, or hold different models" in _agreed(raised.value)
+
+
 def _all(rank: int, folder: Path) -> None:
     checkpoint.save(folder, _net(1), step=1)
     _one_rank_raises_while_it_writes(rank, folder)
@@ -201,6 +268,9 @@ def _all(rank: int, folder: Path) -> None:
     _ranks_remember_differently(rank, folder)
     _quantized_of_a_checkpoint_in_high_precision(rank, folder)
     _shards_that_cut_blocks_are_refused(rank, folder)
+    _ranks_write_to_different_places(rank, folder)
+    _one_rank_lacks_a_file(rank, folder)
+    _one_rank_encodes(rank, folder)
 
 
 def test_two_ranks(tmp_path: Path) -> None:

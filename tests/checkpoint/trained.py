@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 """Runs in which ranks compute alike whatever their number: they see the same data."""
 SAVED, LAST = 2, 4
+Runs = Mapping[str, dict[str, Any]]
 
 
 def _values(net: nn.Module) -> dict[str, Tensor]:
@@ -69,8 +71,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _made(name: str, **options: Any) -> tuple[How, nn.Module, torch.optim.Optimizer]:
-    how = How(**RUNS[name], width=128, **options)
+def _made(run: dict[str, Any], name: str, **options: Any) -> tuple[How, nn.Module, torch.optim.Optimizer]:
+    how = How(**run, width=128, **options)
     net = built(how)
     assert any(".row.data" in part for part in _values(net)) == (how.weights == "quantized")
     optimizer = how.optimizer(net.parameters())
@@ -103,10 +105,17 @@ def _is_as_written_down(
         assert differences(tensor, whole.to(tensor.device)) == [], (name, number, key)
 
 
-def uninterrupted(folder: Path, saved: str, **options: Any) -> None:
-    """Train without a pause. Save into ``folder/saved`` after two steps, while the next are taken."""
-    for name in RUNS:
-        how, net, optimizer = _made(name, **options)
+def uninterrupted(
+    folder: Path, saved: str, runs: Runs = RUNS, begin: Callable[[nn.Module], None] | None = None, **options: Any
+) -> None:
+    """Train without a pause. Save into ``folder/saved`` after two steps, while the next are taken.
+
+    ``begin``: what is done to a model before.
+    """
+    for name, run in runs.items():
+        how, net, optimizer = _made(run, name, **options)
+        if begin is not None:
+            begin(net)
         for number in range(LAST):
             if number == SAVED:
                 saving = checkpoint.save_async(folder / saved / name, net, optimizer, step=number, keep=1)
@@ -116,14 +125,16 @@ def uninterrupted(folder: Path, saved: str, **options: Any) -> None:
         assert saving.wait() == folder / saved / name / f"step-{SAVED:08}"
 
 
-def resumed(folder: Path, source: str, then: str | None = None, *, used: bool = False, **options: Any) -> None:
+def resumed(
+    folder: Path, source: str, then: str | None = None, runs: Runs = RUNS, *, used: bool = False, **options: Any
+) -> None:
     """Go on from ``folder/source``: what was saved is there, and what becomes of it is what did without the pause.
 
     ``then``: save it again, before that, for others to go on from. ``used``: some models took a step of their own
     before, and have derived much from their weights.
     """
-    for name in RUNS:
-        how, net, optimizer = _made(name, **options)
+    for name, run in runs.items():
+        how, net, optimizer = _made(run, name, **options)
         if used and name in ("delayed", "masters"):
             step(net, optimizer, 7, how)
         before = {n: t.clone() for n, t in _values(net).items()}

@@ -16,6 +16,7 @@ from torch import Tensor
 import lpq
 from lpq import registry
 from lpq.core import QuantizedTensor, Quantizer
+from lpq.distributed.casting import agreement
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.masters import Pieces, finish_gather
 
@@ -161,12 +162,17 @@ def cast(
         made = [started(cases, weights[rank], rank, states[rank] if states else None) for rank in range(ranks)]
         told = [pieces.tell() for pieces in made]
         heard = torch.stack(told).amax(0)
-        shares = 2 * ranks * len(cases)  # the first words: how much each rank owns
+        shares = agreed(ranks) + 2 * ranks * len(cases)  # the first words: which cast it is, how much each rank owns
         for pieces, own in zip(made, told, strict=True):
             pieces.encode(heard.clone() if reduce else torch.cat([heard[:shares], own[shares:]]))
     if finish:
         gather(cases, made)
     return weights
+
+
+def agreed(ranks: int) -> int:
+    """The words that say which cast it is."""
+    return ranks + 2 * (agreement.DIGEST + agreement.SEED)
 
 
 def started(cases: Sequence[Case], weights: Sequence[QuantizedTensor], rank: int, states: Any = None) -> Pieces:

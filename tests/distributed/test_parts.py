@@ -9,6 +9,7 @@ import torch
 from ranks import fully_shard, spawn
 from sharded import model, whole
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Optimizer
 
@@ -126,7 +127,60 @@ def _two_models_of_one_optimizer(rank: int) -> None:
         assert seen == [Collective("all_reduce", 4 * weights)]
 
 
+def _reductions(net: nn.Module) -> list[Collective]:
+    """Of one forward, which gathers every weight."""
+    with collectives() as seen:
+        net(torch.randn(32, 64))
+    assert "all_gather" in {c.kind for c in seen}
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return [c for c in seen if c.kind == "all_reduce"]
+
+
+def _one_reduction_at_the_first_forward(rank: int) -> None:
+    """Of all parts of one model, and of nothing else; whatever mixture of ways they were prepared in."""
+    for shard in (_whole_only, _each_block_and_the_whole):
+        net, other = model(64, 128), model(64, 128)
+        for part in (*net, other):
+            lpq.convert(part, "fp8-current", weights="high_precision")
+        assert len({id(layer.gathering) for block in net for layer in (block.up, block.down)}) == 2
+        for one in (net, other):
+            shard(one)
+        assert _reductions(net) == [Collective("all_reduce", 4 * 4)]
+        assert _reductions(net) == []
+        assert not other[0].up.gathering.found, "the other model is not touched"
+        with torch.no_grad():
+            for parameter in net.parameters():  # as loading a checkpoint does
+                parameter.mul_(2)
+        assert _reductions(net) == [Collective("all_reduce", 4 * 4)]
+        assert _reductions(net) == []
+        assert _reductions(other) == [Collective("all_reduce", 4 * 4)]
+        with torch.no_grad():
+            net[1].up.weight.mul_(2)
+        assert _reductions(net) == [Collective("all_reduce", 4)], "only what was written to"
+    net = model(64, 128, blocks=3)
+    lpq.convert(net[0], "fp8-current", weights="quantized")
+    lpq.convert(net[1].up, "fp8-current", weights="high_precision")
+    lpq.convert(net[2].down, "fp8-current", weights="high_precision")
+    fully_shard(net)
+    assert _reductions(net) == [Collective("all_reduce", 4 * 2)]
+    assert _reductions(net) == []
+
+
+def _parts_without_a_common_root(rank: int) -> None:
+    """Each is a model of its own to FSDP2, and is measured when it is gathered."""
+    net = model(64, 128)
+    for block in net:
+        lpq.convert(block, "fp8-current", weights="high_precision")
+    _each_block(net)
+    assert _reductions(net) == [Collective("all_reduce", 4 * 2)] * 2
+    assert _reductions(net) == []
+
+
 def _two_ranks(rank: int) -> None:
+    _one_reduction_at_the_first_forward(rank)
+    _parts_without_a_common_root(rank)
     _as_converted_at_once(rank)
     _the_report_has_all_parts(rank)
     _columns_are_said_of_a_part(rank)

@@ -1,6 +1,7 @@
 """What a caller passed to a cast, refused in words if it makes no sense.
 
-Whatever all ranks pass alike is looked at first, so that all of them refuse it, and none waits for the others.
+Whatever all ranks pass alike is refused at once, so that all of them refuse it, and none waits for the others. What one
+rank alone may pass wrongly, its part of a master, is refused when the others have been told.
 """
 
 from __future__ import annotations
@@ -39,8 +40,14 @@ def items_of(
     seeds = _seeds(seed, len(weights), weights[0].device) if weights else []
     items: list[Item] = []
     for i, weight in enumerate(weights):
-        values, span = _fragment(i, weight, masters[i], offsets[i], ranks)
-        items.append(Item(i, weight, values, span, remembered[i], seeds[i]))
+        fault: Exception | None = None
+        try:
+            values, span = _fragment(i, weight, masters[i], offsets[i], ranks)
+        except (TypeError, ValueError) as error:
+            if ranks == 1:
+                raise
+            fault, (values, span) = error, _fragment(i, weight, None, 0, ranks)
+        items.append(Item(i, weight, values, span, remembered[i], seeds[i], fault))
     return items
 
 

@@ -105,8 +105,10 @@ class Item:
     span: Span
     state: Mapping[str, Tensor] | None
     seed: Tensor | None
+    fault: Exception | None = None
+    """Why this rank refuses what it got of the master. It says so once the others know."""
 
-    @property
+    @cached_property
     def kind(self) -> Kind:
         t = self.weight
         direction, operand = t.operands[0]

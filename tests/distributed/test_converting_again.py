@@ -1,0 +1,205 @@
+"""A model is converted again, and its weights are stored quantized already: they keep their format, or it is refused.
+
+A refusal changes nothing, and the report tells what is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from operands import as_bytes
+from ranks import fully_shard, spawn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.nn.conversion import RECORD
+from lpq.recipes import RecipeError
+
+NOTE = "stored and gathered as fp8: 0.50 of bf16 in forward, 0.50 in backward"
+OTHERS = {"rules": [{"match": "*", "recipe": "x=mxfp8(), w=fp8(), dy=nvfp4()"}]}
+"""The weight's format stays."""
+LATER = {"rules": [{"match": "*", "recipe": "fp8-current", "until": 2}, {"match": "*", "recipe": "mxfp8"}]}
+LEFT = {"rules": [{"match": "*", "recipe": "fp8-current", "until": 2}, {"match": "*", "recipe": "skip"}]}
+ONE_LEFT = {"rules": [{"match": "0", "recipe": "fp8-current"}]}
+REMEDY = r"make it an ordinary weight: layer\.weight = nn\.Parameter\(layer\.weight\.dequantize\(\)\)"
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+
+def _stored() -> nn.Sequential:
+    net = lpq.convert(_layers(), "fp8-current", weights="quantized")
+    assert isinstance(net, nn.Sequential)
+    return net
+
+
+def _bytes(net: nn.Module) -> list[Tensor]:
+    found = []
+    for parameter in net.parameters():
+        local = getattr(parameter, "_local_tensor", parameter)
+        stored = isinstance(local, QuantizedTensor)
+        found += [as_bytes(b) for _, s in local.operands for b in s.tensors()] if stored else [as_bytes(local)]
+    return found
+
+
+def _all_of(net: nn.Module) -> tuple[Any, ...]:
+    """Whatever a conversion changes."""
+    layers = [m for m in net.modules() if isinstance(m, lpq.nn.Linear)]
+    kept = [(layer.recipe, layer.schedule, id(layer.gathering), id(layer.weight)) for layer in layers]
+    return kept, net.__dict__[RECORD], str(lpq.report(net))
+
+
+def _trains(net: nn.Module) -> None:
+    net(torch.randn(32, 64)).square().mean().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.parametrize("weights", ["quantized", None])
+@pytest.mark.parametrize("policy", ["fp8-current", OTHERS], ids=["the same", "other x and dy"])
+def test_a_recipe_that_quantizes_the_weight_alike_leaves_it_as_it_is(policy: Any, weights: Any) -> None:
+    net = _stored()
+    before = _bytes(net)
+    lpq.convert(net, policy, weights=weights)
+    assert net[0].recipe == lpq.policy(policy).rules[0].recipe
+    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(net), strict=True))
+    assert [(e.name, e.note) for e in lpq.report(net).weights] == [("0", NOTE), ("2", NOTE)]
+    _trains(net)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision", None])
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        ("mxfp8", "as mxfp8: mxfp8"),
+        (LATER, "as mxfp8: fp8-current until step 2, then mxfp8"),
+        (LEFT, "in high precision: fp8-current until step 2, then left alone"),
+        ("bf16", r"as identity\(dtype=bfloat16\): bf16"),
+    ],
+    ids=["another format", "at a later step", "left alone later", "bf16"],
+)
+def test_another_format_is_refused_and_nothing_changes(policy: Any, wanted: str, weights: Any) -> None:
+    net = _stored()
+    before = _all_of(net), _bytes(net)
+    words = rf"^0: its weight is stored as fp8, which it keeps, and the policy wants it {wanted}\. .*w=fp8; .*{REMEDY}$"
+    with pytest.raises(RecipeError, match=words):
+        lpq.convert(net, policy, weights=weights)
+    assert _all_of(net) == before[0]
+    assert all(torch.equal(a, b) for a, b in zip(before[1], _bytes(net), strict=True))
+    _trains(net)
+
+
+def test_a_policy_that_matches_a_stored_layer_no_more_is_refused() -> None:
+    net = _stored()
+    before = _all_of(net)
+    with pytest.raises(RecipeError, match=r"^2: its weight is stored as fp8, .* wants it in high precision"):
+        lpq.convert(net, ONE_LEFT)
+    assert _all_of(net) == before  # the first layer, which matches, is not converted either
+    ordinary = lpq.convert(lpq.convert(_layers(), "fp8-current"), ONE_LEFT)
+    assert isinstance(ordinary, nn.Sequential)
+    assert ordinary[2].recipe is None
+
+
+def test_high_precision_is_refused_for_what_is_stored_quantized() -> None:
+    net = _stored()
+    before = _all_of(net)
+    with pytest.raises(ValueError, match=rf"^0: its weight is stored as fp8, and weights='high_precision' .*{REMEDY}$"):
+        lpq.convert(net, "fp8-current", weights="high_precision")
+    assert _all_of(net) == before
+
+
+def test_the_remedy_works() -> None:
+    for weights, note in (("quantized", "stored and gathered as mxfp8"), ("high_precision", "gathered as mxfp8")):
+        net = _stored()
+        for layer in (net[0], net[2]):
+            layer.weight = nn.Parameter(layer.weight.dequantize())
+        lpq.convert(net, "mxfp8", weights=weights)
+        assert [e.note.partition(":")[0] for e in lpq.report(net).weights] == [note] * 2
+        _trains(net)
+
+
+def test_ranks_that_cut_its_blocks_are_refused() -> None:
+    net = _stored()
+    before = _all_of(net)
+    words = rf"^0: its weight is stored as fp8 and cannot be cut for ranks=3: its 128 rows .* uneven\. .*{REMEDY}$"
+    with pytest.raises(ValueError, match=words):
+        lpq.convert(net, "fp8-current", weights="quantized", ranks=3)
+    assert _all_of(net) == before
+    lpq.convert(net, "fp8-current", weights="quantized", ranks=2)
+
+
+def test_a_weight_that_cannot_be_encoded_is_refused_before_anything_is_converted() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"^1: its weight is torch\.float64, and float32, .* can be stored quantized"):
+        lpq.convert(net, "fp8-current", weights="quantized")
+    assert [type(layer) for layer in net] == [nn.Linear, nn.Linear]
+
+
+def test_weights_in_high_precision_may_have_any_format() -> None:
+    """What is refused is refused for what is stored."""
+    for weights in ("high_precision", "quantized"):
+        net = lpq.convert(_layers(), "fp8-current", weights="high_precision")
+        lpq.convert(net, "nvfp4", weights=weights)
+        kept = "stored and gathered" if weights == "quantized" else "gathered"
+        assert all(entry.note.startswith(f"{kept} as nvfp4") for entry in lpq.report(net).weights)
+
+
+def test_the_report_tells_what_is_stored_where_a_layer_was_given_another_recipe() -> None:
+    net = _stored()
+    net[0].recipe = "mxfp8"
+    net[2].recipe = None
+    assert [entry.note for entry in lpq.report(net).weights] == [
+        "stored as fp8, and its recipe wants mxfp8: it keeps its format",
+        "stored as fp8, and its recipe wants high precision: it keeps its format",
+    ]
+
+
+def _sharded(rank: int) -> None:
+    net = fully_shard(_stored())
+    _trains(net)
+    before = _all_of(net)
+    with pytest.raises(RecipeError, match="0: its weight is stored as fp8, which it keeps, and the policy wants it"):
+        lpq.convert(net, "nvfp4")
+    for weights in ("quantized", "high_precision"):
+        with pytest.raises(ValueError, match="0: its weight is sharded already"):
+            lpq.convert(net, "fp8-current", weights=weights)
+    assert _all_of(net) == before
+    lpq.convert(net, OTHERS)
+    assert [entry.note for entry in lpq.report(net).weights] == [NOTE] * 2
+    _trains(net)
+    # While a weight is gathered, its layer has a quantized one, whatever is stored.
+    for weights in ("high_precision", "quantized"):
+        net = lpq.convert(_layers(), "fp8-current", weights=weights)
+        fully_shard(net)
+        net(torch.randn(32, 64))
+        assert isinstance(net[0].weight.data, QuantizedTensor)
+        with pytest.raises(ValueError, match="0: its weight is sharded already"):
+            lpq.convert(net, "nvfp4", weights=weights)
+        if weights == "quantized":
+            with pytest.raises(RecipeError, match="0: its weight is stored as fp8, which it keeps"):
+                lpq.convert(net, "nvfp4")
+            continue
+        lpq.convert(net, "nvfp4")
+        assert isinstance(net, FSDPModule)
+        net.reshard()
+        assert all(entry.note.startswith("gathered as nvfp4") for entry in lpq.report(net).weights)
+        _trains(net)
+    # Some ways to shard are found out when a weight is gathered only.
+    net = fully_shard(_stored(), shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    words = f"stored as fp8, and cannot be gathered: it is sharded by {Shard(1)}, and quantized weights are sharded"
+    assert all(entry.note.startswith(words) for entry in lpq.report(net).weights)
+
+
+def test_two_ranks() -> None:
+    spawn(_sharded, 2)
+
+
+def test_the_layer_is_named_as_it_is_in_the_model() -> None:
+    with pytest.raises(RecipeError, match=r"^inner\.0: its weight is stored as fp8"):
+        lpq.convert(nn.ModuleDict({"inner": _stored()}), "nvfp4")

@@ -1,0 +1,194 @@
+"""Ranks that were given different things, or one of which was given nonsense: all raise, in words, and none waits.
+
+Where a rank raises in the middle of a step the others end after a timeout: ``test_failures``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from operands import as_bytes
+from ranks import fully_shard, spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import AdamW
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.distributed import cast_master_weights
+from lpq.observe import collectives
+from lpq.optim import MasterWeights, load_high_precision
+
+SOON = 30
+"""Seconds: a fraction of the timeout of the process group."""
+
+
+def _agreed(work: Callable[[], Any], errors: Any = (ValueError, RuntimeError, TypeError)) -> list[str]:
+    """The errors of all ranks, every one of which raises, soon."""
+    start = time.monotonic()
+    with pytest.raises(errors) as raised:
+        work()
+    assert time.monotonic() - start < SOON
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, f"{type(raised.value).__name__}: {raised.value}")
+    return found
+
+
+# ---------------------------------------------------------------------------------- casting masters
+
+SIZE = 64 * 64
+
+
+def _weight(text: str, *shape: int) -> QuantizedTensor:
+    return lpq.quantizer(text).quantize(torch.full(shape or (64, 64), 3.0), seed=torch.zeros((), dtype=torch.int64))
+
+
+def _cast(rank: int, weights: list[QuantizedTensor], **options: Any) -> None:
+    half = SIZE // 2
+    parts = [torch.full((half,), 1.0 + rank) for _ in weights]
+    arguments = {"masters": parts, "offsets": [half * rank] * len(weights), **options}
+    cast_master_weights(weights, group=dist.group.WORLD, **arguments)
+
+
+def _bytes(weights: list[QuantizedTensor]) -> list[Tensor]:
+    return [as_bytes(b) for w in weights for _, s in w.operands for b in s.tensors()]
+
+
+def _nothing_is_cast(rank: int, weights: list[QuantizedTensor], **options: Any) -> list[str]:
+    before = _bytes(weights)
+    found = _agreed(lambda: _cast(rank, weights, **options))
+    assert all(torch.equal(a, b) for a, b in zip(before, _bytes(weights), strict=True))
+    return found
+
+
+def _casts_of_other_weights(rank: int) -> None:
+    """They take as many words of the collective, so that nobody else would find out."""
+    mine: list[tuple[list[QuantizedTensor], dict[str, Any]]] = [
+        ([_weight("mxfp8", *((64, 64), (32, 128))[i != rank]) for i in range(2)], {}),  # another order
+        ([_weight(("fp8", "fp8(dtype=e5m2)")[rank])], {}),
+        ([_weight("fp8").to((torch.float32, torch.bfloat16)[rank])], {}),
+    ]
+    delayed = lpq.quantizer("fp8(scaling=delayed, history=4)")
+    mine.append(([_weight(delayed.text)], {"states": [delayed.new_state()] if rank else None}))
+    for number, (weights, options) in enumerate(mine):
+        found = _nothing_is_cast(rank, weights, **options)
+        assert len(set(found)) == 1, (number, found)
+        assert found[0].startswith("ValueError: the ranks of the group passed different weights: "), (number, found)
+
+
+def _casts_with_other_seeds(rank: int) -> None:
+    seeds: list[Any] = [rank, rank << 33, -1 if rank else (1 << 62) - 1, torch.tensor(rank)]
+    for seed in seeds:
+        found = _nothing_is_cast(rank, [_weight("mxfp8"), _weight("nvfp4(stochastic=true)")], seed=seed)
+        assert (
+            found == ["ValueError: the ranks of the group passed different seeds: pass the same one on all of them"] * 2
+        )
+    for seed in (-1, (1 << 64) - 1, torch.tensor(7)):
+        _cast(rank, [_weight("nvfp4(stochastic=true)")], seed=seed)
+    _cast(rank, [_weight("mxfp8")], seed=rank)  # nothing is rounded with it
+
+
+def _one_rank_refuses_its_part(rank: int) -> None:
+    half = SIZE // 2
+    nonsense: list[tuple[str, dict[str, Any]]] = [
+        (r"TypeError: masters[0] is torch.float64", {"masters": [torch.ones(half, dtype=torch.float64)]}),
+        (r"TypeError: masters[0] is str", {"masters": ["x"]}),
+        (r"ValueError: masters[0] are elements [4096, 6144)", {"offsets": [SIZE]}),
+    ]
+    for words, options in nonsense:
+        found = _nothing_is_cast(rank, [_weight("fp8")], **(options if rank else {}))
+        assert found[0].startswith("ValueError: rank 1 of the group refused what it got as masters or offsets"), found
+        assert found[1].startswith(words), found
+    with collectives() as seen:
+        _cast(rank, [_weight("mxfp8", 64, 64)])
+    assert [c.kind for c in seen] == ["all_reduce"]
+
+
+# ---------------------------------------------------------------------------------- loading weights
+
+
+def _plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+
+
+def _stored(mesh: Any = None) -> tuple[nn.Module, MasterWeights]:
+    net = _plain()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    lpq.convert(net, "fp8-current", weights="quantized", ranks=2)
+    fully_shard(net, **({"mesh": mesh} if mesh is not None else {}))
+    return net, MasterWeights(AdamW(net.parameters()))
+
+
+def _spoiled(how: str) -> dict[str, Any]:
+    found: dict[str, Any] = dict(_plain().state_dict())
+    if how == "missing":
+        del found["1.weight"]
+    elif how == "another shape":
+        found["0.weight"] = torch.zeros(3, 3)
+    elif how == "too many":
+        found["2.weight"] = torch.zeros(3, 3)
+    elif how == "no tensor":
+        found["0.weight"] = None
+    return found
+
+
+SAID = {
+    "missing": 'Missing key(s) in state_dict: "1.weight"',
+    "another shape": "size mismatch for 0.weight",
+    "too many": 'Unexpected key(s) in state_dict: "2.weight"',
+    "no tensor": "'NoneType' object has no attribute 'shape'",
+}
+
+
+def _loading_what_one_rank_lacks(rank: int, mesh: Any = None, unlucky: int = 1) -> None:
+    for how, words in SAID.items():
+        net, optimizer = _stored(mesh)
+        state = _spoiled(how if rank == unlucky else "")
+        found = _agreed(lambda: load_high_precision(net, state, optimizer), (RuntimeError, AttributeError))  # noqa: B023
+        for other, said in enumerate(found):
+            assert words in said, (how, said)
+            told = f"weights in high precision could not be loaded on all ranks, because rank {unlucky} could not: "
+            assert (told in said) == (other != unlucky), (how, said)
+        for parameter in net.parameters():
+            if isinstance(parameter.to_local(), QuantizedTensor):
+                assert not parameter.to_local().dequantize().any(), "those that are encoded are as they were"
+        load_high_precision(net, _spoiled(""), optimizer)
+        assert all(parameter.to_local().dequantize().any() for parameter in (net[0].weight, net[1].weight))
+
+
+def _one_process_needs_no_others(rank: int) -> None:
+    """A model that is not sharded is its rank's own."""
+    net = lpq.convert(_plain(), "fp8-current", weights="quantized")
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            load_high_precision(net, _spoiled("missing"))
+
+
+def _two_ranks(rank: int) -> None:
+    _casts_of_other_weights(rank)
+    _casts_with_other_seeds(rank)
+    _one_rank_refuses_its_part(rank)
+    _loading_what_one_rank_lacks(rank)
+    _one_process_needs_no_others(rank)
+
+
+def test_two_ranks() -> None:
+    spawn(_two_ranks, 2)
+
+
+def _four_ranks(rank: int) -> None:
+    """Replicas do not reduce with each other, and hear of it as well."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _loading_what_one_rank_lacks(rank, mesh, unlucky=2)
+
+
+def test_replicas() -> None:
+    spawn(_four_ranks, 4)
