@@ -53,7 +53,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: _dtensor(ordinary, tensor.device_mesh, tensor.placements, tensor.shape)}
     found = {}
     rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-    for direction, storage in local.operands:
+    for direction, storage in local.settled(together=True).sides:
         matrix = (rows, cols) if direction == "row" else (cols, rows)
         for buffer, value in zip(storage.quantizer.layout, storage.tensors(), strict=True):
             part = f"{name}.{direction}.{buffer.name}"
@@ -71,7 +71,7 @@ def described(tensor: Tensor) -> dict[str, Any] | None:
         "quantizer": local.quantizer.text,
         "shape": list(tensor.shape),
         "dtype": str(local.dtype).removeprefix("torch."),
-        "operands": {direction: storage.quantizer.text for direction, storage in local.operands},
+        "operands": {direction: storage.quantizer.text for direction, storage in local.sides},
     }
 
 

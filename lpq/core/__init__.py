@@ -6,10 +6,12 @@ from lpq.core.operations import decode, gemm, transpose
 from lpq.core.philox import RandomBits
 from lpq.core.quantize import encode_operands, remember
 from lpq.core.quantizer import Quantizer
+from lpq.core.steps import watch
 from lpq.core.storage import Storage
 from lpq.core.tensor import PrecisionWarning, QuantizedTensor
 
 QuantizedTensor.dispatch = staticmethod(dispatch)
+QuantizedTensor.watch_steps = staticmethod(watch)
 
 __all__ = [
     "Buffer",

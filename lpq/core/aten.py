@@ -60,33 +60,39 @@ def _natural(t: QuantizedTensor) -> bool:
 
 
 def _matrix(t: QuantizedTensor) -> tuple[int, int]:
-    direction, storage = t.operands[0]
+    direction, storage = t.sides[0]
     rows, cols = storage.shape
     return (rows, cols) if direction == "row" else (cols, rows)
 
 
 def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
     """Rows (0) or columns (1) ``[start, stop)`` of the matrix, as a tensor of ``shape``."""
-    row = t.row.narrow(dim, start, stop) if t.row is not None else None
-    col = t.col.narrow(1 - dim, start, stop) if t.col is not None else None
-    if (row is None) != (t.row is None) or (col is None) != (t.col is None):
+    whole_row, whole_col = t.stored
+    row = whole_row.narrow(dim, start, stop) if whole_row is not None else None
+    col = whole_col.narrow(1 - dim, start, stop) if whole_col is not None else None
+    if (row is None) != (whole_row is None) or (col is None) != (whole_col is None):
         return NotImplemented
-    part = t.with_operands(row, col, torch.Size(shape), t.dtype)
-    part.window = t.window
-    if (start, stop) != (0, _matrix(t)[dim]) and (t.window is not None or _shares(t, dim)):
-        part.window = Window(t, dim, start, stop)
+    part = _same_matrix(t, t.with_operands(row, col, torch.Size(shape), t.dtype))
+    if (start, stop) != (0, _matrix(t)[dim]):
+        window = _window(t)
+        part.window = window.narrow(dim, start, stop, window.apart and not _shares(t, dim))
     return part
+
+
+def _window(t: QuantizedTensor) -> Window:
+    rows, cols = _matrix(t)
+    return t.window or Window(t, (0, rows), (0, cols), flipped=False, apart=True)
 
 
 def _shares(t: QuantizedTensor, dim: int) -> bool:
     """Whether some value covers the whole of this dimension of the matrix, and so every part of it."""
     along = {"row": dim, "col": 1 - dim}
-    return any(b.unit(along[d]) is None for d, s in t.operands for b in s.quantizer.layout)
+    return any(b.unit(along[d]) is None for d, s in t.sides for b in s.quantizer.layout)
 
 
 def _same_matrix(t: QuantizedTensor, view: QuantizedTensor) -> QuantizedTensor:
     """``view``, over the same matrix as ``t``, written to as ``t`` is."""
-    view.window = t.window
+    view.window, view.draft = t.window, t.draft
     return view
 
 
@@ -103,14 +109,14 @@ def _view(t: QuantizedTensor, size: Sequence[int]) -> Any:
         size[size.index(-1)] = t.numel() // known if known else 0
     if math.prod(size) != t.numel():
         return NotImplemented  # the operator itself says what is wrong
-    return _same_matrix(t, t.with_operands(t.row, t.col, torch.Size(size), t.dtype))
+    return _same_matrix(t, t.with_operands(*t.stored, torch.Size(size), t.dtype))
 
 
 @implements(aten.unsqueeze.default)
 def _unsqueeze(t: QuantizedTensor, dim: int) -> Any:
     shape = list(t.shape)
     shape.insert(dim + t.dim() + 1 if dim < 0 else dim, 1)
-    return _same_matrix(t, t.with_operands(t.row, t.col, torch.Size(shape), t.dtype))
+    return _same_matrix(t, t.with_operands(*t.stored, torch.Size(shape), t.dtype))
 
 
 @implements(aten.slice.Tensor)
@@ -174,9 +180,11 @@ def _t(t: QuantizedTensor) -> Any:
     if t.dim() != 2 or not _natural(t) or flipped is None:
         return NotImplemented
     shape = torch.Size((t.shape[1], t.shape[0]))
-    view = QuantizedTensor(t.col, t.row, flipped, shape, t.dtype)
-    if t.window is not None:
-        view.window = replace(t.window, flipped=not t.window.flipped)
+    row, col = t.stored
+    view = QuantizedTensor(col, row, flipped, shape, t.dtype)
+    window = _window(t)
+    apart = window.apart and t.amax_group is None  # the view does not know who has the other shards
+    view.window, view.draft = replace(window, flipped=not window.flipped, apart=apart), t.draft
     return view
 
 
@@ -207,7 +215,7 @@ _VIEWS = {
 
 @implements(aten.clone.default)
 def _clone(t: QuantizedTensor, *, memory_format: Any = None) -> Any:
-    return t.map(torch.clone)
+    return NotImplemented if t.draft.written else t.map(torch.clone)
 
 
 @implements(aten._to_copy.default)
@@ -216,28 +224,32 @@ def _to_copy(
     pin_memory: bool | None = None, non_blocking: bool = False, memory_format: Any = None,
 ) -> Any:  # fmt: skip
     dtype = dtype or t.dtype
-    if dtype not in DTYPES:
+    # FSDP2 moves shards off the CPU before a gather, on all ranks; what else is moved or copied is values
+    gathers = t.device.type == "cpu" and device is not None and torch.device(device).type != "cpu"
+    if dtype not in DTYPES or (t.draft.written and not gathers):
         return NotImplemented
-    moved = t.map(lambda b: b.to(device=device or b.device, non_blocking=non_blocking, copy=True))
+    moved = t.settled(together=True).map(
+        lambda b: b.to(device=device or b.device, non_blocking=non_blocking, copy=True)
+    )
     if dtype == t.dtype:
         return moved
-    row, col = (s.astype(dtype) if s is not None else None for s in (moved.row, moved.col))
+    row, col = (s.astype(dtype) if s is not None else None for s in moved.stored)
     return t.with_operands(row, col, t.shape, dtype)
 
 
 @implements(aten._pin_memory.default)
 def _pin_memory(t: QuantizedTensor, device: Any = None) -> Any:
-    return t.map(lambda b: b.pin_memory())
+    return t.settled().map(lambda b: b.pin_memory())
 
 
 @implements(aten.is_pinned.default)
 def _is_pinned(t: QuantizedTensor, device: Any = None) -> Any:
-    return all(b.is_pinned() for _, s in t.operands for b in s.tensors())
+    return all(b.is_pinned() for _, s in t.sides for b in s.tensors())
 
 
 @implements(aten.record_stream.default)
 def _record_stream(t: QuantizedTensor, stream: Any) -> None:
-    for _, storage in t.operands:
+    for _, storage in t.sides:
         for buffer in storage.tensors():
             buffer.record_stream(stream)
 
@@ -245,7 +257,7 @@ def _record_stream(t: QuantizedTensor, stream: Any) -> None:
 @implements(torch.ops.lpq.draw_seeds.default)
 def _draw_seeds(x: Tensor, owner: QuantizedTensor, count: int) -> Any:
     """The owner only tells draws apart, and a buffer of its does that."""
-    return torch.ops.lpq.draw_seeds(x, owner.operands[0][1].tensors()[0], count)
+    return torch.ops.lpq.draw_seeds(x, owner.sides[0][1].tensors()[0], count)
 
 
 @implements(aten.empty_like.default)
@@ -268,7 +280,7 @@ def _new_empty(
     rows, cols = as_matrix(torch.empty(size, device="meta")).shape
     sides = {
         d: s.quantizer.storage.empty(s.quantizer, (rows, cols) if d == "row" else (cols, rows), t.dtype, device)
-        for d, s in t.operands
+        for d, s in t.sides
     }
     return t.with_operands(sides.get("row"), sides.get("col"), torch.Size(size), t.dtype)
 
@@ -289,7 +301,7 @@ def _new_zeros(
 
 def _check_shard(t: QuantizedTensor, rows: int) -> None:
     """Refuse shards of so many rows if they are uneven or cut a block: all ranks do, from sizes that are global."""
-    units = [b.unit(0 if d == "row" else 1) for d, s in t.operands for b in s.quantizer.layout]
+    units = [b.unit(0 if d == "row" else 1) for d, s in t.sides for b in s.quantizer.layout]
     matrix_rows = _matrix(t)[0] // t.shape[0] * rows
     cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)
     if t.shape[0] % rows or cut is not None:
@@ -321,12 +333,10 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     along = 1 if dim == first.dim() - 1 else 0
     if along == 0 and dim != 0:
         return NotImplemented
-    row, col = None, None
-    if first.row is not None:
-        row = Storage.cat([t.row for t in tensors], along)
-    if first.col is not None:
-        col = Storage.cat([t.col for t in tensors], 1 - along)
-    if (row is None) != (first.row is None) or (col is None) != (first.col is None):
+    rows, cols = [t.stored[0] for t in tensors], [t.stored[1] for t in tensors]
+    row = Storage.cat(rows, along) if rows[0] is not None else None
+    col = Storage.cat(cols, 1 - along) if cols[0] is not None else None
+    if (row is None) != (rows[0] is None) or (col is None) != (cols[0] is None):
         return NotImplemented
     shape = [*first.shape]
     shape[dim] = sum(t.shape[dim] for t in tensors)
@@ -337,10 +347,11 @@ def _joins(first: Any, other: Any) -> bool:
     return (
         isinstance(first, QuantizedTensor)
         and isinstance(other, QuantizedTensor)
+        and not other.draft.written
         and _natural(first)
         and _natural(other)
         and (first.dim(), first.dtype) == (other.dim(), other.dtype)
-        and [(d, s.quantizer) for d, s in first.operands] == [(d, s.quantizer) for d, s in other.operands]
+        and [(d, s.quantizer) for d, s in first.sides] == [(d, s.quantizer) for d, s in other.sides]
     )
 
 
@@ -352,63 +363,101 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, QuantizedTensor):
         return target.copy_(source.dequantize(target.dtype), non_blocking)
     if isinstance(source, QuantizedTensor):
-        if target.window is None and _same_layout(target, source):
-            overwrite(target, source.row, source.col)
+        alone = target.window is None or (target.window.apart and not target.draft.open)
+        if alone and not source.draft.written and _same_layout(target, source):
+            overwrite(target, *source.stored)
             return target
         source = source.dequantize(torch.float32)
     _write_all([target], [source.to(target.device).expand(target.shape)])
     return target
 
 
-def _write_all(targets: list[QuantizedTensor], values: list[Tensor]) -> None:
-    """Write these values, with one reduction for all that are no parts of others."""
-    whole = [(t, v.reshape(_matrix(t))) for t, v in zip(targets, values, strict=True) if t.window is None]
-    write([t for t, _ in whole], [v for _, v in whole])
-    for target, value in zip(targets, values, strict=True):
-        if target.window is not None:
-            _write_through(target.window, value.reshape(_matrix(target)))
-
-
-def _write_through(window: Window, matrix: Tensor) -> None:
-    """Write a part of a tensor, and encode the whole again."""
-    parent = window.parent
-    plain = parent.dequantize(torch.float32)
-    part = plain.view(_matrix(parent)).narrow(window.dim, window.start, window.stop - window.start)
-    part.copy_(matrix.t() if window.flipped else matrix)
-    parent.copy_(plain)
-
-
 def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     def described(t: QuantizedTensor) -> list[Any]:
-        return [(d, s.quantizer, tuple(s.shape), s.dtype) for d, s in t.operands]
+        return [(d, s.quantizer, tuple(s.shape), s.dtype) for d, s in t.sides]
 
     return a.shape == b.shape and described(a) == described(b)
 
 
+def _write_all(targets: list[QuantizedTensor], values: list[Tensor]) -> None:
+    """Write these values: into drafts while the step of an optimizer runs, else with one reduction for all that are no
+    parts of others."""
+    now: list[tuple[QuantizedTensor, Tensor]] = []
+    parts: list[tuple[Window, Tensor]] = []
+    for target, value in zip(targets, values, strict=True):
+        matrix = value.reshape(_matrix(target))
+        if target.draft.open:
+            draft = _drafted(target)
+            if draft.data_ptr() != matrix.data_ptr():  # else it was written in place
+                draft.copy_(matrix)
+        elif target.window is None or target.window.apart:
+            now.append((target, matrix))
+        else:
+            parts.append((target.window, matrix))
+    write([target for target, _ in now], [matrix for _, matrix in now])
+    for window, matrix in parts:
+        _write_through(window, matrix)
+
+
+def _write_through(window: Window, matrix: Tensor) -> None:
+    """Write a part of a tensor, and encode the whole again."""
+    whole = window.whole
+    plain = whole.dequantize(torch.float32)
+    window.of(plain.view(_matrix(whole))).copy_(matrix)
+    whole.copy_(plain)
+
+
+def _drafted(t: QuantizedTensor) -> Tensor:
+    """The draft of this tensor as a matrix, begun if there is none: a view of that of the whole tensor."""
+    draft = t.draft
+    if draft.matrix is None:
+        whole = t.window.whole if t.window is not None else t
+        matrix = whole.dequantize(torch.float32).view(_matrix(whole))
+        plain = any(side.quantizer.plain for _, side in whole.sides)  # decoded, its operand is its buffer
+        draft.matrix = matrix.clone() if plain else matrix
+    return t.window.of(draft.matrix) if t.window is not None else draft.matrix
+
+
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a mutating operator on decoded tensors and encode what it wrote."""
-    decoded: dict[int, tuple[QuantizedTensor, Tensor]] = {}
-    written: set[int] = set()
+    """Run a mutating operator on decoded tensors, or on drafts, and encode what it wrote.
 
-    def decode(value: Any) -> Any:
-        if not isinstance(value, QuantizedTensor):
-            return value
-        if id(value) not in decoded:
-            decoded[id(value)] = (value, value.dequantize())
-        return decoded[id(value)][1]
-
+    A draft is in fp32, and some operators want one dtype of all: so the others are cast where their tensor has another.
+    """
     schema = func._schema.arguments
     given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    mutated: dict[int, Tensor] = {}
     for argument, value in given:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written.update(id(v) for v in (value if isinstance(value, list | tuple) else [value]))
-    out = func(*tree_map(decode, args), **tree_map(decode, kwargs))
-    changed = [(original, plain) for original, plain in decoded.values() if id(original) in written]
-    _write_all([original for original, _ in changed], [plain for _, plain in changed])
-    for original, _ in changed:
-        if not original.is_inference():  # autograd counts a write to a tensor, but not to one in a list
+            mutated.update((id(v), v) for v in (value if isinstance(value, list | tuple) else [value]))
+    drafts = {i: t for i, t in mutated.items() if isinstance(t, QuantizedTensor) and t.draft.open}
+    narrow = {t.dtype for t in drafts.values()} - {torch.float32}
+    taken: dict[int, tuple[Tensor, Tensor]] = {}
+    """Each argument, and what the operator gets for it."""
+
+    def take(value: Any) -> Any:
+        if id(value) in taken:
+            return taken[id(value)][1]
+        if id(value) in drafts:
+            plain = _drafted(value).reshape(value.shape)
+        elif isinstance(value, QuantizedTensor):
+            plain = value.dequantize(torch.float32 if narrow else None)
+        elif isinstance(value, Tensor) and value.dtype in narrow:
+            plain = value.float()
+        else:
+            return value
+        taken[id(value)] = value, plain
+        return plain
+
+    out = func(*tree_map(take, args), **tree_map(take, kwargs))
+    changed = [(t, plain) for t, plain in taken.values() if id(t) in mutated]
+    stored = [(t, plain) for t, plain in changed if isinstance(t, QuantizedTensor)]
+    _write_all([t for t, _ in stored], [plain for _, plain in stored])
+    for original, plain in changed:
+        if not isinstance(original, QuantizedTensor):
+            original.copy_(plain)
+        elif not original.is_inference():  # autograd counts a write to a tensor, but not to one in a list
             torch.autograd.graph.increment_version(original)
-    originals = {id(plain): original for original, plain in decoded.values()}
+    originals = {id(plain): original for original, plain in taken.values()}
     return tree_map(lambda v: originals.get(id(v), v), out)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.core.derive import derive_col, derives_col
+from lpq.core.draft import Draft
 from lpq.core.gathered import Gathered
 from lpq.core.operations import decode, transpose
 from lpq.core.quantizer import Direction, Quantizer
@@ -32,36 +33,51 @@ class PrecisionWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Where a view lies in a tensor whose buffers it shares: rows (0) or columns (1) ``[start, stop)`` of ``parent``.
+    """Where a view lies in the tensor whose buffers it shares."""
 
-    One value may cover the whole of a dimension. A write to the view changes it, so the parent is encoded anew.
-    """
-
-    parent: QuantizedTensor
-    dim: int
-    start: int
-    stop: int
-    flipped: bool = False
+    whole: QuantizedTensor
+    rows: tuple[int, int]
+    """From the first to the one behind the last, of the tensor's matrix."""
+    cols: tuple[int, int]
+    flipped: bool
     """The view is the transpose of that part."""
+    apart: bool
+    """Whether a write to it changes these rows and columns only. One value may cover the whole of a dimension; then the
+    whole tensor is encoded anew."""
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """This part of a matrix as large as the whole tensor."""
+        part = matrix[self.rows[0] : self.rows[1], self.cols[0] : self.cols[1]]
+        return part.t() if self.flipped else part
+
+    def narrow(self, dim: int, start: int, stop: int, apart: bool) -> Window:
+        """Rows (0) or columns (1) ``[start, stop)`` of the view."""
+        by_rows = (dim == 0) != self.flipped
+        first = (self.rows if by_rows else self.cols)[0]
+        cut = (first + start, first + stop)
+        rows, cols = (cut, self.cols) if by_rows else (self.rows, cut)
+        return Window(self.whole, rows, cols, self.flipped, apart)
 
 
 class QuantizedTensor(Gathered, Tensor):
     """A tensor that is stored quantized; made by ``Quantizer.quantize``."""
 
-    row: Storage | None
-    """The operand ``X``, or None."""
-    col: Storage | None
-    """The operand ``Xᵀ``, or None."""
+    stored: tuple[Storage | None, Storage | None]
+    """The operands as they are. While there is a draft of the tensor, they have an old value."""
     quantizer: Quantizer
     """What encodes it again when it is written to."""
     amax_group: ProcessGroup | Literal["unattached"] | None
     """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved. A shard
     to which it is not attached yet cannot be written to where its format needs statistics of the whole."""
     window: Window | None
-    """Set on a view that cannot be written to by itself."""
+    """Set on a view of a part, and on a transposed one."""
+    draft: Draft
+    """What the step of an optimizer wrote to it, and has yet to encode."""
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """What an operator does; ``lpq.core.aten``, which is written over this class, provides it."""
+    watch_steps: ClassVar[Callable[[], None]]
+    """Has steps of optimizers write drafts; ``lpq.core.steps`` provides it."""
 
     @staticmethod
     def __new__(
@@ -80,14 +96,49 @@ class QuantizedTensor(Gathered, Tensor):
         self = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
         )
-        self.row, self.col, self.quantizer, self.amax_group, self.window = row, col, quantizer, amax_group, None
+        self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
+        self.window, self.draft = None, Draft()
+        cls.watch_steps()
         return self
+
+    @property
+    def row(self) -> Storage | None:
+        """The operand ``X``, or None."""
+        return self.settled().stored[0]
+
+    @property
+    def col(self) -> Storage | None:
+        """The operand ``Xᵀ``, or None."""
+        return self.settled().stored[1]
 
     @property
     def operands(self) -> list[tuple[Direction, Storage]]:
         """The operands that are there."""
-        sides: list[tuple[Direction, Storage | None]] = [("row", self.row), ("col", self.col)]
-        return [(direction, storage) for direction, storage in sides if storage is not None]
+        return self.settled().sides
+
+    @property
+    def sides(self) -> list[tuple[Direction, Storage]]:
+        """The operands that are there, for whom the values in their buffers do not matter."""
+        both: list[tuple[Direction, Storage | None]] = [("row", self.stored[0]), ("col", self.stored[1])]
+        return [(direction, storage) for direction, storage in both if storage is not None]
+
+    def settled(self, together: bool = False) -> QuantizedTensor:
+        """This tensor, once its draft, if there is one, is encoded, so that the operands have its value.
+
+        That of a shard takes a collective: then it is an error, unless all ranks do it ``together``, which encodes all
+        that the step has written.
+        """
+        if self.draft.written:
+            assert self.draft.step is not None
+            group = (self.window.whole if self.window is not None else self).amax_group
+            if not together and group is not None and (group == "unattached" or group.size() > 1):
+                raise RuntimeError(
+                    f"this {list(self.shape)} tensor, stored as {self.quantizer}, is a shard that the step of an "
+                    "optimizer is writing to: it has operands again when the step has ended. Until then its values are "
+                    "there: dequantize()"
+                )
+            self.draft.step.write(None if together else self.draft)
+        return self
 
     def operand(self, direction: Direction) -> Storage:
         """The operand in this direction, derived from the other one where the format can."""
@@ -105,11 +156,19 @@ class QuantizedTensor(Gathered, Tensor):
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there."""
-        if self.row is not None:
-            return decode(self.row, dtype or self.dtype).reshape(self.shape)
-        assert self.col is not None
-        return decode(self.col, dtype or self.dtype).t().contiguous().reshape(self.shape)
+        """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there.
+
+        Within the step of an optimizer, what that has made of it so far.
+        """
+        if self.draft.written:
+            assert self.draft.matrix is not None
+            matrix = self.window.of(self.draft.matrix) if self.window is not None else self.draft.matrix
+            return matrix.to(dtype or self.dtype, copy=True, memory_format=torch.contiguous_format).view(self.shape)
+        row, col = self.stored
+        if row is not None:
+            return decode(row, dtype or self.dtype).reshape(self.shape)
+        assert col is not None
+        return decode(col, dtype or self.dtype).t().contiguous().reshape(self.shape)
 
     def with_operands(
         self,
@@ -123,13 +182,13 @@ class QuantizedTensor(Gathered, Tensor):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """The same tensor over ``function`` of each buffer."""
-        row, col = (s.map(function) if s is not None else None for s in (self.row, self.col))
+        row, col = (s.map(function) if s is not None else None for s in self.stored)
         return self.with_operands(row, col, self.shape, self.dtype)
 
     @property
     def held_bytes(self) -> int:
         """The bytes of all its buffers."""
-        return sum(storage.nbytes for _, storage in self.operands)
+        return sum(storage.nbytes for _, storage in self.sides)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         with warnings.catch_warnings():
@@ -143,25 +202,26 @@ class QuantizedTensor(Gathered, Tensor):
             self.copy_(plain)
 
     def share_memory_(self) -> QuantizedTensor:
-        for _, storage in self.operands:
+        for _, storage in self.sides:
             for buffer in storage.tensors():
                 buffer.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
-        return all(b.is_shared() for _, s in self.operands for b in s.tensors())  # type: ignore[no-untyped-call]
+        return all(b.is_shared() for _, s in self.sides for b in s.tensors())  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------------------ to PyTorch
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [f"{d}_{name}" for d, storage in self.operands for name in storage.buffers()]
-        sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.operands)
+        self.settled(together=True)  # compiled code reads and writes the buffers, on all ranks
+        names = [f"{d}_{name}" for d, storage in self.sides for name in storage.buffers()]
+        sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.sides)
         return names, (self.quantizer, sides, self.dtype, _Group(self.amax_group))
 
     def __getattr__(self, name: str) -> Tensor:
         direction, _, buffer = name.partition("_")
-        if direction in ("row", "col") and buffer:
-            storage = self.__dict__.get(direction)
+        if direction in ("row", "col") and buffer and "stored" in self.__dict__:
+            storage = self.settled(together=True).stored[direction == "col"]
             if storage is not None:
                 return cast("Tensor", getattr(storage, buffer))
         raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
@@ -191,7 +251,7 @@ class QuantizedTensor(Gathered, Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = ", ".join(f"{d}={s!r}" for d, s in self.operands)
+        held = ", ".join(f"{d}={s!r}" for d, s in self.sides)
         return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {held})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -205,7 +265,7 @@ class QuantizedTensor(Gathered, Tensor):
         return rebuild, state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
-        copy = self.map(torch.clone).requires_grad_(self.requires_grad)
+        copy = self.settled().map(torch.clone).requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
             copy._is_param = True
         memo[id(self)] = copy

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lpq.core import operations
-from lpq.core.quantize import check_input, encode_operands
+from lpq.core.operations import decode
+from lpq.core.quantize import check_input
 from lpq.core.reduce import check_shard, max_in_place, same_ranks, spans
 from lpq.core.storage import Storage
 from lpq.core.tensor import QuantizedTensor
@@ -17,22 +18,17 @@ from lpq.core.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from lpq.core.quantizer import Direction, Quantizer
 
-class _Rewrite:
-    """One tensor to write to: its value, and the operands and statistics that it takes."""
 
-    def __init__(self, target: QuantizedTensor, value: Tensor) -> None:
+class _Part:
+    """One or both operands to encode of a value; and the ranks with which the statistics are shared."""
+
+    def __init__(self, target: QuantizedTensor, value: Tensor, row: Quantizer | None, col: Quantizer | None) -> None:
         check_input(value)
-        self.target, self.value = target, value
-        self.row = target.quantizer.side("row") if target.row is not None else None
-        self.col = target.quantizer.side("col") if target.col is not None else None
-        self.declared = operations.declared(self.row, self.col)
+        self.target, self.value, self.row, self.col = target, value, row, col
+        self.declared = operations.declared(row, col)
         self.stats: list[Tensor] = []
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether the column operand is encoded too, from what the row operand decodes to."""
-        return self.col is not None and self.target.quantizer.col_source == "row"
 
     def shared_with(self) -> ProcessGroup | None:
         """The group over which statistics have to be reduced before this one can be encoded; None if there is none."""
@@ -48,44 +44,67 @@ class _Rewrite:
 
     def measure(self) -> list[Tensor]:
         """Measure the value; those statistics that have yet to be reduced, in place, over the ranks of the group."""
-        if self.in_turn:
-            return []  # those of the column operand are of what the reduced row operand decodes to
         check_shard(self.declared, self.value.shape[0])
         self.stats = operations.measure(self.value, self.row, self.col)
         return [s for s, d in zip(self.stats, self.declared, strict=True) if spans(d)]
 
-    def encode(self) -> None:
-        if self.in_turn:
-            group, quantizer = self.shared_with(), self.target.quantizer
-            side = quantizer.side("row")
-            as_is = any(b.dtype is None for b in side.layout)  # the row operand is kept in this dtype
-            value = self.value.to(self.target.dtype) if as_is else self.value
-            both = encode_operands(quantizer, value, row=self.row is not None, group=group)
-            row, col = both.row, both.col
-        else:
-            row, col, _ = operations.quantize(self.value, self.stats, self.row, self.col)
-        overwrite(self.target, row, col)
+    def encode(self) -> tuple[Storage | None, Storage | None]:
+        row, col, _ = operations.quantize(self.value, self.stats, self.row, self.col)
+        return row, col
 
 
 @torch.no_grad()
 def write(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
     """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
-    each device."""
-    rewrites = [_Rewrite(target, value) for target, value in zip(targets, values, strict=True)]
-    by_ranks: dict[tuple[object, ...], tuple[ProcessGroup, list[_Rewrite]]] = {}
-    for one in rewrites:
-        group = one.shared_with()
+    each device. A second one, where column operands encode decoded row operands and have statistics of the whole."""
+    together: list[_Part] = []
+    in_turn: list[_Part] = []
+    for target, value in zip(targets, values, strict=True):
+        row, col = (target.quantizer.side(d) if held is not None else None for d, held in _sides(target))
+        if col is not None and target.quantizer.col_source == "row":
+            in_turn.append(_Part(target, _as_kept(target, value), target.quantizer.side("row"), None))
+        else:
+            together.append(_Part(target, value, row, col))
+    _reduce([*together, *in_turn])
+    encoded = [part.encode()[0] for part in in_turn]
+    cols = [
+        _Part(part.target, decode(row, torch.float32), None, part.target.quantizer.side("col"))
+        for part, row in zip(in_turn, encoded, strict=True)
+        if row is not None
+    ]
+    _reduce(cols)
+    for part in together:  # from here on no rank waits for another
+        overwrite(part.target, *part.encode())
+    for part, first in zip(cols, encoded, strict=True):
+        overwrite(part.target, first, part.encode()[1])
+
+
+def _sides(target: QuantizedTensor) -> list[tuple[Direction, Storage | None]]:
+    return [("row", target.stored[0]), ("col", target.stored[1])]
+
+
+def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
+    """The value as the row operand will have it, where that keeps the dtype of the tensor."""
+    as_is = any(b.dtype is None for b in target.quantizer.side("row").layout)
+    return value.to(target.dtype) if as_is else value
+
+
+def _reduce(parts: Sequence[_Part]) -> None:
+    """Measure what has statistics that ranks share, and reduce them."""
+    by_ranks: dict[tuple[object, ...], tuple[ProcessGroup, list[_Part]]] = {}
+    for part in parts:
+        group = part.shared_with()
         if group is not None:
-            by_ranks.setdefault((*same_ranks(group), one.value.device), (group, []))[1].append(one)
+            by_ranks.setdefault((*same_ranks(group), part.value.device), (group, []))[1].append(part)
     for group, together in by_ranks.values():
-        max_in_place([s for one in together for s in one.measure()], group)
-    for one in rewrites:
-        one.encode()
+        max_in_place([s for part in together for s in part.measure()], group)
 
 
 def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
     """Put the buffers of these operands in place of those that the target has."""
-    for old, new in ((target.row, row), (target.col, col)):
+    for old, new in zip(target.stored, (row, col), strict=True):
         if old is not None and new is not None:
             for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
                 buffer.copy_(written)
+    if target.window is None:
+        target.draft.matrix = None

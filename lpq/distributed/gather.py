@@ -135,6 +135,7 @@ class Gather:
             )
         if isinstance(shard, QuantizedTensor):
             attach(self.site.param)
+            shard.settled(together=True)
         elif self.stale:
             self._refresh()
         self._filled.clear()

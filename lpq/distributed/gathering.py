@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from lpq.core.reduce import max_in_place, same_ranks
+from lpq.core.steps import watch
 from lpq.distributed import fsdp
 from lpq.distributed.attach import attach, local
 from lpq.distributed.gather import Gather, Layer
@@ -128,6 +129,7 @@ class _Steps:
 
     def __init__(self) -> None:
         self._gatherings: list[weakref.ref[Gathering]] = []
+        watch()  # what a step wrote is encoded before what follows from it is measured
         register_optimizer_step_pre_hook(torch.compiler.disable(self.before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self.after))  # type: ignore[no-untyped-call]
 

@@ -3,13 +3,12 @@
 It wraps any torch optimizer. To everybody else (schedulers, checkpoints, ``zero_grad``) it is an optimizer of the
 model's parameters; the wrapped one updates the masters in their places. A master is cut as its weight is, so that an
 optimizer's state is sharded too. After a step the weights whose masters changed are encoded, with one reduction of
-their statistics; any other stays as it is, to the bit. Masters may be kept, or live for the length of a step only.
+their statistics; any other stays as it is, to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -25,14 +24,9 @@ MASTER = "master"
 
 
 class MasterWeights(Optimizer):
-    """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters.
+    """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters."""
 
-    ``keep=False``: only while a step runs. Each is made of what its weight then decodes to, so updates that are too
-    small for the format are lost, as with the optimizer alone; but whatever that does in a step, the weights are
-    rounded once and reduced once. Between steps, and in the state, there is no copy of a weight.
-    """
-
-    def __init__(self, optimizer: Optimizer, *, keep: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         if isinstance(optimizer, MasterWeights | torch.optim.LBFGS):
             raise TypeError(f"MasterWeights cannot wrap {type(optimizer).__name__}: its step needs more than gradients")
         if optimizer.state:
@@ -43,11 +37,8 @@ class MasterWeights(Optimizer):
         super().__init__(groups, dict(optimizer.defaults))
         self.optimizer = optimizer
         """The wrapped optimizer."""
-        self._updated: dict[Tensor, Tensor] = {}
-        """What the wrapped optimizer updates in the place of each quantized weight."""
-        self.masters = self._updated if keep else {}
-        """The fp32 master of each quantized weight; none, if they are not kept."""
-        self._keep = keep
+        self.masters: dict[Tensor, Tensor] = {}
+        """The fp32 master of each quantized weight."""
         self._seen: dict[Tensor, list[int]] = {}
         self._shared = [dict(group) for group in self.param_groups]
         for group in optimizer.param_groups:
@@ -57,38 +48,16 @@ class MasterWeights(Optimizer):
         if not isinstance(local(weight), QuantizedTensor):
             return weight
         attach(weight)
-        self._updated[weight] = torch.zeros_like(weight, dtype=torch.float32)  # on its device, shared out as it is
+        self.masters[weight] = torch.zeros_like(weight, dtype=torch.float32)  # on its device, shared out as it is
         self.take(weight)
-        if not self._keep:
-            _resize(self._updated[weight], 0)
-        return self._updated[weight].requires_grad_(weight.requires_grad)
+        return self.masters[weight].requires_grad_(weight.requires_grad)
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Start the master of this weight from what the weight is now; one that is not kept always does."""
+        """Start the master of this weight, if it has one, from what the weight is now."""
         if weight in self.masters:
-            self._decode(weight)
+            local(self.masters[weight]).copy_(cast("QuantizedTensor", local(weight)).dequantize(torch.float32))
             self.seen(weight)
-
-    def _decode(self, weight: Tensor) -> None:
-        stored = cast("QuantizedTensor", local(weight))
-        local(self._updated[weight]).copy_(stored.dequantize(torch.float32))
-
-    @contextmanager
-    def _ready(self) -> Iterator[None]:
-        """Inside, every master is there and has the gradient of its weight."""
-        try:
-            for weight, master in self._updated.items():
-                if not self._keep:
-                    _resize(master, local(master).nbytes)
-                    self._decode(weight)
-                master.grad = None if weight.grad is None else weight.grad.float()
-            yield
-        finally:
-            for master in self._updated.values():
-                master.grad = None
-                if not self._keep:
-                    _resize(master, 0)
 
     def seen(self, weight: Tensor) -> None:
         """The weight and its master belong together as they are now."""
@@ -108,12 +77,17 @@ class MasterWeights(Optimizer):
                     "that: make MasterWeights after loading weights, load its state too, or call take(weight)"
                 )
         self._share_options()
-        with self._ready():
-            before = {weight: local(master)._version for weight, master in self._updated.items()}
+        for weight, master in self.masters.items():
+            master.grad = None if weight.grad is None else weight.grad.float()
+        before = {weight: local(master)._version for weight, master in self.masters.items()}
+        try:
             self.optimizer.step()
             # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
             # checkpoint, or was made before its master, may have been encoded of more than it decodes to.
-            self._encode([w for w, m in self._updated.items() if m.grad is not None or local(m)._version != before[w]])
+            self._encode([w for w, m in self.masters.items() if m.grad is not None or local(m)._version != before[w]])
+        finally:
+            for master in self.masters.values():
+                master.grad = None
         self._share_options()  # some optimizers keep numbers of theirs in the groups
         return loss
 
@@ -135,7 +109,7 @@ class MasterWeights(Optimizer):
 
     def _encode(self, weights: Iterable[Tensor]) -> None:
         targets = {weight: cast("QuantizedTensor", local(weight)) for weight in weights}
-        write([*targets.values()], [local(self._updated[weight]).detach() for weight in targets])
+        write([*targets.values()], [local(self.masters[weight]).detach() for weight in targets])
         for weight in targets:
             self.seen(weight)
 
@@ -150,7 +124,7 @@ class MasterWeights(Optimizer):
     # ------------------------------------------------------------------------------ saving and loading
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state of each parameter and, beside it, its master if that is kept."""
+        """The wrapped optimizer's state of each parameter and, beside it, its master."""
         self.state.clear()
         for weight, stand_in in self._pairs():
             state = dict(self.optimizer.state.get(stand_in, {}))
@@ -164,21 +138,16 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave. The weights are not touched: they are in the model's state.
-
-        Where masters are not kept, any optimizer's state will do, and saved masters are left out.
-        """
+        """Load what ``state_dict`` gave. The weights are not touched: they are in the model's state."""
         pairs = list(self._pairs())
         inner = dict(state_dict["state"])
         for index, (weight, _) in enumerate(pairs):
-            if weight not in self._updated:
+            if weight not in self.masters:
                 continue
             state = dict(inner.pop(index, {}))
             master = state.pop(MASTER, None)
             if state:
                 inner[index] = state
-            if not self._keep:
-                continue
             if master is None:
                 raise ValueError(
                     f"the state has no master for parameter {index}, a {list(weight.shape)} weight: it was saved "
@@ -199,9 +168,4 @@ class MasterWeights(Optimizer):
 def _versions(weight: Tensor) -> list[int]:
     """What changes when the weight is written to, as a whole or one of its buffers."""
     stored = cast("QuantizedTensor", local(weight))
-    return [t._version for t in (weight, stored, *(b for _, s in stored.operands for b in s.tensors()))]
-
-
-def _resize(master: Tensor, nbytes: int) -> None:
-    """Give this rank's part of a master memory, or take it; the tensor stays the same."""
-    local(master).untyped_storage().resize_(nbytes)
+    return [t._version for t in (weight, stored, *(b for _, s in stored.sides for b in s.tensors()))]

@@ -116,7 +116,7 @@ def _sharded(
     for part in (*net, net):  # each on a mesh of its own: several meshes of the same ranks are no difference
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    made = AdamW(net.parameters(), lr=1e-3, fused=weights == "quantized")  # by itself, it would write twice
+    made = AdamW(net.parameters(), lr=1e-3)  # it writes twice to each weight
     return net, MasterWeights(made) if weights == "masters" else made
 
 

@@ -43,8 +43,8 @@ def _fused_masters(params: Any) -> Optimizer:
     return MasterWeights(AdamW(params, lr=1e-2, fused=True))
 
 
-def _passing_masters(params: Any) -> Optimizer:
-    return MasterWeights(AdamW(params, lr=1e-2, foreach=True), keep=False)
+def _foreach(params: Any) -> Optimizer:
+    return AdamW(params, lr=1e-2, foreach=True)
 
 
 # ---------------------------------------------------------------------------------- as with ordinary gathers
@@ -107,7 +107,7 @@ STORED = [
 def _stored_as_unsharded(rank: int, device: str) -> None:
     """The bytes that are stored and gathered: of given gradients, before any forward, and of the model's own."""
     for recipe in STORED:
-        for optimizer in (_fused_masters, _passing_masters):
+        for optimizer in (_fused_masters, _foreach):
             about = (recipe, optimizer.__name__)
             how = How(recipe, weights="quantized", ranks=2, device=device, optimizer=optimizer)
             ours, theirs = built(how), built(replace(how, shard=False))

@@ -67,9 +67,9 @@ def _check_weight(i: int, weight: QuantizedTensor, device: torch.device) -> None
             f"weights[{i}] is a {type(weight).__name__}: masters are cast into whole quantized tensors, "
             "such as Quantizer.quantize makes"
         )
-    if weight.window is not None:
+    if weight.window is not None and not weight.window.apart:
         raise ValueError(
-            f"weights[{i}] is a view that shares values with the rest of a tensor {list(weight.window.parent.shape)}: "
+            f"weights[{i}] is a view that shares values with the rest of a tensor {list(weight.window.whole.shape)}: "
             "pass that tensor, and its master"
         )
     if weight.amax_group is not None and (weight.amax_group == "unattached" or weight.amax_group.size() > 1):

@@ -49,12 +49,12 @@ def test_writes_encode_again(quantizer: Quantizer, held: str) -> None:
 
 @QUIET
 def test_optimizers_step(quantizer: Quantizer) -> None:
-    """SGD and AdamW, for-each and not, move a quantized parameter as they move the decoded one."""
+    """SGD and AdamW, for-each and not, move a quantized parameter as they move the decoded one; a step rounds once."""
     for make in (
         lambda p: torch.optim.SGD([p], lr=0.5, foreach=False),
         lambda p: torch.optim.SGD([p], lr=0.5, momentum=0.9, foreach=True),
-        lambda p: torch.optim.AdamW([p], lr=0.5, weight_decay=0.0, foreach=False),
-        lambda p: torch.optim.AdamW([p], lr=0.5, weight_decay=0.0, foreach=True),
+        lambda p: torch.optim.AdamW([p], lr=0.5, weight_decay=0.1, foreach=False),
+        lambda p: torch.optim.AdamW([p], lr=0.5, weight_decay=0.1, foreach=True),
     ):
         start, gradient = quantized(quantizer, "both"), normal(32, 48, seed=3)
         weight = torch.nn.Parameter(start.clone())

@@ -1,0 +1,107 @@
+"""The steps of optimizers: what one writes to stored tensors is encoded once, when it ends, with one reduction.
+
+torch calls a function before and after the step of any optimizer, but none when the step raises. So a step is known by
+the frame of torch's function around it, and runs for as long as that is on the stack of a thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lpq.core.draft import Draft
+from lpq.core.tensor import QuantizedTensor
+from lpq.core.write import write
+
+AROUND = Optimizer.profile_hook_step.__code__.co_filename
+"""Where torch's function around a step lies."""
+
+
+class Step:
+    """The step of one optimizer over stored tensors; their drafts know it while it runs."""
+
+    def __init__(self, frame: FrameType, tensors: Sequence[QuantizedTensor]) -> None:
+        self.frame = frame
+        self._tensors = tensors
+        for tensor in tensors:
+            tensor.draft.step = self
+
+    @property
+    def running(self) -> bool:
+        """Whether it has neither ended nor raised."""
+        if _calls(sys._getframe(), self.frame):
+            return True
+        return any(_calls(frame, self.frame) for frame in sys._current_frames().values())
+
+    def write(self, only: Draft | None = None) -> None:
+        """Encode what was written so far: all tensors with one reduction, which all ranks have to do; or one tensor."""
+        drafts = [(t, t.draft.matrix) for t in self._tensors if only is None or t.draft is only]
+        written = [(tensor, matrix) for tensor, matrix in drafts if matrix is not None]
+        write([tensor for tensor, _ in written], [matrix for _, matrix in written])
+
+    def end(self) -> None:
+        try:
+            self.write()
+        finally:
+            for tensor in self._tensors:
+                tensor.draft.step = tensor.draft.matrix = None
+
+
+@cache
+def watch() -> None:
+    """Have torch call the functions below; once, when the first stored tensor is made."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # what is traced writes at each operation
+        return
+    # Within a step that is running (of an optimizer that wraps this one), that one will write.
+    stored = [tensor for tensor in _stored(optimizer) if not tensor.draft.open]
+    frame = _around()
+    if stored and frame is not None:
+        Step(frame, stored)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    frame = _around()
+    for tensor in _stored(optimizer):
+        step = tensor.draft.step
+        if step is not None and step.frame is frame:
+            step.end()
+
+
+def _stored(optimizer: Optimizer) -> Iterator[QuantizedTensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            local = getattr(parameter, "_local_tensor", parameter)  # this rank's part of a sharded one
+            if isinstance(local, QuantizedTensor) and local.window is None:  # a part of another is not drafted alone
+                yield local
+
+
+def _around() -> FrameType | None:
+    """The frame of torch's function around the step, which called the function that asks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != AROUND:
+        frame = frame.f_back
+    return frame
+
+
+def _calls(frame: FrameType | None, around: FrameType) -> bool:
+    """Whether ``frame`` was called, at whatever distance, by ``around``."""
+    while frame is not None and frame is not around:
+        frame = frame.f_back
+    return frame is not None
