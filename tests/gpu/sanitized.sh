@@ -11,18 +11,18 @@ sanitizer=${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bi
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # so that every tensor has bounds of its own
 export LPQ_KERNELS=cuda,torch,reference OMP_NUM_THREADS=1
 logs=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$logs"' EXIT
 
 skip=() # PyTorch's own kernels take the most time; initcheck must see them, as they write what ours read
 case $("$sanitizer" --help) in *--kernel-regex-exclude*) skip=(--kernel-regex-exclude kns=at6native) ;; esac
 
-declare -A started
+declare -A named
 check() { # tool, name, tests
     local tool=$1 name=$2 tests=$3
     shift 3
     "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 20 "$@" \
         "$python" -m pytest -q -x -p no:cacheprovider "$tests" "${arguments[@]}" >"$logs/$tool $name" 2>&1 &
-    started["$tool $name"]=$!
+    named[$!]="$tool $name"
 }
 
 arguments=("$@")
@@ -37,8 +37,11 @@ done
 check initcheck formats tests/gpu/test_reference_on_gpu.py::test_bytes_are_those_of_the_cpu
 
 failed=0
-for name in "${!started[@]}"; do
-    if wait "${started[$name]}" && grep -q ' passed' "$logs/$name"; then # a test that is skipped shows nothing
+for _ in "${!named[@]}"; do # each as soon as it ends
+    status=0
+    wait -n -p ended || status=$?
+    name=${named[$ended]}
+    if [ "$status" = 0 ] && grep -q ' passed' "$logs/$name"; then # a test that is skipped shows nothing
         echo "$name: $(grep -hoE 'SUMMARY: .*|[0-9]+ passed.*' "$logs/$name" | paste -sd ';')"
     else
         failed=1
