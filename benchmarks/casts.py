@@ -1,4 +1,4 @@
-"""Casts: how fast each format encodes, transposes and decodes, as a share of the copy speed of the same run.
+"""Casts: how fast each format encodes, measures, transposes and decodes, as a share of the copy speed of the same run.
 
     python -m benchmarks casts [--only mxfp8]
 
@@ -30,7 +30,7 @@ class Case:
     name: str
     quantizer: str
     sides: str
-    """``row``, ``col`` or ``both``; ``transpose`` or ``decode``."""
+    """``row``, ``col`` or ``both``; ``transpose``, ``decode``, or ``measure``, for both operands."""
     target: float
     """The share of the copy speed to reach."""
     reads: int = 1
@@ -68,6 +68,9 @@ CASES = [
             ("mxfp8 + nvfp4 RHT stochastic", "mxfp8", "nvfp4(rht=true, stochastic=true)", 0.70, 2),
         )
     ),
+    Case("fp8 current", "fp8", "measure", 0.92),
+    Case("fp8 row", "fp8(scaling=row)", "measure", 0.92),
+    Case("nvfp4 RHT", "nvfp4(rht=true)", "measure", 0.70),
     Case("fp8 current", "fp8", "transpose", 0.85),
     Case("fp8 block 128x128", "fp8(scaling=block, block=128x128)", "transpose", 0.85),
     Case("nvfp4 16x16", "nvfp4(block=16x16)", "transpose", 0.85),
@@ -83,7 +86,7 @@ def measure(case: Case, inputs: list[Tensor], busy: Callable[[], object]) -> dic
     x = inputs[0]
     seed = torch.tensor(1, device=x.device)
     row = quantizer.side("row") if case.sides != "col" else None
-    col = quantizer.side("col") if case.sides in ("col", "both") else None
+    col = quantizer.side("col") if case.sides in ("col", "both", "measure") else None
     if case.sides in ("transpose", "decode"):
         operand = operations.quantize(x, None, row, None, seed)[0]
         assert operand is not None
@@ -94,6 +97,13 @@ def measure(case: Case, inputs: list[Tensor], busy: Callable[[], object]) -> dic
 
         def run(i: int) -> object:
             return operations.transpose(operand) if operation == "transpose" else operations.decode(operand, x.dtype)
+    elif case.sides == "measure":
+        operation = case.sides
+        moved = x.nbytes + sum(found.nbytes for found in operations.measure(x, row, col))
+        texts = tuple(side.text for side in (row, col) if side is not None)
+
+        def run(i: int) -> object:
+            return operations.measure(inputs[i % len(inputs)], row, col)
     else:
         stats = operations.measure(x, row, col) if case.known else None
         operands = operations.quantize(x, stats, row, col, seed)[:2]
