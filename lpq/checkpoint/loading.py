@@ -36,6 +36,8 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
     a warning tells so, unless the checkpoint is loaded without an optimizer.
     """
     ranks = Ranks()
+    with ranks.saying(f"{path} cannot be loaded"):
+        ranks.alike(lambda: str(path), "the ranks were given different paths: pass the same to all")
     found, refused = find(Path(path), ranks)
     what = f"checkpoint {found} cannot be loaded"
     seen = Model(model)

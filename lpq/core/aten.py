@@ -388,6 +388,7 @@ def _write_all(targets: list[QuantizedTensor], values: list[Tensor]) -> None:
         matrix = value.reshape(_matrix(target))
         if target.draft.open:
             draft = _drafted(target)
+            target.draft.unless = None
             if draft.data_ptr() != matrix.data_ptr():  # else it was written in place
                 draft.copy_(matrix)
         elif target.window is None or target.window.apart:
@@ -430,6 +431,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             mutated.update((id(v), v) for v in (value if isinstance(value, list | tuple) else [value]))
     drafts = {i: t for i, t in mutated.items() if isinstance(t, QuantizedTensor) and t.draft.open}
+    unless = kwargs.get("found_inf")
+    skipping = [t.draft for t in drafts.values() if t.draft.matrix is None or t.draft.unless is unless]
     narrow = {t.dtype for t in drafts.values()} - {torch.float32}
     taken: dict[int, tuple[Tensor, Tensor]] = {}
     """Each argument, and what the operator gets for it."""
@@ -452,6 +455,8 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     changed = [(t, plain) for t, plain in taken.values() if id(t) in mutated]
     stored = [(t, plain) for t, plain in changed if isinstance(t, QuantizedTensor)]
     _write_all([t for t, _ in stored], [plain for _, plain in stored])
+    for draft in skipping:
+        draft.unless = unless
     for original, plain in changed:
         if not isinstance(original, QuantizedTensor):
             original.copy_(plain)

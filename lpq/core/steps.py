@@ -7,17 +7,14 @@ the frame of torch's function around it, and runs for as long as that is on the 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lpq.core.draft import Draft
 from lpq.core.tensor import QuantizedTensor
@@ -34,7 +31,7 @@ class Step:
         self.frame = frame
         self._tensors = tensors
         for tensor in tensors:
-            tensor.draft.step = self
+            tensor.draft.begin(self)
 
     @property
     def running(self) -> bool:
@@ -45,23 +42,46 @@ class Step:
 
     def write(self, only: Draft | None = None) -> None:
         """Encode what was written so far: all tensors with one reduction, which all ranks have to do; or one tensor."""
-        drafts = [(t, t.draft.matrix) for t in self._tensors if only is None or t.draft is only]
-        written = [(tensor, matrix) for tensor, matrix in drafts if matrix is not None]
-        write([tensor for tensor, _ in written], [matrix for _, matrix in written])
+        drafts = [(t, t.draft.matrix, t.draft.unless) for t in self._tensors if only is None or t.draft is only]
+        written = [(tensor, matrix, unless) for tensor, matrix, unless in drafts if matrix is not None]
+        write([t for t, _, _ in written], [matrix for _, matrix, _ in written], [unless for _, _, unless in written])
 
     def end(self) -> None:
         try:
             self.write()
         finally:
             for tensor in self._tensors:
-                tensor.draft.step = tensor.draft.matrix = None
+                tensor.draft.begin(None)
+
+
+class _End:
+    """Ends the steps of one optimizer, before any other function that is called after them looks at the weights."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        step = self.step
+        if step is not None and not torch.compiler.is_compiling() and step.frame is _around():
+            self.step = None
+            step.end()
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> _End:
+        """The one that this optimizer has, or gets."""
+        hooks: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
+        for hook in hooks.values():
+            if isinstance(hook, cls):
+                return hook
+        end = cls()
+        hooks.move_to_end(optimizer.register_step_post_hook(end).id, last=False)
+        return end
 
 
 @cache
 def watch() -> None:
-    """Have torch call the functions below; once, when the first stored tensor is made."""
+    """Have torch call the function below before each step; once, when the first stored tensor is made."""
     register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -71,17 +91,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stored = [tensor for tensor in _stored(optimizer) if not tensor.draft.open]
     frame = _around()
     if stored and frame is not None:
-        Step(frame, stored)
-
-
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    frame = _around()
-    for tensor in _stored(optimizer):
-        step = tensor.draft.step
-        if step is not None and step.frame is frame:
-            step.end()
+        _End.of(optimizer).step = Step(frame, stored)
 
 
 def _stored(optimizer: Optimizer) -> Iterator[QuantizedTensor]:

@@ -128,8 +128,8 @@ class QuantizedTensor(Gathered, Tensor):
         That of a shard takes a collective: then it is an error, unless all ranks do it ``together``, which encodes all
         that the step has written.
         """
-        if self.draft.written:
-            assert self.draft.step is not None
+        step = self.draft.step
+        if step is not None and self.draft.written:
             group = (self.window.whole if self.window is not None else self).amax_group
             if not together and group is not None and (group == "unattached" or group.size() > 1):
                 raise RuntimeError(
@@ -137,7 +137,7 @@ class QuantizedTensor(Gathered, Tensor):
                     "optimizer is writing to: it has operands again when the step has ended. Until then its values are "
                     "there: dequantize()"
                 )
-            self.draft.step.write(None if together else self.draft)
+            step.write(None if together else self.draft)
         return self
 
     def operand(self, direction: Direction) -> Storage:
@@ -160,9 +160,9 @@ class QuantizedTensor(Gathered, Tensor):
 
         Within the step of an optimizer, what that has made of it so far.
         """
-        if self.draft.written:
-            assert self.draft.matrix is not None
-            matrix = self.window.of(self.draft.matrix) if self.window is not None else self.draft.matrix
+        draft = self.draft.value
+        if draft is not None:
+            matrix = self.window.of(draft) if self.window is not None else draft
             return matrix.to(dtype or self.dtype, copy=True, memory_format=torch.contiguous_format).view(self.shape)
         row, col = self.stored
         if row is not None:
@@ -189,6 +189,22 @@ class QuantizedTensor(Gathered, Tensor):
     def held_bytes(self) -> int:
         """The bytes of all its buffers."""
         return sum(storage.nbytes for _, storage in self.sides)
+
+    @property
+    def data(self) -> Tensor:
+        """A view that autograd does not know. What is assigned to it is encoded, as by ``copy_``."""
+        view: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return view
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise ValueError(
+                f"this tensor, stored as {self.quantizer}, is {list(self.shape)}, and what is assigned to its data "
+                f"{list(value.shape)}: make a new parameter of it"
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         with warnings.catch_warnings():

@@ -54,11 +54,17 @@ class _Part:
 
 
 @torch.no_grad()
-def write(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
+def write(
+    targets: Sequence[QuantizedTensor], values: Sequence[Tensor], unless: Sequence[Tensor | None] | None = None
+) -> None:
     """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
-    each device. A second one, where column operands encode decoded row operands and have statistics of the whole."""
+    each device. A second one, where column operands encode decoded row operands and have statistics of the whole.
+
+    ``unless``: of each target a number, on its device, which leaves it as it is where it is not zero; or None.
+    """
     together: list[_Part] = []
     in_turn: list[_Part] = []
+    kept = {id(target): skip for target, skip in zip(targets, unless or (), strict=False)}
     for target, value in zip(targets, values, strict=True):
         row, col = (target.quantizer.side(d) if held is not None else None for d, held in _sides(target))
         if col is not None and target.quantizer.col_source == "row":
@@ -74,9 +80,9 @@ def write(targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
     ]
     _reduce(cols)
     for part in together:  # from here on no rank waits for another
-        overwrite(part.target, *part.encode())
+        overwrite(part.target, *part.encode(), kept.get(id(part.target)))
     for part, first in zip(cols, encoded, strict=True):
-        overwrite(part.target, first, part.encode()[1])
+        overwrite(part.target, first, part.encode()[1], kept.get(id(part.target)))
 
 
 def _sides(target: QuantizedTensor) -> list[tuple[Direction, Storage | None]]:
@@ -100,11 +106,15 @@ def _reduce(parts: Sequence[_Part]) -> None:
         max_in_place([s for part in together for s in part.measure()], group)
 
 
-def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
-    """Put the buffers of these operands in place of those that the target has."""
+def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None, unless: Tensor | None = None) -> None:
+    """Put the buffers of these operands in place of those that the target has; not where ``unless`` is not zero."""
     for old, new in zip(target.stored, (row, col), strict=True):
         if old is not None and new is not None:
             for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
-                buffer.copy_(written)
+                if unless is None:
+                    buffer.copy_(written)
+                else:
+                    was, now = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (buffer, written))
+                    was.copy_(torch.where(unless.reshape(()) != 0, was, now))
     if target.window is None:
         target.draft.matrix = None

@@ -143,6 +143,12 @@ class _Steps:
         if not self._alive():
             return
         for param in _params(optimizer):
+            if (by := getattr(param, "replaced_by", None)) is not None:
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} has a {list(param.shape)} parameter that {by} replaced in the "
+                    "model, so that its steps would train nothing: make the optimizer after lpq.convert(…, weights=…) "
+                    "and after fully_shard"
+                )
             if getattr(local(param), "amax_group", None) == "unattached":
                 attach(param)
 

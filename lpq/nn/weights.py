@@ -118,7 +118,9 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             weight = quantizer.quantize(weight, col=not derives_col(quantizer))
         else:
             weight = as_shard(weight)
+        replaced = layer.weight
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+        replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # what an optimizer that has it is told
 
 
 def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str]]:

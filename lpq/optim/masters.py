@@ -27,9 +27,16 @@ class MasterWeights(Optimizer):
     """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"MasterWeights wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
+                f"{type(optimizer).__name__}: make one first"
+            )
         if isinstance(optimizer, MasterWeights | torch.optim.LBFGS):
-            raise TypeError(f"MasterWeights cannot wrap {type(optimizer).__name__}: its step needs more than gradients")
-        if optimizer.state:
+            raise TypeError(
+                f"MasterWeights cannot wrap {type(optimizer).__name__}: it needs more than gradients. Use it alone"
+            )
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad has one at once
             raise ValueError(
                 "MasterWeights takes an optimizer that has not taken a step yet: its state is of other tensors"
             )
@@ -48,8 +55,13 @@ class MasterWeights(Optimizer):
         if not isinstance(local(weight), QuantizedTensor):
             return weight
         attach(weight)
+        state = self.optimizer.state.pop(weight, None)
         self.masters[weight] = torch.zeros_like(weight, dtype=torch.float32)  # on its device, shared out as it is
         self.take(weight)
+        if state is not None:
+            self.optimizer.state[self.masters[weight]] = {
+                name: value.float() if isinstance(value, Tensor) else value for name, value in state.items()
+            }
         return self.masters[weight].requires_grad_(weight.requires_grad)
 
     @torch.no_grad()

@@ -214,6 +214,15 @@ def _own_disks(rank: int, folder: Path, name: str, change: Callable[[Path], None
     return Path("run")
 
 
+def _ranks_are_given_different_paths(rank: int, folder: Path) -> None:
+    net = _net(2)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load(folder / ("step-00000001", "nowhere")[rank], net)
+    assert "cannot be loaded: the ranks were given different paths: pass the same to all" in str(raised.value)
+    assert model_differences(net, Net(2, 64, SMALL)) == {}
+    checkpoint.load(folder / "step-00000001", net)
+
+
 def _one_rank_lacks_a_file(rank: int, folder: Path) -> None:
     """Each rank digests some of the files and reads others, and all of them raise in any case."""
     here = Path.cwd()
@@ -269,6 +278,7 @@ def _all(rank: int, folder: Path) -> None:
     _quantized_of_a_checkpoint_in_high_precision(rank, folder)
     _shards_that_cut_blocks_are_refused(rank, folder)
     _ranks_write_to_different_places(rank, folder)
+    _ranks_are_given_different_paths(rank, folder)
     _one_rank_lacks_a_file(rank, folder)
     _one_rank_encodes(rank, folder)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, Adagrad, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import lpq
@@ -79,3 +79,42 @@ def test_groups_that_are_added_later_share_theirs_too() -> None:
     optimizer.optimizer.param_groups[1]["lr"] = 0.3
     optimizer.step()
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.3]
+
+
+def test_an_optimizer_that_has_state_before_its_first_step() -> None:
+    """Adagrad, whose sums start at a value; they go to the masters."""
+    quantizer, value = lpq.quantizer("fp8"), torch.randn(32, 48)
+    weight = nn.Parameter(quantizer.quantize(value))
+    twin = nn.Parameter(weight.dequantize())
+    ours = MasterWeights(Adagrad([weight], lr=0.1, initial_accumulator_value=0.5))
+    theirs = Adagrad([twin], lr=0.1, initial_accumulator_value=0.5)
+    for seed in range(3):
+        weight.grad = torch.randn(32, 48, generator=torch.Generator().manual_seed(seed))
+        twin.grad = weight.grad.clone()
+        ours.step()
+        theirs.step()
+        assert torch.equal(ours.masters[weight], twin.detach())
+        assert torch.equal(weight.dequantize(), quantizer.quantize(twin.detach()).dequantize())
+    with pytest.raises(ValueError, match="has not taken a step yet"):
+        MasterWeights(theirs)
+
+
+def test_what_cannot_be_wrapped_is_refused_in_words() -> None:
+    weight = nn.Parameter(lpq.quantizer("fp8").quantize(torch.randn(32, 48)))
+    with pytest.raises(TypeError, match=r"got a generator: make one first"):
+        MasterWeights(p for p in [weight])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"cannot wrap LBFGS: it needs more than gradients\. Use it alone"):
+        MasterWeights(LBFGS([weight]))
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_an_optimizer_of_weights_that_were_replaced_is_refused(weights: Any) -> None:
+    """Its steps would train nothing."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    optimizer = AdamW(model.parameters())
+    lpq.convert(model, "mxfp8", weights=weights)
+    with pytest.raises(RuntimeError, match=r"AdamW has a \[64, 64\] parameter that lpq.convert replaced"):
+        optimizer.step()
+    AdamW(model.parameters()).step()
+    other = nn.Linear(64, 64)
+    SGD(other.parameters(), lr=0.1).step()

@@ -1,0 +1,163 @@
+"""The drafts of stored tensors as users meet them: hooks, groups that change, gradient scalers, threads, ``data``."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD, AdamW
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.testing.expect import same
+
+FORMATS = ["fp8", "mxfp8", "nvfp4", "nvfp4(block=16x16)", "hybrid(row=fp8, col=mxfp8)"]
+
+
+def stored(text: str = "fp8", seed: int = 0) -> nn.Parameter:
+    value = torch.randn(64, 96, generator=torch.Generator().manual_seed(seed))
+    weight = nn.Parameter(lpq.quantizer(text).quantize(value))
+    weight.grad = torch.randn(64, 96, generator=torch.Generator().manual_seed(seed + 1))
+    return weight
+
+
+def buffers(weight: Any) -> list[Tensor]:
+    assert isinstance(weight, QuantizedTensor)
+    return [t.clone() for _, operand in weight.operands for t in operand.tensors()]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(map(_flat, a), map(_flat, b)))  # noqa: B905
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.contiguous().reshape(-1)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_hooks_after_a_step_see_what_is_stored(text: str) -> None:
+    weight = stored(text)
+    optimizer = SGD([weight], lr=0.3)
+    seen: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append((weight.dequantize(), buffers(weight))))
+    optimizer.step()
+    optimizer.step()  # the hook that ends a step was registered after theirs
+    values, held = seen[-1]
+    same(values, weight.dequantize(), text)
+    assert equal(held, buffers(weight))
+
+
+@pytest.mark.parametrize("hook", ["pops", "freezes"])
+def test_what_was_written_is_kept_whatever_becomes_of_the_groups(hook: str) -> None:
+    weight, twin = stored(), stored()
+    SGD([twin], lr=0.3).step()
+    optimizer = SGD([weight, nn.Parameter(torch.ones(2))], lr=0.3)
+
+    def change(*_: Any) -> None:
+        if hook == "pops":
+            optimizer.param_groups.pop(0)
+        else:
+            weight.requires_grad_(False)
+            optimizer.param_groups[0]["params"] = []
+
+    optimizer.register_step_post_hook(change)
+    step = SGD.step
+
+    class Popping(SGD):
+        def step(self, closure: Any = None) -> Any:
+            out = step.__wrapped__(self, closure)  # type: ignore[attr-defined]
+            change()
+            return out
+
+    if hook == "pops":
+        optimizer = Popping([weight], lr=0.3)
+    optimizer.step()
+    assert equal(buffers(weight), buffers(twin))
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_a_step_that_a_scaler_skips_changes_no_byte(text: str) -> None:
+    weight = stored(text)
+    optimizer = AdamW([weight], lr=0.1, fused=True)
+    before = buffers(weight)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.ones(())  # as GradScaler sets them
+    for _ in range(3):
+        optimizer.step()
+    assert equal(buffers(weight), before)
+    optimizer.found_inf = torch.zeros(())
+    twin = stored(text)
+    other = AdamW([twin], lr=0.1, fused=True)
+    optimizer.step()
+    other.step()
+    assert not equal(buffers(weight), before)
+    assert equal(buffers(weight), buffers(twin))
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Threads take turns more often than they do by themselves."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_a_thread_that_looks_takes_nothing_away(hurried: None) -> None:
+    """Here it looks while steps begin, write and end."""
+    weight = nn.Parameter(lpq.quantizer("identity(dtype=float32)").quantize(torch.zeros(8, 8)))
+    weight.grad = torch.full((8, 8), -1.0)
+    optimizer = SGD([weight], lr=1.0)
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            while not ended.is_set():
+                weight.draft.written  # noqa: B018
+                weight.dequantize()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    steps = 1500
+    try:
+        for _ in range(steps):
+            optimizer.step()
+    finally:
+        ended.set()
+        thread.join()
+    assert not errors
+    assert torch.equal(weight.dequantize(), torch.full((8, 8), float(steps)))
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_what_is_assigned_to_data_is_encoded(text: str) -> None:
+    weight, value = stored(text), torch.randn(64, 96)
+    weight.data = value
+    assert equal(buffers(weight), buffers(lpq.quantizer(text).quantize(value)))
+    vector_to_parameters(parameters_to_vector([weight]) * 0, [weight])
+    assert not weight.dequantize().any()
+    weight.data = lpq.quantizer(text).quantize(value)
+    assert equal(buffers(weight), buffers(lpq.quantizer(text).quantize(value)))
+    with pytest.raises(ValueError, match=r"is \[64, 96\], and what is assigned to its data \[2\]"):
+        weight.data = torch.zeros(2)
+
+
+def test_an_optimizer_that_assigns_to_data_trains() -> None:
+    class Assigns(SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data = p.data - 0.3 * p.grad
+
+    weight, twin = stored("mxfp8"), stored("mxfp8")
+    Assigns([weight], lr=0.3).step()
+    SGD([twin], lr=0.3).step()
+    assert equal(buffers(weight), buffers(twin))
