@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.storage import Storage
@@ -471,6 +471,12 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on decoded tensors."""
+    collective = func.namespace == "c10d" and func._schema.name.endswith("_")
+    if collective and any(isinstance(t, QuantizedTensor) for t in tree_leaves(args[0])):
+        raise TypeError(
+            f"{func._schema.name} would receive into a decoded copy of a QuantizedTensor, and that would be lost: "
+            "pass its buffers, [t for _, operand in tensor.operands for t in operand.tensors()]"
+        )
     told: list[str] = []
 
     def decode(value: Any) -> Any:

@@ -41,9 +41,9 @@ def check_weights(
             raise ValueError(f"{name}: its weight is sharded already; call lpq.convert before fully_shard")
         stored = _stored(weight)
         if stored is not None:
-            _check_stored(name, stored, weight.shape[0], weights, ranks, schedule)
+            _check_stored(name or type(module).__name__, stored, weight.shape[0], weights, ranks, schedule)
         elif weights == "quantized" and any(wanted):
-            _check_storable(name, weight, schedule)
+            _check_storable(name or type(module).__name__, weight, schedule)
 
 
 def _check_storable(name: str, weight: Tensor, schedule: Schedule) -> None:

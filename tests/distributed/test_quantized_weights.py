@@ -276,6 +276,18 @@ def _nothing_saves_the_group(rank: int) -> None:
     assert torch.equal(part._local_tensor.row.scale, lpq.quantizer("fp8").quantize(whole).row.scale)
 
 
+def _received(rank: int) -> None:
+    """A collective that would receive into a decoded copy says so; into the buffers it receives."""
+    weight = lpq.quantizer("fp8").quantize(torch.full((32, 32), 1.0 + rank))
+    for collective in (lambda t: dist.broadcast(t, 0), dist.all_reduce):
+        with pytest.raises(TypeError, match="would receive into a decoded copy of a QuantizedTensor"):
+            collective(weight.data)
+    for _, operand in weight.operands:
+        for buffer in operand.tensors():
+            dist.broadcast(buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer, 0)
+    assert torch.equal(weight.dequantize(), torch.ones(32, 32))
+
+
 def test_two_ranks() -> None:
     spawn(_two_ranks, 2)
 
@@ -290,3 +302,4 @@ def _two_ranks(rank: int) -> None:
     _continued(rank)
     _without_masters_in_the_state(rank)
     _nothing_saves_the_group(rank)
+    _received(rank)
