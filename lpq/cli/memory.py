@@ -67,11 +67,8 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
     high = BF16 * converted
     rows = [("all: the converted weights", *(cell(m.quantized or high, high) for m in found.values()))]
     rows += [(row, *(cell(of(m), of(plain)) for m in found.values())) for row, of in ROWS.items()]
-    table(
-        f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]}, and as part of bf16's, whose shards are fp32",
-        ("", *found),
-        rows,
-    )
+    title = f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]} and parts of bf16's (fp32 shards)"
+    table(title, ("", *found), rows)
     typer.echo(
         f"{plain.parameters:,} parameters; {converted:,} travel quantized: those of the blocks' linear layers, but for "
         f"weights that {ranks} ranks cannot cut into whole blocks."
