@@ -103,6 +103,10 @@ def convert(
         raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
     if accumulate not in (None, *get_args(Accumulate)):
         raise ValueError(f"accumulate={accumulate!r}: it is 'grad', 'main_grad' or None")
+    if accumulate is not None and weights is not None:
+        raise ValueError(
+            f"accumulate={accumulate!r} does not work with weights={weights!r}, which FSDP2 shards: use one"
+        )
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap

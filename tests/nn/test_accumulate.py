@@ -65,7 +65,9 @@ def test_what_cannot_work_is_refused() -> None:
     model = _model("fp8-current", accumulate="main_grad")
     with pytest.raises(RuntimeError, match="its weight has none"):
         model(torch.randn(32, 64, dtype=torch.bfloat16))
-    sharded = _model("fp8-current", weights="high_precision", accumulate="grad")
+    with pytest.raises(ValueError, match="does not work with weights='high_precision', which FSDP2 shards"):
+        _model("fp8-current", weights="high_precision", accumulate="grad")
+    sharded = lpq.convert(_model("fp8-current", weights="high_precision"), "fp8-current", accumulate="grad")
     with pytest.raises(RuntimeError, match="FSDP2"):
         sharded(torch.randn(32, 64, dtype=torch.bfloat16))
 
