@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -133,6 +134,13 @@ def convert(
     every = [alias for aliases in names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     report = Report(tuple(converted), tuple(left), unmatched, unreached)
+    if unmatched and not converted:
+        linear = [entry.name for entry in left if entry.kind == "Linear"]
+        warnings.warn(
+            f"lpq.convert left every layer as it was: none matches {', '.join(map(repr, unmatched))}; the linear "
+            f"layers of this model are {', '.join(linear[:3]) or 'none'}{', …' if linear[3:] else ''}",
+            stacklevel=2,
+        )
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
     for module in model.modules():
         if isinstance(module, Linear):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -82,7 +83,8 @@ def test_the_report_says_what_was_swapped_and_what_was_left_and_why() -> None:
 
 
 def test_patterns_that_match_nothing_are_reported() -> None:
-    model = lpq.convert(Net(), {"rules": [{"match": ["layers.*"], "recipe": "mxfp8"}]})
+    with pytest.warns(UserWarning, match=r"none matches 'layers\.\*'; .* are blocks\.0\.0, blocks\.0\.2, "):
+        model = lpq.convert(Net(), {"rules": [{"match": ["layers.*"], "recipe": "mxfp8"}]})
     assert lpq.report(model).unmatched == ("layers.*",)
     assert "no layer matches the pattern 'layers.*'" in str(lpq.report(model))
 
@@ -302,3 +304,12 @@ def test_the_report_is_the_same_while_a_weight_is_gathered(weights: str, note: s
     model(torch.randn(32, 64))
     assert not hasattr(model[0].weight, "device_mesh")
     assert lpq.report(model) == before
+
+
+def test_a_policy_that_matches_nothing_is_warned_of() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+    with pytest.warns(UserWarning, match=r"left every layer as it was: none matches 'blocks\.\*'; .* are 0, 1, 2, …"):
+        lpq.convert(model, {"rules": [{"match": "blocks.*", "recipe": "mxfp8"}]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lpq.convert(model, {"rules": [{"match": "4", "recipe": "mxfp8"}, {"match": "blocks.*", "recipe": "mxfp8"}]})
