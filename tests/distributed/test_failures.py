@@ -109,6 +109,7 @@ MISHAPS: dict[str, tuple[str, Callable[[Run], None], Spoil]] = {
     "the optimizer of masters": ("quantized", Run.step, _in_the_optimizer),
     "the reduction after a step": ("high_precision", Run.step, _in_a_reduction),
     "the reduction of masters": ("quantized", Run.step, _in_a_reduction),
+    "the reduction of stored weights": ("quantized, without masters", Run.step, _in_a_reduction),
     "the reduction of a cast": ("quantized", Run.cast, _in_a_reduction),
     "a save": ("quantized", Run.save, _in_a_save),
     "what comes before a save": ("quantized", Run.save, _before_a_save),
@@ -130,7 +131,7 @@ def _unlucky(rank: int, ranks: int, folder: str) -> None:
         _meet(folder, f"begin{number}-{rank}", ranks)
         store = dist.FileStore(f"{folder}/store{number}", ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-        how = How("fp8-current", weights=weights, width=64, inner=64)
+        how = How("fp8-current", weights=weights.partition(",")[0], width=64, inner=64)
         net = built(how)
         optimizer: Optimizer = AdamW(net.parameters())
         run = Run(how, net, MasterWeights(optimizer) if weights == "quantized" else optimizer, Path(folder))

@@ -28,6 +28,7 @@ from casting import (
     register_example,
     started,
 )
+from hybrids import PAIRS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantizers import SIDES
@@ -163,6 +164,16 @@ def test_what_is_known_of_formats() -> None:
     assert known("odd_levels") == ((0,), True, True)
     assert known("odd_python") == ((0,), True, False)
     assert known("odd_mixed") == ((0,), False, True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_hybrid_of_two(ranks: int) -> None:
+    rng = random.Random(ranks)
+    for text in PAIRS:
+        cases = [case(text, ranks, rng) for _ in range(2)]
+        for rank, weights in enumerate(cast(cases)):
+            for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
+                check(weight, one.expected(i), (text, rank, one.spans))
 
 
 def test_only_elements_that_share_a_code_are_told() -> None:

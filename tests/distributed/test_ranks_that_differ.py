@@ -100,9 +100,19 @@ def _one_rank_refuses_its_part(rank: int) -> None:
         (r"TypeError: masters[0] is str", {"masters": ["x"]}),
         (r"ValueError: masters[0] are elements [4096, 6144)", {"offsets": [SIZE]}),
     ]
-    for words, options in nonsense:
-        found = _nothing_is_cast(rank, [_weight("fp8")], **(options if rank else {}))
-        assert found[0].startswith("ValueError: rank 1 of the group refused what it got as masters or offsets"), found
+    delayed = lpq.quantizer("fp8(scaling=delayed, history=4)")
+    good = delayed.new_state()
+    states = {"states": [good]}
+    missing, misshapen = {"states": [{"other": good["amax"]}]}, {"states": [{n: torch.zeros(7, 7) for n in good}]}
+    random = "nvfp4(stochastic=true)"
+    for words, text, right, wrong in [
+        *((words, "fp8", {}, options) for words, options in nonsense),
+        (f"ValueError: weights[0]: {random} rounds stochastically", random, {"seed": 3}, {"seed": None}),
+        ("ValueError: states[0] has no ", delayed.text, states, missing),
+        ("ValueError: states[0]: amax", delayed.text, states, misshapen),
+    ]:
+        found = _nothing_is_cast(rank, [_weight(text)], **(wrong if rank else right))
+        assert found[0].startswith("ValueError: rank 1 of the group refused what it got, so nothing"), found
         assert found[1].startswith(words), found
     with collectives() as seen:
         _cast(rank, [_weight("mxfp8", 64, 64)])

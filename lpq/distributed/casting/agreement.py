@@ -64,8 +64,8 @@ class Agreement:
             return
         if refusing := [rank for rank, said in enumerate(refuse.tolist()) if said]:
             raise ValueError(
-                f"rank {', '.join(map(str, refusing))} of the group refused what it got as masters or offsets, so "
-                "nothing was cast on any rank: its own error says why"
+                f"rank {', '.join(map(str, refusing))} of the group refused what it got, so nothing was cast on any "
+                "rank: its own error says why"
             )
         if differ[:DIGEST].any():
             raise ValueError(

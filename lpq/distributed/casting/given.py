@@ -1,7 +1,7 @@
 """What a caller passed to a cast, refused in words if it makes no sense.
 
-Whatever all ranks pass alike is refused at once, so that all of them refuse it, and none waits for the others. What one
-rank alone may pass wrongly, its part of a master, is refused when the others have been told.
+Weights, which all ranks pass alike, are refused at once: all of them do, and none waits for the others. What one rank
+alone may pass wrongly, its part of a master, a state or the seed, is refused when the others have been told.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ def items_of(
     if len(set(given.values())) > 1:
         counts = ", ".join(f"{count} {name}" for name, count in given.items())
         raise ValueError(f"cast_master_weights: {counts}: pass one of each for every weight")
-    remembered: list[Mapping[str, Tensor] | None] = []
     for i, weight in enumerate(weights):
         _check_weight(i, weight, weights[0].device)
-        _check_seed(i, weight.quantizer, seed)
-        remembered.append(_memory(i, weight.quantizer, states[i]) if states is not None else None)
     seeds = _seeds(seed, len(weights), weights[0].device) if weights else []
     items: list[Item] = []
     for i, weight in enumerate(weights):
+        state = states[i] if states is not None else None
         fault: Exception | None = None
         try:
+            _check_seed(i, weight.quantizer, seed)
+            remembered = _memory(i, weight.quantizer, state)
             values, span = _fragment(i, weight, masters[i], offsets[i], ranks)
         except (TypeError, ValueError) as error:
             if ranks == 1:
                 raise
+            # What stands in for it has this rank tell as many words as the others do.
+            remembered = (weight.quantizer.new_state(weight.device) or None) if state else None
             fault, (values, span) = error, _fragment(i, weight, None, 0, ranks)
-        items.append(Item(i, weight, values, span, remembered[i], seeds[i], fault))
+        items.append(Item(i, weight, values, span, remembered, seeds[i], fault))
     return items
 
 
@@ -94,7 +96,7 @@ def _check_seed(i: int, quantizer: Quantizer, seed: Tensor | int | None) -> None
 
 def _memory(i: int, quantizer: Quantizer, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
     """What is remembered of a weight, or None if that is nothing."""
-    needed = list(quantizer.new_state("meta"))
+    needed = quantizer.new_state("meta") if state else {}
     if not state or not needed:
         return None
     if missing := [name for name in needed if name not in state]:
@@ -102,6 +104,8 @@ def _memory(i: int, quantizer: Quantizer, state: Mapping[str, Tensor] | None) ->
             f"states[{i}] has no {', '.join(missing)}: pass what {quantizer}.new_state() made, or None to encode "
             "with the statistics of the masters"
         )
+    if wrong := [name for name, like in needed.items() if state[name].shape != like.shape]:
+        raise ValueError(f"states[{i}]: {', '.join(wrong)} is of another shape than what {quantizer}.new_state() makes")
     if quantizer.col_source == "row" and quantizer.side("col").state:
         raise ValueError(
             f"states[{i}]: {quantizer.side('col')} would remember statistics of what the row operand decodes to, "
