@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lpq.core.multiplicand import Exact, Multiplicand
 from lpq.core.operations import decode, gemm_reference
-from lpq.core.operators import alone
+from lpq.core.operators import alone, once_when_traced
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose, cublaslt
 from lpq.ops.products import product, product_with_alpha, scaled_product
@@ -47,14 +47,12 @@ def serves(a: Quantizer, b: Quantizer, x: Tensor) -> bool:
     return alone(x) and choose("gemm", (a.text, b.text), x.device).kernel in ANY_PAIR
 
 
+@once_when_traced
 def _serves(a: str, b: str, device: torch.device) -> bool:
     try:
         return choose("gemm", (a, b), device).kernel in ANY_PAIR
     except KernelError:  # the product will say so
         return False
-
-
-_serves._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports the compiler
 
 
 def why_not(a: Quantizer, b: Quantizer) -> str | None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
 ORDINARY = (Tensor, torch.nn.Parameter)
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """Included where a tracer looks on before autograd."""
 LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
+
+
+def once_when_traced(function: F) -> F:
+    """Have torch.compile call this while it traces, and take what it returns as a constant. torch.compiler's own
+    decorator does the same, and imports the whole compiler for that."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:

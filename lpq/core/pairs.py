@@ -19,7 +19,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.core.multiplicand import Form, Multiplicand
 from lpq.core.operations import quantize_reference, shared
-from lpq.core.operators import alone, define
+from lpq.core.operators import alone, define, once_when_traced
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose
 from lpq.ops.tiles import (
@@ -185,15 +185,13 @@ def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.
     return _pair(row, col, device.index or 0, *ops)
 
 
+@once_when_traced
 def _forms(
     row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device
 ) -> tuple[Form | None, Form | None] | None:
     """The form in which each operand is made, None of one that is encoded. None: they cannot be made so."""
     pair = _making(row, col, exact_row, exact_col, device)
     return None if pair is None else (pair.row.exact, pair.col.exact)
-
-
-_forms._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports the compiler
 
 
 def _multiplicands(

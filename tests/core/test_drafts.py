@@ -33,11 +33,11 @@ def buffers(weight: Any) -> list[Tensor]:
 
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(map(_flat, a), map(_flat, b)))  # noqa: B905
+    return all(torch.equal(_bytes(x), _bytes(y)) for x, y in zip(a, b, strict=True))
 
 
-def _flat(t: Tensor) -> Tensor:
-    return t.contiguous().reshape(-1)
+def _bytes(t: Tensor) -> Tensor:
+    return t.contiguous().reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("text", FORMATS)
