@@ -60,7 +60,9 @@ class OptimizerState:
                 tensors.update(own)
             for names, options in one.groups():
                 where = f"{PREFIX}groups.{len(data['groups'])}"
-                data["groups"].append({"params": names, "options": _split(options, where, tensors)})
+                data["groups"].append(
+                    {"params": names, "options": _split(options, where, tensors), "optimizer": one.kind}
+                )
         return tensors, data
 
     def join(
@@ -98,6 +100,7 @@ class _One:
                 )
         self.names = [names[id(p)] for p in self.params]
         self.masters = optimizer.masters if isinstance(optimizer, MasterWeights) else {}
+        self.kind = type(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer).__name__
 
     def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Name, parameter and state of each parameter that has some."""
@@ -120,6 +123,11 @@ class _One:
                 raise CheckpointError(
                     f"no group of the saved optimizer has the parameters of one of this optimizer: {listed(names)}. "
                     "Make the groups as they were when it was saved"
+                )
+            if (kind := found.get("optimizer", self.kind)) != self.kind:
+                raise CheckpointError(
+                    f"the state of {kind} was saved, and this optimizer is {self.kind}, which would go on from what it "
+                    f"does not know: load into {kind}, or without an optimizer"
                 )
             options = _join(found["options"], own, _Fresh(None, saved), tensors)
             numbered = {key: group[key] for key in NUMBERED if key in group}

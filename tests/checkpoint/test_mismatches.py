@@ -134,6 +134,13 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     groups = [{"params": [p]} for p in net.parameters()]
     with pytest.raises(CheckpointError, match=r"no group of the saved optimizer has the parameters .*0\.weight"):
         checkpoint.load(tmp_path / "one", net, torch.optim.AdamW(groups))
+    before = bytes_of(net)
+    for other in (torch.optim.SGD(net.parameters(), 0.1), torch.optim.Adam(net.parameters())):
+        name = type(other).__name__
+        with pytest.raises(CheckpointError, match=rf"the state of AdamW was saved, and this optimizer is {name}, "):
+            checkpoint.load(tmp_path / "one", net, other)
+        assert not other.state
+        assert all(torch.equal(a, b) for a, b in zip(bytes_of(net), before, strict=True))
     stranger = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.zeros(5))], 0.1)
     with pytest.raises(CheckpointError, match=r"a parameter of shape \[5\] that is none of the model's"):
         checkpoint.save(tmp_path / "one", net, stranger)

@@ -162,9 +162,9 @@ def cast(
         made = [started(cases, weights[rank], rank, states[rank] if states else None) for rank in range(ranks)]
         told = [pieces.tell() for pieces in made]
         heard = torch.stack(told).amax(0)
-        shares = agreed(ranks) + 2 * ranks * len(cases)  # the first words: which cast it is, how much each rank owns
+        first = agreed(ranks) + shares(ranks) * len(cases)
         for pieces, own in zip(made, told, strict=True):
-            pieces.encode(heard.clone() if reduce else torch.cat([heard[:shares], own[shares:]]))
+            pieces.encode(heard.clone() if reduce else torch.cat([heard[:first], own[first:]]))
     if finish:
         gather(cases, made)
     return weights
@@ -173,6 +173,11 @@ def cast(
 def agreed(ranks: int) -> int:
     """The words that say which cast it is."""
     return ranks + 2 * (agreement.DIGEST + agreement.SEED)
+
+
+def shares(ranks: int) -> int:
+    """The words that say which elements of a weight each rank owns."""
+    return 4 * (ranks + 1)
 
 
 def started(cases: Sequence[Case], weights: Sequence[QuantizedTensor], rank: int, states: Any = None) -> Pieces:

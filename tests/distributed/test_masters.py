@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -26,6 +27,7 @@ from casting import (
     gather,
     owned,
     register_example,
+    shares,
     started,
 )
 from hybrids import PAIRS
@@ -40,6 +42,8 @@ import lpq
 from lpq import registry
 from lpq.core import QuantizedTensor
 from lpq.distributed.casting.casts import Whole
+from lpq.distributed.casting.shares import DIGIT
+from lpq.distributed.casting.shares import whole as add_up
 from lpq.distributed.casting.traits import traits
 from lpq.distributed.masters import Pieces, cast_master_weights, finish_gather
 
@@ -182,7 +186,7 @@ def test_only_elements_that_share_a_code_are_told() -> None:
     def words(text: str, **sides: bool) -> int:
         one = case(text, 2, random.Random(0), shape=(256, 512), **sides)
         told = len(started([one], [one.weight()], 0).tell())
-        return told - agreed(2) - 4  # beside which cast it is, and how much each rank owns
+        return told - agreed(2) - shares(2)  # beside which cast it is, and what each rank owns
 
     assert words("identity") == 0
     assert words("fp8") == 1
@@ -323,10 +327,34 @@ def test_states_are_checked() -> None:
         cast_master_weights([late.quantize(torch.zeros(32, 64))], [FULL], [0], None, states=[late.new_state()])
 
 
-def test_fragments_that_do_not_add_up_are_refused_by_all_ranks() -> None:
-    one = Case(lpq.quantizer("fp8"), torch.randn(8, 8), [(0, 30), (31, 64)])
-    with pytest.raises(ValueError, match=r"own 63 elements of masters\[0\], whose weight \[8, 8\] has 64"):
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ([(0, 30), (31, 64)], "no rank of the group owns elements [30, 31)"),
+        ([(1, 64), (0, 0)], "no rank of the group owns elements [0, 1)"),
+        ([(0, 0), (0, 63)], "no rank of the group owns elements [63, 64)"),
+        ([(0, 0), (0, 0)], "no rank of the group owns elements [0, 64)"),
+        ([(0, 32), (31, 63)], "more than one rank of the group owns elements [31, 32)"),  # the counts add up
+        ([(32, 64), (32, 64)], "no rank of the group owns elements [0, 32)"),
+        ([(0, 64), (0, 0), (10, 20)], "more than one rank of the group owns elements [10, 20)"),
+        ([(0, 64), (0, 64)], "more than one rank of the group owns elements [0, 64)"),
+    ],
+)
+def test_fragments_that_do_not_add_up_are_refused_by_all_ranks(spans: list[tuple[int, int]], words: str) -> None:
+    one = Case(lpq.quantizer("fp8"), torch.randn(8, 8), spans)
+    whole = rf"{re.escape(words)} of masters\[0\], whose weight \[8, 8\] has 64: together they must own each"
+    with pytest.raises(ValueError, match=whole):
         cast([one])
+
+
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted), min_size=1, max_size=4), st.booleans())
+def test_parts_are_a_whole_if_each_element_is_owned_once(parts: list[list[int]], many: bool) -> None:
+    spans = [(0, 0) if start == end else (start, end) for start, end in parts]
+    scale = 2**34 + 1 if many else 1  # places above 32 bits
+    told = [[divmod(place * scale, DIGIT) for place in span] for span in [*spans, (6, 0)]]
+    once = sorted(i for start, end in spans for i in range(start, end)) == list(range(6))
+    assert add_up(torch.tensor([told], dtype=torch.int32)).tolist() == [once]
 
 
 # ---------------------------------------------------------------------------------------------- real ranks
@@ -387,7 +415,7 @@ def _on_real_ranks(rank: int) -> None:
         for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
             check(weight, one.expected(i), (seed, rank, one.quantizer, one.spans))
     _in_a_part_of_the_ranks(rank)
-    with pytest.raises(ValueError, match="own 6144 elements"):
+    with pytest.raises(ValueError, match=r"more than one rank of the group owns elements \[0, 2048\)"):
         cast_master_weights([_weight()], [FULL], [0], world)
 
 

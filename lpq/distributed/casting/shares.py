@@ -1,4 +1,4 @@
-"""Whether the ranks own each element of the masters once: they tell each other how much they own of each."""
+"""Whether the ranks own each element of the masters once: they tell each other which of each they own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from lpq.distributed.casting import batches
 from lpq.distributed.casting.kinds import Item
 
-DIGIT = 1 << 30
-"""A number of elements may exceed 32 bits, in which the ranks tell it."""
+DIGIT = 1 << 31
+"""A place among the elements may exceed 32 bits. It is told as two numbers that are never negative."""
 
 
 class Shares:
-    """How many elements each rank owns of some weights."""
+    """Which elements each rank owns of some weights."""
 
     def __init__(self, items: Sequence[Item], rank: int, ranks: int) -> None:
         self.items, self.rank, self.ranks = items, rank, ranks
@@ -23,26 +23,55 @@ class Shares:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of what is told."""
-        return len(self.items), self.ranks, 2
+        """That of what is told: where each rank's part begins and ends, and the way back from the end to the start."""
+        return len(self.items), self.ranks + 1, 2, 2
 
     def tell(self, told: Tensor) -> None:
         """Write what this rank owns over zeros, for a MAX over the ranks."""
         if self.items:
-            counts = [divmod(len(item.values), DIGIT) for item in self.items]
-            told[:, self.rank] = batches.on_device(counts, torch.int32, self.device)
+            said = [[_digits(item.span), _digits((item.weight.numel(), 0))] for item in self.items]
+            places = batches.on_device([self.rank, self.ranks], torch.int64, self.device)
+            told.index_copy_(1, places, batches.on_device(said, torch.int32, self.device))
 
     def check(self, told: Tensor) -> None:
-        """Refuse shares that do not add up; as all ranks are told the same, all refuse."""
-        totals = [item.weight.numel() for item in self.items]
-        owned = (told[..., 0].long() * DIGIT + told[..., 1]).sum(1)
-        if self.device.type == "cpu":
-            for item, count, total in zip(self.items, owned.tolist(), totals, strict=True):
-                if count != total:
-                    raise ValueError(
-                        f"the ranks of the group own {count} elements of masters[{item.index}], whose weight "
-                        f"{list(item.weight.shape)} has {total}: together they must own each element once"
-                    )
-        elif totals:  # the host does not wait to know
-            right = owned == batches.on_device(totals, torch.int64, self.device)
+        """Refuse parts that leave a gap or overlap; as all ranks are told the same, all refuse."""
+        right = whole(told)
+        if self.device.type != "cpu":  # the host does not wait to know
             torch._assert_async(right.all(), "the ranks of the group must own each element of every master once")
+            return
+        for i, ok in enumerate(right.tolist()):
+            if not ok:
+                parts = [(_place(start), _place(end)) for start, end in told[i, :-1].tolist()]
+                raise ValueError(_wrong(self.items[i], parts))
+
+
+def whole(told: Tensor) -> Tensor:
+    """Whether the parts of each weight are all of it, and each element once.
+
+    No part ends before it begins. So they do if they and the way back are one round, and every other round is an empty
+    part by itself: that is, if a part begins wherever one ends, and as many.
+    """
+    places = told.clone().view(torch.int64)[..., 0].sort(1).values
+    return (places[..., 0] == places[..., 1]).all(1)
+
+
+def _digits(span: tuple[int, int]) -> list[tuple[int, int]]:
+    return [divmod(place, DIGIT) for place in span]
+
+
+def _place(digits: Sequence[int]) -> int:
+    return digits[0] * DIGIT + digits[1]
+
+
+def _wrong(item: Item, parts: Sequence[tuple[int, int]]) -> str:
+    """Which elements nobody owns, or several ranks do, in words."""
+    at, total = 0, item.weight.numel()
+    for start, end in sorted([*parts, (total, total)]):
+        if start != at:
+            break
+        at = end
+    who, first, last = ("no rank", at, start) if start > at else ("more than one rank", start, min(at, end))
+    return (
+        f"{who} of the group owns elements [{first}, {last}) of masters[{item.index}], whose weight "
+        f"{list(item.weight.shape)} has {total}: together they must own each element once"
+    )
