@@ -28,7 +28,7 @@ from lpq.core import QuantizedTensor
 from lpq.core.tensor import rebuild
 
 
-def export_file(model: nn.Module, path: str | Path, *, decode: bool = False) -> Path:
+def export_file(path: str | Path, model: nn.Module, *, decode: bool = False) -> Path:
     """Write the whole model into one file, on rank 0; all ranks call it.
 
     ``decode``: an ordinary state dict for models without lpq, with quantized weights as tensors of their own dtype and

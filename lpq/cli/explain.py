@@ -24,7 +24,8 @@ Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, the gramm
 def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None:
     """Say what a recipe does: the operands of its three GEMMs, their quantizers, and what runs each.
 
-    A kernel that would be better and cannot run here is listed with the reason.
+    A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 where a step
+    cannot run, because LPQ_KERNELS leaves no kernel for it.
     """
     refuse_rules(recipe, f"it is for `lpq train --policy {recipe}`; explain the recipe of one of its rules")
     made, where = lpq.recipe(recipe), pick_device(device)
@@ -35,6 +36,15 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
     }
     for tensor in TENSORS:
         runs |= encoding(made, tensor, where)
+    tell(made, where, gemms, runs, json=json)
+    if any(step.error is not None for step in runs.values()):
+        raise typer.Exit(1)
+
+
+def tell(
+    made: Recipe, where: torch.device, gemms: dict[str, dict[str, Any]], runs: dict[str, Served], *, json: bool
+) -> None:
+    """Print what was found."""
     if json:
         as_json(
             {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import nn
 
 from lpq import recipes, registry
+from lpq.core.quantize import DTYPES
 from lpq.nn.linear import Accumulate, Linear
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes
 from lpq.recipes import RecipeError
@@ -111,6 +112,7 @@ def convert(
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
+    _check_dtypes(model, schedules)
     check_weights(model, weights, ranks, schedules)
     prepared = _prepared(model, weights, ranks)
     converted: list[Entry] = []
@@ -178,6 +180,19 @@ def _schedule(policy: Policy, aliases: list[str], steps: int | None) -> Schedule
                 f"{schedule}; {policy.schedule(other, steps)}"
             )
     return schedule
+
+
+def _check_dtypes(model: nn.Module, schedules: Mapping[str, Schedule]) -> None:
+    """Refuse weights that no format encodes, before anything is changed."""
+    for name, schedule in schedules.items():
+        module = model.get_submodule(name)
+        if type(module) not in (nn.Linear, Linear) or all(recipe is None for _, recipe in schedule.pieces):
+            continue
+        if (dtype := module.weight.dtype) not in DTYPES:
+            raise TypeError(
+                f"{name or 'the layer'}: its weight is {dtype}; float32, bfloat16 and float16 can be encoded: cast the "
+                "model first, or have the policy give this layer no recipe"
+            )
 
 
 def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:

@@ -21,7 +21,7 @@ RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 """What is trained by default: a hybrid."""
 
 
-WEIGHTS = (None, "high-precision", "quantized")
+WEIGHTS = (None, "high_precision", "quantized")
 """How the weights of converted layers are stored."""
 
 
@@ -50,7 +50,7 @@ class TrainConfig:
     threads: int = option(1, "CPU threads; 0: as many as PyTorch takes. A small model gains little from more.", least=0)
     weights: str | None = option(
         None,
-        "quantized: store weights quantized, with fp32 masters in the optimizer. high-precision: do not; under "
+        "quantized: store weights quantized, with fp32 masters in the optimizer. high_precision: do not; under "
         "torchrun they are gathered quantized all the same, which is the default there.",
     )
     compile: bool = option(False, "Train through torch.compile.")

@@ -250,14 +250,14 @@ def _one_rank_encodes(rank: int, folder: Path) -> None:
         return shard(net, mesh)
 
     for name, made in (("plain", plain()), ("stored", stored())):
-        checkpoint.export_file(made, folder / f"{name}.pt")
+        checkpoint.export_file(folder / f"{name}.pt", made)
     dist.barrier()
     with pytest.raises(CheckpointError) as raised:
         checkpoint.import_file(folder / f"{('plain', 'stored')[rank]}.pt", stored())
     assert "cannot be imported: the ranks read different files, or hold different models" in str(raised.value)
     _agreed(CheckpointError("imported on no rank"))
     with pytest.raises(CheckpointError) as raised:
-        checkpoint.export_file(plain() if rank else stored(), folder / "mixed.pt")
+        checkpoint.export_file(folder / "mixed.pt", plain() if rank else stored())
     assert "the ranks hold different models, and the file is of one" in _agreed(raised.value)
     assert not (folder / "mixed.pt").exists()
     checkpoint.save(folder / "unstored", plain())

@@ -88,7 +88,7 @@ def _on_two(rank: int, folder: Path) -> None:
         net = shard(_net(OTHER), mesh)
         _loaded(folder / source, net)
         _save(folder / f"{source}-two", net)
-    checkpoint.export_file(net, folder / "two.pt")
+    checkpoint.export_file(folder / "two.pt", net)
     net = shard(_net(OTHER, HYBRIDS), mesh)
     _loaded(folder / "hybrids", net, formats=HYBRIDS)
     _save(folder / "hybrids-two", net)
@@ -133,7 +133,7 @@ def test_four_two_one_four(tmp_path: Path) -> None:
     _loaded(tmp_path / "odd", Net(OTHER, 510, ODD), 510, ODD)
     trained.resumed(tmp_path / "runs", "two", "one", shard=False)
     _save(tmp_path / "one", net)
-    checkpoint.export_file(net, tmp_path / "one.pt")
+    checkpoint.export_file(tmp_path / "one.pt", net)
     one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "two.pt"))
     assert one["lpq"] == two["lpq"]
     assert list(one["model"]) == list(two["model"])

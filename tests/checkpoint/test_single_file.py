@@ -16,7 +16,7 @@ from lpq.core import QuantizedTensor
 
 
 def test_bit_for_bit(tmp_path: Path) -> None:
-    path = checkpoint.export_file(net := Net(1), tmp_path / "new" / "model.pt")
+    path = checkpoint.export_file(tmp_path / "new" / "model.pt", net := Net(1))
     content = torch.load(path, weights_only=True)
     assert all(type(tensor) is torch.Tensor for tensor in content["model"].values())
     assert content["lpq"]["quantized"]["model.stored.mx.weight"]["quantizer"] == "mxfp8"
@@ -29,7 +29,7 @@ def test_bit_for_bit(tmp_path: Path) -> None:
 
 def test_decoded_it_is_an_ordinary_state_dict(tmp_path: Path) -> None:
     net = Net(1)
-    content = torch.load(checkpoint.export_file(net, tmp_path / "model.pt", decode=True), weights_only=True)
+    content = torch.load(checkpoint.export_file(tmp_path / "model.pt", net, decode=True), weights_only=True)
     ordinary = nn.ModuleDict({name: nn.Linear(96, 512, bias=False) for name in FORMATS})
     ordinary.load_state_dict({k.removeprefix("stored."): v for k, v in content["model"].items() if "stored" in k})
     for name, layer in ordinary.items():
@@ -40,7 +40,7 @@ def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
     """Quantized into high precision: decoded. High precision into quantized: encoded. Other dtypes: cast."""
     stored = nn.Sequential(nn.Linear(32, 64))
     stored[0].weight = nn.Parameter(lpq.quantizer("mxfp8").quantize(torch.randn(64, 32)), requires_grad=False)
-    checkpoint.export_file(stored, tmp_path / "stored.pt")
+    checkpoint.export_file(tmp_path / "stored.pt", stored)
     plain = nn.Sequential(nn.Linear(32, 64, dtype=torch.bfloat16))
     checkpoint.import_file(tmp_path / "stored.pt", plain)
     assert torch.equal(plain[0].weight, stored[0].weight.dequantize().bfloat16())
@@ -62,7 +62,7 @@ def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.export_file(nn.Sequential(nn.Linear(4, 4)), tmp_path / "model.pt")
+    path = checkpoint.export_file(tmp_path / "model.pt", nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: 0.weight was saved with shape \[4, 4\]"):
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 8)))
     path.write_bytes(path.read_bytes()[:-100])

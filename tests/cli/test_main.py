@@ -82,6 +82,17 @@ def test_a_plugin_whose_recipe_names_nothing_is_not_the_users_mistake(lpq: Calla
         assert "recipe broken of plugin broken (lpq-broken 1.0) cannot be built: fprop: there is no recipe" in ended.err
 
 
+def test_a_recipe_that_the_allowed_kernels_cannot_run_is_status_1(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lpq("explain", "fp8-current", "--device", "cpu").status == 0
+    monkeypatch.setenv("LPQ_KERNELS", "cuda")
+    for options in ((), ("--json",)):
+        ended = lpq("explain", "fp8-current", "--device", "cpu", *options)
+        assert ended.status == 1
+        assert "LPQ_KERNELS=cuda leaves no kernel for gemm of fp8 and fp8 on cpu" in ended.out
+
+
 @pytest.mark.parametrize("arguments", [("no-such-command",), ("formats", "--no-such-option"), ("explain",)])
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...], lpq: Callable) -> None:
     ended = lpq(*arguments)

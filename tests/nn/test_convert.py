@@ -313,3 +313,12 @@ def test_a_policy_that_matches_nothing_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lpq.convert(model, {"rules": [{"match": "4", "recipe": "mxfp8"}, {"match": "blocks.*", "recipe": "mxfp8"}]})
+
+
+def test_a_weight_that_no_format_encodes_is_refused_before_anything_is_changed() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"^1: its weight is torch\.float64; .* cast the model first"):
+        lpq.convert(model, "mxfp8")
+    assert type(model[0]) is nn.Linear
+    lpq.convert(model, {"rules": [{"match": ["0"], "recipe": "mxfp8"}]})  # a layer that is left alone may be of any dtype
+    assert type(model[1]) is nn.Linear

@@ -91,17 +91,33 @@ def test_operands_are_encoded_where_the_matrix_is() -> None:
 
 def test_kernels_are_compared_with_poisoned_outputs(run: Run) -> None:
     """A kernel that leaves a row unwritten is found; one that is right passes, one that cannot run is skipped."""
-    wrong = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("wrong_kernel"),)), "test_kernels")
+    wrong = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("wrong_kernel"),)), "test_kernels_equal")
     wrong.stdout.fnmatch_lines(["*torch kernel broken_formats:wrong_kernel on broken*elements differ*"])
     for name, words in (("turned_kernel", "is not contiguous"), ("keeping_kernel", "shares memory with another")):
-        wrong = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel(name),)), "test_kernels")
+        wrong = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel(name),)), "test_kernels_equal")
         wrong.stdout.fnmatch_lines([f"*{name} on broken*{words}*"])
-    right = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("right_kernel"),)), "test_kernels")
+    right = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("right_kernel"),)), "test_kernels_equal")
     right.assert_outcomes(passed=1, skipped=1)
     absent = broken.cpu_kernel("right_kernel", requires=("a_library_that_is_not_there",))
-    skipped = run(broken.Plugin(broken.Int8, kernels=(absent,)), "test_kernels")
+    skipped = run(broken.Plugin(broken.Int8, kernels=(absent,)), "test_kernels_equal")
     skipped.assert_outcomes(skipped=2)
     skipped.stdout.fnmatch_lines(["*right_kernel: needs a_library_that_is_not_there, which is not installed*"])
+
+
+def test_a_kernel_that_is_not_where_its_spec_says_is_found_without_its_hardware(run: Run) -> None:
+    absent = {"device": "cuda", "requires": ("a_library_that_is_not_there",)}
+    for impl, words in (
+        ("broken_formats:rihgt_kernel", "'broken_formats:rihgt_kernel' cannot be imported: *rihgt_kernel*"),
+        ("broken_kernels:right_kernel", "'broken_kernels:right_kernel' cannot be imported: *broken_kernels*"),
+        ("broken_formats:__name__", "'broken_formats:__name__', which is 'broken_formats' and cannot be called*"),
+    ):
+        kernel = dataclasses.replace(broken.cpu_kernel("right_kernel"), impl=impl, **absent)
+        wrong = run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_import_strings")
+        wrong.assert_outcomes(failed=1)
+        wrong.stdout.fnmatch_lines([f"*{words}"])
+    there = dataclasses.replace(broken.cpu_kernel("right_kernel"), **absent)
+    needy = dataclasses.replace(there, impl="a_library_that_is_not_there.kernels:decode")
+    run(broken.Plugin(broken.Int8, kernels=(there, needy)), "test_import_strings").assert_outcomes(passed=1)
 
 
 def test_known_failures_are_expected_and_listed(run: Run) -> None:

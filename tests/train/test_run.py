@@ -152,7 +152,7 @@ def test_in_a_terminal_there_is_a_bar(tiny: MakeConfig) -> None:
 def test_weights_stored_quantized_with_masters_train_to_the_same_bits(
     tiny: MakeConfig, console: Console, recipe: str
 ) -> None:
-    ways = ("quantized", "high-precision")
+    ways = ("quantized", "high_precision")
     stored, plain = (run(tiny(w, recipe=recipe, weights=w, baseline=False), console).outcomes[0] for w in ways)
     assert stored.losses == plain.losses
     assert stored.held_out_loss == plain.held_out_loss

@@ -20,6 +20,7 @@ from lpq.distributed.casting.given import items_of
 from lpq.distributed.masters import Pieces, finish_gather
 from lpq.ops.table import BACKENDS, ENVIRONMENT, why_not
 from lpq.registry import KernelSpec
+from lpq.registry.errors import ImportStringError
 from lpq.testing.expect import relative_error, same
 from lpq.testing.operands import SEED, encode, normal
 from lpq.testing.options import Family, only
@@ -85,6 +86,24 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                         compare_rounded(kernel, row, col, normal(*shape), device)
     if not served:
         pytest.skip("; ".join(f"{impl}: {reason}" for impl, reason in refused.items()))
+
+
+@only(lambda quantizer: bool(kernels(quantizer)), "has a kernel beside its reference")
+def test_import_strings_of_kernels(family: Family) -> None:
+    """``impl`` and ``why_not`` name functions, of kernels for other hardware too; a module may lack what its kernel
+    ``requires``."""
+    for kernel in kernels(family.default):
+        for string in (kernel.impl, kernel.why_not):
+            if string is None:
+                continue
+            try:
+                found = registry.resolve(string)
+            except ImportStringError as error:
+                missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+                if any(f"{needed}.".startswith(f"{missing}.") for needed in kernel.requires):
+                    continue
+                raise
+            assert callable(found), f"the {kernel.op} kernel names {string!r}, which is {found!r} and cannot be called"
 
 
 def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
