@@ -156,7 +156,20 @@ def casts(result: Result) -> dict[str, Table]:
         for c in [*result["cases"], *result.get("peers", [])]
     ]
     title = f"Casts of {result['rows']}x{result['cols']} bf16, copy speed {result['copy_speed'] / 1e12:.2f} TB/s"
-    return {"times": Table(title, ["", "operand", "µs", "TB/s", "% of copy", "goal", "kernel"], rows)}
+    return {
+        "times": Table(title, ["", "operand", "µs", "TB/s", "% of copy", "goal", "kernel"], rows),
+        "shares": _shares(result),
+    }
+
+
+def _shares(result: Result) -> Table:
+    """Percent of the copy speed, a format a line and what is made of it a column."""
+    made = list(dict.fromkeys(c["sides"] for c in result["cases"]))
+    found: dict[str, dict[str, float | None]] = {}
+    for case in result["cases"]:
+        found.setdefault(case["name"], {})[case["sides"]] = 100 * case["share"] if "share" in case else None
+    rows = [[name, *(number(of.get(what), 1) if what in of else "" for what in made)] for name, of in found.items()]
+    return Table(f"Casts: % of the copy speed, {result['copy_speed'] / 1e12:.2f} TB/s", ["", *made], rows)
 
 
 def stack(result: Result) -> dict[str, Table]:

@@ -320,5 +320,6 @@ def test_a_weight_that_no_format_encodes_is_refused_before_anything_is_changed()
     with pytest.raises(TypeError, match=r"^1: its weight is torch\.float64; .* cast the model first"):
         lpq.convert(model, "mxfp8")
     assert type(model[0]) is nn.Linear
-    lpq.convert(model, {"rules": [{"match": ["0"], "recipe": "mxfp8"}]})  # a layer that is left alone may be of any dtype
+    first_alone = {"rules": [{"match": ["0"], "recipe": "mxfp8"}]}
+    lpq.convert(model, first_alone)  # a layer that is left alone may be of any dtype
     assert type(model[1]) is nn.Linear
