@@ -258,7 +258,7 @@ def _goes_on(rank: int, folder: str) -> None:
     step(kept, masters, 0, Way(""))
     lpq.checkpoint.save(Path(folder) / "masters", kept, masters, step=1)
     with pytest.warns(UserWarning, match="the fp32 masters of 4 weights are left out"):
-        lpq.checkpoint.load(Path(folder) / "masters", *begun())
+        lpq.checkpoint.load(Path(folder) / "masters", *begun("loop"))
 
 
 def _all(rank: int, folder: str) -> None:
