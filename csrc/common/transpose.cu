@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
         const uint4 v = load_piece(x, row + i, col, rows, cols);
         w[0][i] = v.x, w[1][i] = v.y, w[2][i] = v.z, w[3][i] = v.w;
     }
-    if (scales == 1 ? blockIdx.x + threadIdx.x == 0 : threadIdx.x < 2 && down * 2 * WIDE + threadIdx.x * WIDE < rows) {
-        const i64 high = (rows + WIDE - 1) / WIDE, from = down * 2 + threadIdx.x;
+    const i64 high = (rows + WIDE - 1) / WIDE, from = (i64)down * 2 + threadIdx.x;
+    if (scales == 1 ? blockIdx.x + threadIdx.x == 0 : threadIdx.x < 2 && from < high) {
         if (scales == 1)
             *scale_out = *scale;
         else

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lpq.ops.cuda import CudaKernel
+from lpq.ops.uploads import capturing, on_device
 
 THREADS = 256
 TILE, SCALES, CODES = 128, 32, 4096
@@ -151,13 +152,20 @@ def _table(entries: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], device: t
     for row, blocks in entries:
         rows.append((*row, *first))
         first = [at + count for at, count in zip(first, blocks, strict=True)]
-    stream = torch._C._cuda_getCurrentRawStream(device.index or 0) if device.type == "cuda" else 0
-    return Table(_on_device(tuple(rows), device, stream), tuple(first))
+    return Table(_on_device(tuple(rows), device), tuple(first))
+
+
+def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Rows in the memory of a device. A step that finds all memory where the last one did copies nothing.
+
+    A graph gets a copy of its own: what it records is not done yet for others, and others may forget theirs.
+    """
+    if capturing(device):
+        return on_device(rows, torch.int64, device)
+    return _remembered(rows, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
 
 
 @lru_cache(maxsize=64)
-def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """Rows in the memory of a device. A step that finds all memory where the last one did copies nothing; what is not
-    waited for is there for launches on the same stream only."""
-    table = torch.tensor(rows, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+def _remembered(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """What is not waited for is there for launches on the same stream only."""
+    return on_device(rows, torch.int64, device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import lpq
-from lpq.core import Quantizer
+from lpq.core import Quantizer, operations
 from lpq.testing.conformance.test_kernels import Poisoned
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -75,25 +75,34 @@ def assert_same(got: list[Tensor], expected: list[Tensor], what: str) -> None:
 
 
 def assert_captured(text: str) -> None:
-    """Encoding waits for nothing; what a graph recorded of it replays on what the tensor then holds."""
+    """What is made of a tensor waits for nothing; what a graph recorded of it replays on what the tensor then holds."""
     quantizer = lpq.quantizer(text)
-    x = torch.randn(256, 384, device="cuda", dtype=torch.bfloat16)
     seed = torch.tensor(7, device="cuda")
-    quantizer.quantize(x, seed=seed)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        quantizer.quantize(x, seed=seed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = quantizer.quantize(x, seed=seed)
-    x.copy_(torch.randn(256, 384, device="cuda") * 3)
-    seed.fill_(8)
-    graph.replay()
-    expected = quantizer.quantize(x, seed=seed)
-    for (_, a), (_, b) in zip(captured.operands, expected.operands, strict=True):
-        assert_same(a.tensors(), b.tensors(), text)
+    for shape in ((256, 384), (128 * 34, 128 * 33)):
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        _made(quantizer, x, seed)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            _made(quantizer, x, seed)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = _made(quantizer, x, seed)
+        x.copy_(torch.randn(shape, device="cuda") * 3)
+        seed.fill_(8)
+        graph.replay()
+        assert_same(captured, _made(quantizer, x, seed), f"{text} {shape}")
+
+
+def _made(quantizer: Quantizer, x: Tensor, seed: Tensor) -> list[Tensor]:
+    """Both operands, what they decode to, and their transposes where they have some."""
+    made: list[Tensor] = []
+    for _, operand in quantizer.quantize(x, seed=seed).operands:
+        made += [*operand.tensors(), operations.decode(operand, torch.bfloat16)]
+        if operand.quantizer.transposable:
+            made += operations.transpose(operand).tensors()
+    return made
 
 
 def of_many_elements(text: str) -> tuple[lpq.QuantizedTensor, lpq.QuantizedTensor]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.distributed.casting.batched import Batched
-from lpq.distributed.masters import finish_gather
+from lpq.distributed.masters import cast_master_weights, finish_gather
 from lpq.ops import fragments
 from lpq.ops.cuda import CudaKernel
 from lpq.testing.conformance.test_kernels import Poisoned
@@ -109,6 +109,30 @@ def test_the_host_does_not_wait(text: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("text", SERVED)
+def test_a_graph_casts_what_the_masters_then_hold(text: str) -> None:
+    cases = [_moved(case(text, 1, random.Random(i), shape=s)) for i, s in enumerate(SHAPES)]
+    weights = [one.weight() for one in cases]
+    masters = [one.master.flatten().clone() for one in cases]
+
+    def run(into: list[lpq.QuantizedTensor]) -> None:
+        finish_gather(cast_master_weights(into, masters, [0] * len(into), None))
+
+    run(weights)  # what is compiled or looked up once
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(weights)
+    for again in range(2):
+        for master in masters:
+            master.normal_().mul_(1 + again)
+        scratch = [torch.full((1 << 16,), 7, dtype=torch.int64).pin_memory() for _ in range(8)]  # finds freed memory
+        expected = [one.weight() for one in cases]
+        run(expected)
+        graph.replay()
+        for weight, wanted in zip(weights, expected, strict=True):
+            check(weight.cpu(), wanted.cpu(), (text, again, len(scratch)))
+
+
 @pytest.mark.parametrize("text", ["fp8(scaling=delayed, history=3)", "hybrid(row=fp8(scaling=delayed), col=mxfp8)"])
 def test_delayed_scaling_remembers_as_the_cast_of_the_whole_does(text: str) -> None:
     rng, ranks, quantizer = random.Random(5), 3, lpq.quantizer(text)
@@ -164,7 +188,7 @@ def test_the_number_of_launches_does_not_grow_with_the_number_of_shapes(text: st
         told = [started(cases, [one.weight() for one in cases], rank).tell() for rank in range(3)]
         heard, weights = torch.stack(told).amax(0), [one.weight() for one in cases]
         launches.clear()
-        fragments._on_device.cache_clear()
+        fragments._remembered.cache_clear()
         with torch.no_grad(), _Operators() as mode:
             pieces = started(cases, weights, 1)
             pieces.tell()

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lpq.distributed.casting import batches
 from lpq.distributed.casting.kinds import Item, Kind
+from lpq.ops.uploads import on_device
 
 BITS = 30
 """Of a word: each and its complement are told as non-negative int32, so that a MAX shows whether all are equal."""
@@ -44,9 +44,9 @@ class Agreement:
         refuses = [int(rank == self.rank and self._fault is not None) for rank in range(self.ranks)]
         words = [*self._words, *[0] * SEED]
         said = [*refuses, *words, *(LIMIT - word for word in words)]
-        told.copy_(batches.on_device(said, torch.int32, self.device))
+        told.copy_(on_device(said, torch.int32, self.device))
         if self._seed is not None:
-            shifts = batches.on_device([BITS * i for i in range(SEED)], torch.int64, self.device)
+            shifts = on_device([BITS * i for i in range(SEED)], torch.int64, self.device)
             seed = (self._seed.to(torch.int64) >> shifts) & LIMIT
             told[self.ranks :].view(2, -1)[:, DIGEST:] = torch.stack([seed, LIMIT - seed]).to(torch.int32)
 

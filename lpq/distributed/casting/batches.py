@@ -57,12 +57,6 @@ class _Batchable(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers that the host knows, on a device that need not wait for them."""
-    numbers = torch.tensor(values, dtype=dtype)
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
-
-
 def over(function: Function, *stacks: Tensor, together: bool) -> list[Tensor]:
     """``function`` of each matrix of the stacks: a stack of each of its results."""
     if together:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lpq.core import QuantizedTensor, Quantizer
-from lpq.distributed.casting import batches
 from lpq.distributed.casting.fragments import Span
 from lpq.distributed.casting.kinds import Item
+from lpq.ops.uploads import on_device
 
 
 def items_of(
@@ -60,7 +60,7 @@ def _seeds(seed: Tensor | int | None, count: int, device: torch.device) -> Seque
     if isinstance(seed, Tensor):
         return (seed.to(device, torch.int64) + torch.arange(count, device=device)).unbind()
     signed = [(seed + i + (1 << 63)) % (1 << 64) - (1 << 63) for i in range(count)]
-    return batches.on_device(signed, torch.int64, device).unbind()
+    return on_device(signed, torch.int64, device).unbind()
 
 
 def _check_weight(i: int, weight: QuantizedTensor, device: torch.device) -> None:

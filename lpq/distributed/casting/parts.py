@@ -17,6 +17,7 @@ from lpq.distributed.casting import batches
 from lpq.distributed.casting.casts import NOTHING, OfOneKind, Piece, Views, as_bits, copy, held, write
 from lpq.distributed.casting.fragments import Grid, Window, alignment, layout, windows
 from lpq.distributed.casting.kinds import HEAD, Item, Kind
+from lpq.ops.uploads import on_device
 
 Coded = tuple[Direction, int, Grid, list[Tensor]]
 """A buffer that has to be gathered: of which operand, its place in the layout, and that of each weight."""
@@ -129,7 +130,7 @@ class InParts(OfOneKind):
         cols, reach = self.kind.cols, self.kind.reach
         ends.fill_(NOTHING)
         heads = [[*divmod(start, cols), *divmod(stop, cols)] for start, stop in (item.span for item in self.items)]
-        ends[:, self.rank, :HEAD] = batches.on_device(heads, torch.int32, self.device)
+        ends[:, self.rank, :HEAD] = on_device(heads, torch.int32, self.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for item, said in zip(self.items, ends[:, self.rank].unbind(), strict=True):
@@ -148,7 +149,7 @@ class InParts(OfOneKind):
         first_and_last = torch.stack((start, stop - reach), -1)[..., None]
         at = first_and_last + torch.arange(reach, device=self.device)
         owned = (at >= start[..., None, None]) & (at < stop[..., None, None])
-        tops = batches.on_device([top * cols for top in window.tops], torch.int64, self.device)
+        tops = on_device([top * cols for top in window.tops], torch.int64, self.device)
         inside = at - tops.view(-1, 1, 1, 1)
         offset = torch.arange(len(window.which), device=self.device).view(-1, 1, 1, 1) * size
         spare = len(flat) - 1

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lpq.distributed.casting import batches
 from lpq.distributed.casting.kinds import Item
+from lpq.ops.uploads import on_device
 
 DIGIT = 1 << 31
 """A place among the elements may exceed 32 bits. It is told as two numbers that are never negative."""
@@ -30,8 +30,8 @@ class Shares:
         """Write what this rank owns over zeros, for a MAX over the ranks."""
         if self.items:
             said = [[_digits(item.span), _digits((item.weight.numel(), 0))] for item in self.items]
-            places = batches.on_device([self.rank, self.ranks], torch.int64, self.device)
-            told.index_copy_(1, places, batches.on_device(said, torch.int32, self.device))
+            places = on_device([self.rank, self.ranks], torch.int64, self.device)
+            told.index_copy_(1, places, on_device(said, torch.int32, self.device))
 
     def check(self, told: Tensor) -> None:
         """Refuse parts that leave a gap or overlap; as all ranks are told the same, all refuse."""
