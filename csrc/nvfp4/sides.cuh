@@ -128,23 +128,6 @@ __device__ __forceinline__ bool square_factors(
 // The nibbles of the elements that lie in the matrix, of 8 of which the first `count` do. The others are 0.
 __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
 
-// Eight elements times a block's scale and 2^-11. An element's bf16 bits are looked up, two bytes at a time, by its code.
-__device__ __forceinline__ void store_exact(void* out, i64 row, i64 col, i64 cols, u32 codes, u32 scale_code) {
-    const float scale = __fmul_rn(decode<E4M3>(scale_code), 1.0f / 2048);
-    const u32 scales = narrow(scale, scale);
-    u32 words[4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const u32 four = codes >> (16 * half), places = four & 0x7777u;
-        const u32 upper = __byte_perm(0x3f3f3f00u, 0x40404040u, places), lower = __byte_perm(0xc0800000u, 0xc0804000u, places);
-        const u32 first = __byte_perm(lower, upper, 0x5140) | (four << 12 & 0x8000u) | (four << 24 & 0x80000000u);
-        const u32 last = __byte_perm(lower, upper, 0x7362) | (four << 4 & 0x8000u) | (four << 16 & 0x80000000u);
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(words[2 * half]) : "r"(first), "r"(scales), "r"(0x80008000u));
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(words[2 * half + 1]) : "r"(last), "r"(scales), "r"(0x80008000u));
-    }
-    if (col < cols) stream((u16*)out + row * cols + col, make_uint4(words[0], words[1], words[2], words[3]));
-}
-
 // What both operands do once for all tiles of a block of threads: the amax of the operand, and what follows from it.
 struct Scales {
     float sixth;
@@ -158,11 +141,15 @@ struct Scales {
     }
 };
 
+// Registers of a thread. Fewer of the busiest threads at a time are faster than more that run short of registers.
+template <bool STOCHASTIC, bool EXACT>
+constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : STOCHASTIC && EXACT && REGISTERS < 80 ? 80 : REGISTERS;
+
 // KEEPS: the codes of this thread's rows are kept, for a column operand that has the same ones.
 template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false, bool EXACT = false>
 struct Row : Side {
     typedef nvfp4::Parameters Parameters;
-    static constexpr int NEEDS = LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS;
+    static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
     struct Shared {
         Skewed<TALL, ACROSS> codes;
         Factors factors;
@@ -212,12 +199,14 @@ struct Row : Side {
                 float v[8];
 #pragma unroll
                 for (int j = 0; j < 8; ++j) v[j] = value(w[i], j);
-                const u32 codes = ::encode<STOCHASTIC>(v, factor[i], plain, bits[n / DRAWN][n % DRAWN]) & mask;
+                const uint2 drawn = bits[n / DRAWN][n % DRAWN];
                 if (EXACT) {
-                    if (i < t.high) store_exact(p.data, t.row + i, t.col, t.cols, codes, code_of[i]);
-                } else if (i < t.high && col_block < across) {
-                    stream(to + i * across * 8, codes);
+                    const uint4 values = exact<STOCHASTIC>(v, factor[i], plain, drawn, decode<E4M3>(code_of[i]));
+                    if (i < t.high && t.col < t.cols) stream((u16*)p.data + (t.row + i) * t.cols + t.col, values);
+                    continue;
                 }
+                const u32 codes = ::encode<STOCHASTIC>(v, factor[i], plain, drawn) & mask;
+                if (i < t.high && col_block < across) stream(to + i * across * 8, codes);
                 if (KEEPS) kept[i] = i < t.high ? codes : 0;
             }
         }
@@ -262,7 +251,7 @@ struct Columns16 {
 template <bool STOCHASTIC, bool SQUARE, bool ROTATED, bool EXACT = false>
 struct Col : Side {
     typedef nvfp4::Parameters Parameters;
-    static constexpr int NEEDS = LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS;
+    static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
     struct Shared {
         Columns16<SQUARE> out;
         Factors factors;
@@ -325,11 +314,13 @@ struct Col : Side {
                 for (int i = 0; i < 8; ++i)
                     v[i] = !ROTATED ? value(w[i], j)
                                     : __uint_as_float(i & 1 ? y[j][i / 2] & 0xffff0000u : y[j][i / 2] << 16);
-                const u32 codes = ::encode<STOCHASTIC>(v, factor[j], plain, bits[n / DRAWN][n % DRAWN]) & mask;
-                if (!EXACT)
-                    shared.out.put(t, j, codes);
-                else if (j < t.wide)
-                    store_exact(p.data, t.col + j, t.row, t.rows, codes, code_of[j]);
+                const uint2 drawn = bits[n / DRAWN][n % DRAWN];
+                if (EXACT) {
+                    const uint4 values = exact<STOCHASTIC>(v, factor[j], plain, drawn, decode<E4M3>(code_of[j]));
+                    if (j < t.wide && t.row < t.rows) stream((u16*)p.data + (t.col + j) * t.rows + t.row, values);
+                } else {
+                    shared.out.put(t, j, ::encode<STOCHASTIC>(v, factor[j], plain, drawn) & mask);
+                }
             }
         }
     }

@@ -127,6 +127,8 @@ def cast_master_weights(
     whatever their shapes. Other weights are cast together if their shapes and quantizers are equal, up to 2^26
     elements at a time.
 
+    It cannot be recorded in a CUDA graph, and says so.
+
     A weight with an operand in a rotated basis is dearer: its fp32 elements are in the all-reduce, and each rank
     encodes all of it. So it has no pieces.
     """

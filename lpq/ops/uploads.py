@@ -7,21 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_REPLAYED: list[Tensor] = []
-"""What graphs were recorded to send: each replay sends it again, and no graph says when it is gone."""
-
 
 def on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """These numbers as a tensor on a device. It may be captured in a CUDA graph, which then sends the same ones."""
+    """These numbers as a tensor on a device."""
+    check_not_captured(device)
     numbers = torch.tensor(values, dtype=dtype)
-    if device.type != "cuda":
-        return numbers.to(device)
-    pinned = numbers.pin_memory()
-    if capturing(device):
-        _REPLAYED.append(pinned)
-    return pinned.to(device, non_blocking=True)
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether what is launched now is recorded in a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def check_not_captured(device: torch.device) -> None:
+    """Refuse to be recorded in a CUDA graph, which would read the host's memory again when it holds something else."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "casting master weights cannot be recorded in a CUDA graph: it sends the places of the weights from the "
+            "host to the device. Call it outside of what is captured"
+        )
