@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from lpq.core.inference import normal_tensors
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -43,10 +45,12 @@ class Gathered:
             )
         gather: Gather = gather_of()
         assert isinstance(self, Tensor)
-        return gather.begin(self, mp_policy.param_dtype or self.dtype), gather
+        with normal_tensors():  # they are kept from gather to gather
+            return gather.begin(self, mp_policy.param_dtype or self.dtype), gather
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], gather: Gather, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """Called after it; ``out`` is what the first call returned."""
-        return gather.finish(outputs, out)
+        with normal_tensors():  # they are kept from gather to gather
+            return gather.finish(outputs, out)

@@ -19,6 +19,7 @@ from lpq import registry
 from lpq.core.derive import derive_col, derives_col
 from lpq.core.draft import Draft
 from lpq.core.gathered import Gathered
+from lpq.core.inference import normal_tensors
 from lpq.core.operations import decode, transpose
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.core.storage import Storage
@@ -93,9 +94,10 @@ class QuantizedTensor(Gathered, Tensor):
     ) -> QuantizedTensor:
         operand = row if row is not None else col
         assert operand is not None, "a QuantizedTensor has at least one operand"
-        self = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
-        )
+        with normal_tensors(not operand.tensors()[0].is_inference()):
+            self = Tensor._make_wrapper_subclass(
+                cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
+            )
         self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
         self.window, self.draft = None, Draft()
         cls.watch_steps()

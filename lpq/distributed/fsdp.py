@@ -91,6 +91,11 @@ class Site:
         col = state != TrainingState.FORWARD or not resharded or in_backward
         return row, col
 
+    @property
+    def for_backward(self) -> bool:
+        """Whether the gather that is beginning is for the backward of a forward that ran."""
+        return self._group._training_state == TrainingState.PRE_BACKWARD  # type: ignore[no-any-return]
+
     def gather_into(self, outputs: list[Tensor]) -> None:
         """Have FSDP2 gather into these flat tensors, and allocate and free them."""
         self._param.all_gather_outputs = outputs

@@ -64,6 +64,8 @@ class Gather:
         self._whole: tuple[Quantizer, Whole, Whole] | None = None
         self._made_for: tuple[Any, ...] | None = None
         self._wanted = (False, False)
+        self._known: list[Tensor | None] = []
+        """What forward recalled of earlier steps."""
         self._local: tuple[Storage | None, Storage | None] = (None, None)
         self._filled: list[Tensor] = []
         """What FSDP2 frees beside what it gathered into: it holds this very list."""
@@ -164,7 +166,7 @@ class Gather:
         if made_for == self._made_for:
             return
         self.site.forget()
-        self._made_for, self._whole = made_for, None
+        self._made_for, self._whole, self._known = made_for, None, []
         if quantizer is not None:
             of = (rows, cols, ranks, dtype, self.site.device)
             self._whole = quantizer, Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
@@ -172,9 +174,8 @@ class Gather:
     def _encoded(self, x: Tensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
         """The operands of this rank's shard that travel."""
         row_side, col_side = _sides(quantizer)
-        state = self.layer.weight_state()
-        known = recall(quantizer, row_side, col_side, state) if state else [None] * len(self.stats)
         of = declared(row_side, col_side)
+        known = self._recalled(quantizer) or [None] * len(of)
         use = [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
         row = col = None
         if self._wanted[0] or col_side is None:
@@ -182,6 +183,16 @@ class Gather:
         if self._wanted[1] and col_side is not None:
             _, col, _ = quantize(x, use[len(row_side.stats) :], None, col_side, dtype=self.site.dtype)
         return row, col
+
+    def _recalled(self, quantizer: Quantizer) -> list[Tensor | None]:
+        """What the layer remembers of earlier steps. Backward encodes with what forward did, even if another backward
+        moved the layer's memory in between."""
+        state = self.layer.weight_state()
+        if not state:
+            return []
+        if not (self._known and self.site.for_backward):
+            self._known = [None if k is None else k.clone() for k in recall(quantizer, *_sides(quantizer), state)]
+        return self._known
 
     def _stored(self, shard: QuantizedTensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
         """As ``_encoded``, of a shard that is quantized already."""

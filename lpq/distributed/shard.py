@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lpq.core import QuantizedTensor
 from lpq.core.gathered import Gathered
+from lpq.core.inference import normal_tensors
 from lpq.distributed.attach import local
 
 aten = torch.ops.aten
@@ -42,9 +43,10 @@ class WeightShard(Gathered, Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, writes: list[int] | None = None) -> WeightShard:
-        self = Tensor._make_wrapper_subclass(
-            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=held.device
-        )
+        with normal_tensors(not held.is_inference()):  # a view in inference mode is one of a parameter
+            self = Tensor._make_wrapper_subclass(
+                cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=held.device
+            )
         self.held, self.writes = held, [0] if writes is None else writes
         return self
 

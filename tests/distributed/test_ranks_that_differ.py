@@ -99,6 +99,8 @@ def _one_rank_refuses_its_part(rank: int) -> None:
         (r"TypeError: masters[0] is torch.float64", {"masters": [torch.ones(half, dtype=torch.float64)]}),
         (r"TypeError: masters[0] is str", {"masters": ["x"]}),
         (r"ValueError: masters[0] are elements [4096, 6144)", {"offsets": [SIZE]}),
+        (r"TypeError: offsets[0] is a float", {"offsets": [float(half)]}),
+        (r"TypeError: offsets[0] is a Tensor", {"offsets": [torch.tensor(half)]}),
     ]
     delayed = lpq.quantizer("fp8(scaling=delayed, history=4)")
     good = delayed.new_state()

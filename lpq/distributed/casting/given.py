@@ -127,6 +127,10 @@ def _fragment(i: int, weight: QuantizedTensor, master: Tensor | None, offset: in
         )
     if master.device != weight.device:
         raise ValueError(f"masters[{i}] is on {master.device}, and its weight on {weight.device}: move one of them")
+    if not isinstance(offset, int):
+        raise TypeError(
+            f"offsets[{i}] is a {type(offset).__name__}: pass the place of this rank's first element, an int"
+        )
     span = (offset, offset + len(master))
     if not 0 <= span[0] <= span[1] <= total:
         raise ValueError(
