@@ -1,10 +1,12 @@
 """Machine code from CUDA C++ sources: compiled at first use by NVRTC, then read from a cache on disk.
 
 A file of the cache is named after everything that its code depends on: the source and the headers that it includes,
-the macros, the architecture and the version of the compiler. It is written beside its place and renamed, so that
-processes which compile the same source at once never see half a file, and it begins with a digest, so that a damaged
-file is compiled anew. Where the cache cannot be written (``LPQ_CACHE_DIR``, by default ``~/.cache/lpq``) each process
-compiles for itself and says so. ``cuda-core`` is imported when something is compiled, not before.
+the macros, the options, the architecture and the version of the compiler. A header is included by its name, or by a
+macro that comes with the request; one that only a ``#define`` names is refused, for it could change unseen. A file is
+written beside its place and renamed, so that processes which compile the same source at once never see half a file, and
+it begins with a digest, so that a damaged file is compiled anew. Where the cache cannot be written (``LPQ_CACHE_DIR``,
+by default ``~/.cache/lpq``) each process compiles for itself and says so. ``cuda-core`` is imported when something is
+compiled, not before.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from pathlib import Path
 from lpq.ops.table import KernelError
 
 CACHE = "LPQ_CACHE_DIR"
-INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*("[^"\n]+"|\w+)', re.MULTILINE)
+OPTIONS = {"std": "c++17", "fma": False}
+"""How every source is compiled. fp32 is IEEE's: no product is fused with a sum, nothing is flushed to zero."""
+INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*("[^"\n]+"|<[^>\n]+>|\w+)', re.MULTILINE)
+DEFINE = re.compile(rb"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 DIGEST = hashlib.sha256
 DIGEST_SIZE = DIGEST().digest_size
 
@@ -59,26 +64,41 @@ def cache_dir() -> Path:
 
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
     """A name for what this compiles to. Sources whose text, and whose headers' texts, are equal share it."""
-    digest = DIGEST(repr((sorted(macros), architecture, compiler_version())).encode())
-    for path in _with_includes(source, macros):
-        text = path.read_bytes()
+    digest = DIGEST(repr((OPTIONS, sorted(macros), architecture, compiler_version())).encode())
+    for path, text in _with_includes(source, macros).items():
         digest.update(f"{path.name}\0{len(text)}\0".encode())
         digest.update(text)
     return digest.hexdigest()
 
 
-def _with_includes(source: Path, macros: tuple[str, ...]) -> list[Path]:
-    """A source and the headers that it includes by name in quotes, which a macro may hold, and those that these do."""
-    held = dict(map(_macro, macros))
-    found = [source]
+def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
+    """The texts of a source, of every header that the compiler may find under a name that it includes, and of theirs.
+
+    What is found nowhere is the compiler's own.
+    """
+    handed = dict(map(_macro, macros))
+    found, seen, unknown = [source], {source.resolve()}, set()
+    texts = {}
     for path in found:  # grows while it is walked
-        for match in INCLUDE.findall(path.read_bytes()):
-            name = held.get(match.decode(), match.decode()).strip('"')
-            candidates = (folder / name for folder in (path.parent, source.parent, headers()))
-            header = next((c for c in candidates if c.is_file()), None)
-            if header is not None and header not in found:
-                found.append(header)
-    return found
+        texts[path] = path.read_bytes()
+        for match in INCLUDE.findall(texts[path]):
+            name = os.fsdecode(match)
+            name = handed.get(name, name)
+            if name[0] not in '"<':
+                unknown.add(name)
+                continue
+            for folder in (path.parent, source.parent, headers()):
+                header = folder / name[1:-1]
+                if header.is_file() and header.resolve() not in seen:
+                    seen.add(header.resolve())
+                    found.append(header)
+    for path, text in texts.items():
+        for name in unknown.intersection(map(os.fsdecode, DEFINE.findall(text))):
+            raise KernelError(
+                f"{path} defines {name}, by which {source} includes a header: include it by its name, or hand {name} "
+                f"over with the macros of the launch"
+            )
+    return texts
 
 
 def compiler_version() -> str:
@@ -90,16 +110,15 @@ def compiler_version() -> str:
 
 
 def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
-    """Compile a source. fp32 is IEEE's: no product is fused with a sum, nothing is flushed to zero."""
+    """Compile a source."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
-        name=source.name,
+        name=str(source.absolute()),  # a bare name makes NVRTC prefer the headers of the working directory
         arch=architecture,
-        std="c++17",
-        fma=False,
         include_path=[str(source.parent), str(headers())],
         define_macro=[_macro(m) for m in macros] or None,
+        **OPTIONS,
     )
     try:
         return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
