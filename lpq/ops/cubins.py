@@ -80,7 +80,7 @@ def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
     found, seen, unknown = [source], {source.resolve()}, set()
     texts = {}
     for path in found:  # grows while it is walked
-        texts[path] = path.read_bytes()
+        texts[path] = _text(path)
         for match in INCLUDE.findall(texts[path]):
             name = os.fsdecode(match)
             name = handed.get(name, name)
@@ -101,11 +101,24 @@ def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
     return texts
 
 
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise KernelError(f"the CUDA source {path} cannot be read: {error.strerror or error}") from error
+
+
 def compiler_version() -> str:
     """The version of NVRTC."""
-    from cuda.bindings import nvrtc
+    try:
+        from cuda.bindings import nvrtc
 
-    _, major, minor = nvrtc.nvrtcVersion()
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # there are no bindings, or they find no libnvrtc
+        raise KernelError(
+            "NVRTC, which compiles the CUDA kernels, cannot be loaded. Install it: "
+            f'pip install "lpq[cuda]" nvidia-cuda-nvrtc (for CUDA 12: nvidia-cuda-nvrtc-cu12)\n{error}'
+        ) from error
     return f"{major}.{minor}"
 
 

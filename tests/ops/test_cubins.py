@@ -180,6 +180,25 @@ def test_a_header_that_the_source_names_by_a_macro_is_refused(source: Path, defi
     assert [path.name for path in paths] == ["mine.cu", "uses.cuh", "names.cuh", "mine.cuh"]
 
 
+def test_a_source_that_is_not_there_is_named(source: Path, compiled: list[object]) -> None:
+    source.unlink()
+    with pytest.raises(KernelError, match=rf"{source} cannot be read: No such file"):
+        cubins.cubin(source, (), "sm_90a")
+    assert compiled == []
+
+
+def no_library() -> None:
+    raise RuntimeError("No such file: libnvrtc.so.13")
+
+
+@pytest.mark.parametrize("bindings", [{}, {"nvrtc": types.SimpleNamespace(nvrtcVersion=no_library)}])
+def test_without_nvrtc_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch, bindings: dict[str, object]) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(**bindings))
+    with pytest.raises(KernelError, match=r"NVRTC.*cannot be loaded.*pip install .*nvidia-cuda-nvrtc(?s:.*)nvrtc"):
+        cubins.compiler_version()
+
+
 def test_a_source_is_compiled_beside_its_own_headers(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a bare name, NVRTC prefers the headers of the working directory."""
     asked: dict[str, object] = {}
