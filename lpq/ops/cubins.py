@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
+import uuid
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from lpq.ops.table import KernelError
@@ -47,19 +48,26 @@ def headers() -> Path:
 
 def cubin(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
     """The machine code of a source for an architecture such as ``sm_90a``; a macro is ``NAME=VALUE``."""
-    place = cache_dir() / f"{key(source, macros, architecture)}.cubin"
-    code = _read(place)
+    name = f"{key(source, macros, architecture)}.cubin"
+    folder = cache_dir()
+    code = None if folder is None else _read(folder / name)
     if code is None:
         code = compile_source(source, macros, architecture)
-        _write(place, code)
+        if folder is None:
+            _cannot_keep("without a home folder")
+        else:
+            _write(folder / name, code)
     return code
 
 
-def cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+def cache_dir() -> Path | None:
+    """Where compiled kernels are kept; None where nothing says so and this user has no home."""
     if chosen := os.environ.get(CACHE):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpq"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpq"
+    except RuntimeError:  # no HOME, and a user that the system does not know
+        return None
 
 
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
@@ -155,19 +163,22 @@ def _read(place: Path) -> bytes | None:
 
 
 def _write(place: Path, code: bytes) -> None:
-    written = None
+    written = place.with_name(f"{uuid.uuid4().hex}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, written = tempfile.mkstemp(dir=place.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
+        with written.open("xb") as file:  # other users may read it, if the umask lets them
             file.write(DIGEST(code).digest() + code)
         os.replace(written, place)
     except OSError as error:
-        if written is not None:
-            Path(written).unlink(missing_ok=True)
-        warnings.warn(
-            f"compiled kernels cannot be kept in {place.parent} ({error.strerror or error}): every process compiles "
-            f"them again, a fraction of a second each. Set {CACHE} to a folder that can be written.",
-            KernelCacheWarning,
-            stacklevel=2,
-        )
+        with suppress(OSError):
+            written.unlink()
+        _cannot_keep(f"in {place.parent} ({error.strerror or error})")
+
+
+def _cannot_keep(why: str) -> None:
+    warnings.warn(
+        f"compiled kernels cannot be kept {why}: every process compiles them again, a fraction of a second each. "
+        f"Set {CACHE} to a folder that can be written.",
+        KernelCacheWarning,
+        stacklevel=2,
+    )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -219,3 +220,32 @@ def test_a_source_is_compiled_beside_its_own_headers(source: Path, monkeypatch: 
     cubins.compile_source(Path(source.name), (), "sm_90a")
     assert asked["name"] == str(source)
     assert {**asked, **cubins.OPTIONS} == asked
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+def test_the_umask_says_who_may_read_the_cache(source: Path, compiled: list[object], umask: None) -> None:
+    cubins.cubin(source, (), "sm_90a")
+    (file,) = kept()
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_user_without_a_home_is_told(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("LPQ_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.warns(KernelCacheWarning, match=r"without a home folder.*LPQ_CACHE_DIR"):
+        assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cubins.cubin(source, (), "sm_90a") == b"code 2"
+    assert cubins.cubin(source, (), "sm_90a") == b"code 2"
