@@ -1,10 +1,12 @@
 """Machine code from CUDA C++ sources: compiled at first use by NVRTC, then read from a cache on disk.
 
 A file of the cache is named after everything that its code depends on: the source and the headers that it includes,
-the macros, the architecture and the version of the compiler. It is written beside its place and renamed, so that
-processes which compile the same source at once never see half a file, and it begins with a digest, so that a damaged
-file is compiled anew. Where the cache cannot be written (``LPQ_CACHE_DIR``, by default ``~/.cache/lpq``) each process
-compiles for itself and says so. ``cuda-core`` is imported when something is compiled, not before.
+the macros, the options, the architecture and the version of the compiler. A header is included by its name, or by a
+macro that comes with the request; one that only a ``#define`` names is refused, for it could change unseen. A file is
+written beside its place and renamed, so that processes which compile the same source at once never see half a file, and
+it begins with a digest, so that a damaged file is compiled anew. Where the cache cannot be written (``LPQ_CACHE_DIR``,
+by default ``~/.cache/lpq``) each process compiles for itself and says so. ``cuda-core`` is imported when something is
+compiled, not before.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
+import uuid
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from lpq.ops.table import KernelError
 
 CACHE = "LPQ_CACHE_DIR"
-INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*("[^"\n]+"|\w+)', re.MULTILINE)
+OPTIONS = {"std": "c++17", "fma": False}
+"""How every source is compiled. fp32 is IEEE's: no product is fused with a sum, nothing is flushed to zero."""
+INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*("[^"\n]+"|<[^>\n]+>|\w+)', re.MULTILINE)
+DEFINE = re.compile(rb"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 DIGEST = hashlib.sha256
 DIGEST_SIZE = DIGEST().digest_size
 
@@ -42,64 +48,98 @@ def headers() -> Path:
 
 def cubin(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
     """The machine code of a source for an architecture such as ``sm_90a``; a macro is ``NAME=VALUE``."""
-    place = cache_dir() / f"{key(source, macros, architecture)}.cubin"
-    code = _read(place)
+    name = f"{key(source, macros, architecture)}.cubin"
+    folder = cache_dir()
+    code = None if folder is None else _read(folder / name)
     if code is None:
         code = compile_source(source, macros, architecture)
-        _write(place, code)
+        if folder is None:
+            _cannot_keep("without a home folder")
+        else:
+            _write(folder / name, code)
     return code
 
 
-def cache_dir() -> Path:
-    """Where compiled kernels are kept."""
+def cache_dir() -> Path | None:
+    """Where compiled kernels are kept; None where nothing says so and this user has no home."""
     if chosen := os.environ.get(CACHE):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpq"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpq"
+    except RuntimeError:  # no HOME, and a user that the system does not know
+        return None
 
 
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
     """A name for what this compiles to. Sources whose text, and whose headers' texts, are equal share it."""
-    digest = DIGEST(repr((sorted(macros), architecture, compiler_version())).encode())
-    for path in _with_includes(source, macros):
-        text = path.read_bytes()
+    digest = DIGEST(repr((OPTIONS, sorted(macros), architecture, compiler_version())).encode())
+    for path, text in _with_includes(source, macros).items():
         digest.update(f"{path.name}\0{len(text)}\0".encode())
         digest.update(text)
     return digest.hexdigest()
 
 
-def _with_includes(source: Path, macros: tuple[str, ...]) -> list[Path]:
-    """A source and the headers that it includes by name in quotes, which a macro may hold, and those that these do."""
-    held = dict(map(_macro, macros))
-    found = [source]
+def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
+    """The texts of a source, of every header that the compiler may find under a name that it includes, and of theirs.
+
+    What is found nowhere is the compiler's own.
+    """
+    handed = dict(map(_macro, macros))
+    found, seen, unknown = [source], {source.resolve()}, set()
+    texts = {}
     for path in found:  # grows while it is walked
-        for match in INCLUDE.findall(path.read_bytes()):
-            name = held.get(match.decode(), match.decode()).strip('"')
-            candidates = (folder / name for folder in (path.parent, source.parent, headers()))
-            header = next((c for c in candidates if c.is_file()), None)
-            if header is not None and header not in found:
-                found.append(header)
-    return found
+        texts[path] = _text(path)
+        for match in INCLUDE.findall(texts[path]):
+            name = os.fsdecode(match)
+            name = handed.get(name, name)
+            if name[0] not in '"<':
+                unknown.add(name)
+                continue
+            for folder in (path.parent, source.parent, headers()):
+                header = folder / name[1:-1]
+                if header.is_file() and header.resolve() not in seen:
+                    seen.add(header.resolve())
+                    found.append(header)
+    for path, text in texts.items():
+        for name in unknown.intersection(map(os.fsdecode, DEFINE.findall(text))):
+            raise KernelError(
+                f"{path} defines {name}, by which {source} includes a header: include it by its name, or hand {name} "
+                f"over with the macros of the launch"
+            )
+    return texts
+
+
+def _text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise KernelError(f"the CUDA source {path} cannot be read: {error.strerror or error}") from error
 
 
 def compiler_version() -> str:
     """The version of NVRTC."""
-    from cuda.bindings import nvrtc
+    try:
+        from cuda.bindings import nvrtc
 
-    _, major, minor = nvrtc.nvrtcVersion()
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # there are no bindings, or they find no libnvrtc
+        raise KernelError(
+            "NVRTC, which compiles the CUDA kernels, cannot be loaded. Install it: "
+            f'pip install "lpq[cuda]" nvidia-cuda-nvrtc (for CUDA 12: nvidia-cuda-nvrtc-cu12)\n{error}'
+        ) from error
     return f"{major}.{minor}"
 
 
 def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
-    """Compile a source. fp32 is IEEE's: no product is fused with a sum, nothing is flushed to zero."""
+    """Compile a source."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
-        name=source.name,
+        name=str(source.absolute()),  # a bare name makes NVRTC prefer the headers of the working directory
         arch=architecture,
-        std="c++17",
-        fma=False,
         include_path=[str(source.parent), str(headers())],
         define_macro=[_macro(m) for m in macros] or None,
+        **OPTIONS,
     )
     try:
         return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
@@ -123,19 +163,22 @@ def _read(place: Path) -> bytes | None:
 
 
 def _write(place: Path, code: bytes) -> None:
-    written = None
+    written = place.with_name(f"{uuid.uuid4().hex}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, written = tempfile.mkstemp(dir=place.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
+        with written.open("xb") as file:  # other users may read it, if the umask lets them
             file.write(DIGEST(code).digest() + code)
         os.replace(written, place)
     except OSError as error:
-        if written is not None:
-            Path(written).unlink(missing_ok=True)
-        warnings.warn(
-            f"compiled kernels cannot be kept in {place.parent} ({error.strerror or error}): every process compiles "
-            f"them again, a fraction of a second each. Set {CACHE} to a folder that can be written.",
-            KernelCacheWarning,
-            stacklevel=2,
-        )
+        with suppress(OSError):
+            written.unlink()
+        _cannot_keep(f"in {place.parent} ({error.strerror or error})")
+
+
+def _cannot_keep(why: str) -> None:
+    warnings.warn(
+        f"compiled kernels cannot be kept {why}: every process compiles them again, a fraction of a second each. "
+        f"Set {CACHE} to a folder that can be written.",
+        KernelCacheWarning,
+        stacklevel=2,
+    )

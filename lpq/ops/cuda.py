@@ -7,12 +7,14 @@ A plugin writes a ``.cu`` file with an ``extern "C" __global__`` function, makes
 
     def decode(operand, dtype):
         out = torch.empty(operand.shape, dtype=dtype, device=operand.device)
-        blocks = -(-out.numel() // 256)
-        SCALE.launch(out.get_device(), ("T=float",), blocks, operand.data.data_ptr(), out.data_ptr(), 0.5, out.numel())
+        device, count = out.get_device(), out.numel()
+        macros = ("SCALE_TYPE=float",)
+        SCALE.launch(device, macros, -(-count // 256), operand.data.data_ptr(), out.data_ptr(), 0.5, count)
         return out
 
-Each set of macros is compiled once for an architecture. What lies in ``csrc/common`` can be included. A launch waits
-for nothing, and can be captured in a CUDA graph once its kernel was launched before.
+Each set of macros is compiled once for an architecture. A macro needs a name of its own: the compiler's headers use
+short ones such as ``T``. What lies beside the source or in ``csrc/common`` can be included, by its name or by a macro
+of the launch. A launch waits for nothing, and can be captured in a CUDA graph once its kernel was launched before.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from lpq.ops.table import KernelError
 SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
 """How an argument lies in its 8 bytes: a pointer, a 64-bit or 32-bit integer, a float or a double."""
 SUCCESS, NO_CONTEXT = 0, 201
-MAX_BLOCKS = 2**31 - 1
 
 
 class CudaKernel:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lpq.ops import cubins
+from lpq.ops import KernelError, cubins
 from lpq.ops.cubins import KernelCacheWarning
 
 
@@ -39,11 +41,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     return calls
 
 
+def kept() -> list[Path]:
+    """The files of the cache."""
+    folder = cubins.cache_dir()
+    assert folder is not None
+    return list(folder.iterdir())
+
+
 def test_compiled_once(source: Path, compiled: list[object]) -> None:
     assert cubins.cubin(source, ("A=1",), "sm_90a") == b"code 1"
     assert cubins.cubin(source, ("A=1",), "sm_90a") == b"code 1"
     assert len(compiled) == 1
-    assert [p.suffix for p in cubins.cache_dir().iterdir()] == [".cubin"]
+    assert [p.suffix for p in kept()] == [".cubin"]
 
 
 def test_what_the_code_depends_on_is_in_the_key(
@@ -63,7 +72,9 @@ def test_what_the_code_depends_on_is_in_the_key(
     assert count() == 5
     monkeypatch.setattr(cubins, "compiler_version", lambda: "13.1")
     assert count() == 6
-    assert count() == 6
+    monkeypatch.setattr(cubins, "OPTIONS", {**cubins.OPTIONS, "fma": True})
+    assert count() == 7
+    assert count() == 7
 
 
 def test_a_header_of_lpq_is_found_and_belongs_to_the_key(source: Path) -> None:
@@ -74,7 +85,7 @@ def test_a_header_of_lpq_is_found_and_belongs_to_the_key(source: Path) -> None:
 @pytest.mark.parametrize("damage", [b"", b"x", b"code 1", b"\0" * 40])
 def test_a_damaged_file_is_compiled_anew(source: Path, compiled: list[object], damage: bytes) -> None:
     cubins.cubin(source, (), "sm_90a")
-    (file,) = cubins.cache_dir().iterdir()
+    (file,) = kept()
     file.write_bytes(damage)
     assert cubins.cubin(source, (), "sm_90a") == b"code 2"
     assert cubins.cubin(source, (), "sm_90a") == b"code 2"
@@ -96,7 +107,7 @@ def test_a_full_disk_leaves_no_half_file(source: Path, compiled: list[object], m
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(KernelCacheWarning, match="No space left"):
         assert cubins.cubin(source, (), "sm_90a") == b"code 1"
-    assert list(cubins.cache_dir().iterdir()) == []
+    assert kept() == []
 
 
 def test_it_is_said_once(tmp_path: Path) -> None:
@@ -123,7 +134,7 @@ def test_many_writers_leave_a_whole_file(source: Path, compiled: list[object]) -
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
         warnings.simplefilter("error")
         codes = list(pool.map(lambda _: cubins.cubin(source, (), "sm_90a"), range(64)))
-    (file,) = cubins.cache_dir().iterdir()
+    (file,) = kept()
     assert all(code.startswith(b"code ") for code in codes)
     assert cubins.cubin(source, (), "sm_90a") == file.read_bytes()[cubins.DIGEST_SIZE :]
 
@@ -137,3 +148,104 @@ def test_a_header_that_a_macro_names_belongs_to_the_key(source: Path, tmp_path: 
     names = [path.name for path in cubins._with_includes(source, (f'HEADER="{theirs}"',))]
     assert names == ["mine.cu", "theirs.cuh", "beside.cuh"]
     assert [path.name for path in cubins._with_includes(source, ())] == ["mine.cu"]
+
+
+@pytest.mark.parametrize("include", ['#include "mine.cuh"', "#include <mine.cuh>", " # include\t<mine.cuh> // mine"])
+def test_a_header_that_changes_is_compiled_anew(source: Path, compiled: list[object], include: str) -> None:
+    source.write_text(f"{include}\n#include <cuda_fp16.h>\n")
+    assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    source.with_name("mine.cuh").write_text("#define ONE 2\n")
+    assert cubins.cubin(source, (), "sm_90a") == b"code 2"
+
+
+def test_whichever_header_the_compiler_takes_belongs_to_the_key(source: Path) -> None:
+    """In quotes the one beside, in angle brackets the one of lpq."""
+    source.with_name("numbers.cuh").write_text('#include "../plugin/mine.cu"\n')
+    for include in ('#include "numbers.cuh"', "#include <numbers.cuh>"):
+        source.write_text(include)
+        assert list(cubins._with_includes(source, ())) == [
+            source, source.with_name("numbers.cuh"), cubins.headers() / "numbers.cuh"
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("define", ['"mine.cuh"', "<mine.cuh>", "NAMED(mine)"])
+def test_a_header_that_the_source_names_by_a_macro_is_refused(source: Path, define: str) -> None:
+    source.write_text('#include "uses.cuh"\n#include "names.cuh"\n')
+    source.with_name("uses.cuh").write_text("#include HEADER\n")
+    names = source.with_name("names.cuh")
+    names.write_text(f"#ifndef HEADER\n#  define HEADER {define}\n#endif\n")
+    with pytest.raises(KernelError, match=rf"{names} defines HEADER, by which {source} includes"):
+        cubins._with_includes(source, ())
+    paths = cubins._with_includes(source, ("HEADER=<mine.cuh>",))
+    assert [path.name for path in paths] == ["mine.cu", "uses.cuh", "names.cuh", "mine.cuh"]
+
+
+def test_a_source_that_is_not_there_is_named(source: Path, compiled: list[object]) -> None:
+    source.unlink()
+    with pytest.raises(KernelError, match=rf"{source} cannot be read: No such file"):
+        cubins.cubin(source, (), "sm_90a")
+    assert compiled == []
+
+
+def no_library() -> None:
+    raise RuntimeError("No such file: libnvrtc.so.13")
+
+
+@pytest.mark.parametrize("bindings", [{}, {"nvrtc": types.SimpleNamespace(nvrtcVersion=no_library)}])
+def test_without_nvrtc_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch, bindings: dict[str, object]) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(**bindings))
+    with pytest.raises(KernelError, match=r"NVRTC.*cannot be loaded.*pip install .*nvidia-cuda-nvrtc(?s:.*)nvrtc"):
+        cubins.compiler_version()
+
+
+def test_a_source_is_compiled_beside_its_own_headers(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a bare name, NVRTC prefers the headers of the working directory."""
+    asked: dict[str, object] = {}
+
+    class Program:
+        code = b"code"
+
+        def __init__(self, text: str, language: str, options: dict[str, object]) -> None:
+            asked.update(options)
+
+        def compile(self, kind: str) -> Program:
+            return self
+
+    core = types.SimpleNamespace(Program=Program, ProgramOptions=dict)
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.chdir(source.parent)
+    cubins.compile_source(Path(source.name), (), "sm_90a")
+    assert asked["name"] == str(source)
+    assert {**asked, **cubins.OPTIONS} == asked
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+def test_the_umask_says_who_may_read_the_cache(source: Path, compiled: list[object], umask: None) -> None:
+    cubins.cubin(source, (), "sm_90a")
+    (file,) = kept()
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_user_without_a_home_is_told(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("LPQ_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.warns(KernelCacheWarning, match=r"without a home folder.*LPQ_CACHE_DIR"):
+        assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cubins.cubin(source, (), "sm_90a") == b"code 2"
+    assert cubins.cubin(source, (), "sm_90a") == b"code 2"
