@@ -24,10 +24,13 @@ TYPES = {torch.bfloat16: BF16, torch.float32: FP32}
 COMPUTE_FP32 = 68
 POINTERS, TRANSPOSE_FIRST, EPILOGUE, BIAS = 2, 3, 7, 8
 ON_DEVICE, TRANSPOSED, ADD_BIAS = 1, 1, 4
-WORKSPACE_BYTES, REDUCTIONS = 1, 3
+WORKSPACE_BYTES, REDUCTIONS, ALIGNMENT_FIRST, ALIGNMENT_SECOND = 1, 3, 5, 6
 IN_FP32 = 2
 """Of reductions of partial sums: never in the dtype of the result."""
 WORKSPACE = 32 << 20
+ALIGNED = 256
+"""To how many bytes cuBLASLt takes matrices to be aligned unless it is told. What torch allocates is; a view need not
+be."""
 
 
 class _Heuristic(ctypes.Structure):
@@ -55,7 +58,8 @@ def multiply(left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None, 
     rows, cols = left.shape[0], right.shape[0]
     out = left.new_empty((rows, cols), dtype=dtype)
     index = left.get_device()
-    plan = _plan(index, rows, cols, left.shape[1], dtype, bias is not None)
+    ends = left.data_ptr() | right.data_ptr() | ALIGNED
+    plan = _plan(index, rows, cols, left.shape[1], dtype, bias is not None, ends & -ends)
     workspace = left.new_empty(plan.workspace, dtype=torch.uint8)
     if torch._C._cuda_getDevice() == index:
         plan.run(left, right, scalars, bias, out, workspace)
@@ -68,7 +72,10 @@ def multiply(left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None, 
 class _Plan:
     """A product of some sizes. To cuBLASLt matrices are column after column, so it makes ``outᵀ = right @ leftᵀ``."""
 
-    def __init__(self, handle: c_void_p, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool) -> None:
+    def __init__(
+        self, handle: c_void_p, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, aligned: int
+    ) -> None:
+        """Both operands are ``aligned`` to so many bytes, a power of two up to ``ALIGNED``."""
         self._lock = threading.Lock()
         self._handle = handle
         self._made: list[tuple[str, c_void_p]] = []
@@ -85,6 +92,8 @@ class _Plan:
         wanted = self._make("MatmulPreference")
         self._set("MatmulPreference", wanted, WORKSPACE_BYTES, c_size_t(WORKSPACE))
         self._set("MatmulPreference", wanted, REDUCTIONS, IN_FP32)
+        self._set("MatmulPreference", wanted, ALIGNMENT_FIRST, aligned)
+        self._set("MatmulPreference", wanted, ALIGNMENT_SECOND, aligned)
         self._heuristic = _Heuristic()
         found = c_int()
         _call(
@@ -92,7 +101,9 @@ class _Plan:
             c_int(1), byref(self._heuristic), byref(found),
         )  # fmt: skip
         if not found.value or self._heuristic.status:
-            raise KernelError(f"cuBLASLt has no product of {rows}x{inner} and {cols}x{inner} in bf16")
+            raise KernelError(
+                f"cuBLASLt has no product of {rows}x{inner} and {cols}x{inner} in bf16, aligned to {aligned} bytes"
+            )
         self.workspace = self._heuristic.workspace
 
     def run(
@@ -131,9 +142,9 @@ def _destroy(made: list[tuple[str, c_void_p]]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(index: int, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool) -> _Plan:
+def _plan(index: int, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, aligned: int) -> _Plan:
     with torch.cuda.device(index):
-        return _Plan(_handle(index), rows, cols, inner, dtype, bias)
+        return _Plan(_handle(index), rows, cols, inner, dtype, bias, aligned)
 
 
 @functools.cache

@@ -38,6 +38,8 @@ ANY_PAIR = (
 """What serves two operands of any formats that say how: it multiplies those that can be said exactly in bf16, and makes
 those that are made tile by tile. It stands among the kernels of the pair by its priority, after those of the same."""
 
+NVIDIA_ONLY = "is for NVIDIA's GPUs, and this torch is built for AMD's (ROCm)"
+
 
 class KernelError(LpqError):
     """An explicit request for kernels that cannot be met."""
@@ -148,6 +150,10 @@ def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]
         return f"{ENVIRONMENT} does not allow {kernel.backend}"
     if kernel.device != device.type:
         return f"runs on {kernel.device}, not on {device.type}"
+    if kernel.device == "cuda" and getattr(torch.version, "hip", None) is not None:
+        # AMD's architectures have numbers of the same form, which mean something else: gfx942 says 9.4.
+        nvidia = kernel.backend == "cuda" or (kernel.min_sm, kernel.max_sm) != (None, None)
+        return NVIDIA_ONLY if nvidia and kernel.backend != "triton" else None
     if kernel.device == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         sm = 10 * major + minor

@@ -43,9 +43,10 @@ class KernelSpec:
     device: str = "cuda"
     """The type of the device it runs on."""
     min_sm: int | None = None
-    """The least compute capability, as ``90`` for 9.0; None: any."""
+    """The least compute capability of an NVIDIA GPU, as ``90`` for 9.0; None: any. On AMD's GPUs whatever names one, or
+    a greatest one, is passed over, and so is all of backend ``cuda``; Triton kernels are not."""
     max_sm: int | None = None
-    """The greatest compute capability; None: any."""
+    """The greatest compute capability of an NVIDIA GPU; None: any."""
     requires: tuple[str, ...] = ()
     """Modules that must be importable, as ``("triton",)``."""
     priority: int = 0
@@ -68,7 +69,7 @@ class KernelSpec:
 
     @classmethod
     def triton(cls, op: str, impl: str, **others: Any) -> Self:
-        """A kernel in Triton, which comes after those in CUDA C++, from compute capability 7.5 on."""
+        """A kernel in Triton, which comes after those in CUDA C++, from compute capability 7.5 on and on AMD's GPUs."""
         usual: dict[str, Any] = {"backend": "triton", "min_sm": 75, "requires": ("triton",), "priority": 10}
         return cls(op=op, impl=impl, **(usual | others))
 

@@ -85,3 +85,65 @@ def test_it_is_taken_back_by_converting_again() -> None:
     model = _model("fp8-current", accumulate="grad")
     assert model[0].accumulate == "grad"
     assert lpq.convert(model, "fp8-current")[0].accumulate is None
+
+
+def _hooked(model: Any) -> list[tuple[str, Any]]:
+    """What hooks of the first weight are called with: the gradient; ``.grad`` and ``.main_grad`` once it is summed."""
+    weight, seen = model[0].weight, []
+
+    def kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.clone()
+
+    weight.register_hook(lambda grad: seen.append(("tensor", kept(grad))))
+    weight.register_post_accumulate_grad_hook(
+        lambda w: seen.append(("post", (kept(w.grad), kept(getattr(w, "main_grad", None)))))
+    )
+    return seen
+
+
+def test_hooks_are_called_and_tensor_hooks_see_no_gradient_where_backward_sums_in_grad() -> None:
+    model, ordinary = _model("fp8-current", accumulate="grad"), _model("fp8-current")
+    seen, usual = _hooked(model), _hooked(ordinary)
+    for net in (model, ordinary):
+        _backward(net, 0)
+        _backward(net, 1)
+    assert [name for name, _ in seen] == [name for name, _ in usual] == ["tensor", "post"] * 2
+    assert torch.equal(seen[0][1], usual[0][1]), "the first backward is autograd's own"
+    assert seen[2][1] is None
+    assert usual[2][1] is not None
+    for at in (1, 3):
+        assert torch.equal(seen[at][1][0], usual[at][1][0])
+    assert not torch.equal(seen[1][1][0], seen[3][1][0])
+
+
+def test_hooks_are_called_and_find_the_sum_in_main_grad() -> None:
+    model = _model("fp8-current", accumulate="main_grad")
+    for layer in (model[0], model[2]):
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    seen = _hooked(model)
+    for number in range(2):
+        _backward(model, number)
+        (tensor, none), (post, (grad, main_grad)) = seen[-2:]
+        assert (tensor, none, post, grad) == ("tensor", None, "post", None)
+        assert torch.equal(main_grad, model[0].weight.main_grad)
+        assert main_grad.any()
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("where", ["grad", "main_grad"])
+def test_asking_for_gradients_sums_too(where: Any) -> None:
+    model, twin = (_model("fp8-current", accumulate=where) for _ in range(2))
+    for layer in (model[0], model[2], twin[0], twin[2]):
+        if where == "main_grad":
+            layer.weight.main_grad = torch.zeros(layer.weight.shape)
+        else:
+            layer.weight.grad = torch.zeros_like(layer.weight)
+    torch.manual_seed(1)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    loss = model(x.requires_grad_()).float().square().mean()
+    torch.autograd.grad(loss, [x])
+    _backward(twin, 1)
+    assert getattr(twin[0].weight, where).any()
+    assert torch.equal(getattr(model[0].weight, where), getattr(twin[0].weight, where))
+    with pytest.raises(RuntimeError, match="to not have been used in the graph"):
+        torch.autograd.grad(model(x).float().square().mean(), [model[0].weight])

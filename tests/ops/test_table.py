@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import lpq
-from lpq.ops import KernelError, choose
+from lpq import registry
+from lpq.ops import KernelError, choose, table
 from lpq.registry import KernelSpec, hookimpl, refresh, register
 
 CPU = torch.device("cpu")
@@ -84,3 +87,49 @@ def test_the_chosen_kernel_is_the_one_that_runs(kernels, monkeypatch) -> None:
     monkeypatch.setenv("LPQ_KERNELS", "reference")
     t.dequantize()
     assert len(calls) == 1
+
+
+@pytest.fixture(params=[(9, 4), (11, 0)], ids=["gfx942", "gfx1100"])
+def amd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """A torch that is built for AMD's GPUs, with all that kernels want; it says the architecture as a capability."""
+    monkeypatch.delenv("LPQ_KERNELS", raising=False)
+    monkeypatch.setattr(torch.version, "hip", "7.0.0", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: request.param)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(table, "_installed", lambda module: True)
+    refresh()
+    yield torch.device("cuda", 0)
+    refresh()
+
+
+@pytest.mark.parametrize("formats", [("fp8", "fp8"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("fp8", "nvfp4")])
+def test_nothing_that_is_for_nvidias_gpus_runs_on_amds(formats: tuple[str, str], amd: torch.device) -> None:
+    choice = choose("gemm", tuple(lpq.quantizer(f).text for f in formats), amd)
+    assert choice.backend == "reference"
+    assert choice.rejected
+    assert {why for _, why in choice.rejected} == {"is for NVIDIA's GPUs, and this torch is built for AMD's (ROCm)"}
+
+
+def test_kernels_that_name_no_nvidia_gpu_are_offered_on_amds_and_so_are_those_in_triton(amd: torch.device) -> None:
+    def offered(**where: Any) -> bool:
+        return table.why_not(KernelSpec(op="decode", impl="test_table:decode", **where), (), amd) is None
+
+    assert offered(backend="torch")
+    assert not offered(backend="torch", min_sm=80)
+    assert not offered(backend="torch", max_sm=90)
+    assert not offered(backend="cuda")
+    assert offered(backend="triton", min_sm=120)
+    quantizers = {name: lpq.quantizer(name) for name in ("fp8", "mxfp8", "nvfp4")}
+    for name, quantizer in quantizers.items():
+        portable = [k for k in registry.kernels("quantize", (name,)) if k.backend == "triton"]
+        assert len(portable) == 1
+        assert table.why_not(portable[0], (quantizer,), amd) is None
+
+
+def test_the_same_numbers_are_nvidias_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is passed over is so because of torch's build, not of the numbers."""
+    monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
+    older, newer = (KernelSpec(op="decode", impl="test_table:decode", backend="torch", min_sm=sm) for sm in (89, 100))
+    assert table.why_not(older, (), torch.device("cuda", 0)) is None
+    assert table.why_not(newer, (), torch.device("cuda", 0)) == "needs compute capability 10.0, this GPU has 9.4"
