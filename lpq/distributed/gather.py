@@ -31,6 +31,10 @@ class Layer(Protocol):
 
     weight: Tensor
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+
     def weight_quantizer(self) -> Quantizer | None:
         """What quantizes the weight at this step; None: nothing does."""
 
@@ -205,15 +209,15 @@ class Gather:
         wanted = self.layer.weight_quantizer()
         if wanted != shard.quantizer:
             raise ValueError(
-                f"the weight of {self.layer} is stored as {shard.quantizer} and its recipe wants {wanted}: a weight "
-                "that is stored quantized keeps its format; convert with weights='high_precision' to change it"
+                f"the weight of {self.layer.title} is stored as {shard.quantizer} and its recipe wants {wanted}: a "
+                "weight that is stored quantized keeps its format; convert with weights='high_precision' to change it"
             )
         rows, ranks = self.layer.weight.shape[0], self.site.group.size()
         reason = self.site.refusal() or why_uncut(shard.quantizer, rows, ranks)
         if reason is not None:
             raise ValueError(
-                f"the weight of {self.layer} is stored as {shard.quantizer} and cannot be gathered so: {reason}; give "
-                "lpq.convert(…, ranks=…) the number of ranks, or convert with weights='high_precision'"
+                f"the weight of {self.layer.title} is stored as {shard.quantizer} and cannot be gathered so: {reason}; "
+                "give lpq.convert(…, ranks=…) the number of ranks, or convert with weights='high_precision'"
             )
         return shard.quantizer
 

@@ -109,6 +109,8 @@ def convert(
         raise ValueError(
             f"accumulate={accumulate!r} does not work with weights={weights!r}, which FSDP2 shards: use one"
         )
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ValueError(f"steps={steps!r}: it is the length of the run in steps, from 1 on")
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
@@ -125,6 +127,8 @@ def convert(
         made, note = _convert_module(module, name, schedule)
         if made is not None:
             converted.append(Entry(name, kind, note))
+            if isinstance(made, Linear):
+                made.place = name
             if made is not module and not name:
                 model = made  # a plugin took the whole model
                 break
@@ -272,6 +276,8 @@ def set_step(model: nn.Module, step: int) -> None:
 def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
     """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside."""
     layers = [m for m in model.modules() if isinstance(m, Linear)]
+    if not layers:
+        raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")
     try:
         for layer in layers:
             layer.hold_weight()

@@ -243,6 +243,8 @@ class Linear(nn.Linear):
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     gathering: Gathering | None
     """With which other weights this one is gathered quantized, if it is."""
+    place: str
+    """Its name in the model that was converted, for error messages."""
     accumulate: Accumulate | None
     """Where backward adds the gradient of the weight, in place: to ``weight.grad``, if it is there, or to
     ``weight.main_grad``, in the dtype that it has. None: it is handed to autograd."""
@@ -272,7 +274,7 @@ class Linear(nn.Linear):
 
     def _begin(self) -> None:
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
-        self.gathering, self.accumulate = None, None
+        self.gathering, self.accumulate, self.place = None, None, ""
 
     # ------------------------------------------------------------------------------ the recipe
 
@@ -286,6 +288,7 @@ class Linear(nn.Linear):
         recipe = recipes.recipe(source) if source is not None else None
         if recipe == self._recipe:
             return
+        self._check_stored(recipe)
         for name in self._state_names():
             delattr(self, name)
         self._recipe = recipe
@@ -293,6 +296,17 @@ class Linear(nn.Linear):
         for tensor in TENSORS if self._plan is not None else ():
             for name, state in getattr(self._plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{name}", state)
+
+    def _check_stored(self, recipe: Recipe | None) -> None:
+        """Refuse a recipe for another format than the weight is stored in."""
+        if self.gathering is not None and self.gathering.find(self) is not None:
+            return  # the layer may have the gathered weight at present; its gather looks
+        stored = getattr(self.weight, "_local_tensor", self.weight)
+        if recipe is not None and isinstance(stored, QuantizedTensor) and stored.quantizer != recipe.w:
+            raise ValueError(
+                f"{self.title}: its weight is stored as {stored.quantizer}, which it keeps, and {recipe.title} wants "
+                f"it as {recipe.w}: use a recipe with w={stored.quantizer}"
+            )
 
     def _state_names(self) -> list[str]:
         if self._plan is None:
@@ -333,6 +347,12 @@ class Linear(nn.Linear):
             setattr(self, name, torch.zeros_like(before, device=device) if fresh else before.to(device))
         return self
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        kind = f"lpq.nn.Linear({self.in_features}, {self.out_features})"
+        return f"layer {self.place}, {kind}" if getattr(self, "place", "") else kind
+
     # ------------------------------------------------------------------------------ running it
 
     def forward(self, input: Tensor) -> Tensor:
@@ -365,19 +385,18 @@ class Linear(nn.Linear):
         """Refuse what cannot be multiplied, in words."""
         if input.shape[-1] != self.in_features:
             raise ValueError(
-                f"lpq.nn.Linear({self.in_features}, {self.out_features}): the input is {list(input.shape)}, "
-                f"its last dimension must be {self.in_features}"
+                f"{self.title}: the input is {list(input.shape)}, its last dimension must be {self.in_features}"
             )
         if input.dtype not in DTYPES or weight.dtype not in DTYPES:
             name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
             raise TypeError(
-                f"lpq.nn.Linear({self.in_features}, {self.out_features}): the {name} is {tensor.dtype}; "
+                f"{self.title}: the {name} is {tensor.dtype}; "
                 "float32, bfloat16 and float16 can be encoded: cast it first"
             )
         if hasattr(weight, "device_mesh"):
             raise RuntimeError(
-                f"{self}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "
-                "whose forward gathers it, or its unshard()"
+                f"{self.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
+                "called on, whose forward gathers it, or its unshard()"
             )
         if self.accumulate is not None:
             self._check_accumulation(weight)
@@ -385,10 +404,12 @@ class Linear(nn.Linear):
     def _check_accumulation(self, weight: Tensor) -> None:
         if self.gathering is not None or torch.compiler.is_compiling():
             where = "torch.compile" if self.gathering is None else "a weight that FSDP2 shards"
-            raise RuntimeError(f"{self}: accumulate={self.accumulate!r} does not work with {where}; leave it None")
+            raise RuntimeError(
+                f"{self.title}: accumulate={self.accumulate!r} does not work with {where}; leave it None"
+            )
         if self.accumulate == "main_grad" and getattr(weight, "main_grad", None) is None:
             raise RuntimeError(
-                f"{self}: accumulate='main_grad', and its weight has none: set weight.main_grad to zeros of the "
+                f"{self.title}: accumulate='main_grad', and its weight has none: set weight.main_grad to zeros of the "
                 "weight's shape before the first forward"
             )
 
@@ -417,7 +438,7 @@ class Linear(nn.Linear):
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 asks for it, once it shards the layer."""
         if self.gathering is None:
-            raise RuntimeError(f"{self}: its weight was prepared by lpq.convert(…, weights=…) for another layer")
+            raise RuntimeError(f"{self.title}: its weight was prepared by lpq.convert(…, weights=…) for another layer")
         return self.gathering.of(self)
 
     def _gathered(self, remembers: bool) -> list[Tensor]:
@@ -439,8 +460,8 @@ class Linear(nn.Linear):
             return
         if hasattr(self.weight, "device_mesh"):
             raise ValueError(
-                f"{self}: hold_weights is for weights that are not sharded; FSDP2 keeps gathered ones for several "
-                "passes after set_reshard_after_backward(False)"
+                f"{self.title}: hold_weights is for weights that are not sharded; FSDP2 keeps gathered ones for "
+                "several passes after set_reshard_after_backward(False)"
             )
         state = self._states().get("w")
         with torch.no_grad():
@@ -457,7 +478,7 @@ class Linear(nn.Linear):
         held = self._held
         if held is not None and not torch.compiler.is_compiling() and held.version != self.weight._version:
             raise RuntimeError(
-                f"{self}: the weight was changed while its encoded form is held; "
+                f"{self.title}: the weight was changed while its encoded form is held; "
                 "leave lpq.hold_weights before the optimizer's step"
             )
         return held

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lpq.core import QuantizedTensor
 from lpq.core.derive import derives_col
-from lpq.core.quantize import DTYPES
 from lpq.nn.linear import Linear
 from lpq.recipes import RecipeError
 
@@ -29,7 +28,8 @@ def check_weights(
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks={ranks!r}: it is the number of ranks that will share the weights out, from 1 on")
-    layers = {name: m for name in schedules if isinstance(m := model.get_submodule(name), nn.Linear)}
+    modules = {name: model.get_submodule(name) for name in schedules}
+    layers = {name: m for name, m in modules.items() if type(m) is nn.Linear or isinstance(m, Linear)}
     sharded = _sharded(model, layers.values(), weights)
     for name, module in layers.items():
         schedule = schedules[name]
@@ -43,20 +43,17 @@ def check_weights(
         if stored is not None:
             _check_stored(name or type(module).__name__, stored, weight.shape[0], weights, ranks, schedule)
         elif weights == "quantized" and any(wanted):
-            _check_storable(name or type(module).__name__, weight, schedule)
+            _check_storable(name or type(module).__name__, schedule)
 
 
-def _check_storable(name: str, weight: Tensor, schedule: Schedule) -> None:
-    """Refuse to store a weight quantized that no one format is given, or that cannot be encoded."""
+def _check_storable(name: str, schedule: Schedule) -> None:
+    """Refuse to store a weight quantized that no one format is given."""
     wanted = {recipe.w if recipe is not None else None for _, recipe in schedule.pieces}
     if len(wanted) > 1:
         raise RecipeError(
             f"{name}: its weight would be stored quantized, and the policy changes its format: {schedule}. Use "
             "weights='high_precision', or rules that quantize the weight alike"
         )
-    if weight.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"{name}: its weight is {weight.dtype}, and {names} can be stored quantized: cast it first")
 
 
 def _check_stored(

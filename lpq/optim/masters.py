@@ -133,7 +133,20 @@ class MasterWeights(Optimizer):
             self._shared.append(dict(added))
             self.optimizer.add_param_group({**added, "params": [self._master_of(p) for p in added["params"]]})
 
-    # ------------------------------------------------------------------------------ saving and loading
+    # ------------------------------------------------------------------------------ copying, saving and loading
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = [weight for weight in self.masters if self._seen[weight] == _versions(weight)]
+        own = {"optimizer": self.optimizer, "masters": self.masters, "_shared": self._shared, "fresh": fresh}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a copy, or what is loaded from a pickle, tensors count their writes anew."""
+        fresh = state.pop("fresh", [])
+        super().__setstate__(state)
+        self._seen = {weight: [] for weight in self.masters}
+        for weight in fresh:
+            self.seen(weight)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of each parameter and, beside it, its master."""

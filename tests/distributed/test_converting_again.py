@@ -136,7 +136,7 @@ def test_ranks_that_cut_its_blocks_are_refused() -> None:
 
 def test_a_weight_that_cannot_be_encoded_is_refused_before_anything_is_converted() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"^1: its weight is torch\.float64, and float32, .* can be stored quantized"):
+    with pytest.raises(TypeError, match=r"^1: its weight is torch\.float64; float32, .* can be encoded: cast"):
         lpq.convert(net, "fp8-current", weights="quantized")
     assert [type(layer) for layer in net] == [nn.Linear, nn.Linear]
 
@@ -150,12 +150,13 @@ def test_weights_in_high_precision_may_have_any_format() -> None:
         assert all(entry.note.startswith(f"{kept} as nvfp4") for entry in lpq.report(net).weights)
 
 
-def test_the_report_tells_what_is_stored_where_a_layer_was_given_another_recipe() -> None:
+def test_a_layer_that_stores_its_weight_is_given_no_recipe_for_another_format() -> None:
     net = _stored()
-    net[0].recipe = "mxfp8"
+    with pytest.raises(ValueError, match=r"^layer 0, .* is stored as fp8, which it keeps, and mxfp8 wants it as mxfp8"):
+        net[0].recipe = "mxfp8"
     net[2].recipe = None
     assert [entry.note for entry in lpq.report(net).weights] == [
-        "stored as fp8, and its recipe wants mxfp8: it keeps its format",
+        NOTE,
         "stored as fp8, and its recipe wants high precision: it keeps its format",
     ]
 

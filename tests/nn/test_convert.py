@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -323,3 +324,36 @@ def test_a_weight_that_no_format_encodes_is_refused_before_anything_is_changed()
     first_alone = {"rules": [{"match": ["0"], "recipe": "mxfp8"}]}
     lpq.convert(model, first_alone)  # a layer that is left alone may be of any dtype
     assert type(model[1]) is nn.Linear
+
+
+@pytest.mark.parametrize("steps", [0, -3, "a", 2.0])
+def test_a_run_has_a_step(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"steps={steps!r}: it is the length of the run in steps"):
+        lpq.convert(Net(), "mxfp8", steps=steps)
+
+
+def test_holding_the_weights_of_what_was_not_converted_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="hold_weights: the model has no layer of lpq"),
+        lpq.hold_weights(nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def test_messages_name_the_layer() -> None:
+    model = lpq.convert(Net(), "mxfp8")
+    with pytest.raises(ValueError, match=r"^layer blocks\.1\.0, lpq\.nn\.Linear\(.*\): the input is \[1, 3\]"):
+        model.blocks[1][0](torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"^lpq\.nn\.Linear\(4, 4\): the input is"):
+        lpq.nn.Linear(4, 4, recipe="mxfp8")(torch.ones(1, 3))
+
+
+def test_what_is_left_alone_is_not_asked_whether_it_can_be_stored() -> None:
+    rules = [
+        {"match": ["self_attn.*"], "recipe": "fp8-current", "until": 8},  # out_proj is a subclass of nn.Linear
+        {"match": ["*"], "recipe": "mxfp8"},
+    ]
+    block = nn.TransformerEncoderLayer(32, 2, 64)
+    left = {entry.name for entry in lpq.report(lpq.convert(block, {"rules": rules}, weights="quantized")).left}
+    assert "self_attn.out_proj" in left
+    assert isinstance(block.linear1.weight.data, lpq.QuantizedTensor)

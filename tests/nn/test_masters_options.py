@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -118,3 +120,34 @@ def test_an_optimizer_of_weights_that_were_replaced_is_refused(weights: Any) -> 
     AdamW(model.parameters()).step()
     other = nn.Linear(64, 64)
     SGD(other.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_copy_goes_on_as_the_original_does(pickled: bool, fused: bool) -> None:
+    model = _model()
+    optimizer = MasterWeights(AdamW(model.parameters(), lr=0.05, fused=fused))
+    scheduler = StepLR(optimizer, 2, 0.5)
+    _train(model, optimizer, scheduler)
+    both = (model, optimizer)
+    twin, other = pickle.loads(pickle.dumps(both)) if pickled else copy.deepcopy(both)
+    assert {id(w) for w in other.masters} == {id(p) for p in twin.parameters() if p.dim() == 2}
+    assert _train(twin, other, StepLR(other, 2, 0.5)) == _train(model, optimizer, StepLR(optimizer, 2, 0.5))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        if isinstance(stored := p.detach(), QuantizedTensor):
+            assert torch.equal(stored.dequantize(), q.detach().dequantize())
+        else:
+            assert torch.equal(p, q)
+    for m, n in zip(optimizer.masters.values(), other.masters.values(), strict=True):
+        assert torch.equal(m, n)
+
+
+def test_a_copy_knows_that_a_weight_was_written_to() -> None:
+    model = _model()
+    optimizer = MasterWeights(SGD(model.parameters(), 0.1))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    twin, other = copy.deepcopy((model, optimizer))
+    twin(torch.randn(8, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="was written to since its master was made"):
+        other.step()
