@@ -16,7 +16,8 @@ from lpq import registry
 from lpq.cli.kernels import MEANINGS, Served, pick_device, served_by_format, served_by_pair, show
 from lpq.cli.listing import described
 from lpq.cli.output import Json, as_json, table
-from lpq.registry.errors import LpqError, OptionError, suggestion
+from lpq.registry.errors import LpqError, OptionError, suggestion, words
+from lpq.registry.loader import PluginInfo
 
 ENVIRONMENT = ("LPQ_KERNELS", "LPQ_LOAD_PLUGINS")
 Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
@@ -31,6 +32,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
     where = pick_device(device)
     plugins = [described(plugin) for plugin in registry.plugins()]
     kernels, broken = examine(where)
+    unbuilt = broken_recipes()
     pairs = served_by_pair(where, kernels)
     wrong = [p for p in plugins if p["status"] in ("broken", "missing")]
     if json:
@@ -44,6 +46,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
                 "kernels": [{"format": name, **s.plain()} for name, found in kernels.items() for s in found],
                 "pairs": [s.plain() for s in pairs],
                 "broken_formats": broken,
+                "broken_recipes": unbuilt,
                 "unused_kernels": unused_kernels(),
             }
         )
@@ -70,7 +73,9 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
             typer.echo(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
-    if wrong or broken or any(s.error or s.broken for found in (*kernels.values(), pairs) for s in found):
+        for name, problem in unbuilt.items():
+            typer.echo(f"lpq: recipe {name}: {problem}", err=True)
+    if wrong or broken or unbuilt or any(s.error or s.broken for found in (*kernels.values(), pairs) for s in found):
         raise typer.Exit(1)
 
 
@@ -84,9 +89,26 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
                 kernels[name] = served_by_format(name, device)
             except OptionError:
                 continue  # it has options without a default, as one that is made of other formats does
-            except LpqError as error:
-                broken[name] = str(error)
+            except Exception as error:
+                broken[name] = fault(plugin, error)
     return kernels, broken
+
+
+def broken_recipes() -> dict[str, str]:
+    """The named recipes that cannot be built, and why."""
+    broken: dict[str, str] = {}
+    for plugin in registry.plugins():
+        for name in plugin.recipes:
+            try:
+                lpq.recipe(name)
+            except Exception as error:
+                broken[name] = fault(plugin, error)
+    return broken
+
+
+def fault(plugin: PluginInfo, error: Exception) -> str:
+    """What is wrong with something that a plugin brings. No fault of its code may take the others' lines away."""
+    return str(error) if isinstance(error, LpqError) else f"{plugin.title} is at fault: it raised {words(error)}"
 
 
 def named(found: list[Served]) -> Iterator[tuple[tuple[str, str], Served]]:

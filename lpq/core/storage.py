@@ -60,8 +60,14 @@ class Storage:
             setattr(self, name, tensor)
 
     def __getattr__(self, name: str) -> Tensor:
-        known = [b.name for b in getattr(type(self), "layout", ())]
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its buffers are {known}")
+        made = vars(self)
+        given = [key for key, value in made.items() if isinstance(value, Tensor)]
+        known = made["quantizer"].names if "quantizer" in made else [b.name for b in getattr(type(self), "layout", ())]
+        if name in known:  # obj, for Python to suggest no other attribute
+            raise AttributeError(
+                f"{type(self).__name__} was made without its buffer {name!r}: given were {given}", obj=self
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its buffers are {list(known) or given}")
 
     def bind(self, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Self:
         """Say what this storage stands for."""

@@ -89,7 +89,16 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def words(error: BaseException | None) -> str:
-    """What was raised: its type, its message, and the line of the file that raised it."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    """What was raised: its type, its message, and the line of the file that raised it.
+
+    The line is left out if it is one of the registry's, as where an import string names what is not there.
+    """
+    frames = [*traceback.walk_tb(error.__traceback__)] if error is not None else []
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in frames]
+    while modules and modules[-1].startswith("importlib"):
+        modules.pop()  # what imported is the place, and not how Python imports
+    where = ""
+    if modules and not modules[-1].startswith("lpq.registry"):
+        frame, line = frames[len(modules) - 1]
+        where = f" ({Path(frame.f_code.co_filename).name}, line {line})"
     return f"{type(error).__name__}: {error}{where}"

@@ -116,8 +116,15 @@ class Registry:
             if not (hasattr(found, "from_options") and is_dataclass(found)):
                 cause = f"format {name} has quantizer={string!r}, which is no dataclass with from_options"
                 raise source.error(cause, "name a subclass of lpq.core.Quantizer that is a frozen dataclass")
+            if not _frozen(found):
+                cause = f"format {name} has quantizer={string!r}, which is a dataclass that is not frozen"
+                raise source.error(cause, f"declare {found.__qualname__} with @dataclass(frozen=True)")
             self._format_of.setdefault(found, spec)
         return found
+
+    def at_fault(self, name: str, cause: str, remedy: str) -> PluginError:
+        """The error of the plugin that brings this format."""
+        return self._source(self._provider(name, "formats").name).error(cause, remedy)
 
     def loaded_as(self, cls: type) -> FormatSpec | None:
         """The format as whose quantizer this class was loaded by name; None: it was not."""
@@ -203,6 +210,11 @@ class Registry:
         else:
             remedy = f"pip install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
         raise PluginMissing(name, "not installed", "", f"{setting} names it", remedy)
+
+
+def _frozen(cls: Any) -> bool:
+    """Whether a dataclass is frozen, and so a constant that has a hash."""
+    return bool(cls.__dataclass_params__.frozen)
 
 
 def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> str | None:

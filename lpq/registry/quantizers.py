@@ -42,7 +42,28 @@ def _quantizer(text: str, extra: dict[str, Any]) -> Any:
     for key in extra:
         if key in options:
             raise OptionError(f"option {key!r} is given twice: in {text!r} and beside it")
-    return default().load_class(call.name, "quantizer").from_options(**options, **extra)
+    cls, options = default().load_class(call.name, "quantizer"), options | extra
+    missing = [name for name in required(cls) if name not in options]
+    try:
+        return cls.from_options(**options)
+    except OptionError as error:
+        if str(error).startswith(f"{cls.__name__}: "):  # users write the format, not its class
+            error.args = (call.name + str(error).removeprefix(cls.__name__),)
+        if options or missing:
+            raise
+        cause = f"format {call.name} refuses its own defaults: {error}"
+        raise default().at_fault(call.name, cause, "give its options defaults that it takes") from error
+    except TypeError as error:
+        if not missing:
+            raise
+        given = ", ".join(f"{name}=…" for name in missing)
+        raise OptionError(f"{call.name} has options without a default: write it as {call.name}({given})") from error
+
+
+def required(cls: type) -> list[str]:
+    """The options of a quantizer class that have no default."""
+    nothing = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(cls) if f.default is nothing and f.default_factory is nothing]
 
 
 @cached

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from lpq import registry
 from lpq.core import Quantizer
 from lpq.registry.errors import LpqError, OptionError
+from lpq.registry.quantizers import required
 
 ALL = 8
 SEARCHED = 4096
@@ -55,7 +56,7 @@ def nearby(name: str) -> Iterator[Quantizer]:
     for option, (_, *others) in _options(name).items():
         for value in others:
             with contextlib.suppress(OptionError):  # it needs another option as well
-                yield registry.quantizer_class(name).from_options(**{option: value})
+                yield registry.quantizer(name, **{option: value})
 
 
 def _options(name: str) -> dict[str, list[Any]]:
@@ -67,13 +68,15 @@ def _options(name: str) -> dict[str, list[Any]]:
 
 @registry.cached
 def _family(name: str) -> Family:
-    cls, options = registry.quantizer_class(name), _options(name)
+    options = _options(name)
+    if not required(registry.quantizer_class(name)):
+        registry.quantizer(name)  # defaults that are refused are no combination to leave out
     product = itertools.islice(itertools.product(*options.values()), SEARCHED)
     valid: dict[Quantizer, tuple[Any, ...]] = {}
     refused: OptionError | None = None
     for values in product:
         try:
-            quantizer = cls.from_options(**dict(zip(options, values, strict=True)))
+            quantizer = registry.quantizer(name, **dict(zip(options, values, strict=True)))
         except OptionError as error:  # these options do not go together
             refused = refused or error
             continue
@@ -86,12 +89,10 @@ def _family(name: str) -> Family:
 
 def _values(name: str, field: dataclasses.Field[Any], hint: Any) -> list[Any]:
     """The values of an option, the default first."""
-    required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    if required:
-        default = []
-    elif field.default_factory is not dataclasses.MISSING:
+    default: list[Any] = []
+    if field.default_factory is not dataclasses.MISSING:
         default = [field.default_factory()]
-    else:
+    elif field.default is not dataclasses.MISSING:
         default = [field.default]
     values = [*default, *(v for v in _alternatives(name, hint) if v not in default)]
     if not values:
@@ -125,7 +126,7 @@ def partners() -> dict[str, str]:
         try:
             registry.quantizer(name)
             found[name] = ""
-        except (OptionError, TypeError):  # it needs an option; a dataclass says TypeError of that
+        except OptionError:  # it needs an option
             continue
         except Exception as error:
             found[name] = str(error) if isinstance(error, LpqError) else f"{name}: {type(error).__name__}: {error}"

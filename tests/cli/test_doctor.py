@@ -48,6 +48,7 @@ def test_it_says_what_is_here(lpq: Callable) -> None:
     assert {"lpq", "python", "triton", "cuda"} <= set(found["versions"])
     assert found["devices"][0]["device"] == "cpu"
     assert {p["name"] for p in found["plugins"]} == {p.name for p in registry.plugins()}
+    assert (found["broken_formats"], found["broken_recipes"]) == ({}, {})
 
 
 def test_it_lists_every_operation_of_every_format_that_has_defaults(lpq: Callable) -> None:
@@ -150,6 +151,98 @@ def test_a_format_whose_code_is_broken_is_a_finding(install: Callable, lpq: Call
     found = doctor(lpq, "--device", "cpu", status=1)
     assert "lpq_hollow_plugin:Gone" in found["broken_formats"]["hollow"]
     assert "mxfp8" in {k["format"] for k in found["kernels"]}
+
+
+FORMAT = """
+    from dataclasses import dataclass, field
+    from typing import Literal
+    from lpq.core import Buffer, Quantizer, Storage
+    from lpq.registry import FormatSpec, hookimpl
+
+    class OwnStorage(Storage):
+        layout = (Buffer("data", None),)
+
+    @dataclass(frozen=True)
+    class Own(Quantizer):
+        per: Literal["row", "tensor"] = "row"
+
+    @hookimpl
+    def lpq_register_formats():
+        return FormatSpec(name="log4", summary="", quantizer="lpq_log4_plugin:Own",
+                          storage="lpq_log4_plugin:OwnStorage", effective_bits=8)
+"""
+OWN_FAULTS = {
+    "a default that its type refuses": (
+        ('= "row"', '= "col"'),
+        "plugin log4 (lpq-log4 1.0) cannot be used: format log4 refuses its own defaults: "
+        "log4: option 'per' must be 'row' or 'tensor', not 'col'",
+    ),
+    "options that may change": (
+        ("@dataclass(frozen=True)", "@dataclass"),
+        "plugin log4 (lpq-log4 1.0) cannot be used: format log4 has quantizer='lpq_log4_plugin:Own', which is a "
+        "dataclass that is not frozen. Remedy: declare Own with @dataclass(frozen=True).",
+    ),
+    "an option that cannot be hashed": (
+        ('per: Literal["row", "tensor"] = "row"', "per: list = field(default_factory=list)"),
+        "plugin log4 (lpq-log4 1.0) is at fault: it raised TypeError: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", OWN_FAULTS)
+def test_what_is_wrong_with_one_format_takes_no_other_away(install: Callable, lpq: Callable, fault: str) -> None:
+    (right, wrong), words = OWN_FAULTS[fault]
+    before = doctor(lpq, "--device", "cpu")["kernels"]
+    install("log4", "1.0", FORMAT.replace(right, wrong))
+    found = doctor(lpq, "--device", "cpu", status=1)
+    assert list(found["broken_formats"]) == ["log4"]
+    assert words in found["broken_formats"]["log4"]
+    assert [k for k in found["kernels"] if k["format"] in {k["format"] for k in before}] == before
+    table = lpq("doctor", "--device", "cpu")
+    assert "as they have no default options: hybrid (" in table.out
+    assert words in table.err
+
+
+@pytest.mark.parametrize("command", ["explain", "check"])
+@pytest.mark.parametrize("fault", list(OWN_FAULTS)[:2])
+def test_other_commands_say_it_in_the_same_words(install: Callable, lpq: Callable, command: str, fault: str) -> None:
+    (right, wrong), words = OWN_FAULTS[fault]
+    install("log4", "1.0", FORMAT.replace(right, wrong))
+    ended = lpq(command, "log4")
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.startswith(f"lpq: {words}")
+
+
+def test_a_format_with_an_option_to_give_is_none(install: Callable, lpq: Callable) -> None:
+    """As a hybrid has two."""
+    install("log4", "1.0", FORMAT.replace(' = "row"', ""))
+    assert doctor(lpq, "--device", "cpu")["broken_formats"] == {}
+    assert "as they have no default options: hybrid, log4 (" in lpq("doctor", "--device", "cpu").out
+    assert "log4 has options without a default: write it as log4(per=…)" in lpq("explain", "log4").err
+
+
+def test_a_recipe_that_cannot_be_built_is_a_finding(install: Callable, lpq: Callable) -> None:
+    install(
+        "tidy",
+        "1.0",
+        """
+        from lpq.registry import RecipeSpec, hookimpl
+
+        @hookimpl
+        def lpq_register_recipes():
+            recipes = {"tidy": "mxfp8", "tidy-typo": "fprop=log5, dgrad=bf16, wgrad=bf16", "tidy-odd": 7}
+            return [RecipeSpec(name=name, summary="", recipe=recipe) for name, recipe in recipes.items()]
+        """,
+    )
+    found = doctor(lpq, "--device", "cpu", status=1)
+    assert list(found["broken_recipes"]) == ["tidy-typo", "tidy-odd"]
+    words = (
+        "recipe tidy-typo of plugin tidy (lpq-tidy 1.0) cannot be built: fprop: there is no recipe and no format 'log5'"
+    )
+    assert words in found["broken_recipes"]["tidy-typo"]
+    table = lpq("doctor", "--device", "cpu")
+    assert table.status == 1
+    assert words in table.err
 
 
 def test_a_kernel_at_fault_is_a_finding_and_its_format_stays(install: Callable, lpq: Callable) -> None:

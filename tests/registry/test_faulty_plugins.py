@@ -10,7 +10,7 @@ import torch
 
 from lpq import registry
 from lpq.ops import KernelError, choose
-from lpq.registry.errors import OptionError, PluginError
+from lpq.registry.errors import ImportStringError, OptionError, PluginError
 
 CPU = torch.device("cpu")
 KERNELS = """
@@ -100,6 +100,24 @@ def test_a_class_that_is_none(site, role: str, value: str, words: str) -> None:
     assert words in caught.value.cause
     assert role in caught.value.remedy.lower()
     assert registry.quantizer("base").margin == 0
+
+
+def test_a_place_is_told_where_it_is_the_plugins_own(site) -> None:
+    """Not that of the registry's import, or of Python's."""
+    sources = {
+        "acme_gone:Q": None,
+        "acme_plugin:gone": None,
+        "acme_raises:Q": "(acme_raises.py, line 2)",
+        "acme_imports:Q": "(acme_imports.py, line 1)",
+    }
+    modules = {"acme_raises": "x = 0\n1 / x\n", "acme_imports": "import acme_gone\n"}
+    modules["acme_plugin"] = site.format("acme")
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, modules)
+    for string, place in sources.items():
+        with pytest.raises(ImportStringError) as caught:
+            registry.resolve(string)
+        assert (", line " in str(caught.value)) == (place is not None)
+        assert str(caught.value).endswith(place or "")
 
 
 class Own:

@@ -151,6 +151,14 @@ def test_options_beside_the_text(site) -> None:
         registry.quantizer("base(rht=true)", rht=True)
 
 
+@pytest.mark.parametrize("text", ["fp8(history=0)", "fp8(history=1.5)", "hybrid(row=mxfp8, col=fp8(history=0))"])
+def test_an_option_is_of_the_format_and_not_of_its_class(text: str) -> None:
+    with pytest.raises(OptionError, match=r"^fp8: option 'history' must be .*, not"):
+        registry.quantizer(text)
+    with pytest.raises(OptionError, match=r"^FP8Quantizer: option 'history' must be"):  # made without its name
+        registry.quantizer_class("fp8")(history=0)
+
+
 def test_a_quantizer_is_returned_as_it_is(site) -> None:
     made = registry.quantizer("base", margin=3)
     assert registry.quantizer(made) is made
