@@ -40,6 +40,12 @@ def master_name(weight: str) -> str:
     return f"{PREFIX}state.{weight}.{MASTER}"
 
 
+def untrained(data: Mapping[str, Any] | None, weights: Collection[str]) -> set[str]:
+    """Those of the weights that no saved optimizer had; none, if no optimizer was saved, since nobody knows then."""
+    groups = data["groups"] if data is not None else [{"params": weights}]
+    return set(weights) - {name for group in groups for name in group["params"]}
+
+
 class OptimizerState:
     """The optimizers of one model, which may be several."""
 
