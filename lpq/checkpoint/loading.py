@@ -15,7 +15,7 @@ from lpq.checkpoint.finding import find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, master_name, untrained
+from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, master_name, untrained
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.reading import Reader
 
@@ -38,7 +38,9 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
     """
     ranks = Ranks()
     with ranks.saying(f"{path} cannot be loaded"):
-        ranks.alike(lambda: str(path), "the ranks were given different paths: pass the same to all")
+        ranks.alike(
+            lambda: _asked(path, model, optimizer), "the ranks were given different paths: pass the same to all"
+        )
     found, refused = find(Path(path), ranks)
     what = f"checkpoint {found} cannot be loaded"
     seen = Model(model)
@@ -70,6 +72,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
             stacklevel=2,
         )
     return plan.info
+
+
+def _asked(path: str | Path, model: nn.Module, given: Optimizers) -> str:
+    """Where to load from, once it is known that the others are what can be loaded into: to look there takes long."""
+    Model(model)
+    given_optimizers(given)
+    return str(path)
 
 
 class _Job:

@@ -114,8 +114,9 @@ def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str,
     left = sorted(set(saved) - found.targets.keys() - set(may_ignore))
     unused = [name for name in left if not any(name.startswith(f"{taken}.") for taken in _taken(found, quantized))]
     if unused:
-        names = listed([shown(name) for name in unused])
-        raise CheckpointError(f"it has tensors for which the {whose} has no place: {names}")
+        owners = {part: name for name in quantized for part in unused if part.startswith(f"{name}.")}
+        names = dict.fromkeys(shown(owners.get(name, name)) for name in unused)
+        raise CheckpointError(f"it has tensors for which the {whose} has no place: {listed([*names])}")
 
 
 def _taken(found: Match, quantized: Mapping[str, Any]) -> list[str]:
