@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lpq.checkpoint import files
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint, listed
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.ranks import Ranks
 
@@ -46,10 +46,12 @@ def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> tuple[Path, tupl
             return candidate, tuple(refused)
         refused.append(f"checkpoint {candidate} is refused: {reason}")
         unfinished += reason == UNFINISHED
+    others = ranks.first(lambda: _others(path))
+    instead = f"Beside it there is {others}: load {path.parent}, of which the newest whole one is taken"
     if not refused:
-        raise NoCheckpoint(f"there is no checkpoint in {path}")
+        raise NoCheckpoint(f"there is no checkpoint in {path}" + (f". {instead}" if others else ""))
     error = NoCheckpoint if unfinished == len(refused) else CheckpointError
-    raise error("\n".join([*refused, "No whole checkpoint is left there"]))
+    raise error("\n".join([*refused, instead if others else "No whole checkpoint is left there"]))
 
 
 def steps_in(directory: Path) -> list[tuple[int, str, Path]]:
@@ -61,10 +63,22 @@ def steps_in(directory: Path) -> list[tuple[int, str, Path]]:
 
 def _candidates(path: Path) -> list[Path]:
     """Where to look: the path itself, or the checkpoints of the run that is there."""
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file, and a checkpoint is a directory: give that, or load a file of one model with "
+            "lpq.checkpoint.import_file"
+        )
     if path.is_dir() and not ((path / MANIFEST).exists() or (path / ".metadata").exists()):
         return [found for _, _, found in steps_in(path)]
     beside = [path, path.with_name(path.name + REPLACED), path.with_name(path.name + PARTIAL)]
     return [p for p in beside if p.exists()][:1]
+
+
+def _others(path: Path) -> str:
+    """The finished checkpoints of the run that this one is of, newest first."""
+    if not STEP.fullmatch(path.name) or not path.parent.is_dir():
+        return ""
+    return listed([found.name for _, ending, found in steps_in(path.parent) if not ending and found.name != path.name])
 
 
 def _why_not(path: Path, ranks: Ranks, thorough: bool) -> str | None:

@@ -5,18 +5,26 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import reprlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.finding import DESCRIPTION, EXTRA, find
 from lpq.checkpoint.ranks import Ranks
 from lpq.recipes import Policy
+
+OWNERS = {"extra": "extra", "model": "what get_extra_state of a module returned", "optimizer": "the optimizer"}
+"""Whose it is what is kept beside the tensors."""
+UNREADABLE = (pickle.PickleError, AttributeError, TypeError)
+"""What pickling raises of what it cannot write, or must not read."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,21 @@ class Info:
     description: Description
     refused: tuple[str, ...] = ()
     """The newer checkpoints that are not whole, in words."""
+
+    def __str__(self) -> str:
+        """A few lines to read; ``repr`` has all of it."""
+        said = self.description
+        stored = Counter(entry["quantizer"] for entry in said.quantized.values())
+        recipes = Counter(recipe or "no recipe" for recipe in said.recipes.values())
+        lines = [
+            f"{self.path}" + (f", after step {self.step}" if self.step is not None else ""),
+            *(f"{count} layers with {recipe}" for recipe, count in recipes.items()),
+            *(f"{count} tensors stored as {quantizer}" for quantizer, count in stored.items()),
+            *(f"{name} from {entry['distribution']} {entry['version']}" for name, entry in said.formats.items()),
+            *([f"extra: {' '.join(reprlib.repr(self.extra).split())}"] if self.extra is not None else []),
+            *self.refused,
+        ]
+        return "\n  ".join(lines)
 
     @property
     def policies(self) -> dict[str, Policy]:
@@ -70,14 +93,28 @@ def read(path: Path, refused: tuple[str, ...]) -> tuple[Info, dict[str, Any]]:
 
 def pickled(beside: dict[str, Any]) -> bytes:
     """What is kept beside the tensors; only what can be read again without running code."""
-    buffer = io.BytesIO()
-    torch.save(beside, buffer)
     try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except pickle.UnpicklingError as error:
+        return _pickled(beside)
+    except UNREADABLE as error:
         raise CheckpointError(
-            "extra, the state of a module (get_extra_state) or an optimizer's options hold something that "
-            f"torch.load(…, weights_only=True) would not read: {str(error).strip().splitlines()[0]} Save numbers, "
-            "strings, tensors, and lists and dicts of them"
+            f"{_unreadable(beside)}, which torch.load(…, weights_only=True) would not read: save numbers, strings, "
+            "tensors, and lists and dicts of them"
         ) from error
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     return buffer.getvalue()
+
+
+def _unreadable(beside: dict[str, Any]) -> str:
+    """What of it cannot be read again, and whose it is."""
+    for whose, value in beside.items():
+        for path, leaf in tree_flatten_with_path(value)[0]:
+            try:
+                _pickled(leaf)
+            except UNREADABLE:
+                return f"{OWNERS[whose]} holds a {type(leaf).__name__}" + (f" at {keystr(path)}" if path else "")
+    return f"{' or '.join(OWNERS[whose] for whose in beside)} holds a container of a kind of its own"

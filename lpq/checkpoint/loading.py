@@ -15,7 +15,7 @@ from lpq.checkpoint.finding import find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, master_name
+from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, master_name, untrained
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.reading import Reader
 
@@ -32,12 +32,15 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
 
     Weights that are stored quantized may come from a checkpoint in high precision: they are encoded, and masters of
     ``lpq.optim.MasterWeights`` take the values themselves, which needs no saved optimizer. Weights in high precision
-    may come from a checkpoint of stored ones with masters, and take these. Masters that have no place are left out, and
-    a warning tells so, unless the checkpoint is loaded without an optimizer.
+    may come from a checkpoint of stored ones with masters, and take these; a stored weight that the saved optimizer did
+    not have was frozen, and they take what it decodes to. Masters that have no place are left out, and a warning tells
+    so, unless the checkpoint is loaded without an optimizer.
     """
     ranks = Ranks()
     with ranks.saying(f"{path} cannot be loaded"):
-        ranks.alike(lambda: str(path), "the ranks were given different paths: pass the same to all")
+        ranks.alike(
+            lambda: _asked(path, model, optimizer), "the ranks were given different paths: pass the same to all"
+        )
     found, refused = find(Path(path), ranks)
     what = f"checkpoint {found} cannot be loaded"
     seen = Model(model)
@@ -69,6 +72,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
             stacklevel=2,
         )
     return plan.info
+
+
+def _asked(path: str | Path, model: nn.Module, given: Optimizers) -> str:
+    """Where to load from, once it is known that the others are what can be loaded into: to look there takes long."""
+    Model(model)
+    given_optimizers(given)
+    return str(path)
 
 
 class _Job:
@@ -105,7 +115,9 @@ def _prepare(path: Path, refused: tuple[str, ...], model: Model, given: Optimize
     tensors, _ = model.state()
     memories = model.memories()
     ours = {name for name in saved if name.startswith(PREFIX)}
-    found = match(tensors, saved, said.quantized, masters=masters)
+    weights = [name.removeprefix(PREFIX) for name in said.quantized]
+    frozen = {PREFIX + name for name in untrained(beside["optimizer"], weights)}
+    found = match(tensors, saved, said.quantized, masters=masters, frozen=frozen)
     check_complete(found, ours, said.quantized, may_lack=memories, may_ignore=said.memories)
     fresh = {name: memories[name] for name in found.absent if name in memories}
     matches, loaded = [found], list[Loaded]()

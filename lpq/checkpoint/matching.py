@@ -2,7 +2,8 @@
 
 A tensor takes what was saved of it bit for bit, if it is stored as it was. A weight that is stored quantized takes one
 that was saved in high precision, too, and encodes it; one in high precision takes the fp32 master of one that was
-stored quantized. Anything else is an error that names the tensor.
+stored quantized, or what it decodes to if it was frozen, which is then all there is of it. Anything else is an error
+that names the tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.optimizer import Saved
-from lpq.checkpoint.tensors import described, encode, held, parts, plain_like, touched
+from lpq.checkpoint.tensors import decode, described, encode, held, parts, plain_like, stored_like, touched
 
 
 @dataclass
@@ -31,18 +32,22 @@ class Match:
     """Their names. They are encoded with the statistics of the whole, so that they are the same on all ranks."""
     to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors in high precision, each with what it takes in its own dtype."""
+    to_decode: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Tensors in high precision, each with the quantized one of which it takes what that decodes to."""
     replaced: list[str] = field(default_factory=list)
     """The tensors that take something else than what was saved under their name."""
     written: list[Tensor] = field(default_factory=list)
-    """The tensors that ``targets`` or ``to_copy`` fills in place."""
+    """The tensors that ``targets``, ``to_copy`` or ``to_decode`` fills in place."""
     absent: list[str] = field(default_factory=list)
     """The tensors of which nothing was saved."""
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Once the targets are filled: copy, encode, and let everybody see that the tensors changed."""
+        """Once the targets are filled: copy, decode, encode, and let everybody see that the tensors changed."""
         for target, values in self.to_copy:
             held(target).copy_(held(values))
+        for target, stored in self.to_decode:
+            decode(target, stored)
         encoded = [tensor for tensor, _ in self.to_encode]
         encode(encoded, [values for _, values in self.to_encode])
         for tensor in [*self.written, *encoded]:
@@ -55,12 +60,13 @@ def match(
     quantized: Mapping[str, Any],
     *,
     masters: Mapping[str, str] | None = None,
+    frozen: Collection[str] = (),
     cast: bool = False,
 ) -> Match:
     """Find for each tensor what was saved of it.
 
-    ``masters``: the names of the masters that were saved, by those of their weights. ``cast``: an ordinary tensor may
-    have been saved in another dtype.
+    ``masters``: the names of the masters that were saved, by those of their weights. ``frozen``: the weights that no
+    saved optimizer had. ``cast``: an ordinary tensor may have been saved in another dtype.
     """
     found = Match()
     for name, tensor in tensors.items():
@@ -82,6 +88,14 @@ def match(
             found.to_copy.append((parts(name, tensor)[name], values))
             found.replaced.append(name)
             found.written.append(tensor)
+        elif mine is None and theirs is not None and name in frozen:
+            _check_shape(name, theirs["shape"], tensor.shape)
+            stored = stored_like(name, tensor, theirs)
+            for part, target in parts(name, stored).items():
+                _check(part, target, saved, exact=True)
+                found.targets[part] = target
+            found.to_decode.append((parts(name, tensor)[name], stored))
+            found.written.append(tensor)
         else:
             _check_storage(name, theirs, mine)
             for part, target in parts(name, tensor).items():
@@ -100,8 +114,9 @@ def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str,
     left = sorted(set(saved) - found.targets.keys() - set(may_ignore))
     unused = [name for name in left if not any(name.startswith(f"{taken}.") for taken in _taken(found, quantized))]
     if unused:
-        names = listed([shown(name) for name in unused])
-        raise CheckpointError(f"it has tensors for which the {whose} has no place: {names}")
+        owners = {part: name for name in quantized for part in unused if part.startswith(f"{name}.")}
+        names = dict.fromkeys(shown(owners.get(name, name)) for name in unused)
+        raise CheckpointError(f"it has tensors for which the {whose} has no place: {listed([*names])}")
 
 
 def _taken(found: Match, quantized: Mapping[str, Any]) -> list[str]:

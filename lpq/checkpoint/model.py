@@ -27,6 +27,10 @@ class Model:
     """A model as a checkpoint sees it: the same whether it is compiled, sharded or neither."""
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise CheckpointError(
+                f"model is to be a torch.nn.Module, not {type(model).__name__}: pass the model itself, no state_dict()"
+            )
         self.module = _unwrapped(model)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -40,13 +40,30 @@ def master_name(weight: str) -> str:
     return f"{PREFIX}state.{weight}.{MASTER}"
 
 
+def untrained(data: Mapping[str, Any] | None, weights: Collection[str]) -> set[str]:
+    """Those of the weights that no saved optimizer had; none, if no optimizer was saved, since nobody knows then."""
+    groups = data["groups"] if data is not None else [{"params": weights}]
+    return set(weights) - {name for group in groups for name in group["params"]}
+
+
+def given_optimizers(given: Optimizers) -> list[Optimizer]:
+    """The optimizers that somebody gave: one, several or none."""
+    every = [*given] if isinstance(given, Sequence) else [] if given is None else [given]
+    for one in every:
+        if not isinstance(one, Optimizer):
+            raise CheckpointError(
+                f"optimizer is to be a torch.optim.Optimizer or a list of them, not {type(one).__name__}: pass "
+                "the optimizers themselves, those of a dict as list(optimizers.values())"
+            )
+    return every
+
+
 class OptimizerState:
     """The optimizers of one model, which may be several."""
 
     def __init__(self, given: Optimizers, names: Mapping[int, str]) -> None:
         """``names``: of the model's parameters, by their ``id``."""
-        optimizers = given if isinstance(given, Sequence) else [] if given is None else [given]
-        self._optimizers = [_One(optimizer, names) for optimizer in optimizers]
+        self._optimizers = [_One(optimizer, names) for optimizer in given_optimizers(given)]
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All tensors by name, and the plain data around them."""

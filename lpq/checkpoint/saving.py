@@ -121,11 +121,11 @@ def _prepare(
     ranks: Ranks,
 ) -> tuple[dict[str, dict[str, Tensor]], Writer]:
     """Collect what is to be saved, and make sure that all ranks mean the same."""
-    seen = Model(model)
     state: dict[str, dict[str, Tensor]] = {}
     small: dict[str, bytes] = {}
 
     def collect() -> tuple[str, str, dict[str, Tensor]]:
+        seen = Model(model)
         tensors, module_extra = seen.state()
         names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
         theirs, rest = OptimizerState(given, names).split()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,17 +32,18 @@ from lpq.core.tensor import rebuild
 def export_file(path: str | Path, model: nn.Module, *, decode: bool = False) -> Path:
     """Write the whole model into one file, on rank 0; all ranks call it.
 
-    ``decode``: an ordinary state dict for models without lpq, with quantized weights as tensors of their own dtype and
-    without what quantizers remember. Else all is bit for bit what it is here. Rank 0 has the whole model in the CPU's
-    memory on the way.
+    ``decode``: for models without lpq, which load ``torch.load(path, weights_only=True)["model"]`` as any state dict:
+    with quantized weights as tensors of their own dtype and without what quantizers remember. Else all is bit for bit
+    what it is here. Rank 0 has the whole model in the CPU's memory on the way.
     """
-    ranks, seen, target = Ranks(), Model(model), Path(path)
+    ranks, target = Ranks(), Path(path)
     pieces: dict[str, Tensor] = {}
     other: dict[str, Any] = {}
 
     def collect() -> Description:
+        seen = Model(model)
         tensors, extra = seen.state()
-        pickled(extra)
+        pickled({"model": extra})
         other.update(extra)
         pieces.update(part for name, tensor in tensors.items() for part in parts(name, tensor).items())
         return seen.describe(tensors, None)
@@ -65,16 +67,17 @@ def import_file(path: str | Path, model: nn.Module) -> Info:
     in high precision; what is stored in high precision takes what a quantized weight decodes to, and is cast to its own
     dtype as ``load_state_dict`` does it. The policy is not compared.
     """
-    ranks, seen, source = Ranks(), Model(model), Path(path)
-    job: list[tuple[Description, dict[str, Tensor], dict[str, Any], Match]] = []
+    ranks, source = Ranks(), Path(path)
+    job: list[tuple[Model, Description, dict[str, Tensor], dict[str, Any], Match]] = []
 
     def prepare() -> list[str]:
-        job.append(_prepare(source, seen))
+        seen = Model(model)
+        job.append((seen, *_prepare(source, seen)))
         return job[0][-1].encoded
 
     with ranks.saying(f"{source} cannot be imported"):
         ranks.alike(prepare, "the ranks read different files, or hold different models")
-    ((description, tensors, other, found),) = job
+    ((seen, description, tensors, other, found),) = job
     with torch.no_grad():
         for name, target in found.targets.items():
             held(target).copy_(tensors[name][chunk(target)])
@@ -132,6 +135,16 @@ def _opened(source: Path) -> dict[str, Any]:
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
+        if source.is_dir():
+            reason = "it is a directory; if that is a checkpoint, lpq.checkpoint.load loads it"
+        elif source.exists() and not zipfile.is_zipfile(source):
+            reason = (
+                "it is damaged, or torch.save did not write it; export_file and torch.save(model.state_dict(), …) do"
+            )
+        elif isinstance(error, pickle.UnpicklingError):
+            reason = (
+                "it is damaged, or holds something else than tensors and plain data; a state dict is what it may be"
+            )
         raise CheckpointError(f"torch.load(…, weights_only=True) does not read it: {reason}") from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError("it holds no state dict")

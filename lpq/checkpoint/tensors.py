@@ -8,7 +8,7 @@ returned here shares its memory with the model, so that loading into it is loadi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, shown
-from lpq.core import Buffer, QuantizedTensor
+from lpq.core import Buffer, QuantizedTensor, Quantizer
 from lpq.core.quantize import as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.write import write
 from lpq.distributed.attach import attach
+from lpq.distributed.fits import why_uncut
 from lpq.distributed.shard import WeightShard, plain
 
 
@@ -84,6 +86,30 @@ def plain_like(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return _dtensor(empty, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
+def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    """An uninitialised quantized tensor as ``described`` tells of it, with the one operand that decoding needs.
+
+    Its shards are those of this ordinary tensor; where they would cut blocks, every rank has the whole.
+    """
+    local, quantizer = here(name, tensor), registry.quantizer(entry["quantizer"])
+    sharded = tensor if isinstance(tensor, DTensor) and _fits(tensor, quantizer) else None
+    shape = local.shape if sharded is not None else tensor.shape
+    direction, text = next(iter(entry["operands"].items()))
+    side, matrix = registry.quantizer(text), (math.prod(shape[:-1]), shape[-1])
+    dtype = getattr(torch, entry["dtype"])
+    operand = side.storage.empty(side, matrix if direction == "row" else matrix[::-1], dtype, local.device)
+    row, col = (operand, None) if direction == "row" else (None, operand)
+    made = QuantizedTensor(row, col, quantizer, shape, dtype)
+    return _dtensor(made, sharded.device_mesh, sharded.placements, sharded.shape) if sharded is not None else made
+
+
+@torch.no_grad()
+def decode(target: Tensor, stored: Tensor) -> None:
+    """Write what a tensor of ``stored_like`` decodes to into the ordinary one that it is like."""
+    values = cast("QuantizedTensor", held(stored)).dequantize(target.dtype)
+    held(target).copy_(values if isinstance(stored, DTensor) else values[chunk(target)])
+
+
 def encode(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write values, of which each rank has its part, into quantized tensors, with the statistics of the whole."""
     for tensor in tensors:
@@ -120,6 +146,13 @@ def whole(part: Tensor) -> Tensor:
     )  # fmt: skip
     gathered = travels.full_tensor()
     return gathered.view(local.dtype) if single else gathered
+
+
+def _fits(tensor: DTensor, quantizer: Quantizer) -> bool:
+    """Whether a tensor's shards are of whole rows, and hold whole blocks of the format."""
+    cuts = [(p, n) for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if not p.is_replicate()]
+    by_rows = all(type(p) is Shard and p.dim == 0 for p, _ in cuts)
+    return by_rows and why_uncut(quantizer, tensor.shape[0], math.prod(n for _, n in cuts)) is None
 
 
 def _placements(tensor: Tensor) -> tuple[Placement, ...]:

@@ -37,6 +37,11 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
     (plain, lambda: plain(96), r"0.weight was saved with shape \[64, 32\] and is \[96, 32\] in the model"),
     (plain, lambda: plain(dtype=torch.bfloat16), r"0.weight was saved in torch.float32 and is torch.bfloat16"),
     (plain, lambda: plain(bias=False), "it has tensors for which the model has no place: 0.bias"),
+    (
+        lambda: nn.Sequential(*plain(32), *stored("mxfp8")),
+        lambda: plain(32),
+        r"the model has no place: 1\.bias, 1\.weight$",
+    ),
     (lambda: plain(bias=False), plain, "it has nothing for these tensors of the model: 0.bias"),
     (plain, lambda: stored("mxfp8").to("meta"), r"0.weight is on the meta device"),
     (plain, lambda: plain(device="meta"), r"0.weight is on the meta device.*to_empty"),
@@ -59,6 +64,24 @@ def bytes_of(net: nn.Module) -> list[torch.Tensor]:
     if any(p.is_meta for p in net.parameters()):
         return []
     return [as_bytes(p.dequantize() if hasattr(p, "quantizer") else p).clone() for p in net.parameters()]
+
+
+def test_what_is_no_model_and_no_optimizer_is_refused_at_once(tmp_path: Path) -> None:
+    """Before a file is written or read: nothing is saved at the place that is loaded from."""
+    net = plain()
+    no_model: Any = net.state_dict()
+    no_optimizer: Any = {"a": torch.optim.SGD(net.parameters(), 0.1)}
+    for call in (checkpoint.save, checkpoint.save_async, checkpoint.load):
+        with pytest.raises(
+            CheckpointError, match=r"model is to be a torch\.nn\.Module, not OrderedDict: pass the model"
+        ):
+            call(tmp_path / "none", no_model)
+        with pytest.raises(CheckpointError, match=r"optimizer is to be .*, not dict: pass .* list\(optimizers\.values"):
+            call(tmp_path / "none", net, no_optimizer)
+    for call in (checkpoint.export_file, checkpoint.import_file):
+        with pytest.raises(CheckpointError, match=r"model is to be a torch\.nn\.Module, not OrderedDict"):
+            call(tmp_path / "none.pt", no_model)
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_operand_is_enough_for_a_model_that_stores_one(tmp_path: Path) -> None:

@@ -36,6 +36,18 @@ def test_decoded_it_is_an_ordinary_state_dict(tmp_path: Path) -> None:
         assert torch.equal(layer.weight, net.stored[name].weight.dequantize()), name
 
 
+def test_decoded_a_plain_model_loads_it(tmp_path: Path) -> None:
+    """In the words of the documentation; only the state dict is under a name of its own."""
+    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32))
+    lpq.convert(net, "mxfp8", weights="quantized")
+    path = tmp_path / "model.pt"
+    checkpoint.export_file(path, net, decode=True)
+    plain = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32))
+    plain.load_state_dict(torch.load(path, weights_only=True)["model"])
+    assert torch.equal(plain[0].weight, net[0].weight.dequantize())
+    assert torch.equal(plain[2].bias, net[2].bias)
+
+
 def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
     """Quantized into high precision: decoded. High precision into quantized: encoded. Other dtypes: cast."""
     stored = nn.Sequential(nn.Linear(32, 64))
@@ -68,6 +80,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: torch.load"):
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
+    for garbage in (b"garbage" * 100, b""):
+        path.write_bytes(garbage)
+        with pytest.raises(CheckpointError, match=r"it is damaged, or torch\.save did not write it; export_file and"):
+            checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(CheckpointError, match=r"it is a directory; if that is a checkpoint, lpq\.checkpoint\.load"):
+        checkpoint.import_file(tmp_path, nn.Sequential(nn.Linear(4, 4)))
     torch.save({"weight": Path}, path)
     with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: torch.load"):
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))

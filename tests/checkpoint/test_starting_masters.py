@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from checkpointed import as_bytes
 from ranks import spawn
 from sharded import How, built, step
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -208,6 +210,33 @@ def _masters_of_stored_weights(folder: Path, recipe: str, shard: bool) -> None:
     goes_on(net, optimizer, shard)
 
 
+def _frozen_weights(folder: Path, recipe: str, shard: bool) -> None:
+    """Stored, and given to no optimizer: what they decode to is all there is of them. The others take their masters."""
+
+    def frozen(weights: str | None) -> tuple[nn.Module, list[Tensor]]:
+        net = made(recipe, weights, shard)
+        net[0].up.requires_grad_(False)
+        net[0].down.requires_grad_(False)
+        return net, [p for p in net.parameters() if p.requires_grad]
+
+    stored, params = frozen("quantized")
+    optimizer = MasterWeights(AdamW(params, lr=1e-2))
+    step(stored, optimizer, 0, how(recipe, "quantized", shard))
+    checkpoint.save(folder / "frozen", stored, optimizer)
+    decoded = {name: weight.dequantize() for name, weight in values(stored).items()}
+    kept = {name: local(optimizer.masters[p]) for name, p in stored.named_parameters() if p in optimizer.masters}
+    assert list(kept) == WEIGHTS[2:]
+    assert not any(torch.equal(decoded[name], kept[name]) for name in kept), "or it would not matter which is taken"
+    for weights in (None, "high_precision"):
+        net, params = frozen(weights)
+        resumed = AdamW(params, lr=1e-2)
+        with collectives() as seen:
+            quietly(folder / "frozen", net, resumed)
+        assert "all_reduce" not in [c.kind for c in seen], "there is nothing to encode"
+        equal(values(net), {**decoded, **kept})
+        goes_on(net, resumed, shard)
+
+
 def _all(rank: int, folder: Path, shard: bool = True) -> None:
     for number, recipe in enumerate(RECIPES):
         for check in (
@@ -215,6 +244,7 @@ def _all(rank: int, folder: Path, shard: bool = True) -> None:
             _high_precision_of_masters,
             _masters_without_a_place,
             _masters_of_stored_weights,
+            _frozen_weights,
         ):
             check(folder / str(number), recipe, shard)
 
@@ -225,6 +255,25 @@ def test_not_sharded(tmp_path: Path) -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     spawn(_all, 2, tmp_path)
+
+
+BLOCKS = "fp8(scaling=block, block=128x128)"
+"""Shards of 96 rows cut its blocks, and have as many of them as shards of whole blocks would."""
+
+
+def _loaded_in_shards(rank: int, folder: Path, truth: Tensor) -> None:
+    net = nn.Sequential(nn.Linear(128, 192))
+    fully_shard(net)
+    quietly(folder, net, None)
+    assert torch.equal(local(net[0].weight), truth.chunk(2)[rank])
+
+
+def test_a_frozen_weight_is_decoded_whole_where_shards_cut_its_blocks(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(128, 192))
+    values = torch.randn(192, 128) * torch.arange(1, 193)[:, None]
+    net[0].weight = nn.Parameter(lpq.quantizer(BLOCKS).quantize(values), requires_grad=False)
+    checkpoint.save(tmp_path, net, SGD([net[0].bias], 0.1))
+    spawn(_loaded_in_shards, 2, tmp_path, net[0].weight.dequantize())
 
 
 # ------------------------------------------------------------------------------------ in one process
@@ -275,6 +324,38 @@ def test_a_model_in_bf16_takes_masters_rounded(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(64, 32, dtype=torch.bfloat16))
     checkpoint.load(tmp_path, plain, any_policy=True)
     assert torch.equal(plain[0].weight, other[0].weight)
+
+
+@pytest.mark.parametrize("wrap", [MasterWeights, lambda optimizer: optimizer])
+@pytest.mark.parametrize("sides", [{}, {"row": False}])
+def test_a_frozen_stored_layer_loads_into_an_ordinary_model(tmp_path: Path, wrap: Any, sides: dict[str, bool]) -> None:
+    """With masters of other weights or without any: it is in no saved optimizer."""
+    net = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+    weight = lpq.quantizer("mxfp8").quantize(torch.randn(32, 64), **sides)
+    net[0].weight = nn.Parameter(weight, requires_grad=False)
+    optimizer = wrap(adam(net[1]))
+    checkpoint.save(tmp_path, net, optimizer)
+    other = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+    version = other[0].weight._version
+    quietly(tmp_path, other, adam(other[1]))
+    assert torch.equal(other[0].weight, weight.dequantize())
+    assert other[0].weight._version > version, "what was derived from it is out of date"
+    rounded = nn.Linear(64, 32).bfloat16()
+    mixed = nn.Sequential(rounded, nn.Linear(32, 32))
+    mixed[0].bias.data = mixed[0].bias.data.float()
+    quietly(tmp_path, mixed, None)
+    assert torch.equal(rounded.weight, weight.dequantize().bfloat16())
+    with pytest.raises(CheckpointError, match=r"0\.weight was saved with shape \[32, 64\] and is \[48, 64\]"):
+        checkpoint.load(tmp_path, nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)))
+
+
+def test_a_stored_weight_that_may_have_been_trained_is_not_decoded(tmp_path: Path) -> None:
+    net = layer()
+    checkpoint.save(tmp_path / "trained", net, stepped(net, adam(net)))
+    checkpoint.save(tmp_path / "unknown", net)
+    for name in ("trained", "unknown"):
+        with pytest.raises(CheckpointError, match=r"0\.weight was saved as mxfp8, .*export_file\(…, decode=True\)"):
+            checkpoint.load(tmp_path / name, layer(None))
 
 
 def test_a_master_of_somebody_else_stays_the_optimizers_own(tmp_path: Path) -> None:

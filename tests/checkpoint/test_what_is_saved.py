@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,32 @@ def test_extra_is_what_can_be_read_without_running_code(tmp_path: Path) -> None:
     found = checkpoint.load(tmp_path, nn.Linear(2, 2)).extra
     assert torch.equal(found.pop("rng"), extra.pop("rng"))
     assert found == extra
-    with pytest.raises(CheckpointError, match=r"weights_only=True\) would not read"):
-        checkpoint.save(tmp_path, nn.Linear(2, 2), extra=Path)
+    for wrong, words in (
+        (Path, "extra holds a type"),
+        ({"hooks": [1, lambda: 2]}, r"extra holds a function at \['hooks'\]\[1\]"),
+        ({"path": tmp_path}, r"extra holds a PosixPath at \['path'\]"),
+        ({"bag": {1, 2}, "made": Fraction(1, 2)}, r"extra holds a Fraction at \['made'\]"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"saved.*: {words}, which torch.load.*would not read: save numbers"):
+            checkpoint.save(tmp_path, nn.Linear(2, 2), extra=wrong)
     assert checkpoint.load(tmp_path, nn.Linear(2, 2)).extra["text"] == "ü"
+
+
+def test_what_is_known_of_a_checkpoint_reads_well(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, Net(1, 64, SMALL), step=3, extra={"epoch": 2, "rng": torch.zeros(10_000)})
+    (tmp_path / "step-00000004.partial").mkdir()
+    with pytest.warns(checkpoint.CheckpointWarning):
+        info = checkpoint.info(tmp_path)
+    first, *lines = str(info).splitlines()
+    assert first == f"{path}, after step 3"
+    assert "  1 tensors stored as mxfp8" in lines
+    assert any("layers with" in line for line in lines)
+    assert any(line.startswith("  extra: {'epoch': 2, ") for line in lines)
+    assert "refused: it was never finished" in lines[-1]
+    assert len(lines) < 12
+    assert max(map(len, lines)) < 200
+    assert "quantized=" in repr(info)
+    assert str(checkpoint.info(checkpoint.save(tmp_path / "plain", nn.Linear(2, 2)))) == str(tmp_path / "plain")
 
 
 def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:

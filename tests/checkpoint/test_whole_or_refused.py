@@ -92,6 +92,28 @@ def test_when_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
     assert not isinstance(raised.value, NoCheckpoint), "a run must not start anew in silence"
 
 
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(model(1.0).state_dict(), path)
+    for read in (checkpoint.info, lambda path: checkpoint.load(path, model(0.0))):
+        with pytest.raises(CheckpointError, match=r"model\.pt is a file, and a checkpoint is a directory.*import_file"):
+            read(path)
+
+
+def test_the_others_of_the_run_are_named_where_one_is_not_whole(tmp_path: Path) -> None:
+    damaged = saved(tmp_path, 5, 10, 20)[-1]
+    truncate(damaged / "__0_0.distcp")
+    others = "step-00000010, step-00000005: load .*, of which the newest whole one is taken"
+    with pytest.raises(CheckpointError, match=rf"(?s)20 is refused.*Beside it there is {others}") as raised:
+        checkpoint.load(damaged, model(0.0))
+    assert "No whole checkpoint" not in str(raised.value)
+    with pytest.raises(NoCheckpoint, match=rf"no checkpoint in .*30\. Beside it there is step-00000020, {others}"):
+        checkpoint.load(tmp_path / "step-00000030", model(0.0))
+    truncate(checkpoint.save(tmp_path / "latest", model(1.0)) / "lpq.json")
+    with pytest.raises(CheckpointError, match="No whole checkpoint is left there"):
+        checkpoint.load(tmp_path / "latest", model(0.0))
+
+
 def test_where_there_never_was_one_a_run_may_start(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(NoCheckpoint, match="there is no checkpoint in"):
