@@ -288,7 +288,6 @@ class Linear(nn.Linear):
         recipe = recipes.recipe(source) if source is not None else None
         if recipe == self._recipe:
             return
-        self._check_stored(recipe)
         for name in self._state_names():
             delattr(self, name)
         self._recipe = recipe
@@ -296,17 +295,6 @@ class Linear(nn.Linear):
         for tensor in TENSORS if self._plan is not None else ():
             for name, state in getattr(self._plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{name}", state)
-
-    def _check_stored(self, recipe: Recipe | None) -> None:
-        """Refuse a recipe for another format than the weight is stored in."""
-        if self.gathering is not None and self.gathering.find(self) is not None:
-            return  # the layer may have the gathered weight at present; its gather looks
-        stored = getattr(self.weight, "_local_tensor", self.weight)
-        if recipe is not None and isinstance(stored, QuantizedTensor) and stored.quantizer != recipe.w:
-            raise ValueError(
-                f"{self.title}: its weight is stored as {stored.quantizer}, which it keeps, and {recipe.title} wants "
-                f"it as {recipe.w}: use a recipe with w={stored.quantizer}"
-            )
 
     def _state_names(self) -> list[str]:
         if self._plan is None:

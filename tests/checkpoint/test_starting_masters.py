@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpointed import as_bytes
-from ranks import spawn
+from ranks import fully_shard, spawn
 from sharded import How, built, step
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
