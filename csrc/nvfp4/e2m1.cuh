@@ -151,9 +151,7 @@ __device__ __forceinline__ u32 encode(const float (&x)[8], float factor, bool pl
 // Eight elements as values, two to a word, times a block's scale and 2^-11: in bf16, which holds them exactly. Where a
 // code is the lowest of a bf16's exponent and the highest of its mantissa, that is 2^-126 of what it says.
 template <bool STOCHASTIC>
-__device__ __forceinline__ uint4 exact(
-    const float (&x)[8], float factor, bool plain, uint2 bits, float scale
-) {
+__device__ __forceinline__ uint4 exact(const float (&x)[8], float factor, bool plain, uint2 bits, float scale) {
     u32 pair[4];
     if (!plain) {
         const u32 codes = encode_any<STOCHASTIC>(x, factor, bits);

@@ -339,7 +339,7 @@ class Linear(nn.Linear):
     def title(self) -> str:
         """What messages call it."""
         kind = f"lpq.nn.Linear({self.in_features}, {self.out_features})"
-        return f"layer {self.place}, {kind}" if getattr(self, "place", "") else kind
+        return f"layer {self.place}, {kind}" if self.place else kind
 
     # ------------------------------------------------------------------------------ running it
 

@@ -1,4 +1,4 @@
-"""Numbers that the host knows, sent to a device that it need not wait for."""
+"""Numbers that the host knows, sent to a device that it need not wait for: for casts of master weights."""
 
 from __future__ import annotations
 
