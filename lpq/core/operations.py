@@ -184,7 +184,9 @@ def _with_plain(
     if row is None and col is None:
         return row_storage, col_storage, []
     other_row, other_col, measured = quantize(x, stats, row, col, seed, offset, measure=measure)
-    return row_storage or other_row, col_storage or other_col, measured
+    if row_storage is None:  # `or` would ask the class of a storage for its truth, which torch 2.11 cannot compile
+        row_storage = other_row
+    return row_storage, (other_col if col_storage is None else col_storage), measured
 
 
 def quantize_reference(
