@@ -46,10 +46,24 @@ def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
 
 
-def max_in_place(values: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Make each of these tensors the MAX over the ranks, in one collective."""
-    if values and group.size() > 1:
-        torch._foreach_copy_(list(values), reduce_max(values, group))
+class Reductions:
+    """Tensors to be made the MAX over ranks: one collective for all of each set of ranks and each device."""
+
+    def __init__(self) -> None:
+        self._within: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
+        self._across: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
+
+    def add(self, values: Sequence[Tensor], group: ProcessGroup, across: ProcessGroup | None = None) -> None:
+        """Reduce these in place over ``group``; afterwards over ``across``, if there is one."""
+        for reduced, over in ((self._within, group), (self._across, across)):
+            if over is not None and over.size() > 1:
+                for value in values:
+                    reduced.setdefault((same_ranks(over), value.device), (over, []))[1].append(value)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for group, values in [*self._within.values(), *self._across.values()]:
+            torch._foreach_copy_(values, reduce_max(values, group))
 
 
 def same_ranks(group: ProcessGroup) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lpq.core.draft import Draft
+from lpq.core.reduce import Reductions
 from lpq.core.tensor import QuantizedTensor
 from lpq.core.write import write
 
@@ -40,15 +41,20 @@ class Step:
             return True
         return any(_calls(frame, self.frame) for frame in sys._current_frames().values())
 
-    def write(self, only: Draft | None = None) -> None:
-        """Encode what was written so far: all tensors with one reduction, which all ranks have to do; or one tensor."""
+    def write(self, only: Draft | None = None, ended: Optimizer | None = None) -> None:
+        """Encode what was written so far: all tensors with one reduction, which all ranks have to do; or one tensor.
+
+        ``ended``: the optimizer whose step this was; what else it asks to have reduced is reduced as well.
+        """
         drafts = [(t, t.draft.matrix, t.draft.unless) for t in self._tensors if only is None or t.draft is only]
         written = [(tensor, matrix, unless) for tensor, matrix, unless in drafts if matrix is not None]
-        write([t for t, _, _ in written], [matrix for _, matrix, _ in written], [unless for _, _, unless in written])
+        if written:
+            targets, values, unless = zip(*written, strict=True)
+            write(targets, values, unless, beside(ended) if ended is not None else None)
 
-    def end(self) -> None:
+    def end(self, optimizer: Optimizer) -> None:
         try:
-            self.write()
+            self.write(ended=optimizer)
         finally:
             for tensor in self._tensors:
                 tensor.draft.begin(None)
@@ -64,7 +70,7 @@ class _End:
         step = self.step
         if step is not None and not torch.compiler.is_compiling() and step.frame is _around():
             self.step = None
-            step.end()
+            step.end(optimizer)
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> _End:
@@ -78,20 +84,54 @@ class _End:
         return end
 
 
+class _Watch:
+    """What torch calls before the step of any optimizer of this process."""
+
+    def __init__(self) -> None:
+        self.beside: list[Callable[[Optimizer, Reductions], None]] = []
+        register_optimizer_step_pre_hook(self)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # what is traced writes at each operation
+            return
+        # Within a step that is running (of an optimizer that wraps this one), that one will write.
+        stored = [tensor for tensor in _stored(optimizer) if not tensor.draft.open]
+        frame = _around()
+        if stored and frame is not None:
+            _End.of(optimizer).step = Step(frame, stored)
+
+
 @cache
-def watch() -> None:
-    """Have torch call the function below before each step; once, when the first stored tensor is made."""
-    register_optimizer_step_pre_hook(_before)
+def watch() -> _Watch:
+    """Have torch call it; once, when the first stored tensor is made."""
+    return _Watch()
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():  # what is traced writes at each operation
-        return
-    # Within a step that is running (of an optimizer that wraps this one), that one will write.
-    stored = [tensor for tensor in _stored(optimizer) if not tensor.draft.open]
+def reduce_beside(add: Callable[[Optimizer, Reductions], None]) -> None:
+    """Where the step of an optimizer writes to stored weights, have ``add`` say what is reduced in the same collective.
+
+    It is called before that, once in a step, on all ranks or on none.
+    """
+    watch().beside.append(add)
+
+
+def beside(optimizer: Optimizer) -> Reductions:
+    """What is reduced together with the statistics of what a step of this optimizer writes."""
+    reductions = Reductions()
+    for add in watch().beside:
+        add(optimizer, reductions)
+    return reductions
+
+
+def wrapping(optimizer: Optimizer) -> Optimizer | None:
+    """The optimizer in whose step that of this one, in which it is asked, is running; None if there is none."""
     frame = _around()
-    if stored and frame is not None:
-        _End.of(optimizer).step = Step(frame, stored)
+    while frame is not None:
+        stepping = frame.f_locals.get("self")
+        if isinstance(stepping, Optimizer) and stepping is not optimizer:
+            return stepping
+        frame = _around(frame.f_back)
+    return None
 
 
 def _stored(optimizer: Optimizer) -> Iterator[QuantizedTensor]:
@@ -102,9 +142,9 @@ def _stored(optimizer: Optimizer) -> Iterator[QuantizedTensor]:
                 yield local
 
 
-def _around() -> FrameType | None:
-    """The frame of torch's function around the step, which called the function that asks."""
-    frame: FrameType | None = sys._getframe(1)
+def _around(called: FrameType | None = None) -> FrameType | None:
+    """The frame of torch's function around the step, which called the function that asks; or the nearest from there."""
+    frame: FrameType | None = called if called is not None else sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != AROUND:
         frame = frame.f_back
     return frame

@@ -77,7 +77,7 @@ class QuantizedTensor(Gathered, Tensor):
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """What an operator does; ``lpq.core.aten``, which is written over this class, provides it."""
-    watch_steps: ClassVar[Callable[[], None]]
+    watch_steps: ClassVar[Callable[[], object]]
     """Has steps of optimizers write drafts; ``lpq.core.steps`` provides it."""
 
     @staticmethod

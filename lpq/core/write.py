@@ -11,7 +11,7 @@ from torch import Tensor
 from lpq.core import operations
 from lpq.core.operations import decode
 from lpq.core.quantize import check_input
-from lpq.core.reduce import check_shard, max_in_place, same_ranks, spans
+from lpq.core.reduce import Reductions, check_shard, spans
 from lpq.core.storage import Storage
 from lpq.core.tensor import QuantizedTensor
 
@@ -55,12 +55,16 @@ class _Part:
 
 @torch.no_grad()
 def write(
-    targets: Sequence[QuantizedTensor], values: Sequence[Tensor], unless: Sequence[Tensor | None] | None = None
+    targets: Sequence[QuantizedTensor],
+    values: Sequence[Tensor],
+    unless: Sequence[Tensor | None] | None = None,
+    beside: Reductions | None = None,
 ) -> None:
     """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
     each device. A second one, where column operands encode decoded row operands and have statistics of the whole.
 
     ``unless``: of each target a number, on its device, which leaves it as it is where it is not zero; or None.
+    ``beside``: what else is reduced in the same collectives.
     """
     together: list[_Part] = []
     in_turn: list[_Part] = []
@@ -71,14 +75,14 @@ def write(
             in_turn.append(_Part(target, _as_kept(target, value), target.quantizer.side("row"), None))
         else:
             together.append(_Part(target, value, row, col))
-    _reduce([*together, *in_turn])
+    _reduce([*together, *in_turn], beside or Reductions())
     encoded = [part.encode()[0] for part in in_turn]
     cols = [
         _Part(part.target, decode(row, torch.float32), None, part.target.quantizer.side("col"))
         for part, row in zip(in_turn, encoded, strict=True)
         if row is not None
     ]
-    _reduce(cols)
+    _reduce(cols, Reductions())
     for part in together:  # from here on no rank waits for another
         overwrite(part.target, *part.encode(), kept.get(id(part.target)))
     for part, first in zip(cols, encoded, strict=True):
@@ -95,15 +99,12 @@ def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
     return value.to(target.dtype) if as_is else value
 
 
-def _reduce(parts: Sequence[_Part]) -> None:
+def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
     """Measure what has statistics that ranks share, and reduce them."""
-    by_ranks: dict[tuple[object, ...], tuple[ProcessGroup, list[_Part]]] = {}
-    for part in parts:
-        group = part.shared_with()
-        if group is not None:
-            by_ranks.setdefault((*same_ranks(group), part.value.device), (group, []))[1].append(part)
-    for group, together in by_ranks.values():
-        max_in_place([s for part in together for s in part.measure()], group)
+    shared = [(part, group) for part in parts if (group := part.shared_with()) is not None]
+    for part, group in shared:
+        reductions.add(part.measure(), group)
+    reductions.run()
 
 
 def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None, unless: Tensor | None = None) -> None:

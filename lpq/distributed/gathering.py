@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lpq.core.reduce import max_in_place, same_ranks
-from lpq.core.steps import watch
+from lpq.core.reduce import Reductions
+from lpq.core.steps import reduce_beside, wrapping
 from lpq.distributed import fsdp
 from lpq.distributed.attach import attach, local
 from lpq.distributed.gather import Gather, Layer
@@ -85,12 +85,11 @@ class Gathering:
 
     def refresh(self) -> None:
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""
-        _reduce([g for g in self._find() if g.stale], remembering=False)
-
-    @property
-    def found(self) -> bool:
-        """Whether FSDP2 shards any of its weights, as far as is known."""
-        return bool(self._gathers)
+        reductions = Reductions()
+        for gather in self._find():
+            if gather.stale:
+                reductions.add(gather.measure(), gather.site.group)
+        reductions.run()
 
     def written_by(self, params: Collection[int]) -> Iterator[Gather]:
         """Those of the parameters with these ids."""
@@ -101,26 +100,6 @@ class Gathering:
         return [t for gather in self._gathers.values() for t in gather.missing()]
 
 
-def _reduce(gathers: list[Gather], *, remembering: bool) -> None:
-    """Measure these weights; if ``remembering``, combine what their layers remember, too.
-
-    One collective over each set of ranks that share out weights; there is one unless meshes differ.
-    """
-    by_mesh: dict[tuple[Any, ...], list[Gather]] = {}
-    for gather in gathers:
-        site = gather.site
-        replicated = same_ranks(site.replicas) if site.replicas is not None else ()
-        by_mesh.setdefault((same_ranks(site.group), replicated, site.device), []).append(gather)
-    for together in by_mesh.values():
-        site = together[0].site
-        spanning = [values for g in together for values in g.measure()]
-        memories = [memory for g in together for memory in g.layer.memories()] if remembering else []
-        with torch.no_grad():
-            max_in_place([*spanning, *memories], site.group)
-            if site.replicas is not None:  # they hold the same weights, and saw other inputs
-                max_in_place(memories, site.replicas)
-
-
 class _Steps:
     """What torch calls before and after the step of any optimizer of this process.
 
@@ -129,7 +108,9 @@ class _Steps:
 
     def __init__(self) -> None:
         self._gatherings: list[weakref.ref[Gathering]] = []
-        watch()  # what a step wrote is encoded before what follows from it is measured
+        self._reduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those in whose step everything was reduced already, together with what it wrote to stored weights."""
+        reduce_beside(self.add)  # what a step wrote is encoded before what follows from it is measured
         register_optimizer_step_pre_hook(torch.compiler.disable(self.before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self.after))  # type: ignore[no-untyped-call]
 
@@ -140,6 +121,7 @@ class _Steps:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Stored weights are about to be written to, maybe before any forward."""
+        self._reduced.discard(optimizer)  # a step that raised may have left it
         if not self._alive():
             return
         for param in _params(optimizer):
@@ -152,12 +134,25 @@ class _Steps:
             if getattr(local(param), "amax_group", None) == "unattached":
                 attach(param)
 
+    def add(self, optimizer: Optimizer, reductions: Reductions) -> None:
+        """Reduce what belongs to the weights that it has, but for those of an optimizer that wraps it, whose step ends
+        later. All are measured, since a compiled step writes without a trace."""
+        self._reduced.add(optimizer)
+        outer = wrapping(optimizer)
+        params = {id(p) for p in _params(optimizer)} - {id(p) for p in _params(outer)}
+        for gathering in self._alive():
+            for gather in gathering.written_by(params):
+                site = gather.site
+                reductions.add(gather.measure(), site.group)
+                reductions.add(gather.layer.memories(), site.group, site.replicas)  # replicas saw other inputs
+
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Measure all that it has: a compiled step writes without a trace."""
-        sharded = [gathering for gathering in self._alive() if gathering.found]
-        if sharded:
-            params = {id(param) for param in _params(optimizer)}
-            _reduce([g for gathering in sharded for g in gathering.written_by(params)], remembering=True)
+        """Do that now, if the step wrote to no stored weights."""
+        if optimizer not in self._reduced:
+            reductions = Reductions()
+            self.add(optimizer, reductions)
+            reductions.run()
+        self._reduced.discard(optimizer)
 
     def _alive(self) -> list[Gathering]:
         return [gathering for ref in self._gatherings if (gathering := ref()) is not None]
@@ -169,8 +164,8 @@ def _steps() -> _Steps:
     return _Steps()
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _params(optimizer: Optimizer | None) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]] if optimizer is not None else []
 
 
 def _lend_while_compiling(gathering: Gathering) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lpq.core import QuantizedTensor
+from lpq.core.reduce import Reductions
+from lpq.core.steps import beside
 from lpq.core.write import write
 from lpq.distributed.attach import attach, local
 
@@ -96,7 +98,8 @@ class MasterWeights(Optimizer):
             self.optimizer.step()
             # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
             # checkpoint, or was made before its master, may have been encoded of more than it decodes to.
-            self._encode([w for w, m in self.masters.items() if m.grad is not None or local(m)._version != before[w]])
+            changed = [w for w, m in self.masters.items() if m.grad is not None or local(m)._version != before[w]]
+            self._encode(changed, beside(self))
         finally:
             for master in self.masters.values():
                 master.grad = None
@@ -119,9 +122,10 @@ class MasterWeights(Optimizer):
         """Encode every weight from its master; one collective for all."""
         self._encode(self.masters)
 
-    def _encode(self, weights: Iterable[Tensor]) -> None:
+    def _encode(self, weights: Iterable[Tensor], beside: Reductions | None = None) -> None:
         targets = {weight: cast("QuantizedTensor", local(weight)) for weight in weights}
-        write([*targets.values()], [local(self.masters[weight]).detach() for weight in targets])
+        values = [local(self.masters[weight]).detach() for weight in targets]
+        write([*targets.values()], values, beside=beside)
         for weight in targets:
             self.seen(weight)
 

@@ -178,11 +178,7 @@ def every_collective_of_a_step(rank: int, recipes: Iterable[str] = TRAVELS, devi
                 assert [c for c in step.backward if c.kind == "all_gather"] == _of("all_gather", again), about
                 others = [c for c in step.backward if c.kind != "all_gather"]
                 assert others == _of("reduce_scatter", gradients), (about, others)
-                if weights == "high_precision":
-                    update = _reduction(measured + remembered)
-                else:  # encoded with one reduction, before the layers' memories are combined
-                    update = _reduction(measured) + _reduction(remembered)
-                assert step.update == update, (about, step.update)
+                assert step.update == _reduction(measured + remembered), (about, step.update)
                 # what was initialised is measured when it is gathered first; what is stored quantized has been
                 begun = _reduction(measured if weights == "high_precision" else [])
                 assert first == Step(begun + step.forward, step.backward, step.update), (about, first)

@@ -9,13 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import spawn
-from sharded import How, batch, built, whole
+from sharded import How, batch, built, model, whole
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import lpq
 from lpq.core import QuantizedTensor
 from lpq.observe import Collective, collectives
 from lpq.optim import MasterWeights
@@ -162,6 +165,94 @@ def _each_optimizer_reduces_once(rank: int) -> None:
         assert _reductions(seen) == 0
 
 
+class _Around(Optimizer):
+    """Wraps optimizers that have all its parameters, and steps them."""
+
+    def __init__(self, *inner: Optimizer) -> None:
+        super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.inner:
+            one.step()
+
+
+def _halves(net: nn.Module) -> Optimizer:
+    """One within another one."""
+    params = list(net.parameters())
+    return _Around(AdamW(params[::2], lr=1e-2), _Around(AdamW(params[1::2], lr=1e-2)))
+
+
+def _both_kinds_of_weights_reduce_once(rank: int) -> None:
+    """Weights that are stored and weights that are gathered quantized, with what delayed scaling remembers."""
+    for recipe in ("fp8-current", "fp8-delayed"):
+        for make in (_adam, _halves, lambda net: MasterWeights(_adam(net))):
+            net = model(64, 128)
+            lpq.convert(net[0], recipe, weights="quantized")
+            lpq.convert(net[1], recipe, weights="high_precision")
+            for block in (*net, net):
+                fully_shard(block)
+            optimizer = make(net)
+            for number in range(3):
+                with collectives() as seen:
+                    net(_own(rank)).square().mean().backward()
+                assert _reductions(seen) == int(not number), (recipe, number)  # weights that no step has written to
+                before = [p.full_tensor() for p in net.parameters()]
+                histories = _histories(net)
+                assert not (histories and _agree(histories)), "or this says nothing"
+                with collectives() as seen:
+                    optimizer.step()
+                optimizer.zero_grad()
+                assert [c.kind for c in seen] == ["all_reduce"], (recipe, number)
+                assert len(_histories(net)) == (12 if recipe == "fp8-delayed" else 0)
+                assert _agree(_histories(net))
+                moved = [not torch.equal(a, p.full_tensor()) for a, p in zip(before, net.parameters(), strict=True)]
+                assert sum(moved) >= 4
+
+
+def _another_step_within_a_step(rank: int) -> None:
+    """An optimizer that is none of those which the other one wraps: what it has is not left out."""
+    net = model(64, 128)
+    lpq.convert(net, "fp8-delayed", weights="high_precision")
+    fully_shard(net)
+    other = AdamW(net[1].parameters())
+
+    def closure() -> Tensor:
+        loss: Tensor = net(_own(rank)).square().mean()
+        loss.backward()
+        with collectives() as seen:
+            other.step()
+        assert [c.kind for c in seen] == ["all_reduce"]
+        assert _agree(_histories(net[1]))
+        assert not _agree(_histories(net[0]))
+        return loss
+
+    with collectives() as seen:
+        AdamW(net[0].parameters()).step(closure)
+    assert [c.kind for c in seen].count("all_reduce") == 3, "the first forward, the other step, and this one"
+    assert _agree(_histories(net))
+
+
+def _own(rank: int) -> Tensor:
+    """A batch that the other rank does not see."""
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(rank))
+
+
+def _adam(net: nn.Module) -> Optimizer:
+    return AdamW(net.parameters(), lr=1e-2)
+
+
+def _histories(net: nn.Module) -> list[Tensor]:
+    return [buffer for name, buffer in net.named_buffers() if "history" in name]
+
+
+def _agree(values: list[Tensor]) -> bool:
+    """Whether they are the same on both ranks."""
+    both: list[list[Tensor]] = [[], []]
+    dist.all_gather_object(both, values)
+    return all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
 def _state_is_sharded_and_ordinary(rank: int) -> None:
     for weights in ("high_precision", "quantized"):
         how = How("fp8-current", weights=weights, width=64, inner=128)
@@ -232,6 +323,8 @@ def _all(rank: int) -> None:
     _as_with_ordinary_gathers(rank)
     _as_unsharded(rank)
     _each_optimizer_reduces_once(rank)
+    _both_kinds_of_weights_reduce_once(rank)
+    _another_step_within_a_step(rank)
     _state_is_sharded_and_ordinary(rank)
     _a_closure(rank)
     _a_model_may_go_at_any_time(rank)

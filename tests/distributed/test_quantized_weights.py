@@ -60,7 +60,7 @@ def _nothing_in_high_precision(rank: int) -> None:
 
 
 def _one_reduction_a_step(rank: int) -> None:
-    for recipe, count in (("fp8-current", 1), (W8.format("nvfp4(block=16x16)"), 1), ("mxfp8", 0), ("fp8-delayed", 2)):
+    for recipe, count in (("fp8-current", 1), (W8.format("nvfp4(block=16x16)"), 1), ("mxfp8", 0), ("fp8-delayed", 1)):
         for blocks in (1, 4):
             net = sharded(converted(recipe, blocks=blocks))
             optimizer = MasterWeights(AdamW(net.parameters(), lr=1e-3))
