@@ -1,4 +1,5 @@
-// The largest magnitude of a whole matrix, in two steps: one value for each block of threads, then one for all.
+// The largest magnitude of a whole matrix, in two steps: one value for each block of threads, then one for all. And
+// zeros, where magnitudes are found otherwise.
 #include "tile.cuh"
 
 constexpr int UNROLL = 4, BLOCK = 1024;
@@ -6,6 +7,7 @@ constexpr int PER_LOAD = 16 / sizeof(Source);
 
 // parts[block]: the largest magnitude, as fp32 bits, of the elements that this block has read. x is contiguous.
 extern "C" __global__ void __launch_bounds__(BLOCK, 2) amax_parts(const void* x, i64 count, u32* parts) {
+    wait_for_the_one_before();
     const i64 loads = (u64)x % 16 == 0 ? count / PER_LOAD : 0, step = (i64)gridDim.x * BLOCK;
     const i64 thread = (i64)blockIdx.x * BLOCK + threadIdx.x;
     const Source* from = (const Source*)x;
@@ -34,8 +36,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) amax_parts(const void* x,
 
 // The largest of the parts. One block.
 extern "C" __global__ void __launch_bounds__(BLOCK) amax_finish(const u32* parts, i64 count, u32* amax) {
+    let_the_next_one_come();
+    wait_for_the_one_before();
     u32 bits = 0;
     for (i64 i = threadIdx.x; i < count; i += blockDim.x) bits = max(bits, parts[i]);
     bits = block_max(bits);
     if (threadIdx.x == 0) *amax = bits;
+}
+
+// Words in which a kernel then finds largest magnitudes.
+extern "C" __global__ void __launch_bounds__(BLOCK) zero(u32* words, i64 count) {
+    let_the_next_one_come();
+    wait_for_the_one_before();
+    for (i64 i = (i64)blockIdx.x * BLOCK + threadIdx.x; i < count; i += (i64)gridDim.x * BLOCK) words[i] = 0;
 }

@@ -49,6 +49,7 @@ __device__ __forceinline__ u32 word_of(const Told& t, i64 word) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) tell(const Told* table, i64 count) {
+    wait_for_the_one_before();
     const Told t = entry_here(table, count);
     const i64 from = (blockIdx.x - t.first) * WORDS_OF_BLOCK;
     for (int k = threadIdx.x; k < WORDS_OF_BLOCK && from + k < t.words; k += THREADS) t.to[from + k] = word_of(t, from + k);
@@ -84,6 +85,7 @@ __device__ __forceinline__ void turn_nibbles(const Turned& t, i64 top, i64 left,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) turn(const Turned* table, i64 count) {
+    wait_for_the_one_before();
     alignas(16) __shared__ u8 shared[SIDE * (SIDE + 1) * 4];
     const Turned t = entry_here(table, count);
     const i64 place = blockIdx.x - t.first, tiles = (t.cols + SIDE - 1) / SIDE;

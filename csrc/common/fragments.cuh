@@ -248,13 +248,12 @@ __device__ __forceinline__ void code_fragments(const Fragment* table, i64 count)
     }
 }
 
-#define LPQ_CAST(FORMAT)                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS) measure(const Fragment* table, i64 count) { \
-        measure_fragments<FORMAT>(table, count);                                                    \
-    }                                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS) scales(const Fragment* table, i64 count) { \
-        scale_fragments<FORMAT>(table, count);                                                      \
-    }                                                                                               \
-    extern "C" __global__ void __launch_bounds__(THREADS) codes(const Fragment* table, i64 count) { \
-        code_fragments<FORMAT>(table, count);                                                       \
+#define LPQ_KERNEL(NAME, OF_FRAGMENTS)                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME(const Fragment* table, i64 count) { \
+        wait_for_the_one_before();                                                               \
+        OF_FRAGMENTS(table, count);                                                              \
     }
+#define LPQ_CAST(FORMAT)                            \
+    LPQ_KERNEL(measure, measure_fragments<FORMAT>) \
+    LPQ_KERNEL(scales, scale_fragments<FORMAT>)    \
+    LPQ_KERNEL(codes, code_fragments<FORMAT>)

@@ -2,6 +2,7 @@
 //
 // LPQ_INPUT says what the input holds. A word is 32 bits: one fp32, or two 16-bit floats, the even column low.
 #pragma once
+#include "order.cuh"
 
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -13,6 +13,7 @@ constexpr int NEEDS = RowSide::NEEDS > ColSide::NEEDS ? RowSide::NEEDS : ColSide
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
     const void* x, const RowSide::Parameters of_row, const ColSide::Parameters of_col, u32 count, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     // Backwards: what was read last to measure the tensor may still be in the cache.
     Tile t(rows, cols, count - 1 - blockIdx.x);
     u32 w[ROWS][WORDS];

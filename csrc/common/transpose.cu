@@ -25,6 +25,7 @@ __device__ __forceinline__ uint4 load_piece(const u8* x, i64 row, i64 at, i64 ro
 extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
     const u8* x, u8* out, const u32* scale, u32* scale_out, u32 scales, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     constexpr int HIGH = 2 * WIDE;
     __shared__ uint4 piece[WIDE][HIGH / 16];
     const u32 wide = (u32)((cols + WIDE - 1) / WIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
@@ -77,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
 extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_nibbles(
     const u8* x, u8* out, const u8* scale, u8* scale_out, const u32* amax, u32* amax_out, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     constexpr int SIDE = 2 * WIDE;
     __shared__ uint4 piece[SIDE][SIDE / 32];
     const u32 wide = (u32)((cols + SIDE - 1) / SIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;

@@ -11,6 +11,7 @@ constexpr int SIDE_BY_SIDE = 32;
 extern "C" __global__ void __launch_bounds__(THREADS) untile(
     const u32* words, u32* row_out, u32* col_out, u32 down, u32 across
 ) {
+    wait_for_the_one_before();
     __shared__ u32 lines[WIDE][SIDE_BY_SIDE + 1];
     const u32 in_a_row = (across + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
     const u32 in_a_col = (down + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;

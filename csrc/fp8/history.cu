@@ -5,6 +5,8 @@
 extern "C" __global__ void __launch_bounds__(1024) remember(
     float* history, float* amax, const float* newest, i64 length, float factor, u32 most_recent
 ) {
+    let_the_next_one_come();
+    wait_for_the_one_before();
     const u32 now = __float_as_uint(*newest);
     u32 largest = now;
     // From the end on, a piece at a time: what a piece is moved over has been moved before.

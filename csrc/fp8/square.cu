@@ -17,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) quanti
     const void* x, u8* row_data, float* row_scale, u8* col_data, float* col_scale, const u32* amaxes, u32 count,
     u32* known, u32* measured, float largest_scale, u32 pow2, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     // Backwards: what was read last to measure the amax may still be in the cache.
     const Tile t(rows, cols, gridDim.x - 1 - blockIdx.x);
     u32 w[ROWS][WORDS];

@@ -12,6 +12,7 @@ constexpr bool BLOCKS = false;
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
     const void* x, u32* row_amaxes, u32* col_amaxes, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     __shared__ u32 of_rows[TALL];
     __shared__ Columns columns;
     const Tile t(rows, cols, blockIdx.x);
@@ -31,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<TALL == WIDE ? 80 
     const u32* col_given, u32* row_measured, u32* col_measured, u32* words, float largest_scale, u32 row_pow2,
     u32 col_pow2, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     const Tile t(rows, cols, gridDim.x - 1 - blockIdx.x);
     u32 w[ROWS][WORDS];
     load(t, x, w);

@@ -4,6 +4,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
     const u8* data, const u8* scale, void* out, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     const Tile t(rows, cols, blockIdx.x);
     uint2 codes[ROWS];
     load_codes(t, data, codes);

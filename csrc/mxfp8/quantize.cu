@@ -5,6 +5,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) quanti
     const void* x, u8* row_data, u8* row_scale, u8* col_data, u8* col_scale, const float* row_given,
     const float* col_given, float* row_measured, float* col_measured, u32* words, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     const Tile t(rows, cols, blockIdx.x);
     u32 w[ROWS][WORDS];
     load(t, x, w);

@@ -11,6 +11,7 @@ __device__ __forceinline__ float decode_e2m1(u32 codes, int i) {
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
     const u8* data, const u8* scale, const float* amax, void* out, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     const Tile t(rows, cols, blockIdx.x);
     const i64 blocks = (cols + 15) / 16;
     const float a = amax ? *amax : 2688.0f / 2048, shift = a > 1.0f ? 4096.0f : 1.0f;

@@ -28,6 +28,7 @@ constexpr bool SHARED = false;
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_FP32 ? 255 : 80>) amaxes(
     const void* x, u32* plain, u32* rotated, u32 count, i64 rows, i64 cols
 ) {
+    wait_for_the_one_before();
     u32 in_plain = 0, in_rotated = 0;
     for (u32 at = blockIdx.x; at < count; at += gridDim.x) {
         const Tile t(rows, cols, at);
@@ -54,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
     u32 col_count, const float* col_given, float* col_measured, const u64* seed, i64 offset, u32 count, i64 rows,
     i64 cols
 ) {
+    wait_for_the_one_before();
     Tile t(rows, cols, count - 1 - blockIdx.x);
     u32 w[ROWS][WORDS];
     load(t, x, w);

@@ -33,21 +33,28 @@ from lpq.ops.table import KernelError
 SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
 """How an argument lies in its 8 bytes: a pointer, a 64-bit or 32-bit integer, a float or a double."""
 SUCCESS, NO_CONTEXT = 0, 201
+HOPPER = (9, 0)
+"""The first compute capability whose kernels may follow each other without a gap."""
 
 
 class CudaKernel:
     """One function of a CUDA C++ source."""
 
-    def __init__(self, source: str | Path, name: str, arguments: str, *, threads: int, shared: int = 0) -> None:
+    def __init__(
+        self, source: str | Path, name: str, arguments: str, *, threads: int, shared: int = 0, waits: bool = False
+    ) -> None:
         """``source`` may be relative to lpq's ``csrc``; ``arguments`` has a letter of ``SLOTS`` for each parameter.
         Letters in brackets are the fields of one, a struct of 8 bytes for each field.
 
-        ``shared`` is the size in bytes of the dynamic shared memory of a block.
+        ``shared`` is the size in bytes of the dynamic shared memory of a block. ``waits`` says that the kernel begins
+        with ``wait_for_the_one_before()`` of ``order.cuh``: from Hopper on it is then put in place while the kernel
+        before it ends, which saves a microsecond or two.
         """
         self.source = csrc() / source
         self.name = name
         self.threads = threads
         self.shared = shared
+        self.waits = waits
         self._slots = struct.Struct("<" + "".join(SLOTS[a] for a in arguments if a not in "()"))
         self._places = _places(arguments)
         self._loaded: dict[tuple[int, tuple[str, ...]], _Loaded] = {}
@@ -57,27 +64,27 @@ class CudaKernel:
         if blocks == 0:
             return
         loaded = self._loaded.get((device, macros)) or self._load(device, macros)
-        buffer = loaded.buffers
-        self._slots.pack_into(buffer.bytes, 0, *arguments)
+        how = loaded.how
+        self._slots.pack_into(how.arguments.bytes, 0, *arguments)
+        how.config.gridDimX = blocks
         if torch._C._cuda_getDevice() == device:
-            self._run(loaded, device, blocks, buffer.pointers)
+            self._run(loaded, how, device)
         else:
             with torch.cuda.device(device):
-                self._run(loaded, device, blocks, buffer.pointers)
+                self._run(loaded, how, device)
 
-    def _run(self, loaded: _Loaded, device: int, blocks: int, pointers: int) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        how = loaded.function, blocks, 1, 1, self.threads, 1, 1, self.shared, stream, pointers, 0
-        (status,) = loaded.launch(*how)
+    def _run(self, loaded: _Loaded, how: _How, device: int) -> None:
+        how.config.hStream = torch._C._cuda_getCurrentRawStream(device)
+        (status,) = loaded.launch(how.config, loaded.function, how.arguments.pointers, 0)
         if status == NO_CONTEXT:  # torch has not used the device in this thread yet
             from cuda.core import Device
 
             Device(device).set_current()
-            (status,) = loaded.launch(*how)
+            (status,) = loaded.launch(how.config, loaded.function, how.arguments.pointers, 0)
         if status != SUCCESS:
             raise KernelError(
-                f"{self.source.name}: launching {self.name} with {blocks} blocks of {self.threads} threads "
-                f"failed: {status!r}"
+                f"{self.source.name}: launching {self.name} with {how.config.gridDimX} blocks of {self.threads} "
+                f"threads failed: {status!r}"
             )
 
     def _load(self, device: int, macros: tuple[str, ...]) -> _Loaded:
@@ -86,22 +93,24 @@ class CudaKernel:
         with torch.cuda.device(device):
             Device(device).set_current()
             code = ObjectCode.from_cubin(cubin(self.source, macros, architecture(device)))
-            loaded = _Loaded(code.get_kernel(self.name), _Buffers(self._slots.size, self._places))
+            overlaps = self.waits and torch.cuda.get_device_capability(device) >= HOPPER
+            how = _How(self._slots.size, self._places, self.threads, self.shared, overlaps)
+            loaded = _Loaded(code.get_kernel(self.name), how)
             loaded.allow_shared(self.shared, device)
         self._loaded[device, macros] = loaded
         return loaded
 
 
 class _Loaded:
-    """A kernel on a device, ready to be launched by the driver's own call, whose arguments are packed beforehand."""
+    """A kernel on a device, ready to be launched by the driver's own call, which is told how beforehand."""
 
-    def __init__(self, kernel: Any, buffers: _Buffers) -> None:
+    def __init__(self, kernel: Any, how: _How) -> None:
         from cuda.bindings import driver
 
         self.kernel = kernel  # keeps the code loaded
         self.function = driver.CUfunction(int(kernel.handle))
-        self.buffers = buffers
-        self.launch = driver.cuLaunchKernel
+        self.how = how
+        self.launch = driver.cuLaunchKernelEx
 
     def allow_shared(self, size: int, device: int) -> None:
         """Dynamic shared memory of more than 48 KiB must be asked for."""
@@ -113,8 +122,26 @@ class _Loaded:
             raise KernelError(f"{size} bytes of shared memory for a block are more than this GPU has: {status!r}")
 
 
-class _Buffers(threading.local):
-    """The arguments of a launch as the driver wants them, for each thread its own: an address for each parameter."""
+class _How(threading.local):
+    """How a kernel is launched, for each thread its own: all that stays the same is filled in once."""
+
+    def __init__(self, size: int, places: tuple[int, ...], threads: int, shared: int, overlaps: bool) -> None:
+        from cuda.bindings import driver
+
+        self.arguments = _Arguments(size, places)
+        self.config = driver.CUlaunchConfig()
+        self.config.gridDimY = self.config.gridDimZ = 1
+        self.config.blockDimX, self.config.blockDimY, self.config.blockDimZ = threads, 1, 1
+        self.config.sharedMemBytes = shared
+        if overlaps:
+            overlap = driver.CUlaunchAttribute()
+            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            self.config.attrs, self.config.numAttrs = [overlap], 1
+
+
+class _Arguments:
+    """The arguments of a launch as the driver wants them: an address for each parameter."""
 
     def __init__(self, size: int, places: tuple[int, ...]) -> None:
         self.bytes = ctypes.create_string_buffer(size)
@@ -142,4 +169,4 @@ def _places(arguments: str) -> tuple[int, ...]:
 def architecture(device: int) -> str:
     """The architecture to compile for; from Hopper on with the instructions that only this GPU has."""
     major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return f"sm_{major}{minor}{'a' if (major, minor) >= HOPPER else ''}"

@@ -25,8 +25,8 @@ TILE, SCALES, CODES = 128, 32, 4096
 """What one block of threads takes in each kernel: rows and columns, lines and columns of scales, bytes of codes."""
 WORDS, SIDE = 4096, 64
 """Words that are told, and rows and columns that are turned round."""
-TELL = CudaKernel("common/fragments.cu", "tell", "Pq", threads=THREADS)
-TURN = CudaKernel("common/fragments.cu", "turn", "Pq", threads=THREADS)
+TELL = CudaKernel("common/fragments.cu", "tell", "Pq", threads=THREADS, waits=True)
+TURN = CudaKernel("common/fragments.cu", "turn", "Pq", threads=THREADS, waits=True)
 
 Block = tuple[int | None, int | None]
 
@@ -54,7 +54,8 @@ class CastKernels:
 
 def cast_kernels(source: str | Path) -> tuple[CudaKernel, CudaKernel, CudaKernel]:
     """The three kernels of a source that includes ``fragments.cuh``."""
-    measure, scales, codes = (CudaKernel(source, n, "Pq", threads=THREADS) for n in ("measure", "scales", "codes"))
+    names = ("measure", "scales", "codes")
+    measure, scales, codes = (CudaKernel(source, name, "Pq", threads=THREADS, waits=True) for name in names)
     return measure, scales, codes
 
 

@@ -9,7 +9,7 @@ from lpq.ops import cublaslt
 from lpq.ops.cuda import CudaKernel
 from lpq.ops.tiles import pointer
 
-SCALARS = CudaKernel("common/alpha.cu", "alpha_beta", "PPfP", threads=1)
+SCALARS = CudaKernel("common/alpha.cu", "alpha_beta", "PPfP", threads=1, waits=True)
 BIASED = 8
 """cuBLASLt adds a bias before it rounds where the rows of operands and result are multiples of this many elements.
 Elsewhere it was seen to round twice."""

@@ -25,11 +25,12 @@ OUTPUTS = {
     torch.float32: "LPQ_OUTPUT=LPQ_FP32",
 }
 """The macro that says what is decoded to."""
-PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024)
-FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024)
-BYTES = CudaKernel("common/transpose.cu", "transpose_bytes", "PPPPIqq", threads=256)
-NIBBLES = CudaKernel("common/transpose.cu", "transpose_nibbles", "PPPPPPqq", threads=256)
-UNTILE = CudaKernel("common/untile.cu", "untile", "PPPII", threads=256)
+PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024, waits=True)
+FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024, waits=True)
+ZERO = CudaKernel("common/amax.cu", "zero", "Pq", threads=1024, waits=True)
+BYTES = CudaKernel("common/transpose.cu", "transpose_bytes", "PPPPIqq", threads=256, waits=True)
+NIBBLES = CudaKernel("common/transpose.cu", "transpose_nibbles", "PPPPPPqq", threads=256, waits=True)
+UNTILE = CudaKernel("common/untile.cu", "untile", "PPPII", threads=256, waits=True)
 PER_PART = 1 << 15
 MAX_PARTS = 132 * 2
 MANY_TILES = 512
@@ -38,9 +39,9 @@ SIDE_BY_SIDE = 32
 
 def tile_kernels(source: str, name: str, arguments: str) -> Mapping[int, CudaKernel]:
     """A kernel of which each block of threads takes a tile, for each height of tiles. Its last arguments, and macros
-    of ``covering``, say how large the matrix and the tiles are."""
+    of ``covering``, say how large the matrix and the tiles are. It calls ``wait_for_the_one_before`` first."""
     heights = (LOW, SQUARE, TALL)
-    return {tall: CudaKernel(source, name, f"{arguments}qq", threads=2 * tall) for tall in heights}
+    return {tall: CudaKernel(source, name, f"{arguments}qq", threads=2 * tall, waits=True) for tall in heights}
 
 
 @cache
@@ -77,6 +78,14 @@ def flat(x: Tensor) -> tuple[int, int]:
 def pointer(tensor: Tensor | None) -> int:
     """Where a tensor lies; 0 for none."""
     return tensor.data_ptr() if tensor is not None else 0
+
+
+def zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros (fp32), beside a matrix, for a kernel that finds largest magnitudes there and follows without a gap."""
+    out = x.new_empty(shape, dtype=torch.float32)
+    count = out.numel()
+    ZERO.launch(x.get_device(), (), min(-(-count // ZERO.threads), MAX_PARTS), out.data_ptr(), count)
+    return out
 
 
 def amax_parts(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -128,7 +128,7 @@ def test_it_returns_what_the_operation_returns(row: str, gpu: list[Any]) -> None
         ("fp8", "nvfp4", ["amax_parts", "pair"]),
         ("nvfp4", "fp8", ["amax_parts", "pair"]),
         ("fp8", "nvfp4(rht=true)", ["amaxes", "pair"]),
-        ("fp8(scaling=row)", "nvfp4", ["amax", "amax_parts", "pair"]),
+        ("fp8(scaling=row)", "nvfp4", ["zero", "amax", "amax_parts", "pair"]),
     ],
 )
 def test_what_both_need_to_know_is_measured_once(row: str, col: str, kernels: list[str], gpu: list[Any]) -> None:
@@ -249,15 +249,15 @@ def test_only_formats_that_have_kernels_for_it_ask() -> None:
 
 
 def test_a_struct_is_one_parameter() -> None:
-    from lpq.ops.cuda import _Buffers
+    from lpq.ops.cuda import _Arguments
 
     kernel = CudaKernel("common/pair.cu", "pair", "P(PIf)(q)I", threads=256)
     packed = kernel._slots.pack(1, 2, 3, 0.5, 5, 6)
     assert struct.unpack_from("<f", packed, 24) == (0.5,)
-    buffers = _Buffers(len(packed), kernel._places)
-    start = buffers.array[0]
+    arguments = _Arguments(len(packed), kernel._places)
+    start = arguments.array[0]
     assert start is not None
-    assert [place - start for place in buffers.array] == [0, 8, 32, 40]
+    assert [place - start for place in arguments.array] == [0, 8, 32, 40]
 
 
 class Own(Tensor):

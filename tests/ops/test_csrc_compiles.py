@@ -72,6 +72,18 @@ def compiler() -> Callable[[Path, Macros, str, Path], str | None] | None:
     return by_nvrtc if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core") else None
 
 
+def test_every_kernel_waits_before_it_does_anything() -> None:
+    """They are launched while the kernel before may still run; a GPU would seldom show that one does not wait."""
+    found = 0
+    for source in sorted(cubins.csrc().glob("**/*.cu*")):
+        for body in re.findall(r'extern "C" __global__[^{]*\{((?:[^;]*;){2})', source.read_text()):
+            first = [line.strip(" \n\\") for line in body.split(";")]
+            waits = first[first[0] == "let_the_next_one_come()"]
+            assert waits == "wait_for_the_one_before()", (source.name, first)
+            found += 1
+    assert found == 21
+
+
 # ---------------------------------------------------------------------------------------------- macros
 
 

@@ -25,6 +25,7 @@ from lpq.ops.tiles import (
     tiles,
     untile,
     words_of_tiles,
+    zeros,
 )
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import ELEMENTS
@@ -86,7 +87,7 @@ def _one_scale(
     if measure and square:
         measured = x.new_empty(grid if row is not None else grid[::-1], dtype=torch.float32)
     elif measure and given is not None:  # a by-product
-        measured = x.new_zeros((), dtype=torch.float32)
+        measured = zeros(x, ())
     elif measure:
         known = x.new_empty((), dtype=torch.float32)
     count = amaxes.numel() if amaxes is not None else 0
@@ -171,13 +172,14 @@ def _lines(
 def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
     """The amaxes of the rows of the wanted operands."""
     rows, cols = x.shape
-    of_rows = x.new_zeros((rows, 1), dtype=torch.float32) if row is not None else None
-    of_cols = x.new_zeros((cols, 1), dtype=torch.float32) if col is not None else None
+    wanted = [size for side, size in ((row, rows), (col, cols)) if side is not None]
+    found = zeros(x, (sum(wanted), 1)).split(wanted)
+    of_rows, of_cols = found[0] if row is not None else None, found[-1] if col is not None else None
     LINES[TALL].launch(
         x.get_device(), reading(x.dtype, dtype) + covering(TALL, is_whole(x, rows, cols, TALL)),
         tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
     )  # fmt: skip
-    return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
+    return [*found]
 
 
 # ---------------------------------------------------------------------------------- measuring alone

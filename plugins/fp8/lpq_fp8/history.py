@@ -9,7 +9,7 @@ from torch import Tensor
 from lpq.ops.cuda import CudaKernel
 from lpq_fp8.quantizer import FP8Quantizer
 
-REMEMBER = CudaKernel("fp8/history.cu", "remember", "PPPqfI", threads=1024)
+REMEMBER = CudaKernel("fp8/history.cu", "remember", "PPPqfI", threads=1024, waits=True)
 
 
 def why_not(quantizer: FP8Quantizer) -> str | None:
