@@ -219,6 +219,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(table, "_elsewhere", gpu.elsewhere)
     monkeypatch.setattr(table, "_installed", lambda module: True)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(CudaKernel, "launch", launch)
     library = CublasLt(gpu)
     monkeypatch.setattr(cublaslt, "library", lambda: library)
