@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lpq.ops import KernelError, cuda, tiles
+from lpq.ops import KernelError, cuda, tiles, uploads
 from lpq.ops.cuda import CudaKernel
 
 
@@ -48,8 +48,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     imitated = Driver()
 
     @contextlib.contextmanager
-    def device(index: int) -> Iterator[None]:
-        before, imitated.current = imitated.current, index
+    def device(where: int | torch.device) -> Iterator[None]:
+        before, imitated.current = imitated.current, getattr(where, "index", where)
         yield
         imitated.current = before
 
@@ -96,6 +96,19 @@ def test_a_launch_that_fails_is_an_error_in_words(driver: Driver) -> None:
     driver.status = 3
     with pytest.raises(KernelError, match=r"amax.cu: launching amax_parts with 2 blocks of 32 threads failed: 3"):
         kernel.launch(0, (), 2, 0, 0, 0)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_capture_is_noticed_on_the_device_that_is_sent_to(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, current: int
+) -> None:
+    driver.current = current
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: driver.current == 1)
+    uploads.check_not_captured(torch.device("cpu"))
+    uploads.check_not_captured(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="cannot be recorded in a CUDA graph"):
+        uploads.check_not_captured(torch.device("cuda", 1))
+    assert driver.current == current
 
 
 @pytest.fixture
