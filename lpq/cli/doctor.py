@@ -14,12 +14,12 @@ import typer
 import lpq
 from lpq import registry
 from lpq.cli.kernels import MEANINGS, Served, pick_device, served_by_format, served_by_pair, show
-from lpq.cli.listing import described
+from lpq.cli.listing import broken_recipes, described, fault
 from lpq.cli.output import Json, as_json, table
-from lpq.registry.errors import LpqError, OptionError, suggestion, words
-from lpq.registry.loader import PluginInfo
+from lpq.ops import KernelError, cubins
+from lpq.registry.errors import OptionError, suggestion, words
 
-ENVIRONMENT = ("LPQ_KERNELS", "LPQ_LOAD_PLUGINS")
+ENVIRONMENT = ("LPQ_KERNELS", "LPQ_LOAD_PLUGINS", cubins.CACHE)
 Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
 
 
@@ -32,14 +32,15 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
     where = pick_device(device)
     plugins = [described(plugin) for plugin in registry.plugins()]
     kernels, broken = examine(where)
-    unbuilt = broken_recipes()
+    unbuilt = broken_recipes(registry.plugins())
+    gpus = devices()
     pairs = served_by_pair(where, kernels)
     wrong = [p for p in plugins if p["status"] in ("broken", "missing")]
     if json:
         as_json(
             {
                 "versions": versions(),
-                "devices": devices(),
+                "devices": gpus,
                 "environment": environment(),
                 "plugins": plugins,
                 "device": str(where),
@@ -52,7 +53,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
         )
     else:
         table("Versions", ("what", "version"), versions().items())
-        table("Devices", ("device", "name", "what it is"), ([*d.values()] for d in devices()))
+        table("Devices", ("device", "name", "what it is"), ((d["device"], d["name"], d["detail"]) for d in gpus))
         if environment():
             table("Environment", ("variable", "value"), environment().items())
         table(
@@ -75,7 +76,8 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
             typer.echo(f"lpq: format {name}: {problem}", err=True)
         for name, problem in unbuilt.items():
             typer.echo(f"lpq: recipe {name}: {problem}", err=True)
-    if wrong or broken or unbuilt or any(s.error or s.broken for found in (*kernels.values(), pairs) for s in found):
+    at_fault = any(s.error or s.broken for found in (*kernels.values(), pairs) for s in found)
+    if wrong or broken or unbuilt or at_fault or any(d["broken"] for d in gpus):
         raise typer.Exit(1)
 
 
@@ -92,23 +94,6 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
             except Exception as error:
                 broken[name] = fault(plugin, error)
     return kernels, broken
-
-
-def broken_recipes() -> dict[str, str]:
-    """The named recipes that cannot be built, and why."""
-    broken: dict[str, str] = {}
-    for plugin in registry.plugins():
-        for name in plugin.recipes:
-            try:
-                lpq.recipe(name)
-            except Exception as error:
-                broken[name] = fault(plugin, error)
-    return broken
-
-
-def fault(plugin: PluginInfo, error: Exception) -> str:
-    """What is wrong with something that a plugin brings. No fault of its code may take the others' lines away."""
-    return str(error) if isinstance(error, LpqError) else f"{plugin.title} is at fault: it raised {words(error)}"
 
 
 def named(found: list[Served]) -> Iterator[tuple[tuple[str, str], Served]]:
@@ -139,7 +124,16 @@ def versions() -> dict[str, str]:
         "triton": installed("triton"),
         "cuda": cuda or "torch is built without it",
         "cuda-core": installed("cuda-core"),
+        "nvrtc": compiler(),
     }
+
+
+def compiler() -> str:
+    """The version of what compiles the CUDA kernels, or what is in its way."""
+    try:
+        return cubins.compiler_version()
+    except KernelError as error:
+        return f"cannot be loaded: {' '.join(str(error.__cause__).split())}"
 
 
 def installed(distribution: str) -> str:
@@ -150,12 +144,17 @@ def installed(distribution: str) -> str:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The devices that torch sees."""
-    found = [{"device": "cpu", "name": platform.machine(), "detail": f"{torch.get_num_threads()} threads"}]
+    """The devices that torch sees, those that it cannot use among them."""
+    threads = f"{torch.get_num_threads()} threads"
+    found = [{"device": "cpu", "name": platform.machine(), "detail": threads, "broken": False}]
     for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        detail = f"compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-        found.append({"device": f"cuda:{index}", "name": gpu.name, "detail": detail})
+        name, broken = "", False
+        try:
+            gpu = torch.cuda.get_device_properties(index)
+            name, detail = gpu.name, f"compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+        except Exception as error:  # as where the driver is too old: it counts GPUs that nobody can use
+            broken, detail = True, f"torch cannot use it: {words(error)}"
+        found.append({"device": f"cuda:{index}", "name": name, "detail": detail, "broken": broken})
     return found
 
 

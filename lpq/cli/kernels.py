@@ -16,7 +16,7 @@ from lpq.core.quantizer import Quantizer
 from lpq.ops import KernelError, choose
 from lpq.ops.table import ENVIRONMENT
 from lpq.registry import OPERATIONS
-from lpq.registry.errors import OptionError
+from lpq.registry.errors import OptionError, words
 from lpq.testing.options import nearby
 
 NOTHING = "none needed"
@@ -140,14 +140,20 @@ def _does(op: str, side: Quantizer) -> bool:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that ``--device`` names; ``auto`` is the GPU if there is one."""
+    """The device that ``--device`` names; ``auto`` is the GPU if there is one. A GPU gets its number."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise OptionError(f"--device {name}: no such device; use cpu, cuda, cuda:N or auto") from None
+    if device.type != "cuda":
+        return device
     seen = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= seen:
+    if (device.index or 0) >= seen:
         raise KernelError(f"--device {name}: torch sees {seen} CUDA devices; use cpu or auto")
-    return device
+    try:
+        current = torch.cuda.current_device()
+    except Exception as error:  # a driver that is too old, say: counting devices does not tell
+        raise KernelError(f"--device {name}: torch cannot use CUDA here: {words(error)}; use cpu") from error
+    return torch.device("cuda", current if device.index is None else device.index)

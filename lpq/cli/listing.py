@@ -1,15 +1,18 @@
 """``lpq formats``, ``lpq recipes``, ``lpq plugins``: what is installed, as plugins say themselves.
 
-Nothing here imports a quantizer, so listing needs neither torch nor a GPU. A plugin that cannot be used is
-reported on stderr; the others are listed all the same.
+A plugin that cannot be used is reported on stderr; the others are listed all the same. Nothing here needs a GPU, and
+nothing imports torch but to try recipes that other distributions bring.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import lpq
 from lpq import registry
 from lpq.cli.output import Json, as_json, complain, table
+from lpq.registry.errors import LpqError, words
 from lpq.registry.loader import PluginInfo
 
 
@@ -40,21 +43,32 @@ def formats(json: Json = False) -> None:
 
 
 def recipes(json: Json = False) -> None:
-    """List the named recipes. `lpq explain NAME` says what one does."""
+    """List the named recipes. `lpq explain NAME` says what one does.
+
+    A recipe that cannot be built is listed with the reason. The exit status is 0 all the same.
+    """
     plugins = registry.plugins()
     found = [(plugin, spec) for plugin in plugins for spec in plugin.recipes.values()]
+    # lpq's own can be built if its plugins are in order: the tests say so, and trying them takes a second
+    wrong = broken_recipes(plugins if any(p.error if p.builtin else p.recipes for p in plugins) else ())
     if json:
         as_json(
             [
-                {"name": spec.name, "summary": spec.summary, "recipe": plain(spec.recipe), **origin(plugin)}
+                {
+                    "name": spec.name,
+                    "summary": spec.summary,
+                    "recipe": plain(spec.recipe),
+                    "broken": wrong.get(spec.name),
+                    **origin(plugin),
+                }
                 for plugin, spec in found
             ]
         )
     else:
         table(
             "Recipes",
-            ("name", "from", "summary"),
-            ((s.name, f"{p.distribution} {p.version}", s.summary) for p, s in found),
+            ("name", "from", "summary", "what is wrong"),
+            ((s.name, f"{p.distribution} {p.version}", s.summary, wrong.get(s.name)) for p, s in found),
         )
     complain(plugins)
 
@@ -108,5 +122,24 @@ def bits(effective: float | None) -> str:
 
 
 def plain(recipe: Any) -> Any:
-    """A recipe's source as JSON can hold it: the grammar, or nested dicts."""
-    return recipe if isinstance(recipe, str) else {key: plain(value) for key, value in recipe.items()}
+    """A recipe's source as JSON can hold it: the grammar, or nested dicts; what is neither, in words."""
+    if isinstance(recipe, Mapping):
+        return {str(key): plain(value) for key, value in recipe.items()}
+    return recipe if isinstance(recipe, str | bool | int | float | None) else str(recipe)
+
+
+def broken_recipes(plugins: Iterable[PluginInfo]) -> dict[str, str]:
+    """Their named recipes that cannot be built, and why."""
+    broken: dict[str, str] = {}
+    for plugin in plugins:
+        for name in plugin.recipes:
+            try:
+                lpq.recipe(name)
+            except Exception as error:
+                broken[name] = fault(plugin, error)
+    return broken
+
+
+def fault(plugin: PluginInfo, error: Exception) -> str:
+    """What is wrong with something that a plugin brings. No fault of its code may take the others' lines away."""
+    return str(error) if isinstance(error, LpqError) else f"{plugin.title} is at fault: it raised {words(error)}"

@@ -1,5 +1,6 @@
 """Choosing and launching kernels."""
 
-from lpq.ops.table import Choice, KernelError, choose
+from lpq.ops.errors import KernelError
+from lpq.ops.table import Choice, choose
 
 __all__ = ["Choice", "KernelError", "choose"]

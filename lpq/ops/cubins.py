@@ -19,7 +19,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from lpq.ops.table import KernelError
+from lpq.ops.errors import KernelError
 
 CACHE = "LPQ_CACHE_DIR"
 OPTIONS = {"std": "c++17", "fma": False}
@@ -130,6 +130,14 @@ def compiler_version() -> str:
     return f"{major}.{minor}"
 
 
+def knows(capability: int) -> bool:
+    """Whether NVRTC compiles for GPUs of a compute capability, as ``90`` for 9.0."""
+    from cuda.bindings import nvrtc
+
+    _, known = nvrtc.nvrtcGetSupportedArchs()
+    return capability in known
+
+
 def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
     """Compile a source."""
     from cuda.core import Program, ProgramOptions
@@ -142,7 +150,7 @@ def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> 
         **OPTIONS,
     )
     try:
-        return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
+        return bytes(Program(source.read_text("utf-8"), "c++", options).compile("cubin").code)
     except Exception as error:  # of a type that differs between the versions of cuda-core
         raise KernelError(f"{source} does not compile for {architecture} with {list(macros)}:\n{error}") from error
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.ops.table import KernelError
+from lpq.ops.errors import KernelError
 
 BF16, FP32 = 14, 0
 TYPES = {torch.bfloat16: BF16, torch.float32: FP32}

@@ -27,9 +27,12 @@ from typing import Any
 
 import torch
 
-from lpq.ops.cubins import csrc, cubin
-from lpq.ops.table import KernelError
+from lpq import registry
+from lpq.ops.cubins import compiler_version, csrc, cubin, knows
+from lpq.ops.errors import KernelError
 
+NEEDED = "cuda.core"
+"""The module that a ``KernelSpec`` requires whose kernels are of this kind."""
 SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
 """How an argument lies in its 8 bytes: a pointer, a 64-bit or 32-bit integer, a float or a double."""
 SUCCESS, NO_CONTEXT = 0, 201
@@ -97,8 +100,7 @@ class CudaKernel:
             how = _How(self._slots.size, self._places, self.threads, self.shared, overlaps)
             loaded = _Loaded(code.get_kernel(self.name), how)
             loaded.allow_shared(self.shared, device)
-        self._loaded[device, macros] = loaded
-        return loaded
+        return self._loaded.setdefault((device, macros), loaded)  # one for all threads: code may go with its object
 
 
 class _Loaded:
@@ -164,6 +166,22 @@ def _places(arguments: str) -> tuple[int, ...]:
                 places.append(at)
             at += 8
     return tuple(places)
+
+
+@registry.cached
+def why_not(device: torch.device) -> str | None:
+    """Why no kernel of this kind can run on a GPU: NVRTC is missing, or does not know it. None: they can."""
+    try:
+        version = compiler_version()
+    except KernelError as error:
+        return str(error).partition("\n")[0]  # the rest is of a library, and every kernel says this
+    major, minor = torch.cuda.get_device_capability(device)
+    if knows(10 * major + minor):
+        return None
+    return (
+        f"NVRTC, which compiles the CUDA kernels, is that of CUDA {version} and does not know compute capability "
+        f"{major}.{minor}: install a newer one"
+    )
 
 
 def architecture(device: int) -> str:

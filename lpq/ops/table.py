@@ -11,14 +11,17 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lpq import registry
+from lpq.ops import cuda
+from lpq.ops.errors import KernelError
 from lpq.registry import KernelSpec
-from lpq.registry.errors import ImportStringError, LpqError, words
+from lpq.registry.errors import ImportStringError, words
 
 BACKENDS = ("reference", *registry.BACKENDS)
 ENVIRONMENT = "LPQ_KERNELS"
@@ -39,10 +42,6 @@ ANY_PAIR = (
 those that are made tile by tile. It stands among the kernels of the pair by its priority, after those of the same."""
 
 NVIDIA_ONLY = "is for NVIDIA's GPUs, and this torch is built for AMD's (ROCm)"
-
-
-class KernelError(LpqError):
-    """An explicit request for kernels that cannot be met."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,10 @@ def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
     """What serves ``op`` for operands of these quantizers (as strings) on this device."""
     # os.environ.get takes 30 times as long, and a layer's step asks 16 times.
     forced = os.environ._data.get(_KEY)  # type: ignore[attr-defined]
-    return _choose(op, operands, device.type, device.index, forced)
+    index = device.index
+    if index is None and device.type == "cuda":  # it means the current one, which may be another the next time
+        index = torch.cuda.current_device()
+    return _choose(op, operands, device.type, index, forced)
 
 
 _KEY = os.environ.encodekey(ENVIRONMENT)
@@ -99,7 +101,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
         reason = _elsewhere(kernel, where, allowed)
         if reason is None:
             try:
-                reason = _refusal(kernel, quantizers)
+                reason = _refusal(kernel, quantizers, where)
                 if reason is None:
                     impl = _implementation(kernel)
                     return Choice(kernel.backend, kernel, impl, tuple(rejected), tuple(broken))
@@ -141,7 +143,7 @@ def why_not(
 ) -> str | None:
     """Why a kernel cannot serve these quantizers on this device, or None when it can."""
     reason = _elsewhere(kernel, device, allowed)
-    return _refusal(kernel, quantizers) if reason is None else reason
+    return _refusal(kernel, quantizers, device) if reason is None else reason
 
 
 def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]) -> str | None:
@@ -164,17 +166,28 @@ def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]
     return None
 
 
-def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...]) -> str | None:
-    """What it says itself against serving these quantizers. This runs code of its plugin, which may raise."""
+def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.device) -> str | None:
+    """What it lacks here, or says itself against serving these quantizers. This runs code of its plugin, which may
+    raise."""
     for module in kernel.requires:
         if not _installed(module):
             return f"needs {module}, which is not installed"
+        if module == cuda.NEEDED and (lacking := cuda.why_not(device)) is not None:
+            return lacking
     if kernel.op == "transpose" and not quantizers[0].transposable:
         return f"{quantizers[0]} is not transposable"
     if kernel.why_not is not None:
-        reason: str | None = registry.resolve(kernel.why_not)(*quantizers)
+        with _current(device):  # which is the only device that it can look at
+            reason: str | None = registry.resolve(kernel.why_not)(*quantizers)
         return reason
     return None
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Within, a GPU is the current one."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _implementation(kernel: KernelSpec) -> Callable[..., Any]:

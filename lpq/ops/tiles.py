@@ -32,7 +32,8 @@ BYTES = CudaKernel("common/transpose.cu", "transpose_bytes", "PPPPIqq", threads=
 NIBBLES = CudaKernel("common/transpose.cu", "transpose_nibbles", "PPPPPPqq", threads=256, waits=True)
 UNTILE = CudaKernel("common/untile.cu", "untile", "PPPII", threads=256, waits=True)
 PER_PART = 1 << 15
-MAX_PARTS = 132 * 2
+PARTS_AT_ONCE = 2
+"""Elements for each block of threads that looks for an amax, and how many of these a multiprocessor runs."""
 MANY_TILES = 512
 SIDE_BY_SIDE = 32
 
@@ -66,6 +67,18 @@ def tiles(rows: int, cols: int, tall: int) -> int:
     return -(-rows // tall) * -(-cols // WIDE)
 
 
+def at_once(blocks: int, each: int, device: int) -> int:
+    """So many blocks of threads, but no more than a GPU runs at the same time: ``each`` on a multiprocessor. They share
+    out what is to be read, however many they are."""
+    return min(blocks, each * multiprocessors(device))
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def flat(x: Tensor) -> tuple[int, int]:
     """Rows and columns of the matrix for a kernel that encodes it along its rows, in blocks that divide a tile.
 
@@ -92,7 +105,7 @@ def amax_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The largest magnitudes (fp32) of pieces of a contiguous matrix, rounded to ``dtype``; that of the whole is the
     largest of them."""
     count = x.numel()
-    parts = min(max(-(-count // PER_PART), 1), MAX_PARTS)
+    parts = at_once(max(-(-count // PER_PART), 1), PARTS_AT_ONCE, x.get_device())
     out = x.new_empty((parts,), dtype=torch.float32)
     PARTS.launch(x.get_device(), reading(x.dtype, dtype), parts, x.data_ptr(), count, out.data_ptr())
     return out

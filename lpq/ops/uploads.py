@@ -17,7 +17,11 @@ def on_device(values: Sequence[object], dtype: torch.dtype, device: torch.device
 
 def check_not_captured(device: torch.device) -> None:
     """Refuse to be recorded in a CUDA graph, which would read the host's memory again when it holds something else."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):  # torch tells it of the current device only
+        captured = torch.cuda.is_current_stream_capturing()
+    if captured:
         raise RuntimeError(
             "casting master weights cannot be recorded in a CUDA graph: it sends the places of the weights from the "
             "host to the device. Call it outside of what is captured"

@@ -48,11 +48,13 @@ class KernelSpec:
     max_sm: int | None = None
     """The greatest compute capability of an NVIDIA GPU; None: any."""
     requires: tuple[str, ...] = ()
-    """Modules that must be importable, as ``("triton",)``."""
+    """Modules that must be importable, as ``("triton",)``. ``cuda.core`` asks for what ``lpq.ops.cuda`` needs, with it
+    for NVRTC, which must know the GPU."""
     priority: int = 0
     """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
     why_not: str | None = None
-    """Import string of ``f(*quantizers) -> str | None``: why these options are not served; None: they are."""
+    """Import string of ``f(*quantizers) -> str | None``: why these options are not served; None: they are. A GPU in
+    question is the current one meanwhile."""
     rounds: bool = False
     """For ``measure`` and ``quantize``: it also takes ``dtype=``, to which it rounds a matrix in fp32 as it reads it. A
     weight whose shards are in fp32, and which is computed with in bf16, then needs no copy."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 
 from lpq import registry
 from lpq.cli.kernels import OPTIONAL
+from lpq.ops import table as kernel_table
 
 KERNELS = """
     from functools import partial
@@ -314,3 +318,108 @@ def test_explain_reads_a_file(lpq: Callable, tmp_path: Path) -> None:
     path.write_text('fprop = "mxfp8"\ndgrad = "mxfp8"\nwgrad = "bf16"\n')
     found = json.loads(lpq("explain", str(path), "--device", "cpu", "--json").out)
     assert found["name"] == "mine"
+
+
+# ---------------------------------------------------------------------------------------------- machines with GPUs
+
+
+class Machine:
+    """One that has GPUs of different kinds, and no NVRTC."""
+
+    names = ("NVIDIA H100", "NVIDIA T4")
+    capabilities = ((9, 0), (7, 5))
+    fault: Exception | None = None
+    current = 1
+
+    def properties(self, index: int) -> types.SimpleNamespace:
+        if self.fault is not None:
+            raise self.fault
+        major, minor = self.capabilities[index]
+        return types.SimpleNamespace(name=self.names[index], major=major, minor=minor, total_memory=80 << 30)
+
+    def current_device(self) -> int:
+        if self.fault is not None:
+            raise self.fault
+        return self.current
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    found = Machine()
+
+    @contextlib.contextmanager
+    def device(device: torch.device) -> Iterator[None]:
+        before, found.current = found.current, device.index
+        yield
+        found.current = before
+
+    def no_library() -> None:
+        raise RuntimeError("Failure finding libnvrtc.so.13\nin many folders")
+
+    monkeypatch.delenv("LPQ_KERNELS", raising=False)
+    monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    for name, function in {
+        "is_available": lambda: found.fault is None,
+        "device_count": lambda: len(found.names),
+        "current_device": found.current_device,
+        "get_device_properties": found.properties,
+        "get_device_capability": lambda device: found.capabilities[device.index],
+        "device": device,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(kernel_table, "_installed", lambda module: True)
+    bindings = types.SimpleNamespace(nvrtc=types.SimpleNamespace(nvrtcVersion=no_library))
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    registry.refresh()
+    yield found
+    monkeypatch.undo()
+    registry.refresh()
+
+
+def test_without_nvrtc_each_cuda_kernel_is_listed_with_the_remedy(machine: Machine, lpq: Callable) -> None:
+    found = doctor(lpq, "--device", "cuda:0")
+    assert found["versions"]["nvrtc"] == "cannot be loaded: Failure finding libnvrtc.so.13 in many folders"
+    assert found["device"] == "cuda:0"
+    assert {k["backend"] for k in found["kernels"]} == {"triton", "torch", "reference", "none", "none needed"}
+    cuda = [e["reason"] for k in found["kernels"] for e in k["why_not"] if e["impl"].startswith("cuda ")]
+    assert len(cuda) > 20
+    assert all("NVRTC" in reason and "pip install" in reason and "\n" not in reason for reason in cuda)
+
+
+def test_auto_is_the_current_gpu_and_says_which(machine: Machine, lpq: Callable) -> None:
+    found = doctor(lpq)
+    assert [d["detail"] for d in found["devices"][1:]] == [
+        "compute capability 9.0, 80 GiB", "compute capability 7.5, 80 GiB"
+    ]  # fmt: skip
+    assert found["device"] == "cuda:1"
+    assert {e["reason"] for k in found["kernels"] for e in k["why_not"] if e["impl"].startswith("cuda ")} == {
+        "needs compute capability 8.0, this GPU has 7.5"
+    }
+
+
+def test_gpus_that_torch_counts_and_cannot_use_are_a_finding(machine: Machine, lpq: Callable) -> None:
+    machine.fault = RuntimeError("The NVIDIA driver on your system is too old")
+    found = doctor(lpq, status=1)
+    assert found["device"] == "cpu"
+    assert [d["broken"] for d in found["devices"]] == [False, True, True]
+    assert "torch cannot use it: RuntimeError: The NVIDIA driver" in found["devices"][1]["detail"]
+    assert "driver on your system is too old" in lpq("doctor").out
+    ended = lpq("explain", "mxfp8", "--device", "cuda")
+    assert (ended.status, ended.out) == (1, "")
+    assert "--device cuda: torch cannot use CUDA here: RuntimeError: The NVIDIA driver" in ended.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there_is_refused(lpq: Callable) -> None:
+    for name in ("cuda", "cuda:3"):
+        ended = lpq("doctor", "--device", name)
+        assert (ended.status, ended.out) == (1, "")
+        assert f"--device {name}: torch sees 0 CUDA devices; use cpu or auto" in ended.err
+
+
+def test_the_folder_of_compiled_kernels_is_told_where_it_was_chosen(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPQ_CACHE_DIR", "/somewhere/else")
+    assert doctor(lpq, "--device", "cpu")["environment"]["LPQ_CACHE_DIR"] == "/somewhere/else"

@@ -118,3 +118,71 @@ print("\\n", *sorted(name for name in sys.modules if "." not in name))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines()[-1].split())
+
+
+TIDY = """
+    from lpq.registry import RecipeSpec, hookimpl
+
+    class Odd:
+        def __str__(self):
+            return "an odd thing"
+
+    @hookimpl
+    def lpq_register_recipes():
+        recipes = {"tidy": "mxfp8", "tidy-sad": "fprop=sad, dgrad=bf16, wgrad=bf16", "tidy-odd": {"fprop": Odd()}}
+        return [RecipeSpec(name=name, summary=f"[{name}]", recipe=recipe) for name, recipe in recipes.items()]
+"""
+
+
+def test_a_recipe_that_cannot_be_built_is_marked_and_the_others_are_not(install: Callable, lpq: Callable) -> None:
+    before = json.loads(lpq("recipes", "--json").out)
+    assert {recipe["broken"] for recipe in before} == {None}
+    assert "what is wrong" not in lpq("recipes").out
+    install("tidy", "1.0", TIDY)
+    install("sad", "1.3", BROKEN)
+    listed = lpq("recipes", "--json")
+    assert listed.status == 0
+    found = {recipe["name"]: recipe for recipe in json.loads(listed.out)}
+    assert [recipe for name, recipe in found.items() if not name.startswith("tidy")] == before
+    assert found["tidy"]["broken"] is None
+    for words in (
+        "recipe tidy-sad of plugin tidy (lpq-tidy 1.0) cannot be built: fprop: plugin sad (lpq-sad 1.3)",
+        "emedy",
+    ):
+        assert words in found["tidy-sad"]["broken"]
+    assert "expected the name of a recipe or a quantizer" in found["tidy-odd"]["broken"]
+    assert found["tidy-odd"]["recipe"] == {"fprop": "an odd thing"}
+    table = lpq("recipes")
+    assert table.status == 0
+    assert table.out.count("cannot be built") == 2
+    assert "[tidy-sad]" in table.out
+
+
+def test_it_is_what_the_doctor_says(install: Callable, lpq: Callable) -> None:
+    install("tidy", "1.0", TIDY)
+    told = {recipe["name"]: recipe["broken"] for recipe in json.loads(lpq("recipes", "--json").out) if recipe["broken"]}
+    ended = lpq("doctor", "--device", "cpu", "--json")
+    assert ended.status == 1
+    assert json.loads(ended.out)["broken_recipes"] == told
+
+
+def test_recipes_of_lpq_are_tried_where_one_of_its_plugins_is_out_of_order(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lpq.registry import default, loader, lookup
+
+    real = loader.load
+
+    def load(source, manager):
+        if source.name == "nvfp4":
+            raise source.error("its file is damaged", "install lpq again")
+        return real(source, manager)
+
+    monkeypatch.setattr(lookup, "load", load)
+    registry.refresh()
+    assert default().plugin("nvfp4").error is not None
+    found = {recipe["name"]: recipe["broken"] for recipe in json.loads(lpq("recipes", "--json").out)}
+    monkeypatch.undo()
+    registry.refresh()
+    assert found["mxfp8"] is None
+    assert "its file is damaged" in found["mxfp8-fwd-nvfp4-bwd"]

@@ -20,7 +20,7 @@ import lpq
 from lpq.core import exact, operations, pairs
 from lpq.core.multiplicand import Exact, Multiplicand, operand_of
 from lpq.core.pairs import Job, Made, TileSide
-from lpq.ops import choose, table
+from lpq.ops import choose, cuda, table, tiles
 from lpq.ops.cuda import CudaKernel
 from lpq.registry import FormatSpec, KernelSpec, hookimpl, refresh, register
 
@@ -44,6 +44,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[str, 
     monkeypatch.delenv("LPQ_KERNELS", raising=False)
     monkeypatch.setattr(table, "_elsewhere", lambda kernel, device, allowed: None)
     monkeypatch.setattr(table, "_installed", lambda module: True)
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(CudaKernel, "launch", launch)
     refresh()

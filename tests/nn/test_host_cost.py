@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 import lpq
 from lpq.core import operations
 from lpq.core.storage import Storage
-from lpq.ops import cublaslt, table, tiles
+from lpq.ops import cublaslt, cuda, table, tiles
 from lpq.ops.cuda import CudaKernel
 from lpq.registry import refresh
 
@@ -219,6 +219,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(table, "_elsewhere", gpu.elsewhere)
     monkeypatch.setattr(table, "_installed", lambda module: True)
+    monkeypatch.setattr(cuda, "why_not", lambda device: None)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(CudaKernel, "launch", launch)
     library = CublasLt(gpu)
     monkeypatch.setattr(cublaslt, "library", lambda: library)

@@ -23,7 +23,7 @@ import torch
 from lpq import registry
 from lpq.core import Quantizer
 from lpq.core.pairs import Pair
-from lpq.ops import cubins
+from lpq.ops import cubins, tiles
 from lpq.ops.cuda import CudaKernel
 from lpq.registry import KernelSpec
 from lpq.testing.conformance.test_kernels import arguments_of, pairs
@@ -100,6 +100,7 @@ def asked_for() -> dict[Path, set[Macros]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CudaKernel, "launch", launch)
+        patch.setattr(tiles, "multiprocessors", lambda device: 132)
         for plugin, kernel in ((p, k) for p in registry.plugins() for k in p.kernels):
             if kernel.backend == "cuda" and kernel.op in ("measure", "quantize", "decode", "transpose"):
                 for name in set(kernel.formats) & set(plugin.formats):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -108,6 +109,25 @@ def test_a_full_disk_leaves_no_half_file(source: Path, compiled: list[object], m
     with pytest.warns(KernelCacheWarning, match="No space left"):
         assert cubins.cubin(source, (), "sm_90a") == b"code 1"
     assert kept() == []
+
+
+def test_a_disk_that_is_full_while_it_is_written_leaves_no_half_file(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, _: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    def full(path: Path, mode: str) -> Full:
+        path.touch()
+        return Full()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.warns(KernelCacheWarning, match="No space left"):
+            assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    assert kept() == []
+    assert cubins.cubin(source, (), "sm_90a") == b"code 2"
 
 
 def test_it_is_said_once(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from lpq.ops.tiles import (
     SQUARE,
     amax_finish,
     amax_parts,
+    at_once,
     covering,
     flat,
     is_whole,
@@ -28,7 +29,8 @@ from lpq_nvfp4.reference import GROUP
 
 QUANTIZE = tile_kernels("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqI")
 AMAXES = tile_kernels("nvfp4/quantize.cu", "amaxes", "PPPI")[SQUARE]
-MAX_PARTS = 132 * 3
+AMAXES_AT_ONCE = 3
+"""How many blocks of threads of ``AMAXES`` a multiprocessor runs."""
 
 
 def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
@@ -137,10 +139,11 @@ def parts_of(x: Tensor, dtype: torch.dtype, plain: bool, rotated: bool) -> tuple
         return (amax_parts(x, dtype) if plain else None), None
     rows, cols = x.shape
     count = tiles(rows, cols, SQUARE)
-    found = [x.new_empty((min(count, MAX_PARTS),), dtype=torch.float32) for _ in range(1 + plain)]
+    parts = at_once(count, AMAXES_AT_ONCE, x.get_device())
+    found = [x.new_empty((parts,), dtype=torch.float32) for _ in range(1 + plain)]
     of_plain = found[1] if plain else None
     AMAXES.launch(
-        x.get_device(), reading(x.dtype, dtype) + covering(SQUARE, is_whole(x, rows, cols, SQUARE)), found[0].numel(),
+        x.get_device(), reading(x.dtype, dtype) + covering(SQUARE, is_whole(x, rows, cols, SQUARE)), parts,
         x.data_ptr(), pointer(of_plain), found[0].data_ptr(), count, rows, cols,
     )  # fmt: skip
     return of_plain, found[0]

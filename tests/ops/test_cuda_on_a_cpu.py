@@ -1,0 +1,153 @@
+"""What the host does around CUDA kernels, with a driver that is imitated: which device, which code, how many blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from lpq.ops import KernelError, cuda, tiles, uploads
+from lpq.ops.cuda import CudaKernel
+
+
+class Driver:
+    """Writes down what is launched: the function, the stream, and the device that was the current one."""
+
+    CUfunction = CUdevice = int
+    CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.loaded = 0
+        self.launches: list[tuple[int, int, int]] = []
+        self.status = 0
+        self.loading = threading.Barrier(1)
+
+    def cuKernelSetAttribute(self, *_: object) -> tuple[int]:
+        return (0,)
+
+    def cuLaunchKernel(self, function: int, *rest: int) -> tuple[int]:
+        self.launches.append((function, rest[7], self.current))
+        return (self.status,)
+
+    def from_cubin(self, code: bytes) -> Any:
+        self.loading.wait(10)  # all that load at once are past the look into what is loaded
+        self.loaded += 1
+        return types.SimpleNamespace(get_kernel=lambda name, handle=self.loaded: types.SimpleNamespace(handle=handle))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    imitated = Driver()
+
+    @contextlib.contextmanager
+    def device(where: int | torch.device) -> Iterator[None]:
+        before, imitated.current = imitated.current, getattr(where, "index", where)
+        yield
+        imitated.current = before
+
+    core = types.SimpleNamespace(
+        Device=lambda index: types.SimpleNamespace(set_current=lambda: None),
+        ObjectCode=types.SimpleNamespace(from_cubin=imitated.from_cubin),
+    )
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(driver=imitated))
+    monkeypatch.setattr(cuda, "cubin", lambda *_: b"code")
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: imitated.current, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 700 + index, raising=False)
+    return imitated
+
+
+def test_a_launch_is_on_the_current_stream_of_its_device_whichever_is_current(driver: Driver) -> None:
+    kernel = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=32)
+    for current in (0, 1):
+        driver.current = current
+        for index in (0, 1):
+            kernel.launch(index, (), 1, 0, 0, 0)
+            assert driver.launches[-1] == (1 + index, 700 + index, index)
+            assert driver.current == current
+    assert driver.loaded == 2  # once for each device
+
+
+def test_threads_that_load_a_kernel_at_once_launch_the_same_code(driver: Driver) -> None:
+    """Code that nothing refers to any more may be unloaded while it still runs."""
+    driver.loading = threading.Barrier(4)
+    kernel = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=32)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: kernel.launch(0, (), 1, 0, 0, 0), range(4)))
+    assert driver.loaded == 4  # they did
+    assert len(driver.launches) == 4
+    assert len({function for function, *_ in driver.launches}) == 1
+
+
+def test_a_launch_that_fails_is_an_error_in_words(driver: Driver) -> None:
+    """As in a process that was forked after its parent had used the GPU."""
+    kernel = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=32)
+    driver.status = 3
+    with pytest.raises(KernelError, match=r"amax.cu: launching amax_parts with 2 blocks of 32 threads failed: 3"):
+        kernel.launch(0, (), 2, 0, 0, 0)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_capture_is_noticed_on_the_device_that_is_sent_to(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, current: int
+) -> None:
+    driver.current = current
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: driver.current == 1)
+    uploads.check_not_captured(torch.device("cpu"))
+    uploads.check_not_captured(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="cannot be recorded in a CUDA graph"):
+        uploads.check_not_captured(torch.device("cuda", 1))
+    assert driver.current == current
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The multiprocessors of each GPU."""
+    found = [132, 148, 1]
+
+    def properties(index: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(multi_processor_count=found[index])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    tiles.multiprocessors.cache_clear()
+    yield found
+    tiles.multiprocessors.cache_clear()
+
+
+def test_as_many_blocks_look_for_an_amax_as_the_gpu_runs_at_once(
+    gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lpq_nvfp4.cuda import parts_of
+
+    blocks: list[int] = []
+    monkeypatch.setattr(CudaKernel, "launch", lambda self, device, macros, count, *_: blocks.append(count))
+    large, small = torch.empty(2048, 8192), torch.empty(8, 8)
+    for index, count in enumerate(gpus):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda self, index=index: index)
+        parts = tiles.amax_parts(large, torch.float32)
+        plain, rotated = parts_of(large, torch.float32, True, True)
+        assert plain is not None
+        assert rotated is not None
+        assert (len(parts), len(plain), len(rotated)) == (2 * count, 3 * count, 3 * count)
+        assert len(tiles.amax_parts(small, torch.float32)) == 1
+        assert len(tiles.amax_parts(large[:0], torch.float32)) == 1
+        assert blocks == [2 * count, 3 * count, 1, 1]
+        blocks.clear()
+
+
+def test_a_gpu_is_asked_once_how_many_it_has(gpus: list[int]) -> None:
+    assert tiles.at_once(1000, 2, 1) == 296
+    gpus[1] = 7
+    assert tiles.at_once(1000, 2, 1) == 296
+    assert tiles.at_once(100, 2, 1) == 100
