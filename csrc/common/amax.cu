@@ -48,5 +48,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) amax_finish(const u32* parts
 extern "C" __global__ void __launch_bounds__(BLOCK) zero(u32* words, i64 count) {
     let_the_next_one_come();
     wait_for_the_one_before();
-    for (i64 i = (i64)blockIdx.x * BLOCK + threadIdx.x; i < count; i += (i64)gridDim.x * BLOCK) words[i] = 0;
+    const i64 i = (i64)blockIdx.x * BLOCK + threadIdx.x;
+    if (i < count) words[i] = 0;
 }

@@ -21,6 +21,8 @@ class Driver:
     """Writes down what is launched: the function, the stream, and the device that was the current one."""
 
     CUfunction = CUdevice = int
+    CUlaunchConfig = types.SimpleNamespace
+    CUlaunchAttributeID = types.SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
     CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
 
     def __init__(self) -> None:
@@ -33,8 +35,12 @@ class Driver:
     def cuKernelSetAttribute(self, *_: object) -> tuple[int]:
         return (0,)
 
-    def cuLaunchKernel(self, function: int, *rest: int) -> tuple[int]:
-        self.launches.append((function, rest[7], self.current))
+    def CUlaunchAttribute(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(value=types.SimpleNamespace())
+
+    def cuLaunchKernelEx(self, how: types.SimpleNamespace, function: int, *rest: int) -> tuple[int]:
+        self.how = how
+        self.launches.append((function, how.hStream, self.current))
         return (self.status,)
 
     def from_cubin(self, code: bytes) -> Any:
@@ -109,6 +115,23 @@ def test_a_capture_is_noticed_on_the_device_that_is_sent_to(
     with pytest.raises(RuntimeError, match="cannot be recorded in a CUDA graph"):
         uploads.check_not_captured(torch.device("cuda", 1))
     assert driver.current == current
+
+
+@pytest.mark.parametrize(
+    ("waits", "capability", "overlaps"), [(True, (9, 0), True), (True, (8, 9), False), (False, (9, 0), False)]
+)
+def test_only_a_kernel_that_waits_is_put_in_place_before_the_last_one_has_ended(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, waits: bool, capability: tuple[int, int], overlaps: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    kernel = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=32, shared=64, waits=waits)
+    kernel.launch(0, (), 5, 0, 0, 0)
+    how = driver.how
+    assert (how.gridDimX, how.gridDimY, how.gridDimZ) == (5, 1, 1)
+    assert (how.blockDimX, how.blockDimY, how.blockDimZ, how.sharedMemBytes) == (32, 1, 1, 64)
+    attributes = getattr(how, "attrs", [])
+    assert len(attributes) == getattr(how, "numAttrs", 0) == overlaps
+    assert all(a.id == 6 and a.value.programmaticStreamSerializationAllowed == 1 for a in attributes)
 
 
 @pytest.fixture

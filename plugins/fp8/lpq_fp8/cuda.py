@@ -173,7 +173,7 @@ def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None,
     """The amaxes of the rows of the wanted operands."""
     rows, cols = x.shape
     wanted = [size for side, size in ((row, rows), (col, cols)) if side is not None]
-    found = zeros(x, (sum(wanted), 1)).split(wanted)
+    found = torch.split(zeros(x, (sum(wanted), 1)), wanted)
     of_rows, of_cols = found[0] if row is not None else None, found[-1] if col is not None else None
     LINES[TALL].launch(
         x.get_device(), reading(x.dtype, dtype) + covering(TALL, is_whole(x, rows, cols, TALL)),
