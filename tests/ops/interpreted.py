@@ -35,7 +35,6 @@ from lpq.testing.conformance.test_kernels import Poisoned
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 import triton.language as tl  # noqa: E402
-
 from triton.runtime import interpreter  # noqa: E402
 
 from lpq.ops.triton import numbers  # noqa: E402
@@ -48,11 +47,10 @@ SHAPES = {"fp8": (35, 150), "mxfp8": (35, 50), "nvfp4": (35, 50)}
 """Ragged in the format's blocks, and more than one tile."""
 
 
-
 @pytest.fixture(autouse=True, scope="session")
 def _patched_once_a_kernel() -> Iterator[None]:
-    """Triton's interpreter replaces the functions of its language when a kernel starts, and once more, by the same ones,
-    in every function that the kernel calls, which is most of its time. Here what is replaced is left until the end."""
+    """Triton's interpreter replaces the functions of its language when a kernel starts, and again, by the same ones, in
+    every function that the kernel calls, which is most of its time. Here what is replaced is left until the end."""
     patch_language, patched = interpreter._patch_lang, set[ModuleType]()
 
     def patch(function: Any) -> Any:
