@@ -27,6 +27,7 @@ IMPORTED = [
     "hypothesis",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch._inductor.compile_fx",
     "lpq.checkpoint",
     "lpq.optim",
 ]

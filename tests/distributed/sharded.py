@@ -53,6 +53,7 @@ class How:
     checkpoint: bool = False
     nested: bool = False
     compile: bool = False
+    backend: str = "inductor"
     accumulate: int = 1
     own_data: bool = False
     ranks: int | None = None
@@ -72,7 +73,7 @@ def built(how: How) -> nn.Sequential:
             net[i] = checkpoint_wrapper(block)
     if how.compile:
         for block in net:
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, backend=how.backend)
     if how.shard:
         options: dict[str, Any] = {
             "mesh": how.mesh or init_device_mesh(how.device, (dist.get_world_size(),)),

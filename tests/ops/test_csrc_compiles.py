@@ -35,6 +35,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
 SHAPES = ((256, 384), (250, 381))
 """Of whole tiles, and ragged."""
+LEAN = Path(__file__).with_name("nvcc")
+"""A header in place of CUDA's own, which takes nvcc longer than most sources do."""
 Macros = tuple[str, ...]
 SIDES = {name: kernel for name in registry.formats() for kernel in registry.kernels("tile", (name,))}
 """The formats that are made tile by tile, and how."""
@@ -47,15 +49,18 @@ def in_haste() -> list[str]:
     return ["-Ofc=mid"] if "(-Ofc)" in told else []
 
 
-def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:
-    """What the compiler says against a source; None: nothing."""
+def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path, *, lean: bool = True) -> str | None:
+    """What the compiler says against a source; None: nothing. What it says with CUDA's own header counts."""
     defined = "".join("#define {} {}\n".format(*cubins._macro(macro)) for macro in macros)  # -D ends at a comma
     whole = out.with_suffix(".cu")
     whole.write_text(f'{defined}#include "{source}"\n')
     command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17", f"-I{cubins.headers()}"]
-    command += in_haste()
-    done = subprocess.run([*command, "-o", str(out), str(whole)], capture_output=True, text=True)
-    return None if done.returncode == 0 else done.stdout + done.stderr
+    command += [*in_haste(), "-o", str(out), str(whole)]
+    for more in ([f"-I{LEAN}"], []) if lean else ([],):
+        done = subprocess.run([*command, *more], capture_output=True, text=True)
+        if done.returncode == 0:
+            return None
+    return done.stdout + done.stderr
 
 
 def by_nvrtc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:
@@ -199,6 +204,17 @@ def test_it_compiles(source: Path, architecture: str, tmp_path: Path) -> None:
     for macros, words in zip(sets, said, strict=True):
         assert words is None, f"{source.name} {macros} {architecture}:\n{words}"
     assert all(out.stat().st_size for out in outs)
+
+
+@pytest.mark.slow
+def test_they_compile_with_the_whole_header_of_cuda(tmp_path: Path) -> None:
+    """Each once: no name of theirs is one of CUDA's, and CUDA has the functions that the lean header declares."""
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc on the PATH; NVRTC always reads the header of its own")
+    for i, source in enumerate(SOURCES):
+        macros, architecture = macros_of(source)[0], ARCHITECTURES[i % len(ARCHITECTURES)]
+        words = by_nvcc(source, macros, architecture, tmp_path / f"{i}.cubin", lean=False)
+        assert words is None, f"{source.name} {macros} {architecture}:\n{words}"
 
 
 def test_there_are_sources_and_the_plugins_use_most_of_them() -> None:
