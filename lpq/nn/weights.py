@@ -103,7 +103,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
     from lpq.distributed.shard import as_shard
 
     gathering = Gathering(model)
-    for _, layer, shared in list(_layers(model)):
+    for name, layer, shared in list(_layers(model)):
         if shared or hasattr(layer.weight, "device_mesh"):
             continue
         layer.gathering = gathering
@@ -113,6 +113,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             continue
         if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1) is None:
             weight = quantizer.quantize(weight, col=not derives_col(quantizer))
+            weight.place = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)
         replaced = layer.weight

@@ -348,6 +348,24 @@ def test_messages_name_the_layer() -> None:
         lpq.nn.Linear(4, 4, recipe="mxfp8")(torch.ones(1, 3))
 
 
+def test_a_recipe_that_a_stored_weight_cannot_follow_is_refused_with_its_name_and_a_remedy() -> None:
+    model = lpq.convert(Net(), "mxfp8", weights="quantized")
+    layer, x = model.blocks[1][0], torch.ones(1, 32)
+    before = layer(x)
+    layer.recipe = "fp8-current"
+    refused = r"^blocks\.1\.0\.weight: .*is stored as mxfp8, and the recipe wants fp8: use one with w=mxfp8; or make "
+    refused += r"an ordinary weight of it, layer\.weight = nn\.Parameter\(layer\.weight\.dequantize\(\)\);"
+    with pytest.raises(ValueError, match=refused):
+        layer(x)
+    layer.recipe = "x=fp8(), w=mxfp8, dy=fp8()"
+    assert layer(x).isfinite().all()
+    layer.recipe = "mxfp8"
+    assert torch.equal(layer(x), before)
+    layer.recipe = "fp8-current"
+    layer.weight = nn.Parameter(layer.weight.dequantize())
+    assert layer(x).isfinite().all()
+
+
 def test_what_is_left_alone_is_not_asked_whether_it_can_be_stored() -> None:
     rules = [
         {"match": ["self_attn.*"], "recipe": "fp8-current", "until": 8},  # out_proj is a subclass of nn.Linear
