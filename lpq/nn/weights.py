@@ -121,6 +121,14 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # what an optimizer that has it is told
 
 
+def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
+    """Why no weight of the model is stored quantized; None if one is."""
+    if any(_stored(layer.weight) is not None for _, layer, _ in _layers(model)):
+        return None
+    notes = [f"{name or 'the model'}: {note}" for name, note in weight_notes(model, ranks)]
+    return "; ".join([*notes[:3], *(["…"] if notes[3:] else [])]) or "no linear layer has a recipe"
+
+
 def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str]]:
     """Of each layer whose weight was prepared, or could not be: what is stored and what is gathered.
 

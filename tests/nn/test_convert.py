@@ -316,6 +316,29 @@ def test_a_policy_that_matches_nothing_is_warned_of() -> None:
         lpq.convert(model, {"rules": [{"match": "4", "recipe": "mxfp8"}, {"match": "blocks.*", "recipe": "mxfp8"}]})
 
 
+STORED_NOTHING = [
+    ("mxfp8", 4, "0: in high precision: its 90 rows over 4 ranks are uneven; 1: in high precision: shards of 16 .*"),
+    ({"rules": [{"match": "*", "recipe": "skip"}]}, None, "no linear layer has a recipe"),
+]
+
+
+@pytest.mark.parametrize(("policy", "ranks", "reason"), STORED_NOTHING)
+def test_that_no_weight_is_stored_quantized_is_warned_of(policy: Any, ranks: int | None, reason: str) -> None:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 90), nn.Linear(90, 64))
+
+    with pytest.warns(UserWarning, match=rf"weights='quantized'\) stored no weight quantized: {reason}$"):
+        lpq.convert(layers(), policy, weights="quantized", ranks=ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lpq.convert(layers(), policy, weights="high_precision", ranks=ranks)
+        lpq.convert(layers(), "mxfp8", weights="quantized", ranks=2)  # one of the two
+    nothing = {"rules": [{"match": "head", "recipe": "mxfp8"}]}
+    with pytest.warns(UserWarning, match="left every layer as it was") as seen:
+        lpq.convert(layers(), nothing, weights="quantized")
+    assert len(seen) == 1
+
+
 def test_a_weight_that_no_format_encodes_is_refused_before_anything_is_changed() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"^1: its weight is torch\.float64; .* cast the model first"):
