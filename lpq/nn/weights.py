@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lpq.core import QuantizedTensor
 from lpq.core.derive import derives_col
+from lpq.core.gathered import Gathered
 from lpq.nn.linear import Linear
 from lpq.recipes import RecipeError
 
@@ -118,7 +120,10 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             weight = as_shard(weight)
         replaced = layer.weight
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-        replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # what an optimizer that has it is told
+        if isinstance(layer.weight, Gathered):
+            layer.weight.layer = weakref.ref(layer)
+        if not isinstance(replaced, Gathered):  # which knows by itself
+            replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # what an optimizer that has it is told
 
 
 def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:

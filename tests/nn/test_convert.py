@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Optimizer
 
 import lpq
 from lpq import registry
 from lpq.core import gemm
 from lpq.nn import linear
+from lpq.optim import MasterWeights
 from lpq.recipes import RecipeError
 
 
@@ -305,6 +307,30 @@ def test_the_report_is_the_same_while_a_weight_is_gathered(weights: str, note: s
     model(torch.randn(32, 64))
     assert not hasattr(model[0].weight, "device_mesh")
     assert lpq.report(model) == before
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_an_optimizer_of_weights_that_fully_shard_replaced_is_refused(weights: Any, mesh: DeviceMesh) -> None:
+    """Its steps would train nothing."""
+    model, x = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights), torch.ones(4, 64)
+    early: Optimizer = AdamW(model.parameters())
+    early = MasterWeights(early) if weights == "quantized" else early
+    model(x).sum().backward()
+    early.step()  # until then it trains it
+    twin = copy.deepcopy(model)
+    of_the_twin = AdamW(twin.parameters())
+    fully_shard(model, mesh=mesh)
+    words = rf"{type(early).__name__} has a \[64, 64\] parameter that fully_shard replaced .* and after fully_shard"
+    with pytest.raises(RuntimeError, match=words):
+        early.step()
+    late = AdamW(model.parameters())
+    for one, optimizer in ((model, late), (twin, of_the_twin)):
+        before = one[0].weight.detach().clone()
+        one(x).sum().backward()
+        optimizer.step()
+        assert not torch.equal(before, one[0].weight.detach())
+    with pytest.raises(RuntimeError, match=words):
+        early.step()
 
 
 def test_a_policy_that_matches_nothing_is_warned_of() -> None:
