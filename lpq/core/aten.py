@@ -369,6 +369,7 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
         if alone and not source.draft.written and _same_layout(target, source):
             overwrite(target, *source.stored)
             return target
+        target.tell_if_rounded_twice(source)
         source = source.dequantize(torch.float32)
     _write_all([target], [source.to(target.device).expand(target.shape)])
     return target

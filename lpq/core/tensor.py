@@ -197,6 +197,17 @@ class QuantizedTensor(Gathered, Tensor):
         row, col = (s.map(function) if s is not None else None for s in self.stored)
         return self.with_operands(row, col, self.shape, self.dtype)
 
+    def tell_if_rounded_twice(self, source: QuantizedTensor) -> None:
+        """What another tensor decodes to will be encoded: as when a checkpoint of another format is loaded."""
+        sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.sides]
+        if source.quantizer != self.quantizer and not any(side.plain for side in sides):
+            warnings.warn(
+                f"{self.whose}what is written to this {list(self.shape)} tensor, stored as {self.quantizer}, was "
+                f"stored as {source.quantizer}: its values are rounded twice. Write it from high precision if you can",
+                PrecisionWarning,
+                stacklevel=3,
+            )
+
     @property
     def held_bytes(self) -> int:
         """The bytes of all its buffers."""

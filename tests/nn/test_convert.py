@@ -18,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 
 import lpq
 from lpq import registry
-from lpq.core import gemm
+from lpq.core import PrecisionWarning, gemm
 from lpq.nn import linear
 from lpq.optim import MasterWeights
 from lpq.recipes import RecipeError
@@ -413,6 +413,25 @@ def test_a_recipe_that_a_stored_weight_cannot_follow_is_refused_with_its_name_an
     layer.recipe = "fp8-current"
     layer.weight = nn.Parameter(layer.weight.dequantize())
     assert layer(x).isfinite().all()
+
+
+def test_values_that_are_rounded_twice_are_warned_of() -> None:
+    def stored(recipe: str) -> nn.Module:
+        torch.manual_seed(0)
+        return lpq.convert(nn.Sequential(nn.Linear(64, 32)), recipe, weights="quantized")
+
+    model, other = stored("mxfp8"), stored("nvfp4")
+    words = r"^0\.weight: what is written to this \[32, 64\] tensor, stored as mxfp8, was stored as nvfp4\(.*\): "
+    with pytest.warns(PrecisionWarning, match=words + "its values are rounded twice"):
+        model.load_state_dict(other.state_dict())
+    expected = lpq.quantizer("mxfp8").quantize(other[0].weight.dequantize())
+    assert torch.equal(model[0].weight.dequantize(), expected.dequantize())
+    assert not torch.equal(expected.dequantize(), other[0].weight.dequantize())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(stored("mxfp8").state_dict())
+        model.load_state_dict(stored("bf16").state_dict())  # what is not quantized is rounded once
+        lpq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").load_state_dict(other.state_dict())
 
 
 def test_what_is_left_alone_is_not_asked_whether_it_can_be_stored() -> None:
