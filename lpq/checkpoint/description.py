@@ -9,13 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lpq import registry
-from lpq.checkpoint.errors import CheckpointError, MissingPlugin
+from lpq.checkpoint.errors import CheckpointError, MissingPlugin, listed, shown
 from lpq.core import Quantizer
 from lpq.recipes import Policy
 from lpq.registry.errors import LpqError
 
 VERSION = 1
 """The version of this file. One that is written by a later lpq is refused, in words."""
+FIELDS: dict[str, tuple[type, ...]] = {
+    "version": (int,), "step": (int, type(None)), "conversions": (dict,), "recipes": (dict,),
+    "memories": (list, tuple), "quantized": (dict,), "formats": (dict,), "stored": (list, tuple),
+}  # fmt: skip
+"""Of what type each field of a description is in a file."""
+ENTRY: dict[str, tuple[type, ...]] = {"quantizer": (str,), "shape": (list,), "dtype": (str,), "operands": (dict,)}
+"""The same of what is known of a quantized tensor."""
+WRITE = "write it with lpq.checkpoint, and leave that as it is"
 
 
 @dataclass(frozen=True)
@@ -46,14 +54,19 @@ class Description:
         return json.dumps(self.data(), indent=1).encode()
 
     @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Description:
+    def read(cls, data: Any) -> Description:
         """What such data describes."""
-        if data.get("version") != VERSION:
+        version = data.get("version", VERSION) if isinstance(data, Mapping) else VERSION
+        if type(version) is int and version != VERSION:
             raise CheckpointError(
-                f"it is written in version {data.get('version')} of the format, and this lpq reads version {VERSION}: "
+                f"it is written in version {version} of the format, and this lpq reads version {VERSION}: "
                 "pip install --upgrade lpq"
             )
-        return cls(**{**data, "memories": tuple(data["memories"]), "stored": tuple(data["stored"])})
+        check_fields("its description (lpq)", data, FIELDS)
+        for name, entry in data["quantized"].items():
+            check_fields(f"its description (lpq) of {shown(str(name))}", entry, ENTRY)
+        known = {name: data[name] for name in FIELDS}
+        return cls(**{**known, "memories": tuple(data["memories"]), "stored": tuple(data["stored"])})
 
     def require(self, formats: Iterable[str]) -> None:
         """Make sure that these formats are here; say what to install if one is not."""
@@ -77,6 +90,18 @@ class Description:
         """The policy and the length of the run of each conversion."""
         self.require(self.formats)
         return {n: (Policy.from_dict(c["policy"]), c["steps"]) for n, c in self.conversions.items()}
+
+
+def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]]) -> None:
+    """Refuse data that lacks one of these fields, or has it of another type: it was written or changed by others."""
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{what} is of type {type(data).__name__}, not dict: {WRITE}")
+    if lacking := [repr(name) for name in fields if name not in data]:
+        raise CheckpointError(f"{what} lacks {listed(lacking)}: {WRITE}")
+    for name, types in fields.items():
+        if not isinstance(data[name], types):
+            wanted = " or ".join(t.__name__ for t in types)
+            raise CheckpointError(f"{what} has {name!r} of type {type(data[name]).__name__}, not {wanted}: {WRITE}")
 
 
 def formats_of(quantizer: Quantizer) -> set[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.checkpoint import files
-from lpq.checkpoint.description import Description
+from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
@@ -107,9 +107,14 @@ def _write(
 def _prepare(source: Path, seen: Model) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
     """Everything that can be wrong, before anything is written."""
     content = _opened(source)
-    ours = isinstance(content.get("lpq"), Mapping)
+    ours = "lpq" in content and not isinstance(content["lpq"], Tensor)  # a model's own tensor may have that name
+    if ours:
+        check_fields("it", content, {"model": (dict,), "lpq": (dict,)})
     description = Description.read(content["lpq"]) if ours else Description()
-    saved = {PREFIX + name: value for name, value in (content["model"] if ours else content).items()}
+    model = content["model"] if ours else content
+    if not all(isinstance(name, str) for name in model):
+        raise CheckpointError("it holds no state dict")
+    saved = {PREFIX + name: value for name, value in model.items()}
     quantized = dict(description.quantized)
     available: dict[str, Tensor] = {}
     for name, value in saved.items():
@@ -146,7 +151,7 @@ def _opened(source: Path) -> dict[str, Any]:
                 "it is damaged, or holds something else than tensors and plain data; a state dict is what it may be"
             )
         raise CheckpointError(f"torch.load(…, weights_only=True) does not read it: {reason}") from error
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+    if not isinstance(content, dict):
         raise CheckpointError("it holds no state dict")
     return content
 

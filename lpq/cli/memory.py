@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Literal
@@ -79,5 +80,7 @@ def counted(shape: Shape, recipe: Recipe, weights: Weights | None, ranks: int) -
     """What a model of this shape takes that is converted so."""
     model = Transformer(shape)
     if weights is not None:
-        lpq.convert(model, {"rules": [{"match": "blocks.*", "recipe": recipe}]}, weights=weights, ranks=ranks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the table says how much is stored quantized, which may be nothing
+            lpq.convert(model, {"rules": [{"match": "blocks.*", "recipe": recipe}]}, weights=weights, ranks=ranks)
     return observe.memory(model, ranks, blocks=model.blocks, param_dtype=torch.bfloat16)

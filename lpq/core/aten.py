@@ -185,6 +185,7 @@ def _t(t: QuantizedTensor) -> Any:
     window = _window(t)
     apart = window.apart and t.amax_group is None  # the view does not know who has the other shards
     view.window, view.draft = replace(window, flipped=not window.flipped, apart=apart), t.draft
+    view.place = t.place
     return view
 
 
@@ -272,8 +273,8 @@ def _new_empty(
     device = torch.device(device) if device is not None else t.device
     if t.dim() > 1 and tuple(size) == (0,):  # so FSDP2 makes, on every rank, what ranks get when the rows are too few
         raise ValueError(
-            f"shards of {t.shape[0]} rows of a tensor that is stored as {t.quantizer} leave nothing to some ranks: "
-            f"{REMEDY}"
+            f"{t.whose}shards of {t.shape[0]} rows of a tensor that is stored as {t.quantizer} leave nothing to some "
+            f"ranks: {REMEDY}"
         )
     if dtype not in (None, t.dtype):
         return torch.empty(size, dtype=dtype, device=device)
@@ -307,7 +308,8 @@ def _check_shard(t: QuantizedTensor, rows: int) -> None:
     if t.shape[0] % rows or cut is not None:
         why = f"cuts blocks of {cut}" if cut is not None else "leaves a smaller one"
         raise ValueError(
-            f"a shard of {rows} rows of a {list(t.shape)} tensor that is stored as {t.quantizer} {why}: {REMEDY}"
+            f"{t.whose}a shard of {rows} rows of a {list(t.shape)} tensor that is stored as {t.quantizer} {why}: "
+            f"{REMEDY}"
         )
 
 
@@ -367,6 +369,7 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
         if alone and not source.draft.written and _same_layout(target, source):
             overwrite(target, *source.stored)
             return target
+        target.tell_if_rounded_twice(source)
         source = source.dequantize(torch.float32)
     _write_all([target], [source.to(target.device).expand(target.shape)])
     return target

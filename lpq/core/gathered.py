@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -27,6 +28,17 @@ class Gather(Protocol):
 
 class Gathered:
     """A tensor of which FSDP2 gathers what its layer says."""
+
+    layer: weakref.ref[nn.Module] | None = None
+    """Whose weight ``lpq.convert`` made it; of that parameter alone, and not of a view or a copy."""
+
+    @property
+    def replaced_by(self) -> str | None:
+        """What has put another parameter in its place, so that an optimizer which has this one trains nothing."""
+        weight = getattr(self.layer(), "weight", None) if self.layer is not None else None
+        if hasattr(weight, "device_mesh"):
+            return "fully_shard"
+        return "lpq.convert" if weight is not self and isinstance(weight, Gathered) else None
 
     def fsdp_pre_all_gather(
         self,

@@ -74,6 +74,9 @@ class QuantizedTensor(Gathered, Tensor):
     """Set on a view of a part, and on a transposed one."""
     draft: Draft
     """What the step of an optimizer wrote to it, and has yet to encode."""
+    place: str
+    """What error messages call it: the name of its parameter in the model that was converted; empty if nobody said.
+    Views and copies keep it. It is not saved, and no compiler is told, which would tell layers apart by it."""
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """What an operator does; ``lpq.core.aten``, which is written over this class, provides it."""
@@ -99,9 +102,14 @@ class QuantizedTensor(Gathered, Tensor):
                 cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
             )
         self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
-        self.window, self.draft = None, Draft()
+        self.window, self.draft, self.place = None, Draft(), ""
         cls.watch_steps()
         return self
+
+    @property
+    def whose(self) -> str:
+        """What messages about it begin with."""
+        return f"{self.place}: " if self.place else ""
 
     @property
     def row(self) -> Storage | None:
@@ -135,9 +143,9 @@ class QuantizedTensor(Gathered, Tensor):
             group = (self.window.whole if self.window is not None else self).amax_group
             if not together and group is not None and (group == "unattached" or group.size() > 1):
                 raise RuntimeError(
-                    f"this {list(self.shape)} tensor, stored as {self.quantizer}, is a shard that the step of an "
-                    "optimizer is writing to: it has operands again when the step has ended. Until then its values are "
-                    "there: dequantize()"
+                    f"{self.whose}this {list(self.shape)} tensor, stored as {self.quantizer}, is a shard that the step "
+                    "of an optimizer is writing to: it has operands again when the step has ended. Until then its "
+                    "values are there: dequantize()"
                 )
             step.write(None if together else self.draft)
         return self
@@ -153,8 +161,8 @@ class QuantizedTensor(Gathered, Tensor):
         if direction == "row" and derives_col(self.quantizer) and self.quantizer.col_source == "original":
             return transpose(other)
         raise ValueError(
-            f"the {direction} operand of this {list(self.shape)} tensor is absent and {self.quantizer} cannot "
-            f"derive it: quantize with {direction}=True"
+            f"{self.whose}the {direction} operand of this {list(self.shape)} tensor is absent and {self.quantizer} "
+            f"cannot derive it: quantize with {direction}=True"
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -180,12 +188,25 @@ class QuantizedTensor(Gathered, Tensor):
         dtype: torch.dtype,
     ) -> QuantizedTensor:
         """A tensor like this one over other operands."""
-        return QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
+        made = QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
+        made.place = self.place
+        return made
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """The same tensor over ``function`` of each buffer."""
         row, col = (s.map(function) if s is not None else None for s in self.stored)
         return self.with_operands(row, col, self.shape, self.dtype)
+
+    def tell_if_rounded_twice(self, source: QuantizedTensor) -> None:
+        """What another tensor decodes to will be encoded: as when a checkpoint of another format is loaded."""
+        sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.sides]
+        if source.quantizer != self.quantizer and not any(side.plain for side in sides):
+            warnings.warn(
+                f"{self.whose}what is written to this {list(self.shape)} tensor, stored as {self.quantizer}, was "
+                f"stored as {source.quantizer}: its values are rounded twice. Write it from high precision if you can",
+                PrecisionWarning,
+                stacklevel=3,
+            )
 
     @property
     def held_bytes(self) -> int:
@@ -202,8 +223,8 @@ class QuantizedTensor(Gathered, Tensor):
     def data(self, value: Tensor) -> None:
         if value.shape != self.shape:
             raise ValueError(
-                f"this tensor, stored as {self.quantizer}, is {list(self.shape)}, and what is assigned to its data "
-                f"{list(value.shape)}: make a new parameter of it"
+                f"{self.whose}this tensor, stored as {self.quantizer}, is {list(self.shape)}, and what is assigned to "
+                f"its data {list(value.shape)}: make a new parameter of it"
             )
         with torch.no_grad():
             self.copy_(value)
@@ -344,8 +365,10 @@ def operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: st
     operand = tensor.operand(direction)
     if operand.quantizer.text != quantizer:
         raise ValueError(
-            f"the {direction} operand of this {list(tensor.shape)} tensor is stored as {operand.quantizer}, and "
-            f"{quantizer} is wanted: quantize it with the quantizer of the recipe"
+            f"{tensor.whose}the {direction} operand of this {list(tensor.shape)} tensor is stored as "
+            f"{operand.quantizer}, and the recipe wants {quantizer}: use one with w={tensor.quantizer}; or make an "
+            "ordinary weight of it, layer.weight = nn.Parameter(layer.weight.dequantize()); or, if FSDP2 gathered it, "
+            "call reshard() of its module"
         )
     return operand.tensors()
 

@@ -33,8 +33,8 @@ def attach(parameter: Tensor) -> None:
     replicas = mesh.size() // mesh.size(sharded[0])
     if replicas > 1 and (quantizer.side("row").stochastic or quantizer.side("col").stochastic):
         raise ValueError(
-            f"a {list(parameter.shape)} weight is stored as {quantizer}, which rounds stochastically: its {replicas} "
-            "replicas would be rounded with different random bits and part. Store it with another quantizer, or shard "
-            "over one dimension of the mesh"
+            f"{part.whose}a {list(parameter.shape)} weight is stored as {quantizer}, which rounds stochastically: its "
+            f"{replicas} replicas would be rounded with different random bits and part. Store it with another "
+            "quantizer, or shard over one dimension of the mesh"
         )
     part.amax_group = mesh.get_group(sharded[0])

@@ -242,6 +242,7 @@ class Gather:
         if out is not None:
             return None
         whole = QuantizedTensor(row.operand, col.operand, quantizer, self.layer.weight.shape, row.operand.dtype)
+        whole.place = f"the weight of {self.layer.title}"
         return whole, self._filled
 
 

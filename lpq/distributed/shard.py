@@ -110,9 +110,11 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     stored, given = local(weight), as_shard(local(new).detach())
     if isinstance(stored, QuantizedTensor) and not isinstance(given, QuantizedTensor):
         raise ValueError(
-            f"a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor cannot take its "
-            "place: load without assign=True, or with lpq.optim.load_high_precision, and it is encoded"
+            f"{stored.whose}a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor "
+            "cannot take its place: load without assign=True, or with lpq.optim.load_high_precision, and it is encoded"
         )
+    if isinstance(stored, QuantizedTensor):
+        cast("QuantizedTensor", given).place = stored.place
     if not isinstance(new, DTensor):
         return given
     return DTensor.from_local(

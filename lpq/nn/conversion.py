@@ -13,7 +13,7 @@ from torch import nn
 from lpq import recipes, registry
 from lpq.core.quantize import DTYPES
 from lpq.nn.linear import Accumulate, Linear
-from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes
+from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.recipes import RecipeError
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ def convert(
     every = [alias for aliases in names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     report = Report(tuple(converted), tuple(left), unmatched, unreached)
-    if unmatched and not converted:
+    nothing = bool(unmatched) and not converted
+    if nothing:
         linear = [entry.name for entry in left if entry.kind == "Linear"]
         warnings.warn(
             f"lpq.convert left every layer as it was: none matches {', '.join(map(repr, unmatched))}; the linear "
@@ -153,6 +154,8 @@ def convert(
             module.accumulate = accumulate
     if weights is not None:
         prepare_weights(model, weights, ranks)
+    if weights == "quantized" and not nothing and (reason := why_none_stored(model, ranks)) is not None:
+        warnings.warn(f"lpq.convert(…, weights='quantized') stored no weight quantized: {reason}", stacklevel=2)
     return model
 
 

@@ -386,6 +386,11 @@ class Linear(nn.Linear):
                 f"{self.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
                 "called on, whose forward gathers it, or its unshard()"
             )
+        if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{self.title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: "
+                "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
+            )
         if self.accumulate is not None:
             self._check_accumulation(weight)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lpq.core import QuantizedTensor
 from lpq.core.derive import derives_col
+from lpq.core.gathered import Gathered
 from lpq.nn.linear import Linear
 from lpq.recipes import RecipeError
 
@@ -103,7 +105,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
     from lpq.distributed.shard import as_shard
 
     gathering = Gathering(model)
-    for _, layer, shared in list(_layers(model)):
+    for name, layer, shared in list(_layers(model)):
         if shared or hasattr(layer.weight, "device_mesh"):
             continue
         layer.gathering = gathering
@@ -113,11 +115,23 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             continue
         if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1) is None:
             weight = quantizer.quantize(weight, col=not derives_col(quantizer))
+            weight.place = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)
         replaced = layer.weight
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-        replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # what an optimizer that has it is told
+        if isinstance(layer.weight, Gathered):
+            layer.weight.layer = weakref.ref(layer)
+        if not isinstance(replaced, Gathered):  # which knows by itself
+            replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # what an optimizer that has it is told
+
+
+def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
+    """Why no weight of the model is stored quantized; None if one is."""
+    if any(_stored(layer.weight) is not None for _, layer, _ in _layers(model)):
+        return None
+    notes = [f"{name or 'the model'}: {note}" for name, note in weight_notes(model, ranks)]
+    return "; ".join([*notes[:3], *(["…"] if notes[3:] else [])]) or "no linear layer has a recipe"
 
 
 def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str]]:

@@ -87,8 +87,9 @@ class MasterWeights(Optimizer):
         for weight in self.masters:
             if self._seen[weight] != _versions(weight):
                 raise RuntimeError(
-                    f"a {list(weight.shape)} weight was written to since its master was made, and the step would undo "
-                    "that: make MasterWeights after loading weights, load its state too, or call take(weight)"
+                    f"{_whose(weight)}a {list(weight.shape)} weight was written to since its master was made, and the "
+                    "step would undo that: make MasterWeights after loading weights, load its state too, or call "
+                    "take(weight)"
                 )
         self._share_options()
         for weight, master in self.masters.items():
@@ -179,8 +180,8 @@ class MasterWeights(Optimizer):
                 inner[index] = state
             if master is None:
                 raise ValueError(
-                    f"the state has no master for parameter {index}, a {list(weight.shape)} weight: it was saved "
-                    "without masters. Load the weights without the optimizer, then make MasterWeights"
+                    f"{_whose(weight)}the state has no master for parameter {index}, a {list(weight.shape)} weight: it "
+                    "was saved without masters. Load the weights without the optimizer, then make MasterWeights"
                 )
             local(self.masters[weight]).copy_(local(master))
             self.seen(weight)
@@ -192,6 +193,10 @@ class MasterWeights(Optimizer):
         """Each parameter with the tensor that the wrapped optimizer updates for it."""
         groups = zip(self.param_groups, self.optimizer.param_groups, strict=True)
         return [pair for ours, theirs in groups for pair in zip(ours["params"], theirs["params"], strict=True)]
+
+
+def _whose(weight: Tensor) -> str:
+    return cast("QuantizedTensor", local(weight)).whose
 
 
 def _versions(weight: Tensor) -> list[int]:

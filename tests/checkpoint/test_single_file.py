@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +93,34 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be imported: torch\.load"):
         checkpoint.import_file(tmp_path / "nowhere.pt", nn.Linear(4, 4))
+
+
+CHANGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda c: c.pop("model"), r"it lacks 'model': write it with lpq\.checkpoint"),
+    (lambda c: c.update(model="a"), "it has 'model' of type str, not dict"),
+    (lambda c: c.update(lpq=1), "it has 'lpq' of type int, not dict"),
+    (lambda c: c.update(lpq=None), "it has 'lpq' of type NoneType, not dict"),
+    (lambda c: c["lpq"].clear(), r"its description \(lpq\) lacks 'version', 'step', .* and 3 more"),
+    (lambda c: c["lpq"].pop("memories"), r"its description \(lpq\) lacks 'memories': "),
+    (lambda c: c["lpq"].update(stored="mxfp8"), r"its description \(lpq\) has 'stored' of type str, not list or tuple"),
+    (lambda c: c["lpq"].update(step="3"), r"its description \(lpq\) has 'step' of type str, not int or NoneType"),
+    (lambda c: c["lpq"].update(version=9), "it is written in version 9 .* pip install --upgrade"),
+    (lambda c: c["lpq"]["quantized"]["model.0.weight"].pop("dtype"), r"\(lpq\) of 0\.weight lacks 'dtype'"),
+    (lambda c: c["lpq"]["quantized"].update({"model.0.weight": 1}), r"\(lpq\) of 0\.weight is of type int, not dict"),
+    (lambda c: c["model"].update({0: torch.ones(1)}), "it holds no state dict"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGED, ids=[words for _, words in CHANGED])
+def test_what_is_incomplete_is_refused_in_words(
+    change: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path
+) -> None:
+    model = lpq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8", weights="quantized")
+    path = checkpoint.export_file(tmp_path / "model.pt", model)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "mine": 1}, path)  # what is beside it is nobody's business
+    checkpoint.import_file(path, model)
+    change(content)
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=rf"model\.pt cannot be imported: .*{words}"):
+        checkpoint.import_file(path, model)

@@ -53,6 +53,7 @@ def test_version(lpq: Callable) -> None:
         (("check", "mxfp9"), 2, ("mxfp9", "mxfp8")),
         (("check", "nvfp4(blok=16x16)"), 2, ("blok", "block")),
         (("doctor", "--device", "cuda:97"), 1, ("cuda:97",)),
+        (("new-plugin", "Not-A-Name"), 1, ("Not-A-Name", "lower-case")),
     ],
 )
 def test_an_error_is_words(arguments: tuple[str, ...], status: int, words: tuple[str, ...], lpq: Callable) -> None:

@@ -185,6 +185,25 @@ def test_saving_needs_no_unsafe_pickle(text: str, row: bool, col: bool) -> None:
     assert deep.requires_grad
 
 
+def test_messages_name_the_parameter_and_views_and_copies_keep_its_name() -> None:
+    t = make("mxfp8", True, True)
+    saved, told = pickle.dumps(t), t.__tensor_flatten__()[1]
+    t.place = "0.up.weight"
+    assert pickle.dumps(t) == saved
+    assert t.__tensor_flatten__()[1] == told  # else a compiler would tell layers apart by their names
+    derived = [
+        t.detach(), t[:32], t.t(), t.view(-1), t.clone(), t.to(torch.bfloat16), torch.empty_like(t), copy.deepcopy(t),
+        t.new_zeros(ROWS // 2, COLS), torch.cat([t[:32], t[32:]]), nn.Parameter(t),
+    ]  # fmt: skip
+    assert [d.place for d in derived] == ["0.up.weight"] * len(derived)
+    with pytest.raises(ValueError, match=r"^0\.up\.weight: a shard of 20 rows of a \[256, 384\] tensor"):
+        t.new_zeros(20, COLS)
+    with pytest.raises(ValueError, match=r"^0\.up\.weight: this tensor, stored as mxfp8, is \[256, 384\]"):
+        t.data = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"^a shard of 20 rows of a"):
+        make("mxfp8", True, True).new_zeros(20, COLS)
+
+
 def test_a_group_is_not_saved() -> None:
     t = make("mxfp8", True, True)
     assert pickle.loads(pickle.dumps(t)).amax_group is None

@@ -227,7 +227,7 @@ def _without_masters_in_the_state(rank: int) -> None:
     net = sharded(converted("fp8-current"))
     ordinary = AdamW(net.parameters(), lr=1e-2)
     step(net, ordinary, 0, Way("fp8-current"))
-    with pytest.raises(ValueError, match="has no master for parameter"):
+    with pytest.raises(ValueError, match=r"^0\.up\.weight: the state has no master for parameter"):
         MasterWeights(AdamW(net.parameters(), lr=1e-2)).load_state_dict(ordinary.state_dict())
     with pytest.raises(ValueError, match="an optimizer that has not taken a step yet"):
         MasterWeights(ordinary)

@@ -180,6 +180,7 @@ def _refused_where_it_is_sharded(rank: int) -> None:
         with pytest.raises(ValueError, match="that is stored as") as caught:
             fully_shard(net)
         said = _on_every_rank(str(caught.value))
+        assert said.startswith("0.weight: ")
         assert words in said, said
         assert "give lpq.convert(…, ranks=…) the number of ranks" in said
 

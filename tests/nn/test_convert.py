@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Optimizer
 
 import lpq
 from lpq import registry
-from lpq.core import gemm
+from lpq.core import PrecisionWarning, gemm
 from lpq.nn import linear
+from lpq.optim import MasterWeights
 from lpq.recipes import RecipeError
 
 
@@ -307,6 +309,30 @@ def test_the_report_is_the_same_while_a_weight_is_gathered(weights: str, note: s
     assert lpq.report(model) == before
 
 
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_an_optimizer_of_weights_that_fully_shard_replaced_is_refused(weights: Any, mesh: DeviceMesh) -> None:
+    """Its steps would train nothing."""
+    model, x = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights), torch.ones(4, 64)
+    early: Optimizer = AdamW(model.parameters())
+    early = MasterWeights(early) if weights == "quantized" else early
+    model(x).sum().backward()
+    early.step()  # until then it trains it
+    twin = copy.deepcopy(model)
+    of_the_twin = AdamW(twin.parameters())
+    fully_shard(model, mesh=mesh)
+    words = rf"{type(early).__name__} has a \[64, 64\] parameter that fully_shard replaced .* and after fully_shard"
+    with pytest.raises(RuntimeError, match=words):
+        early.step()
+    late = AdamW(model.parameters())
+    for one, optimizer in ((model, late), (twin, of_the_twin)):
+        before = one[0].weight.detach().clone()
+        one(x).sum().backward()
+        optimizer.step()
+        assert not torch.equal(before, one[0].weight.detach())
+    with pytest.raises(RuntimeError, match=words):
+        early.step()
+
+
 def test_a_policy_that_matches_nothing_is_warned_of() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
     with pytest.warns(UserWarning, match=r"left every layer as it was: none matches 'blocks\.\*'; .* are 0, 1, 2, …"):
@@ -314,6 +340,29 @@ def test_a_policy_that_matches_nothing_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lpq.convert(model, {"rules": [{"match": "4", "recipe": "mxfp8"}, {"match": "blocks.*", "recipe": "mxfp8"}]})
+
+
+STORED_NOTHING = [
+    ("mxfp8", 4, "0: in high precision: its 90 rows over 4 ranks are uneven; 1: in high precision: shards of 16 .*"),
+    ({"rules": [{"match": "*", "recipe": "skip"}]}, None, "no linear layer has a recipe"),
+]
+
+
+@pytest.mark.parametrize(("policy", "ranks", "reason"), STORED_NOTHING)
+def test_that_no_weight_is_stored_quantized_is_warned_of(policy: Any, ranks: int | None, reason: str) -> None:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 90), nn.Linear(90, 64))
+
+    with pytest.warns(UserWarning, match=rf"weights='quantized'\) stored no weight quantized: {reason}$"):
+        lpq.convert(layers(), policy, weights="quantized", ranks=ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lpq.convert(layers(), policy, weights="high_precision", ranks=ranks)
+        lpq.convert(layers(), "mxfp8", weights="quantized", ranks=2)  # one of the two
+    nothing = {"rules": [{"match": "head", "recipe": "mxfp8"}]}
+    with pytest.warns(UserWarning, match="left every layer as it was") as seen:
+        lpq.convert(layers(), nothing, weights="quantized")
+    assert len(seen) == 1
 
 
 def test_a_weight_that_no_format_encodes_is_refused_before_anything_is_changed() -> None:
@@ -346,6 +395,43 @@ def test_messages_name_the_layer() -> None:
         model.blocks[1][0](torch.ones(1, 3))
     with pytest.raises(ValueError, match=r"^lpq\.nn\.Linear\(4, 4\): the input is"):
         lpq.nn.Linear(4, 4, recipe="mxfp8")(torch.ones(1, 3))
+
+
+def test_a_recipe_that_a_stored_weight_cannot_follow_is_refused_with_its_name_and_a_remedy() -> None:
+    model = lpq.convert(Net(), "mxfp8", weights="quantized")
+    layer, x = model.blocks[1][0], torch.ones(1, 32)
+    before = layer(x)
+    layer.recipe = "fp8-current"
+    refused = r"^blocks\.1\.0\.weight: .*is stored as mxfp8, and the recipe wants fp8: use one with w=mxfp8; or make "
+    refused += r"an ordinary weight of it, layer\.weight = nn\.Parameter\(layer\.weight\.dequantize\(\)\);"
+    with pytest.raises(ValueError, match=refused):
+        layer(x)
+    layer.recipe = "x=fp8(), w=mxfp8, dy=fp8()"
+    assert layer(x).isfinite().all()
+    layer.recipe = "mxfp8"
+    assert torch.equal(layer(x), before)
+    layer.recipe = "fp8-current"
+    layer.weight = nn.Parameter(layer.weight.dequantize())
+    assert layer(x).isfinite().all()
+
+
+def test_values_that_are_rounded_twice_are_warned_of() -> None:
+    def stored(recipe: str) -> nn.Module:
+        torch.manual_seed(0)
+        return lpq.convert(nn.Sequential(nn.Linear(64, 32)), recipe, weights="quantized")
+
+    model, other = stored("mxfp8"), stored("nvfp4")
+    words = r"^0\.weight: what is written to this \[32, 64\] tensor, stored as mxfp8, was stored as nvfp4\(.*\): "
+    with pytest.warns(PrecisionWarning, match=words + "its values are rounded twice"):
+        model.load_state_dict(other.state_dict())
+    expected = lpq.quantizer("mxfp8").quantize(other[0].weight.dequantize())
+    assert torch.equal(model[0].weight.dequantize(), expected.dequantize())
+    assert not torch.equal(expected.dequantize(), other[0].weight.dequantize())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(stored("mxfp8").state_dict())
+        model.load_state_dict(stored("bf16").state_dict())  # what is not quantized is rounded once
+        lpq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").load_state_dict(other.state_dict())
 
 
 def test_what_is_left_alone_is_not_asked_whether_it_can_be_stored() -> None:

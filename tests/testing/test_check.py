@@ -51,6 +51,10 @@ def test_a_format_is_checked_wherever_one_stands(tmp_path: Path) -> None:
     assert not {".hypothesis", ".pytest_cache"} & {path.name for path in tmp_path.iterdir()}
 
 
+def test_that_no_test_matches_is_a_status_of_its_own(tmp_path: Path) -> None:
+    assert lpq("check", "mxfp8()", "-k", "no_test_is_called_so", cwd=tmp_path).returncode == 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

@@ -1,0 +1,45 @@
+"""Transforms of torch.func do not pass through a layer with a recipe, and the layer says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+
+import lpq
+
+
+def test_transforms_of_torch_func_are_refused_in_words() -> None:
+    model, x = lpq.convert(nn.Sequential(nn.Linear(48, 32)), "mxfp8"), torch.randn(3, 48)
+    params = dict(model.named_parameters())
+
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional_call(model, params, (x,)).square().sum()
+
+    transforms: list[Callable[[], Any]] = [
+        lambda: grad(loss)(params), lambda: vmap(model)(x[None]), lambda: jvp(model, (x,), (x,)),
+        lambda: jacrev(model)(x), lambda: vmap(lambda row: model(row[None]))(x),
+    ]  # fmt: skip
+    words = r"^layer 0, lpq\.nn\.Linear\(48, 32\): torch\.func's transforms .* torch\.autograd, .*layer\.recipe = None"
+    for recipe in ("mxfp8", "bf16"):
+        model[0].recipe = recipe
+        for transform in transforms:
+            with pytest.raises(RuntimeError, match=words):
+                transform()
+        value = loss(params)  # by itself, functional_call is no transform
+        assert torch.equal(value, model(x).square().sum())
+        gradients = torch.autograd.grad(value, list(params.values()))
+        assert all(torch.equal(g, p.grad) for g, p in zip(gradients, _trained(model, x), strict=True))
+    model[0].recipe = None
+    for transform in transforms:
+        transform()
+
+
+def _trained(model: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return list(model.parameters())
