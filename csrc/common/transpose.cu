@@ -73,28 +73,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
 }
 
 // The same in nibbles: rows of 8 * ceil(cols / 16) bytes become cols rows of 8 * ceil(rows / 16). A block of threads
-// takes 512 x 256 nibbles, so that it writes pieces of 256 bytes; a warp 32 of the rows, a thread 8 of them and 32 nibbles
-// of each. The scales of 16 x 16 blocks are turned with them, and the amax is copied.
-extern "C" __global__ void __launch_bounds__(2 * THREADS, 2) transpose_nibbles(
+// takes 256 x 256 nibbles, a warp 32 of the rows, a thread 8 of them and 32 nibbles of each. The scales of 16 x 16
+// blocks are turned with them, and the amax is copied.
+extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_nibbles(
     const u8* x, u8* out, const u8* scale, u8* scale_out, const u32* amax, u32* amax_out, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
-    constexpr int HIGH = 4 * WIDE, BROAD = 2 * WIDE, PIECES = HIGH / 32;
-    extern __shared__ uint4 piece[];  // BROAD lines of PIECES
-    const u32 wide = (u32)((cols + BROAD - 1) / BROAD), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
+    constexpr int SIDE = 2 * WIDE;
+    __shared__ uint4 piece[SIDE][SIDE / 32];
+    const u32 wide = (u32)((cols + SIDE - 1) / SIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane & 7, chunk = lane >> 3;
-    const i64 high = (rows + 15) / 16, broad = (cols + 15) / 16, row = (i64)down * HIGH + warp * 32 + chunk * 8;
+    const i64 high = (rows + 15) / 16, broad = (cols + 15) / 16, row = (i64)down * SIDE + warp * 32 + chunk * 8;
     uint4 v[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = load_piece(x, row + i, (i64)across * WIDE + at * 16, rows, broad * 8);
-    if (warp == 0) {
-        const i64 of_row = (i64)down * 32 + lane, of_col = (i64)across * 16;
-        const uint4 s = load_piece(scale, of_row, of_col, high, broad);
-        const u32 word[4] = {s.x, s.y, s.z, s.w};
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-            if (of_row < high && of_col + i < broad) scale_out[(of_col + i) * high + of_row] = (u8)(word[i / 4] >> (8 * (i % 4)));
-    }
+    const i64 of_row = (i64)down * 16 + threadIdx.x % 16, of_col = (i64)across * 16 + threadIdx.x / 16;
+    if (of_row < high && of_col < broad) scale_out[of_col * high + of_row] = scale[of_row * broad + of_col];
     if (blockIdx.x + threadIdx.x == 0) *amax_out = *amax;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -103,15 +97,15 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS, 2) transpose_nibbles(
         for (int i = 0; i < 8; ++i) n[i] = k == 0 ? v[i].x : k == 1 ? v[i].y : k == 2 ? v[i].z : v[i].w;
         transpose_8x8(n);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) ((u32*)&piece[(at * 32 + k * 8 + j) * PIECES + (warp ^ at)])[chunk] = n[j];
+        for (int j = 0; j < 8; ++j) ((u32*)&piece[at * 32 + k * 8 + j][warp ^ at])[chunk] = n[j];
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < BROAD * PIECES / (2 * THREADS); ++k) {
-        const int index = threadIdx.x + k * 2 * THREADS, line = index / PIECES, p = index % PIECES;
-        const i64 to_row = (i64)across * BROAD + line, to = (i64)down * (HIGH / 2) + p * 16;
+    for (int k = 0; k < SIDE * SIDE / 32 / THREADS; ++k) {
+        const int index = threadIdx.x + k * THREADS, line = index / 8, p = index % 8;
+        const i64 to_row = (i64)across * SIDE + line, to = (i64)down * WIDE + p * 16;
         if (to_row >= cols || to >= high * 8) continue;
-        const uint4 bytes = piece[line * PIECES + (p ^ (line / 32))];
+        const uint4 bytes = piece[line][p ^ (line / 32)];
         u8* target = out + to_row * high * 8 + to;
         if (high % 2 == 0) {
             stream(target, bytes);

@@ -37,8 +37,9 @@ class _Part:
             return None
         if group == "unattached":
             raise RuntimeError(
-                f"this {list(self.target.shape)} tensor, stored as {self.target.quantizer}, is a shard, and the group "
-                "that holds the others is not known yet: call lpq.distributed.attach(parameter) before writing to it"
+                f"{self.target.whose}this {list(self.target.shape)} tensor, stored as {self.target.quantizer}, is a "
+                "shard, and the group that holds the others is not known yet: call "
+                "lpq.distributed.attach(parameter) before writing to it"
             )
         return group if group.size() > 1 else None
 

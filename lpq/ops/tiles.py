@@ -29,7 +29,7 @@ PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024, waits=Tr
 FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024, waits=True)
 ZERO = CudaKernel("common/amax.cu", "zero", "Pq", threads=1024, waits=True)
 BYTES = CudaKernel("common/transpose.cu", "transpose_bytes", "PPPPIqq", threads=256, waits=True)
-NIBBLES = CudaKernel("common/transpose.cu", "transpose_nibbles", "PPPPPPqq", threads=512, shared=1 << 16, waits=True)
+NIBBLES = CudaKernel("common/transpose.cu", "transpose_nibbles", "PPPPPPqq", threads=256, waits=True)
 UNTILE = CudaKernel("common/untile.cu", "untile", "PPPII", threads=256, waits=True)
 PER_PART = 1 << 15
 PARTS_AT_ONCE = 2
@@ -157,7 +157,7 @@ def transpose_nibbles(x: Tensor, scale: Tensor, amax: Tensor, rows: int, cols: i
     x, scale = x.contiguous(), scale.contiguous()
     out, scale_out = x.new_empty((cols, -(-rows // 16) * 8)), scale.new_empty(scale.shape[::-1])
     amax_out = torch.empty_like(amax)
-    blocks = -(-rows // (4 * WIDE)) * -(-cols // (2 * WIDE))
+    blocks = -(-rows // (2 * WIDE)) * -(-cols // (2 * WIDE))
     NIBBLES.launch(
         x.get_device(), (), blocks, x.data_ptr(), out.data_ptr(), scale.data_ptr(), scale_out.data_ptr(),
         amax.data_ptr(), amax_out.data_ptr(), rows, cols,
