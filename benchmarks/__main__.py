@@ -67,6 +67,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="lpq and bf16 without torch.compile only")
     parser.add_argument("--profile", action="store_true", help="with host or linear: where the time of a step goes")
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
+    parser.add_argument("--size", type=_size, default=(16384, 8192), help="with casts: ROWSxCOLUMNS of the matrix")
     parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
     options = parser.parse_args(arguments)
     options.parts = options.parts or list(PARTS)
@@ -76,11 +77,18 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _size(text: str) -> tuple[int, int]:
+    rows, _, cols = text.partition("x")
+    if not (rows.isdecimal() and cols.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCOLUMNS, such as 32768x16384")
+    return int(rows), int(cols)
+
+
 def _measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     effort = QUICK if options.quick else Effort()
     if part == "casts":
-        return casts.measure_all(device, options.only)
+        return casts.measure_all(device, options.only, *options.size)
     recipes = tuple(options.recipe or ())
     if part == "stack":
         everyone = contenders.of_stacks(recipes or stack.RECIPES, not options.no_compile)

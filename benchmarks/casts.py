@@ -1,6 +1,6 @@
 """Casts: how fast each format encodes, measures, transposes and decodes, as a share of the copy speed of the same run.
 
-    python -m benchmarks casts [--only mxfp8]
+    python -m benchmarks casts [--only mxfp8] [--size 32768x16384]
 
 Bytes are counted once for each read of the input that the algorithm needs (two where the amax of the whole tensor must
 be known before the first element is encoded) and once for each byte written. Which kernel ran stands beside each line.
@@ -125,9 +125,7 @@ def measure(case: Case, inputs: list[Tensor], busy: Callable[[], object]) -> dic
     }
 
 
-def measure_all(
-    device: torch.device, only: list[str] | None = None, rows: int = 16384, cols: int = 8192
-) -> dict[str, Any]:
+def measure_all(device: torch.device, only: list[str] | None, rows: int, cols: int) -> dict[str, Any]:
     """Every case, or those whose name begins with one of ``only``; and the casts of other libraries."""
     inputs = [torch.randn(rows, cols, device=device, dtype=torch.bfloat16) for _ in range(2)]
     targets = [torch.empty_like(x) for x in inputs]

@@ -203,6 +203,14 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_recorded_command_names_no_folder() -> None:
     assert command._without_out(["linear", "--out", "here", "--quick"]) == ["linear", "--quick"]
+
+
+def test_the_size_of_casts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command._options(["casts"]).size == (16384, 8192)
+    assert command._options(["casts", "--size", "32768x16384"]).size == (32768, 16384)
+    with pytest.raises(SystemExit):
+        command._options(["casts", "--size", "32768"])
+    assert "'32768' is not ROWSxCOLUMNS, such as 32768x16384" in capsys.readouterr().err
     assert command._without_out(["--out=here", "host"]) == ["host"]
 
 
