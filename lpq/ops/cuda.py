@@ -77,7 +77,9 @@ class CudaKernel:
                 self._run(loaded, how, device)
 
     def _run(self, loaded: _Loaded, how: _How, device: int) -> None:
-        how.config.hStream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if stream != how.stream:  # to set it takes half a microsecond
+            how.config.hStream = how.stream = stream
         (status,) = loaded.launch(how.config, loaded.function, how.arguments.pointers, 0)
         if status == NO_CONTEXT:  # torch has not used the device in this thread yet
             from cuda.core import Device
@@ -131,6 +133,7 @@ class _How(threading.local):
         from cuda.bindings import driver
 
         self.arguments = _Arguments(size, places)
+        self.stream = 0
         self.config = driver.CUlaunchConfig()
         self.config.gridDimY = self.config.gridDimZ = 1
         self.config.blockDimX, self.config.blockDimY, self.config.blockDimZ = threads, 1, 1
