@@ -88,7 +88,7 @@ class Gathering:
         reductions = Reductions()
         for gather in self._find():
             if gather.stale:
-                reductions.add(gather.measure(), gather.site.group)
+                gather.measure(reductions)
         reductions.run()
 
     def written_by(self, params: Collection[int]) -> Iterator[Gather]:
@@ -143,7 +143,7 @@ class _Steps:
         for gathering in self._alive():
             for gather in gathering.written_by(params):
                 site = gather.site
-                reductions.add(gather.measure(), site.group)
+                gather.measure(reductions)
                 reductions.add(gather.layer.memories(), site.group, site.replicas)  # replicas saw other inputs
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import spawn
@@ -19,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lpq
-from lpq.core import QuantizedTensor
+from lpq.core import QuantizedTensor, write
 from lpq.observe import Collective, collectives
 from lpq.optim import MasterWeights
 
@@ -210,6 +211,25 @@ def _both_kinds_of_weights_reduce_once(rank: int) -> None:
                 assert sum(moved) >= 4
 
 
+def _an_encoding_that_raises_leaves_no_weight_half_measured(rank: int) -> None:
+    """Weights beside it that each rank has measured, and none has reduced, are not encoded so in the next forward."""
+    net = model(64, 128)
+    lpq.convert(net[0], "fp8-current", weights="quantized")
+    lpq.convert(net[1], "fp8-current", weights="high_precision")
+    for block in (*net, net):
+        fully_shard(block)
+    optimizer = _adam(net)
+    net(_own(rank)).square().mean().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write._Part, "measure", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    with collectives() as seen:
+        out = net(torch.ones(32, 64))
+    assert _reductions(seen) == 1
+    assert _agree([out.detach()])
+
+
 def _another_step_within_a_step(rank: int) -> None:
     """An optimizer that is none of those which the other one wraps: what it has is not left out."""
     net = model(64, 128)
@@ -324,6 +344,7 @@ def _all(rank: int) -> None:
     _as_unsharded(rank)
     _each_optimizer_reduces_once(rank)
     _both_kinds_of_weights_reduce_once(rank)
+    _an_encoding_that_raises_leaves_no_weight_half_measured(rank)
     _another_step_within_a_step(rank)
     _state_is_sharded_and_ordinary(rank)
     _a_closure(rank)
