@@ -58,8 +58,9 @@ class Reductions:
         """Reduce these in place over ``group``; afterwards over ``across``, if there is one."""
         for reduced, over in ((self._within, group), (self._across, across)):
             if over is not None and over.size() > 1:
+                ranks = same_ranks(over)
                 for value in values:
-                    reduced.setdefault((same_ranks(over), value.device), (over, []))[1].append(value)
+                    reduced.setdefault((ranks, value.device), (over, []))[1].append(value)
 
     def afterwards(self, call: Callable[[], None]) -> None:
         """Have this called when all are reduced, and not if something raises before."""

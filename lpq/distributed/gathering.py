@@ -110,7 +110,7 @@ class _Steps:
         self._gatherings: list[weakref.ref[Gathering]] = []
         self._reduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those in whose step everything was reduced already, together with what it wrote to stored weights."""
-        reduce_beside(self.add)  # what a step wrote is encoded before what follows from it is measured
+        reduce_beside(self.add)
         register_optimizer_step_pre_hook(torch.compiler.disable(self.before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self.after))  # type: ignore[no-untyped-call]
 
