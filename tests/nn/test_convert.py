@@ -333,6 +333,14 @@ def test_an_optimizer_of_weights_that_fully_shard_replaced_is_refused(weights: A
         early.step()
 
 
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_a_model_may_lie_in_shared_memory(weights: Any) -> None:
+    model, x = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights), torch.ones(4, 64)
+    before, alone = model(x), model[0].weight.is_shared()
+    assert (alone, model.share_memory()[0].weight.is_shared()) == (False, True)
+    assert torch.equal(model(x), before)
+
+
 def _with_its_own_weights(model: nn.Module) -> nn.Module:
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     return model
@@ -340,6 +348,7 @@ def _with_its_own_weights(model: nn.Module) -> nn.Module:
 
 BETWEEN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "to": lambda model: model.to(torch.bfloat16).to("cpu"),
+    "share_memory": lambda model: model.share_memory(),
     "to_empty": lambda model: model.to_empty(device="cpu"),
     "deepcopy": copy.deepcopy,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
