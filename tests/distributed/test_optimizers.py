@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from ranks import fully_shard, spawn
 from sharded import How, batch, built, model, whole
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
