@@ -30,15 +30,16 @@ class Gathered:
     """A tensor of which FSDP2 gathers what its layer says."""
 
     layer: weakref.ref[nn.Module] | None = None
-    """Whose weight ``lpq.convert`` made it; of that parameter alone, and not of a view or a copy."""
+    """Whose weight it is; of the parameter that ``lpq.convert`` made alone, and not of a view or a copy of that, nor of
+    what FSDP2 makes of it."""
 
     @property
     def replaced_by(self) -> str | None:
         """What has put another parameter in its place, so that an optimizer which has this one trains nothing."""
         weight = getattr(self.layer(), "weight", None) if self.layer is not None else None
-        if hasattr(weight, "device_mesh"):
-            return "fully_shard"
-        return "lpq.convert" if weight is not self and isinstance(weight, Gathered) else None
+        if weight is self or not (isinstance(weight, Gathered) or hasattr(weight, "device_mesh")):
+            return None
+        return "lpq.convert" if getattr(weight, "layer", None) is not None else "fully_shard"
 
     def fsdp_pre_all_gather(
         self,

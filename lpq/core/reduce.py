@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,18 +52,26 @@ class Reductions:
     def __init__(self) -> None:
         self._within: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
         self._across: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
+        self._afterwards: list[Callable[[], None]] = []
 
     def add(self, values: Sequence[Tensor], group: ProcessGroup, across: ProcessGroup | None = None) -> None:
         """Reduce these in place over ``group``; afterwards over ``across``, if there is one."""
         for reduced, over in ((self._within, group), (self._across, across)):
             if over is not None and over.size() > 1:
+                ranks = same_ranks(over)
                 for value in values:
-                    reduced.setdefault((same_ranks(over), value.device), (over, []))[1].append(value)
+                    reduced.setdefault((ranks, value.device), (over, []))[1].append(value)
+
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """Have this called when all are reduced, and not if something raises before."""
+        self._afterwards.append(call)
 
     @torch.no_grad()
     def run(self) -> None:
         for group, values in [*self._within.values(), *self._across.values()]:
             torch._foreach_copy_(values, reduce_max(values, group))
+        for call in self._afterwards:
+            call()
 
 
 def same_ranks(group: ProcessGroup) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ from lpq.core.write import write
 
 AROUND = Optimizer.profile_hook_step.__code__.co_filename
 """Where torch's function around a step lies."""
+STEP = Optimizer.profile_hook_step(lambda: None).__code__
+"""That function; others beside it are around parts of a step."""
 
 
 class Step:
@@ -124,11 +126,15 @@ def beside(optimizer: Optimizer) -> Reductions:
 
 
 def wrapping(optimizer: Optimizer) -> Optimizer | None:
-    """The optimizer in whose step that of this one, in which it is asked, is running; None if there is none."""
-    frame = _around()
+    """The optimizer in whose step that of this one, in which it is asked, is running; None if there is none.
+
+    It may be the same one: where a class calls the step of its base, torch may have put its function around both.
+    """
+    frame, steps = _around(), 0
     while frame is not None:
         stepping = frame.f_locals.get("self")
-        if isinstance(stepping, Optimizer) and stepping is not optimizer:
+        steps += stepping is optimizer and frame.f_code is STEP
+        if isinstance(stepping, Optimizer) and (stepping is not optimizer or steps > 1):
             return stepping
         frame = _around(frame.f_back)
     return None

@@ -18,7 +18,7 @@ from lpq.core import QuantizedTensor, Quantizer, Storage
 from lpq.core.derive import derive_col, derives_col
 from lpq.core.operations import declared, measure, quantize
 from lpq.core.quantize import recall
-from lpq.core.reduce import spans
+from lpq.core.reduce import Reductions, spans
 from lpq.distributed import fsdp
 from lpq.distributed.attach import attach
 from lpq.distributed.fits import why_not, why_uncut
@@ -101,12 +101,22 @@ class Gather:
             or measured.quantizer != self.layer.weight_quantizer()
         )
 
-    def measure(self) -> list[Tensor]:
-        """Measure this rank's shard into ``stats``; those of them that have yet to be reduced over the ranks."""
-        local, quantizer = self.site.local, self.quantizer
+    def measure(self, reductions: Reductions) -> None:
+        """Measure this rank's shard into ``stats``, which these reductions make those of the whole weight."""
+        local = self.site.local
         version = local.version if isinstance(local, WeightShard) else 0
-        self._measured = Measured(weakref.ref(local), version, self.layer.weight_quantizer())
-        self.stats = []
+        measured = Measured(weakref.ref(local), version, self.layer.weight_quantizer())
+
+        def reduced() -> None:
+            self._measured = measured
+
+        self._measured = None  # until then each rank has others
+        reductions.add(self._measure(local), self.site.group)
+        reductions.afterwards(reduced)
+
+    def _measure(self, local: Tensor) -> list[Tensor]:
+        """Measure a shard into ``stats``; those of them that have yet to be reduced over the ranks."""
+        self.stats, quantizer = [], self.quantizer
         if quantizer is None or not isinstance(local, WeightShard):
             return []
         sides = _sides(quantizer)

@@ -88,7 +88,7 @@ class Gathering:
         reductions = Reductions()
         for gather in self._find():
             if gather.stale:
-                reductions.add(gather.measure(), gather.site.group)
+                gather.measure(reductions)
         reductions.run()
 
     def written_by(self, params: Collection[int]) -> Iterator[Gather]:
@@ -110,7 +110,7 @@ class _Steps:
         self._gatherings: list[weakref.ref[Gathering]] = []
         self._reduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those in whose step everything was reduced already, together with what it wrote to stored weights."""
-        reduce_beside(self.add)  # what a step wrote is encoded before what follows from it is measured
+        reduce_beside(self.add)
         register_optimizer_step_pre_hook(torch.compiler.disable(self.before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self.after))  # type: ignore[no-untyped-call]
 
@@ -143,7 +143,7 @@ class _Steps:
         for gathering in self._alive():
             for gather in gathering.written_by(params):
                 site = gather.site
-                reductions.add(gather.measure(), site.group)
+                gather.measure(reductions)
                 reductions.add(gather.layer.memories(), site.group, site.replicas)  # replicas saw other inputs
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -92,6 +92,13 @@ class WeightShard(Gathered, Tensor):
         memo[id(self)] = _parameter(copy, self.requires_grad) if getattr(self, "_is_param", False) else copy
         return cast("Tensor", memo[id(self)])
 
+    def share_memory_(self) -> WeightShard:
+        self.held.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        return bool(self.held.is_shared())  # type: ignore[no-untyped-call]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightShard({self.held!r})"
 

@@ -9,6 +9,7 @@ evaluation leaves it alone and activation checkpointing, which runs forward twic
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from lpq import recipes, registry
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
 from lpq.core.exact import serves
+from lpq.core.gathered import Gathered
 from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
@@ -323,6 +325,7 @@ class Linear(nn.Linear):
             if prefix + name in missing:
                 missing.remove(prefix + name)
                 getattr(self, name).zero_()
+        self.claim_weight()  # with assign=True it is another one
         others = tuple(f"{prefix}{tensor}_" for tensor in TENSORS)
         unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
 
@@ -333,7 +336,19 @@ class Linear(nn.Linear):
             device = getattr(self, name).device
             fresh = before.is_meta and device.type != "meta"
             setattr(self, name, torch.zeros_like(before, device=device) if fresh else before.to(device))
+        self.claim_weight()  # torch has put another tensor's attributes in place of its own
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of what is loaded from a pickle."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.claim_weight()
+
+    def claim_weight(self) -> None:
+        """Have a weight that FSDP2 will gather quantized know whose it is, so that it knows when it is replaced."""
+        weight = self._parameters.get("weight")
+        if isinstance(weight, Gathered):
+            weight.layer = weakref.ref(self)
 
     @property
     def title(self) -> str:

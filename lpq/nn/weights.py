@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
@@ -120,8 +119,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             weight = as_shard(weight)
         replaced = layer.weight
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-        if isinstance(layer.weight, Gathered):
-            layer.weight.layer = weakref.ref(layer)
+        layer.claim_weight()
         if not isinstance(replaced, Gathered):  # which knows by itself
             replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # what an optimizer that has it is told
 

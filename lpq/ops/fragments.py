@@ -53,7 +53,7 @@ class CastKernels:
 
 
 def cast_kernels(source: str | Path) -> tuple[CudaKernel, CudaKernel, CudaKernel]:
-    """The three kernels of a source that includes ``fragments.cuh``."""
+    """The three kernels that ``LPQ_CAST`` of ``fragments.cuh`` makes in a source."""
     names = ("measure", "scales", "codes")
     measure, scales, codes = (CudaKernel(source, name, "Pq", threads=THREADS, waits=True) for name in names)
     return measure, scales, codes

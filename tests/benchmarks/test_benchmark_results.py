@@ -203,6 +203,7 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_recorded_command_names_no_folder() -> None:
     assert command._without_out(["linear", "--out", "here", "--quick"]) == ["linear", "--quick"]
+    assert command._without_out(["--out=here", "host"]) == ["host"]
 
 
 def test_the_size_of_casts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +212,6 @@ def test_the_size_of_casts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command._options(["casts", "--size", "32768"])
     assert "'32768' is not ROWSxCOLUMNS, such as 32768x16384" in capsys.readouterr().err
-    assert command._without_out(["--out=here", "host"]) == ["host"]
 
 
 def test_stored_results_are_shown_anywhere(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -330,6 +330,43 @@ def test_an_optimizer_of_weights_that_fully_shard_replaced_is_refused(weights: A
         optimizer.step()
         assert not torch.equal(before, one[0].weight.detach())
     with pytest.raises(RuntimeError, match=words):
+        early.step()
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_a_model_may_lie_in_shared_memory(weights: Any) -> None:
+    model, x = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights), torch.ones(4, 64)
+    before, alone = model(x), model[0].weight.is_shared()
+    assert (alone, model.share_memory()[0].weight.is_shared()) == (False, True)
+    assert torch.equal(model(x), before)
+
+
+def _with_its_own_weights(model: nn.Module) -> nn.Module:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model
+
+
+BETWEEN: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to": lambda model: model.to(torch.bfloat16).to("cpu"),
+    "share_memory": lambda model: model.share_memory(),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "assign": _with_its_own_weights,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_it_is_refused_whatever_became_of_the_model_in_between(weights: Any, between: str, mesh: DeviceMesh) -> None:
+    model = BETWEEN[between](lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights))
+    early = AdamW(model.parameters())
+    early.step()
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    with pytest.raises(RuntimeError, match="that fully_shard replaced"):
+        early.step()
+    model(torch.ones(4, 64, dtype=model[0].weight.dtype))  # what was gathered is a weight of neither
+    with pytest.raises(RuntimeError, match="that fully_shard replaced"):
         early.step()
 
 
