@@ -185,8 +185,13 @@ class Loaded:
             else:
                 self.optimizer.take(weight)
         self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
+        wrapped, masters = self.optimizer, {}
+        if isinstance(self.optimizer, MasterWeights):
+            wrapped, masters = self.optimizer.optimizer, self.optimizer.masters
+        starting = {id(weight) for weight in self.starting}  # moments of a master that starts here are made fp32
         for number, values in self.state.items():
-            given = self.optimizer.state.get(self.params[number], {})
+            param = self.params[number]
+            given = {} if id(param) in starting else wrapped.state.get(masters.get(param, param), {})
             cast = [name for name, value in values.items() if name in given and _dtypes(given[name]) != _dtypes(value)]
             given.update({name: values[name] for name in cast})  # to the dtype of the parameter, by load_state_dict
 

@@ -105,6 +105,7 @@ class MasterWeights(Optimizer):
             for master in self.masters.values():
                 master.grad = None
         self._share_options()  # some optimizers keep numbers of theirs in the groups
+        self._show_state()
         return loss
 
     def _share_options(self) -> None:
@@ -153,8 +154,8 @@ class MasterWeights(Optimizer):
         for weight in fresh:
             self.seen(weight)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state of each parameter and, beside it, its master."""
+    def _show_state(self) -> None:
+        """In ``state``: the wrapped optimizer's state of each parameter and, beside it, its master."""
         self.state.clear()
         for weight, stand_in in self._pairs():
             state = dict(self.optimizer.state.get(stand_in, {}))
@@ -162,25 +163,34 @@ class MasterWeights(Optimizer):
                 state[MASTER] = self.masters[weight].detach()
             if state:
                 self.state[weight] = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state of each parameter and, beside it, its master."""
+        begun = bool(self.state)
+        self._show_state()
         saved = super().state_dict()
-        self.state.clear()
+        if not begun:  # masters alone are no state that is begun: torch's get_optimizer_state_dict begins the rest
+            self.state.clear()
         return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave. The weights are not touched: they are in the model's state."""
-        pairs = list(self._pairs())
-        inner = dict(state_dict["state"])
-        for index, (weight, _) in enumerate(pairs):
+        """Load what ``state_dict`` gave, or torch's ``get_optimizer_state_dict``, where parameters have names. The
+        weights are not touched: they are in the model's state."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        pairs, inner = list(self._pairs()), dict(state_dict["state"])
+        if len(keys) != len(pairs):
+            self.optimizer.load_state_dict(state_dict)  # which says so
+        for key, (weight, _) in zip(keys, pairs, strict=True):
             if weight not in self.masters:
                 continue
-            state = dict(inner.pop(index, {}))
+            state = dict(inner.pop(key, {}))
             master = state.pop(MASTER, None)
             if state:
-                inner[index] = state
+                inner[key] = state
             if master is None:
                 raise ValueError(
-                    f"{_whose(weight)}the state has no master for parameter {index}, a {list(weight.shape)} weight: it "
+                    f"{_whose(weight)}the state has no master for parameter {key}, a {list(weight.shape)} weight: it "
                     "was saved without masters. Load the weights without the optimizer, then make MasterWeights"
                 )
             local(self.masters[weight]).copy_(local(master))
@@ -188,6 +198,8 @@ class MasterWeights(Optimizer):
         self.optimizer.load_state_dict({**state_dict, "state": inner})
         for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
+        if self.optimizer.state:
+            self._show_state()
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter with the tensor that the wrapped optimizer updates for it."""

@@ -79,6 +79,50 @@ def test_a_run_that_goes_on_is_the_uninterrupted_run(tmp_path: Path, make: Any, 
     assert model_differences(other, net) == {}
 
 
+class InBf16(torch.optim.Optimizer):
+    """Its moments are in bf16, whatever the weights are in."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            moment = self.state[p].setdefault("moment", torch.zeros_like(p, dtype=torch.bfloat16))
+            moment.mul_(0.9).add_(p.grad)
+            p.sub_(moment, alpha=0.1)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_moments_keep_their_dtype(tmp_path: Path, masters: bool) -> None:
+    """``load_state_dict`` of torch's optimizers would give them that of the parameters."""
+
+    def begun() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        net = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-current", weights="quantized" if masters else None)
+        return net, lpq.optim.MasterWeights(InBf16(net.parameters())) if masters else InBf16(net.parameters())
+
+    def run(net: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for number in range(3):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
+            loss = (net(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    net, optimizer = begun()
+    run(net, optimizer)
+    checkpoint.save(tmp_path, net, optimizer, step=3)
+    other, its = begun()
+    checkpoint.load(tmp_path, other, its)
+    states = (its.optimizer if masters else its).state.values()
+    assert [state["moment"].dtype for state in states] == [torch.bfloat16] * 2
+    assert run(other, its) == run(net, optimizer)
+
+
 def test_the_policy_and_the_length_of_the_run_come_back(tmp_path: Path) -> None:
     policy = lpq.policy(POLICY)
     checkpoint.save(tmp_path, Net(1, 64, SMALL), step=3)

@@ -6,16 +6,25 @@ import copy
 import gc
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from operands import as_bytes, expected, gathered, same
 from ranks import spawn
 from sharded import model
 from stored import W8, Way, converted, local, optimizer_of, parts, same_parts, sharded, step
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
@@ -223,6 +232,51 @@ def _continued(rank: int) -> None:
                 assert torch.equal(local(a), local(b))
 
 
+def _by_torchs_own_functions(rank: int, folder: str) -> None:
+    """``get_state_dict`` and ``set_state_dict``, DCP between them: to ask changes nothing, and the run goes on."""
+    way = Way(W8.format("nvfp4(block=16x16)"), masters=True)
+
+    def everything(net: nn.Module, optimizer: Any) -> list[dict[str, Tensor]]:
+        moments = [optimizer.optimizer.state[p] for p in optimizer.optimizer.param_groups[0]["params"]]
+        return [parts(local(p.detach())) for p in (*net.parameters(), *optimizer.masters.values())] + [
+            {name: as_bytes(local(value)) for name, value in state.items()} for state in moments
+        ]
+
+    net = sharded(converted(way.recipe))
+    optimizer = optimizer_of(net, way)
+    for number in range(2):
+        step(net, optimizer, number, way)
+    before = copy.deepcopy(everything(net, optimizer))
+    model_state, state = get_state_dict(net, optimizer)
+    again = everything(net, optimizer)
+    assert len(before) == 10 + 4 + 10
+    assert all(same(a, b) for a, b in zip(before, again, strict=True)), "asking took a step"
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
+    full = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
+    saved = copy.deepcopy((model_state, full))
+    uninterrupted = [step(net, optimizer, number, way) for number in (2, 3)]
+
+    for used in (False, True):
+        for by_dcp in (False, True):
+            other = sharded(converted(way.recipe))
+            load_high_precision(other, _values())
+            its = optimizer_of(other, way)
+            if used:
+                step(other, its, 9, way)
+            if by_dcp:
+                found = dict(zip(("model", "optimizer"), get_state_dict(other, its), strict=True))
+                dcp.load(found, checkpoint_id=folder)
+                given, options = (found["model"], found["optimizer"]), None
+            else:
+                given, options = copy.deepcopy(saved), StateDictOptions(full_state_dict=True)
+                get_optimizer_state_dict(other, its)  # it begins moments, while weights are what masters were made of
+            set_model_state_dict(other, given[0])
+            set_optimizer_state_dict(other, its, given[1], options=options)
+            assert [step(other, its, number, way) for number in (2, 3)] == uninterrupted, (used, by_dcp)
+            pairs = zip(everything(net, optimizer), everything(other, its), strict=True)
+            assert all(same(a, b) for a, b in pairs), (used, by_dcp)
+
+
 def _without_masters_in_the_state(rank: int) -> None:
     net = sharded(converted("fp8-current"))
     ordinary = AdamW(net.parameters(), lr=1e-2)
@@ -288,11 +342,11 @@ def _received(rank: int) -> None:
     assert torch.equal(weight.dequantize(), torch.ones(32, 32))
 
 
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
+def test_two_ranks(tmp_path: Path) -> None:
+    spawn(_two_ranks, 2, str(tmp_path / "dcp"))
 
 
-def _two_ranks(rank: int) -> None:
+def _two_ranks(rank: int, folder: str) -> None:
     _nothing_in_high_precision(rank)
     _one_reduction_a_step(rank)
     _masters_are_an_fp32_run(rank)
@@ -300,6 +354,7 @@ def _two_ranks(rank: int) -> None:
     _what_is_missing_is_said(rank)
     _initialised(rank)
     _continued(rank)
+    _by_torchs_own_functions(rank, folder)
     _without_masters_in_the_state(rank)
     _nothing_saves_the_group(rank)
     _received(rank)
