@@ -193,19 +193,14 @@ def _fp8_and_mxfp8_gather_at_most_052_of_bf16_in_each_direction(seen: Counted) -
         assert 0.5 <= backward <= 0.52, (recipe, backward)
 
 
-def _nvfp4_16x16_gathers_at_most_029_for_both_directions_together_if_it_gathers_once(
-    seen: Counted,
-) -> None:
-    """That is where weights are not sharded again after forward."""
-    forward, backward = seen["nvfp4", False].shares(_elements())
-    assert backward == 0
-    assert forward == 0.25 + 1 / 512 <= 0.29
-
-
-def _nvfp4_16x16_gathers_at_most_029_each_time_if_it_gathers_twice(seen: Counted) -> None:
-    """Where weights are sharded again after forward, backward gathers the same bytes once more."""
-    forward, backward = seen["nvfp4", True].shares(_elements())
-    assert forward == backward == 0.25 + 1 / 512 <= 0.29
+def _nvfp4_16x16_gathers_at_most_029_for_both_directions_together(seen: Counted) -> None:
+    """Of what bf16 gathers for both: once, or twice where weights are sharded again after forward."""
+    for reshard in (False, True):
+        forward, backward = seen["nvfp4", reshard].shares(_elements())
+        bf16 = seen[W8.format("identity(dtype=bf16)"), reshard].shares(_elements())
+        assert (forward, backward) == (0.25 + 1 / 512, (0.25 + 1 / 512) * reshard)
+        assert bf16 == (1, reshard)
+        assert (forward + backward) / sum(bf16) <= 0.29
 
 
 def _identity_gathers_what_bf16_does(seen: Counted) -> None:
@@ -321,8 +316,7 @@ def test_two_ranks() -> None:
 def _two_ranks(rank: int) -> None:
     seen = every_collective_of_a_step(rank)
     _fp8_and_mxfp8_gather_at_most_052_of_bf16_in_each_direction(seen)
-    _nvfp4_16x16_gathers_at_most_029_for_both_directions_together_if_it_gathers_once(seen)
-    _nvfp4_16x16_gathers_at_most_029_each_time_if_it_gathers_twice(seen)
+    _nvfp4_16x16_gathers_at_most_029_for_both_directions_together(seen)
     _identity_gathers_what_bf16_does(seen)
     _nothing_escapes_the_count(rank)
     _every_kind_is_counted(rank)
