@@ -52,7 +52,7 @@ class Step:
         written = [(tensor, matrix, unless) for tensor, matrix, unless in drafts if matrix is not None]
         if written:
             targets, values, unless = zip(*written, strict=True)
-            write(targets, values, unless, beside(ended) if ended is not None else None)
+            write(targets, values, unless, reduced_with(ended) if ended is not None else None)
 
     def end(self, optimizer: Optimizer) -> None:
         try:
@@ -90,7 +90,8 @@ class _Watch:
     """What torch calls before the step of any optimizer of this process."""
 
     def __init__(self) -> None:
-        self.beside: list[Callable[[Optimizer, Reductions], None]] = []
+        self.asked: list[Callable[[Optimizer, Reductions], None]] = []
+        """Who is asked what else is reduced when a step has written to stored weights."""
         register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -114,13 +115,13 @@ def reduce_beside(add: Callable[[Optimizer, Reductions], None]) -> None:
 
     It is called before that, once in a step, on all ranks or on none.
     """
-    watch().beside.append(add)
+    watch().asked.append(add)
 
 
-def beside(optimizer: Optimizer) -> Reductions:
+def reduced_with(optimizer: Optimizer) -> Reductions:
     """What is reduced together with the statistics of what a step of this optimizer writes."""
     reductions = Reductions()
-    for add in watch().beside:
+    for add in watch().asked:
         add(optimizer, reductions)
     return reductions
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lpq.core import QuantizedTensor
 from lpq.core.reduce import Reductions
-from lpq.core.steps import beside
+from lpq.core.steps import reduced_with
 from lpq.core.write import write
 from lpq.distributed.attach import attach, local
 
@@ -100,7 +100,7 @@ class MasterWeights(Optimizer):
             # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
             # checkpoint, or was made before its master, may have been encoded of more than it decodes to.
             changed = [w for w, m in self.masters.items() if m.grad is not None or local(m)._version != before[w]]
-            self._encode(changed, beside(self))
+            self._encode(changed, reduced_with(self))
         finally:
             for master in self.masters.values():
                 master.grad = None
