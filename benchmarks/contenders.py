@@ -84,7 +84,8 @@ def of_layers(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list
 
 def of_stacks(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list[Contender]:
     """All that can run a model that FSDP2 shards; lpq gathers its weights quantized."""
-    return [*_bf16(compiled), *_torchao(sharded=True), *_lpq(recipes, compiled, weights="high_precision")]
+    others = [*_torchao(sharded=True), *_transformer_engine()]
+    return [*_bf16(compiled), *others, *_lpq(recipes, compiled, weights="high_precision")]
 
 
 def chosen(everyone: list[Contender], only: list[str] | None) -> list[Contender]:

@@ -27,7 +27,7 @@ from benchmarks.shapes import Stack
 from benchmarks.timing import Step, Timing, between, event
 
 WARM = 3
-STEPS = 12
+STEPS = 24
 RECIPES = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
 """Those of lpq that are trained if nothing else is asked for."""
 
@@ -120,16 +120,16 @@ def _wall(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def sharded(contender: Contender, shape: Stack, device: torch.device) -> Llama:
+def sharded(contender: Contender, shape: Stack, device: torch.device) -> nn.Module:
     """The model of a contender: converted, each block compiled if so wished, and sharded."""
     torch.manual_seed(0)
     with device:
         model = Llama(shape)
-    contender.convert(model)
+    converted = contender.convert(model)  # or what runs it
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         if contender.compiled:
             block.compile(fullgraph=True, dynamic=False)
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    return model
+    return converted

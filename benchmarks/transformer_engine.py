@@ -1,4 +1,4 @@
-"""TransformerEngine (2.9 or newer), where it is installed: its layers under each of its recipes, and its casts."""
+"""TransformerEngine (tried with 2.20), where it is installed: its layers under each of its recipes, and its casts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ def recipe(name: str) -> Any:
 
 
 class Autocast(nn.Module):
-    """A module that runs under one of its recipes."""
+    """A module that runs under one of its recipes.
+
+    It has a state of its own: in TransformerEngine's one state for the process, every step of any recipe would update
+    the scales of all layers with delayed scaling that were ever run.
+    """
 
     def __init__(self, module: nn.Module, name: str) -> None:
+        from transformer_engine.pytorch.quantization import FP8GlobalState
+
         super().__init__()
-        self.module, self.recipe = module, recipe(name)
+        self.module, self.recipe, self.state = module, recipe(name), FP8GlobalState()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         import transformer_engine.pytorch as te
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+        FP8GlobalStateManager.quantization_state = self.state
         with te.autocast(enabled=True, recipe=self.recipe):
-            y: Tensor = self.module(x)
+            y: Tensor = self.module(*inputs)
             return y
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,3 +68,7 @@ class Gathered:
         """Called after it; ``out`` is what the first call returned."""
         with normal_tensors():  # they are kept from gather to gather
             return gather.finish(outputs, out)
+
+
+# FSDP2 asks for it at every gather, and Python works it out anew each time unless it stands there.
+Gathered.fsdp_pre_all_gather.__signature__ = inspect.signature(Gathered.fsdp_pre_all_gather)  # type: ignore[attr-defined]

@@ -108,6 +108,8 @@ class Storage:
 
     def astype(self, dtype: torch.dtype) -> Self:
         """The same bytes standing for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
+        if dtype is self.dtype:
+            return self
         layout = self.quantizer.layout
         tensors = [t.to(dtype) if b.dtype is None else t for b, t in zip(layout, self.tensors(), strict=True)]
         return self.wrap(tensors, self.quantizer, self.shape, dtype)

@@ -7,7 +7,8 @@ on private attributes; the tests in ``tests/distributed/test_fsdp_internals.py``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -53,7 +54,7 @@ class Site:
         """Where it is gathered."""
         return self._param.device
 
-    @property
+    @cached_property
     def group(self) -> ProcessGroup:
         """The ranks that share it out."""
         return cast("DeviceMesh", self._param.shard_mesh).get_group()
@@ -64,6 +65,7 @@ class Site:
         mesh = self._param.mesh_info.mesh
         return mesh.get_group(0) if mesh.ndim == 2 else None
 
+    @cached_property
     def refusal(self) -> str | None:
         """Why this parameter cannot be gathered quantized, for a reason that is FSDP2's; None if it can."""
         placement = self._param.fsdp_placement
@@ -158,7 +160,8 @@ def free(tensors: Iterable[Tensor]) -> None:
             storage.resize_(0)
 
 
-def fill(target: Tensor, source: Tensor) -> None:
-    """Write what autograd must not take for a change: the same values as when the tensor was saved."""
-    with torch.autograd._unsafe_preserve_version_counter(target):  # type: ignore[attr-defined]
-        target.copy_(source)
+def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Write what autograd must not take for a change: the same values as when the tensors were saved."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):  # type: ignore[attr-defined]
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lpq.core import QuantizedTensor, Quantizer, Storage
 from lpq.core.derive import derive_col, derives_col
+from lpq.core.layout import Stat
 from lpq.core.operations import declared, measure, quantize
 from lpq.core.quantize import recall
 from lpq.core.reduce import Reductions, spans
@@ -53,6 +55,16 @@ class Measured(NamedTuple):
     quantizer: Quantizer | None
 
 
+class Sides(NamedTuple):
+    """What is encoded from the shard."""
+
+    row: Quantizer
+    col: Quantizer | None
+    """None: that operand follows from the other one."""
+    stats: list[tuple[Stat, int]]
+    """The statistics that they need, as ``declared`` has them."""
+
+
 class Gather:
     """How one weight is gathered. FSDP2 calls ``begin`` before a gather and ``finish`` after it."""
 
@@ -65,8 +77,10 @@ class Gather:
         self._checkpointed = checkpointed
         self._refresh = refresh
         self._measured: Measured | None = None
+        self._asked: tuple[Quantizer | None, Quantizer | None] = (None, None)
+        """What was last wanted, and what that is quantized with."""
         self._whole: tuple[Quantizer, Whole, Whole] | None = None
-        self._made_for: tuple[Any, ...] | None = None
+        self._made_for: tuple[Quantizer | None, torch.dtype] | None = None
         self._wanted = (False, False)
         self._known: list[Tensor | None] = []
         """What forward recalled of earlier steps."""
@@ -83,22 +97,24 @@ class Gather:
     @property
     def quantizer(self) -> Quantizer | None:
         """What the gathered weight is quantized with; None: it is gathered in high precision."""
-        quantizer = self.layer.weight_quantizer()
-        return quantizer if quantizer is not None and self.why_whole(quantizer) is None else None
+        wanted = self.layer.weight_quantizer()
+        if wanted is not self._asked[0]:
+            self._asked = wanted, wanted if wanted is not None and self.why_whole(wanted) is None else None
+        return self._asked[1]
 
     def why_whole(self, quantizer: Quantizer) -> str | None:
         """Why the weight cannot be gathered quantized; None if it can."""
-        return self.site.refusal() or why_not(quantizer, self.layer.weight.shape[0], self.site.group.size())
+        return self.site.refusal or why_not(quantizer, self.layer.weight.shape[0], self.site.group.size())
 
     @property
     def stale(self) -> bool:
         """Whether the shard was written to, or its quantizer changed, since it was measured."""
-        measured, local = self._measured, self.site.local
+        measured, local, wanted = self._measured, self.site.local, self.layer.weight_quantizer()
         return (
             measured is None
             or measured.local() is not local
             or (isinstance(local, WeightShard) and measured.version != local.version)
-            or measured.quantizer != self.layer.weight_quantizer()
+            or (measured.quantizer is not wanted and measured.quantizer != wanted)
         )
 
     def measure(self, reductions: Reductions) -> None:
@@ -119,13 +135,12 @@ class Gather:
         self.stats, quantizer = [], self.quantizer
         if quantizer is None or not isinstance(local, WeightShard):
             return []
-        sides = _sides(quantizer)
-        of = declared(*sides)
-        if not any(spans(d) for d in of) and not any(side is not None and side.state for side in sides):
+        row, col, of = _sides(quantizer)
+        if not any(spans(d) for d in of) and not row.state and (col is None or not col.state):
             self.stats = [None] * len(of)
             return []
         with torch.no_grad():
-            self.stats = [*measure(self._prepared(local), *sides, dtype=self.site.dtype)]
+            self.stats = [*measure(self._prepared(local), row, col, dtype=self.site.dtype)]
         return [s for s, d in zip(self.stats, of, strict=True) if s is not None and spans(d)]
 
     def _prepared(self, shard: Tensor) -> Tensor:
@@ -175,20 +190,18 @@ class Gather:
 
     def _make(self, quantizer: Quantizer | None, dtype: torch.dtype) -> None:
         """Have what the gather fills, made once for a quantizer."""
-        (rows, cols), ranks = self.layer.weight.shape, self.site.group.size()
-        made_for = (quantizer, dtype, rows, cols, ranks)
-        if made_for == self._made_for:
+        if self._made_for == (quantizer, dtype):
             return
         self.site.forget()
-        self._made_for, self._whole, self._known = made_for, None, []
+        self._made_for, self._whole, self._known = (quantizer, dtype), None, []
         if quantizer is not None:
+            (rows, cols), ranks = self.layer.weight.shape, self.site.group.size()
             of = (rows, cols, ranks, dtype, self.site.device)
             self._whole = quantizer, Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
 
     def _encoded(self, x: Tensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
         """The operands of this rank's shard that travel."""
-        row_side, col_side = _sides(quantizer)
-        of = declared(row_side, col_side)
+        row_side, col_side, of = _sides(quantizer)
         known = self._recalled(quantizer) or [None] * len(of)
         use = [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
         row = col = None
@@ -205,7 +218,8 @@ class Gather:
         if not state:
             return []
         if not (self._known and self.site.for_backward):
-            self._known = [None if k is None else k.clone() for k in recall(quantizer, *_sides(quantizer), state)]
+            row, col, _ = _sides(quantizer)
+            self._known = [None if k is None else k.clone() for k in recall(quantizer, row, col, state)]
         return self._known
 
     def _stored(self, shard: QuantizedTensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
@@ -223,7 +237,7 @@ class Gather:
                 "weight that is stored quantized keeps its format; convert with weights='high_precision' to change it"
             )
         rows, ranks = self.layer.weight.shape[0], self.site.group.size()
-        reason = self.site.refusal() or why_uncut(shard.quantizer, rows, ranks)
+        reason = self.site.refusal or why_uncut(shard.quantizer, rows, ranks)
         if reason is not None:
             raise ValueError(
                 f"the weight of {self.layer.title} is stored as {shard.quantizer} and cannot be gathered so: {reason}; "
@@ -256,9 +270,11 @@ class Gather:
         return whole, self._filled
 
 
-def _sides(quantizer: Quantizer) -> tuple[Quantizer, Quantizer | None]:
-    """The quantizers of the operands that are encoded from the shard."""
-    return quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")
+@cache  # asked before every gather
+def _sides(quantizer: Quantizer) -> Sides:
+    """What is encoded from the shard with this quantizer."""
+    row, col = quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")
+    return Sides(row, col, declared(row, col))
 
 
 def _nothing(device: torch.device) -> Tensor:

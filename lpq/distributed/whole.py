@@ -31,8 +31,9 @@ class Whole:
         shape = (rows, cols) if direction == "row" else (cols, rows)
         self.ranks = ranks
         self.operand = side.storage.empty(side, shape, dtype, device)
-        self._travels = [b.unit(dim) is not None for b in side.layout]
-        self.large = [t for t, travels in zip(self.operand.tensors(), self._travels, strict=True) if travels]
+        self._travels = [i for i, b in enumerate(side.layout) if b.unit(dim) is not None]
+        self._stays = [i for i, b in enumerate(side.layout) if b.unit(dim) is None]
+        self.large = [self.operand.tensors()[i] for i in self._travels]
         """The buffers that travel."""
         in_place = direction == "row" or ranks == 1
         self.arrived = [_bytes(t) if in_place else _bytes(torch.empty_like(t)) for t in self.large]
@@ -42,18 +43,20 @@ class Whole:
 
     def departing(self, local: Storage) -> list[Tensor]:
         """What this rank sends of its operand."""
-        return [_bytes(t.contiguous()) for t, travels in zip(local.tensors(), self._travels, strict=True) if travels]
+        tensors = local.tensors()
+        return [_bytes(tensors[i].contiguous()) for i in self._travels]
 
     def receive(self, local: Storage) -> None:
         """Complete the operand by what arrived and, of this rank's, what is the same on all."""
         if self.ranks == 1:
             self.take(local)
             return
-        for target, source, travels in zip(self.operand.tensors(), local.tensors(), self._travels, strict=True):
-            if not travels:
-                if source.is_cuda:  # it was encoded on the stream on which FSDP2 gathers
-                    source.record_stream(torch.cuda.current_stream(source.device))
-                fsdp.fill(target, source)
+        if self._stays:
+            targets, sources = self.operand.tensors(), local.tensors()
+            for i in self._stays:
+                if sources[i].is_cuda:  # it was encoded on the stream on which FSDP2 gathers
+                    sources[i].record_stream(torch.cuda.current_stream(sources[i].device))
+            fsdp.fill([targets[i] for i in self._stays], [sources[i] for i in self._stays])
         if not self._in_place:
             self._interleave()
 
@@ -66,14 +69,13 @@ class Whole:
             rows, cols = target.shape
             unit = _unit(cols // self.ranks * target.element_size())
             by_rank = arrived.view(unit).view(self.ranks, rows, -1)
-            fsdp.fill(target.view(unit).view(rows, self.ranks, -1), by_rank.transpose(0, 1))
+            fsdp.fill([target.view(unit).view(rows, self.ranks, -1)], [by_rank.transpose(0, 1)])
         fsdp.free(self.arrived)
 
     def take(self, operand: Storage) -> None:
         """Take the whole operand."""
         fsdp.allocate(self.large)
-        for target, source in zip(self.operand.tensors(), operand.tensors(), strict=True):
-            fsdp.fill(target, source)
+        fsdp.fill(self.operand.tensors(), operand.tensors())
 
 
 def _unit(count: int) -> torch.dtype:

@@ -147,7 +147,7 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
         elif layer.gathering is None:
             continue
         elif site is not None:  # the layer itself may have the gathered weight at present
-            yield name, _note(layer, site.param, ranks, site.refusal())
+            yield name, _note(layer, site.param, ranks, site.refusal)
         elif sharded and not hasattr(layer.weight, "device_mesh"):
             yield name, _note_unsharded(layer)
         else:

@@ -109,7 +109,7 @@ class Recorder:
             return whole, self.inner
         assert out is self.layer.weight or out is self.last
         fsdp.allocate(self.inner)
-        fsdp.fill(self.inner[0], torch.full((ROWS, COLS), 2.0))
+        fsdp.fill([self.inner[0]], [torch.full((ROWS, COLS), 2.0)])
         return None
 
     last: Any = None
@@ -158,7 +158,7 @@ def _what_a_site_reads(rank: int, layer: Any) -> None:
     assert site.device == torch.device("cpu")
     assert (site.group.size(), site.group.rank()) == (2, rank)
     assert site.replicas is None
-    assert site.refusal() is None
+    assert site.refusal is None
     assert not site.reshards_to_fewer_ranks
 
 
@@ -239,7 +239,7 @@ def _reshard_to_fewer(rank: int) -> None:
     assert site.replicas == mesh.get_group("replicate")
     layer = fully_shard(Layer(), shard_placement_fn=lambda parameter: Shard(1))
     (site,) = fsdp.sites(layer, "weight").values()
-    assert "dimension 0" in (site.refusal() or "")
+    assert "dimension 0" in (site.refusal or "")
 
 
 def test_two_ranks() -> None:
