@@ -127,7 +127,9 @@ def cast_master_weights(
     whatever their shapes. Other weights are cast together if their shapes and quantizers are equal, up to 2^26
     elements at a time.
 
-    It cannot be recorded in a CUDA graph, and says so.
+    It can be recorded in a CUDA graph, after a call that was not. A replay casts what the same masters hold then into
+    the same weights, with the same random bits unless ``seed`` is a tensor that was changed. The places of the weights
+    are recorded with it, as one launch more for each 22 operands.
 
     A weight with an operand in a rotated basis is dearer: its fp32 elements are in the all-reduce, and each rank
     encodes all of it. So it has no pieces.

@@ -14,7 +14,8 @@ A plugin writes a ``.cu`` file with an ``extern "C" __global__`` function, makes
 
 Each set of macros is compiled once for an architecture. A macro needs a name of its own: the compiler's headers use
 short ones such as ``T``. What lies beside the source or in ``csrc/common`` can be included, by its name or by a macro
-of the launch. A launch waits for nothing, and can be captured in a CUDA graph once its kernel was launched before.
+of the launch. A launch waits for nothing, and can be captured in a CUDA graph once its kernel was launched before, or
+made ``ready``.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class CudaKernel:
         else:
             with torch.cuda.device(device):
                 self._run(loaded, how, device)
+
+    def ready(self, device: int, macros: tuple[str, ...] = ()) -> None:
+        """Compile and load it now, for launches that a CUDA graph will record."""
+        if (device, macros) not in self._loaded:
+            self._load(device, macros)
 
     def _run(self, loaded: _Loaded, how: _How, device: int) -> None:
         stream = torch._C._cuda_getCurrentRawStream(device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lpq.ops.cuda import CudaKernel
-from lpq.ops.uploads import check_not_captured, on_device
+from lpq.ops.uploads import captured, on_device
 
 THREADS = 256
 TILE, SCALES, CODES = 128, 32, 4096
@@ -158,7 +158,8 @@ def _table(entries: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], device: t
 
 def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """Rows in the memory of a device. A step that finds all memory where the last one did copies nothing."""
-    check_not_captured(device)  # no graph may read what others may forget
+    if captured(device):  # no graph may read what others may forget
+        return on_device(rows, torch.int64, device)
     return _remembered(rows, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,12 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from casting import ODD, SERVED, Case, as_bytes, buffers, case, cast, check, gather, patterns, started
+from casting import (
+    FORMATS,
+    ODD,
+    SEED,
+    SERVED,
+    Case,
+    as_bytes,
+    buffers,
+    case,
+    cast,
+    check,
+    gather,
+    patterns,
+    started,
+    values,
+)
 from quantizers import SIDES
 from test_fragments import SPANS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
+from lpq.core import QuantizedTensor
 from lpq.distributed.casting.batched import Batched
 from lpq.distributed.masters import cast_master_weights, finish_gather
 from lpq.ops import fragments
@@ -109,15 +126,42 @@ def test_the_host_does_not_wait(text: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_it_is_not_recorded_in_a_graph() -> None:
-    one = _moved(case("fp8", 1, random.Random(0), shape=(40, 130)))
-    weight, masters = one.weight(), [one.master.flatten()]
-    cast_master_weights([weight], masters, [0], None)  # what is compiled or looked up once
-    with (
-        pytest.raises(RuntimeError, match=r"cannot be recorded in a CUDA graph: .* Call it outside"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        cast_master_weights([weight], masters, [0], None)
+@pytest.mark.parametrize("text", [text for text in FORMATS if "mxfp4" not in text])
+def test_a_graph_casts_what_the_masters_hold_at_its_replay(text: str) -> None:
+    """The places of the weights are recorded with it: more of them than one launch carries."""
+    rng = random.Random(1)
+    cases = [_moved(case(text, 1, rng, shape=shape)) for shape in SHAPES * 3]
+    quantizer, masters = cases[0].quantizer, [one.master.flatten() for one in cases]
+    states = [quantizer.new_state("cuda") or None for _ in cases]
+    seed = torch.tensor(SEED, device="cuda")
+
+    def run(weights: list[QuantizedTensor], own: Any, bits: torch.Tensor | int) -> list[QuantizedTensor]:
+        finish_gather(cast_master_weights(weights, masters, [0] * len(weights), None, states=own, seed=bits))
+        return weights
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # what is compiled or looked up once
+        run([one.weight() for one in cases], copy.deepcopy(states), seed)
+    torch.cuda.current_stream().wait_stream(stream)
+    weights, graph = [one.weight() for one in cases], torch.cuda.CUDAGraph()
+    poison = [[b.clone() for b in buffers(weight)] for weight in weights]
+    remembered = copy.deepcopy(states)
+    with torch.cuda.graph(graph, stream=stream):
+        run(weights, states, seed)
+    for step in range(3):
+        for master, one in zip(masters, cases, strict=True):
+            master.copy_(values(tuple(one.master.shape), rng).flatten())
+        seed.fill_(SEED + 1000 * step)
+        for weight, wrong in zip(weights, poison, strict=True):
+            for buffer, bad in zip(buffers(weight), wrong, strict=True):
+                buffer.copy_(bad)
+        graph.replay()
+        expected = run([one.weight() for one in cases], remembered, SEED + 1000 * step)  # and takes memory of the host
+        for weight, other in zip(weights, expected, strict=True):
+            check(weight, buffers(other), (text, step))
+        for state, other_state in zip(states, remembered, strict=True):
+            for name in state or {}:
+                assert torch.equal(as_bytes(state[name]), as_bytes(other_state[name])), (text, step, name)
 
 
 @pytest.mark.parametrize("text", ["fp8(scaling=delayed, history=3)", "hybrid(row=fp8(scaling=delayed), col=mxfp8)"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import struct
 import sys
 import threading
 import types
@@ -12,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lpq import registry
 from lpq.ops import KernelError, cuda, tiles, uploads
 from lpq.ops.cuda import CudaKernel
 
@@ -110,11 +115,52 @@ def test_a_capture_is_noticed_on_the_device_that_is_sent_to(
 ) -> None:
     driver.current = current
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: driver.current == 1)
-    uploads.check_not_captured(torch.device("cpu"))
-    uploads.check_not_captured(torch.device("cuda", 0))
-    with pytest.raises(RuntimeError, match="cannot be recorded in a CUDA graph"):
-        uploads.check_not_captured(torch.device("cuda", 1))
+    devices = [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert [uploads.captured(device) for device in devices] == [False, False, True]
     assert driver.current == current
+
+
+def test_what_is_recorded_is_sent_by_a_kernel_or_refused_in_words(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(uploads, "why_not", lambda spec, quantizers, device: "needs cuda.core, which is not installed")
+    registry.refresh()
+    with pytest.raises(
+        RuntimeError, match=r"recorded in a CUDA graph here: .*, which needs cuda\.core, .*Call it outside"
+    ):
+        uploads.on_device([1, 2], torch.int64, torch.device("cuda", 0))
+    registry.refresh()
+    monkeypatch.setattr(uploads, "why_not", lambda spec, quantizers, device: None)
+    monkeypatch.setattr(uploads, "write_words", lambda numbers, device: (numbers.tolist(), device.index, driver.loaded))
+    loaded = driver.loaded
+    sent: Any = uploads.on_device([1, 2], torch.int64, torch.device("cuda", 0))
+    assert sent == ([1, 2], 0, loaded + 1)  # by a kernel that was loaded before
+    registry.refresh()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2000), st.sampled_from([torch.int64, torch.int32, torch.float32]), st.booleans())
+def test_launches_carry_every_number_in_its_place(count: int, dtype: torch.dtype, twofold: bool) -> None:
+    """By a kernel that is imitated: each launch writes so many of its words where it is told."""
+    launched: list[int] = []
+
+    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        to, *words, number = struct.unpack(f"<Q{uploads.WORDS}qq", self._slots.pack(*arguments))
+        ctypes.memmove(to, struct.pack(f"<{number}q", *words[:number]), 8 * number)
+        assert words[number:] == [0] * (uploads.WORDS - number)
+        launched.append(number)
+
+    numbers = torch.randint(-(1 << 31), 1 << 31, (count, 2) if twofold else (count,)).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaKernel, "launch", launch)
+        patch.setattr(torch, "empty_like", lambda like, device: torch.full_like(like, -1, device=device))
+        sent = uploads.write_words(numbers, torch.device("cpu"))
+    assert sent.dtype == dtype
+    assert torch.equal(sent, numbers)
+    words = -(-numbers.nbytes // 8)
+    assert sum(launched) == words
+    assert len(launched) == -(-words // uploads.WORDS)
 
 
 @pytest.mark.parametrize(
