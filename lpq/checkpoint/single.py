@@ -27,6 +27,7 @@ from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import chunk, described, held, parts, whole
 from lpq.core import QuantizedTensor
 from lpq.core.tensor import rebuild
+from lpq.registry.errors import words
 
 
 def export_file(path: str | Path, model: nn.Module, *, decode: bool = False) -> Path:
@@ -65,14 +66,14 @@ def import_file(path: str | Path, model: nn.Module) -> Info:
 
     All ranks call it. What is stored quantized must have been so by the same quantizer, or is encoded of what was saved
     in high precision; what is stored in high precision takes what a quantized weight decodes to, and is cast to its own
-    dtype as ``load_state_dict`` does it. The policy is not compared.
+    dtype as ``load_state_dict`` does it. The policy is not compared. A file that is not as it was saved is refused.
     """
     ranks, source = Ranks(), Path(path)
     job: list[tuple[Model, Description, dict[str, Tensor], dict[str, Any], Match]] = []
 
     def prepare() -> list[str]:
         seen = Model(model)
-        job.append((seen, *_prepare(source, seen)))
+        job.append((seen, *_prepare(source, seen, ranks)))
         return job[0][-1].encoded
 
     with ranks.saying(f"{source} cannot be imported"):
@@ -104,9 +105,10 @@ def _write(
     files.publish(temporary, target)
 
 
-def _prepare(source: Path, seen: Model) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
+def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
     """Everything that can be wrong, before anything is written."""
     content = _opened(source)
+    _check_records(source, ranks)
     ours = "lpq" in content and not isinstance(content["lpq"], Tensor)  # a model's own tensor may have that name
     if ours:
         check_fields("it", content, {"model": (dict,), "lpq": (dict,)})
@@ -154,6 +156,22 @@ def _opened(source: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError("it holds no state dict")
     return content
+
+
+def _check_records(source: Path, ranks: Ranks) -> None:
+    """Refuse a file that was changed: ``torch.load`` does not look at the checksums that ``torch.save`` writes.
+
+    Every rank reads a share. A checksum of 0 is none: ``torch.serialization.set_crc32_options(False)``.
+    """
+    try:
+        with zipfile.ZipFile(source) as archive:
+            for record in archive.infolist()[ranks.rank :: ranks.size]:
+                if record.CRC:
+                    with archive.open(record) as file:
+                        while file.read(1 << 24):
+                            pass
+    except Exception as error:  # a damaged archive raises many
+        raise CheckpointError(f"it is damaged or was changed since it was saved: {words(error)}") from error
 
 
 def _parts_of(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:

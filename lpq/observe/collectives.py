@@ -54,6 +54,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile while it looks on: a function that torch passes over once it never compiles."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, WITH_PARTS) for t in types):
             return NotImplemented  # they run operators on their parts first, and those are seen here

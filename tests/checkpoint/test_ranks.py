@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import Net, model_differences, optimizer_differences, optimizer_of, shard
+from checkpointed import Net, as_bytes, model_differences, optimizer_differences, optimizer_of, shard
 from ranks import processes, spawn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -107,6 +107,36 @@ def _one_rank_finds_damage(rank: int, folder: Path) -> None:
             (path / name).write_bytes(raw)
         dist.barrier()
     checkpoint.load(path, net)
+
+
+def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
+    """Of its records each rank reads a share only."""
+    path = checkpoint.export_file(folder / "one.pt", _net(1))
+    raw = path.read_bytes()
+    content = torch.load(path, weights_only=True)["model"]
+    large = [as_bytes(tensor).numpy().tobytes() for tensor in content.values() if tensor.nbytes >= 100]
+    assert len(large) >= 4
+    finders = set()
+    for data in large:
+        dist.barrier()
+        if rank == 0:
+            at = raw.index(data) + 50
+            path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        dist.barrier()
+        net = _net(2)
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.import_file(path, net)
+        said = _agreed(raised.value)
+        finders.add(said.partition("rank ")[2][:1])
+        assert "it is damaged or was changed since it was saved: BadZipFile: Bad CRC-32" in said
+        assert model_differences(net, Net(2, 64, SMALL)) == {}
+    assert finders == {"0", "1"}
+    dist.barrier()
+    if rank == 0:
+        path.write_bytes(raw)
+    dist.barrier()
+    checkpoint.import_file(path, net)
+    assert model_differences(net, Net(1, 64, SMALL)) == {}
 
 
 def _one_rank_has_another_model(rank: int, folder: Path) -> None:
@@ -272,6 +302,7 @@ def _all(rank: int, folder: Path) -> None:
     _one_rank_raises_before_it_writes(rank, folder)
     _ranks_disagree(rank, folder)
     _one_rank_finds_damage(rank, folder)
+    _one_rank_finds_damage_in_one_file(rank, folder)
     _one_rank_has_another_model(rank, folder)
     _training_goes_on_while_it_is_written(rank, folder)
     _ranks_remember_differently(rank, folder)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpointed import FORMATS, Net, as_bytes, model_differences
 from torch import nn
+from torch.serialization import get_crc32_options, set_crc32_options
 
 import lpq
 from lpq import checkpoint
@@ -93,6 +94,37 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be imported: torch\.load"):
         checkpoint.import_file(tmp_path / "nowhere.pt", nn.Linear(4, 4))
+
+
+def _changed(path: Path, of: torch.Tensor) -> None:
+    """One bit of a tensor, in a file that ``torch.load`` reads without a word."""
+    raw, data = bytearray(path.read_bytes()), as_bytes(of).numpy().tobytes()
+    assert raw.count(data) == 1
+    raw[raw.index(data) + len(data) // 2] ^= 1
+    path.write_bytes(raw)
+    torch.load(path, weights_only=True)
+
+
+def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
+    """Ours and anybody's; unless it was saved without checksums, of which nobody can know."""
+    path, net, other = tmp_path / "model.pt", Net(1), Net(2)
+    for changed in ("mx", "fp4_square"):
+        for save in (lambda: checkpoint.export_file(path, net), lambda: torch.save(net.state_dict(), path)):
+            save()
+            _changed(path, net.stored[changed].weight.row.data)
+            with pytest.raises(
+                CheckpointError, match=r"model\.pt cannot be imported: it is damaged or was changed since"
+            ):
+                checkpoint.import_file(path, other)
+            assert model_differences(other, Net(2)) == {}
+    computed = get_crc32_options()
+    try:
+        set_crc32_options(False)
+        checkpoint.export_file(path, net)
+    finally:
+        set_crc32_options(computed)
+    checkpoint.import_file(path, other)
+    assert model_differences(other, net) == {}
 
 
 CHANGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [

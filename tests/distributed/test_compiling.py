@@ -1,13 +1,20 @@
-"""While torch compiles a block, every tensor that it may look at has memory; afterwards what was freed is free."""
+"""While torch compiles a block, every tensor that it may look at has memory; afterwards what was freed is free.
+
+And whoever counts collectives meanwhile sees them all, and keeps nothing from being compiled.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ranks import spawn
 from sharded import How, batch, built
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.utils import counters
+
+from lpq.observe import collectives
 
 WITH_TWO_OPERANDS = "mxfp8"
 
@@ -41,3 +48,26 @@ def _lent(rank: int, notices: bool) -> None:
 @pytest.mark.parametrize("notices", [True, False], ids=["lent", "negative control"])
 def test_freed_buffers_are_lent_memory(notices: bool) -> None:
     spawn(_lent, 2, notices)
+
+
+def _counted(rank: int) -> None:
+    how = How(WITH_TWO_OPERANDS, width=64, inner=128, backend="aot_eager")
+    seen = []
+    for compiled in (False, True):
+        net = built(replace(how, compile=compiled))
+        counters.clear()
+        for _ in range(2):
+            with collectives() as forward:
+                loss = net(batch(0, how)).square().mean()
+            with collectives() as backward:
+                loss.backward()
+            seen.append((forward, backward))
+        assert (counters["stats"]["unique_graphs"] > 0) == compiled
+        loss = net(batch(0, how)).square().mean()  # and where nobody looks
+        loss.backward()
+    assert len(seen[0][0]) == len(seen[0][1]) // 2 == len(net)  # a gather of each block; in backward gradients, too
+    assert seen[:2] == seen[2:]
+
+
+def test_collectives_are_counted_while_blocks_are_compiled() -> None:
+    spawn(_counted, 2)

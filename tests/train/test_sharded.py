@@ -43,6 +43,14 @@ RAISE = """
 if self.step == 1 and RANK == 1:
     raise RuntimeError("this rank is out of luck")
 """
+COMPILE = """
+import torch
+if self.step == 0:
+    for block in self.model.blocks:  # anew, by the backend that is quick
+        block.compile(backend="aot_eager", fullgraph=True)
+else:
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(self.model.blocks), "nothing was compiled"
+"""
 
 
 def options(config: TrainConfig, folder: Path) -> list[str]:
@@ -151,6 +159,16 @@ def test_ctrl_c_saves_once_and_resuming_is_bitwise(
     rng = a["beside"]["extra"]["rng"]
     assert len(rng) == 2
     assert not torch.equal(rng[0]["cpu"], rng[1]["cpu"])
+
+
+def test_compiled_blocks_are_sharded_and_measured(big: MakeConfig, tmp_path: Path) -> None:
+    """The first step is looked at while it compiles."""
+    config = big(recipe="nvfp4", weights="quantized", compile=True, baseline=False, steps=3)
+    ended = torchrun(2, *options(config, tmp_path), fault=COMPILE, folder=tmp_path)
+    assert ended.status == 0, ended.err
+    (outcome,) = json.loads((Path(str(config.out)) / "summary.json").read_text())["outcomes"]
+    found, told = outcome["measured"], predicted(config, "nvfp4", 2)
+    assert (found["forward"], found["backward"]) == (told.forward, told.backward)
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused_once(tiny: MakeConfig, tmp_path: Path) -> None:
