@@ -64,14 +64,16 @@ def convert(module: nn.Module, name: str) -> nn.Module:
 
 def casts() -> dict[tuple[str, str], tuple[int, Callable[[Tensor], Any]]]:
     """Its casts to FP8 by name and operands; with each, how often it must read its input."""
+    import transformer_engine.pytorch as te  # before its extension, which it loads the libraries of
     import transformer_engine_torch as tex
-    from transformer_engine.pytorch import Float8BlockQuantizer, Float8CurrentScalingQuantizer
 
-    e4m3 = tex.DType.kFloat8E4M3
+    e4m3, one = tex.DType.kFloat8E4M3, torch.ones(1, device="cuda")
     made: dict[tuple[str, str], tuple[int, Callable[[Tensor], Any]]] = {}
     for sides, col in (("row", False), ("both", True)):
-        current = Float8CurrentScalingQuantizer(e4m3, device=torch.device("cuda"), rowwise=True, columnwise=col)
-        block = Float8BlockQuantizer(e4m3, rowwise=True, columnwise=col, block_scaling_dim=1)
+        current = te.Float8CurrentScalingQuantizer(e4m3, device=one.device, rowwise=True, columnwise=col)
         made["current", sides] = (2, current)
-        made["block 1x128", sides] = (1, block)
+        made["delayed", sides] = (1, te.Float8Quantizer(one, one.clone(), e4m3, rowwise=True, columnwise=col))
+        for name, dim in (("block 1x128", 1), ("block 128x128", 2)):
+            block = te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=col, block_scaling_dim=dim)
+            made[name, sides] = (1, block)
     return made
