@@ -171,6 +171,17 @@ def test_a_heavy_import_would_be_noticed() -> None:
     assert {"torch", "lpq_mxfp8"} <= in_a_fresh_process("import lpq; lpq.quantizer('mxfp8')")
 
 
+@pytest.mark.parametrize(("more", "imported"), [("", False), ("; torch.compile(model)", True)])
+def test_a_layer_trains_without_importing_the_compiler(more: str, imported: bool) -> None:
+    """It takes longer than all of lpq."""
+    code = (
+        "import sys, torch, lpq; model = torch.nn.Sequential(torch.nn.Linear(32, 32)); lpq.convert(model, 'nvfp4'); "
+        f"model(torch.ones(32, 32)).sum().backward(){more}; print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(imported)]
+
+
 # ---------------------------------------------------------------------------------------------- files
 
 

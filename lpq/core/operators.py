@@ -23,6 +23,22 @@ def once_when_traced(function: F) -> F:
     return function
 
 
+def opaque_when_traced(function: F) -> F:
+    """Have torch.compile take a call of this for one node, and not look into it. torch.compiler's own decorator, which
+    imports the whole compiler too, is called when the compiler comes by."""
+
+    @once_when_traced
+    def known() -> None:
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            known()
+        return function(*args)
+
+    return cast("F", call)
+
+
 def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
     """Give an operator its body on every device, and what it returns for fake tensors."""
     name = schema[: schema.index("(")]

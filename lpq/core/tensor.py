@@ -21,6 +21,7 @@ from lpq.core.draft import Draft
 from lpq.core.gathered import Gathered
 from lpq.core.inference import normal_tensors
 from lpq.core.operations import decode, transpose
+from lpq.core.operators import opaque_when_traced
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.core.storage import Storage
 
@@ -356,8 +357,7 @@ def rebuild(
 torch.serialization.add_safe_globals([rebuild])
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: str) -> list[Tensor]:
+def _operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: str) -> list[Tensor]:
     """The buffers of ``tensor.operand(direction)``, which must be what this quantizer encodes.
 
     Also inside ``torch.compile``, which knows tensors and constants only.
@@ -371,6 +371,9 @@ def operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: st
             "call reshard() of its module"
         )
     return operand.tensors()
+
+
+operand_tensors = opaque_when_traced(_operand_tensors)
 
 
 def wrap_operands(
@@ -387,11 +390,10 @@ def wrap_operands(
     operands = [(d, s) for d, s in (("row", row), ("col", col)) if s is not None]
     tensors = [t for _, s in operands for t in s.tensors()]
     sides = [(d, s.quantizer.text, s.shape[0], s.shape[1], s.dtype) for d, s in operands]
-    return cast("QuantizedTensor", _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype))
+    return _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype)
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _wrap_in_graph(
+def _wrap(
     tensors: list[Tensor],
     sides: list[tuple[str, str, int, int, torch.dtype]],
     quantizer: str,
@@ -407,3 +409,6 @@ def _wrap_in_graph(
     return QuantizedTensor(
         operands.get("row"), operands.get("col"), registry.quantizer(quantizer), torch.Size(shape), dtype
     )
+
+
+_wrap_in_graph = opaque_when_traced(_wrap)
