@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Half as many more than there are processors: tests of several ranks wait for each other half of their time.
+WORKERS = $(shell $(BIN)/python -c 'import os; n = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)); print(n + (n + 1) // 2)')
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
@@ -25,7 +27,7 @@ train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16 (ARGS="--
 	$(BIN)/lpq train $(ARGS)
 
 test: $(READY)  ## run the whole test suite (ARGS="tests/core -x" for a part)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu: $(READY)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
