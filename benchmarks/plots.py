@@ -24,10 +24,14 @@ def draw(part: str, result: Result, path: Path) -> bool:
     from matplotlib.figure import Figure
 
     count = len(result["shapes"]) if part == "linear" else 1
-    lines = _lines(part, result)
-    figure = Figure(figsize=(4.2 + 2.6 * count, 1.2 + 0.26 * lines), layout="constrained")
+    across = min(count, 2)  # more of them could not be read on a page
+    down = -(-count // across)
+    figure = Figure(figsize=(4.2 + 2.6 * across, down * (1.2 + 0.22 * _lines(part, result))), layout="constrained")
     FigureCanvasAgg(figure)
-    _OF[part](figure.subplots(1, count, sharey=True, squeeze=False)[0], result)
+    all_axes = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
+    for axes in all_axes[count:]:
+        axes.remove()
+    _OF[part](all_axes[:count], result)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return True
