@@ -142,9 +142,11 @@ def _opened(source: Path) -> dict[str, Any]:
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
+        if not source.exists():
+            raise CheckpointError("there is no such file; lpq.checkpoint.export_file writes one") from error
         if source.is_dir():
             reason = "it is a directory; if that is a checkpoint, lpq.checkpoint.load loads it"
-        elif source.exists() and not zipfile.is_zipfile(source):
+        elif not zipfile.is_zipfile(source):
             reason = (
                 "it is damaged, or torch.save did not write it; export_file and torch.save(model.state_dict(), …) do"
             )

@@ -71,7 +71,7 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
     title = f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]} and parts of bf16's (fp32 shards)"
     table(title, ("", *found), rows)
     typer.echo(
-        f"{plain.parameters:,} parameters; {converted:,} travel quantized: those of the blocks' linear layers, but for "
+        f"{plain.parameters:,} parameters; {converted:,} are converted: those of the blocks' linear layers, but for "
         f"weights that {ranks} ranks cannot cut into whole blocks."
     )
 

@@ -111,10 +111,10 @@ def cast_master_weights(
     """Write what this rank owns of the masters into the quantized weights, with one all-reduce for all of them.
 
     ``masters[i]`` (fp32, 1-D; empty or None if this rank owns nothing of it) are the elements of the flattened
-    weight ``i`` from ``offsets[i]`` on; the ranks of ``group`` together own each element once. Every rank passes
-    the same weights, in the same order. Afterwards each has all scales and the codes of what it owns. Gather the
-    pieces that are returned, that is fill each ``piece.buffer`` from the ``piece.own`` of all ranks, and call
-    ``finish_gather``.
+    weight ``i`` from ``offsets[i]`` on; the ranks of ``group`` together own each element once. Without a group this
+    process owns all. Every rank passes the same weights, in the same order. Afterwards each has all scales, and the
+    codes of what it owns. Gather the pieces that are returned, that is fill each ``piece.buffer`` from the ``piece.own`` of
+    all ranks (``piece.span`` says where that of a rank lies), and call ``finish_gather``.
 
     Before anything is written, all ranks refuse a part of a master that one of them refuses, and weights, states or
     seeds that differ between them. (Where they differ so that the all-reduce itself has another size, the backend ends
@@ -148,7 +148,8 @@ def cast_master_weights(
 
 
 def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
-    """Write the operands that follow from what was gathered, of all weights that were cast, or only of some."""
+    """Write the operands that follow from what was gathered, of all weights that were cast, or only of some: those at
+    these places in the list that was cast."""
     for cast in pieces.casts:
         chosen = [i for i, item in enumerate(cast.items) if only is None or item.index in only]
         with _reference([cast.items[i] for i in chosen]):

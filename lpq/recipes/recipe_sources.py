@@ -129,7 +129,7 @@ def _format(name: str) -> Quantizer:
         known = {*registry.recipes(), *registry.formats()}
         raise UnknownRecipe(
             f"there is no recipe and no format {name!r} here: {suggestion(name, known)} "
-            f"(it would come with a plugin whose name it begins with; `lpq plugins` lists those installed)"
+            "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
         ) from None
 
 

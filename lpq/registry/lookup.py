@@ -186,7 +186,7 @@ class Registry:
         unknown = UnknownFormat if kind == "formats" else UnknownRecipe
         raise unknown(
             f"there is no {kind[:-1]} {name!r} here: {suggestion(name, known)} "
-            f"(it would come with a plugin whose name it begins with; `lpq plugins` lists those installed)"
+            "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
         )
 
     def _source(self, name: str) -> Source:

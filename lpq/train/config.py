@@ -67,7 +67,8 @@ class TrainConfig:
                 raise TrainOptionError(f"{f.name} = {value!r}: it must be at least {least}")
         if self.width % (2 * self.heads):
             raise TrainOptionError(
-                f"width = {self.width} does not give each of heads = {self.heads} an even number of elements"
+                f"width = {self.width} does not give each of heads = {self.heads} an even number of elements: "
+                f"make width a multiple of {2 * self.heads}, or take another number of heads"
             )
         if self.weights not in WEIGHTS:
             choices = [name for name in WEIGHTS if name is not None]

@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": Path}, path)
     with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: torch.load"):
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
-    with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be imported: torch\.load"):
+    with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be imported: there is no such file"):
         checkpoint.import_file(tmp_path / "nowhere.pt", nn.Linear(4, 4))
 
 

@@ -16,7 +16,7 @@ def test_llama_under_nvfp4_is_a_table(lpq: Callable) -> None:
     assert (ended.status, ended.err) == (0, "")
     (row,) = [line.split() for line in ended.out.splitlines() if "all: the converted weights" in line]
     assert row[-6:] == ["13.00", "100%", "3.28", "25%", "3.28", "25%"]
-    assert "8,030,261,248 parameters; 6,979,321,856 travel quantized" in ended.out
+    assert "8,030,261,248 parameters; 6,979,321,856 are converted" in ended.out
     assert "in GiB" in ended.out
 
 

@@ -48,7 +48,8 @@ class Piece:
         return self.buffer[self.start : self.stop]
 
     def span(self, start: int, stop: int) -> Span:
-        """What is the piece of a rank that owns elements ``[start, stop)`` of the flattened weight."""
+        """What is the piece of a rank that owns elements ``[start, stop)`` of the flattened weight: a pair of places in
+        ``buffer``, of which the second is after the last."""
         return self.grid.before(start), self.grid.before(stop)
 
 
