@@ -113,8 +113,8 @@ def cast_master_weights(
     ``masters[i]`` (fp32, 1-D; empty or None if this rank owns nothing of it) are the elements of the flattened
     weight ``i`` from ``offsets[i]`` on; the ranks of ``group`` together own each element once. Without a group this
     process owns all. Every rank passes the same weights, in the same order. Afterwards each has all scales, and the
-    codes of what it owns. Gather the pieces that are returned, that is fill each ``piece.buffer`` from the ``piece.own``
-    of all ranks (``piece.span`` says where that of a rank lies), and call ``finish_gather``.
+    codes of what it owns. Gather the pieces that are returned, that is fill each ``piece.buffer`` from
+    the ``piece.own`` of all ranks (``piece.span`` says where that of a rank lies), and call ``finish_gather``.
 
     Before anything is written, all ranks refuse a part of a master that one of them refuses, and weights, states or
     seeds that differ between them. (Where they differ so that the all-reduce itself has another size, the backend ends
