@@ -165,4 +165,7 @@ def _served(a: Quantizer, b: Quantizer, device: torch.device) -> tuple[str, str,
     if a.plain and b.plain:
         return operands, "torch", ()  # ordinary matrices: there is nothing to choose
     choice = choose("gemm", (a.text, b.text), device)
-    return operands, choice.backend, tuple(f"{k.backend} {why}" for k, why in choice.rejected)
+    backends: dict[str, dict[str, None]] = {}
+    for kernel, reason in choice.rejected:  # that of several is said once
+        backends.setdefault(reason, {})[kernel.backend] = None
+    return operands, choice.backend, tuple(f"{', '.join(names)}: {reason}" for reason, names in backends.items())

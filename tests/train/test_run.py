@@ -235,6 +235,8 @@ def test_what_is_left_alone_is_served_by_torch() -> None:
     served = {(s.gemm, s.operands): (s.kernel, s.layers) for s in served_by(model, CPU)}
     assert served["fprop", "left to PyTorch"] == ("torch", 4)
     assert served["fprop", "mxfp8 · mxfp8"][1] == 4
+    reasons = next(s.why_not for s in served_by(model, CPU) if s.operands == "mxfp8 · mxfp8")
+    assert reasons == ("torch, cuda: runs on cuda, not on cpu",)  # said once for all of their kernels
 
 
 def test_the_loop_tells_the_model_its_step(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
