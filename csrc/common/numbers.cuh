@@ -48,6 +48,14 @@ __device__ __forceinline__ float value(const u32 (&words)[N], int i) {
 #endif
 }
 
+// Tells the compiler nothing of what these words hold: else what two branches make of them it makes before, once for both,
+// and keeps it in more registers than there are.
+template <int N>
+__device__ __forceinline__ void keep_apart(u32 (&words)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(words[i]));
+}
+
 // The value of a single element's bits.
 __device__ __forceinline__ float element_value(u32 bits) {
     const u32 word[1] = {bits};

@@ -29,13 +29,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
             row.scale(t), col.scale(t);
             __syncthreads();
         }
-        // That there is a row operand is not known to the compiler, and whether it changed the elements neither: else it
-        // unpacks all of them, once for both sides, into more registers than there are.
+        // That there is a row operand is not known to the compiler: else it unpacks all elements once for both sides.
         if (of_row.data) row.encode(t, w);
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-            for (int j = 0; j < WORDS; ++j) asm volatile("" : "+r"(w[i][j]));
+        for (int i = 0; i < ROWS; ++i) keep_apart(w[i]);
         col.encode(t, w);
         __syncthreads();
         col.store(t), row.store(t);

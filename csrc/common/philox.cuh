@@ -21,20 +21,21 @@ __device__ __forceinline__ void philox(u32 group, u32 row, u32 direction, u64 se
     }
 }
 
-// The bits of 8 elements in each of N lines, and in N lines `apart_lines` below. A group of 16 belongs to this lane and
-// to the one whose number differs by `apart`: each draws for N lines. `upper`: this lane has the group's last 8.
-template <int N>
+// The bits of 8 elements in each of 2 N lines. A group of 16 belongs to this lane and to the one whose number differs by
+// `apart`: each draws for N lines. `upper`: this lane has the group's last 8.
+template <int N2>
 __device__ __forceinline__ void draw(
-    u32 group, u32 line, u32 apart_lines, u32 direction, u64 seed, bool upper, int apart, uint2 (&bits)[2][N]
+    u32 group, u32 line, u32 direction, u64 seed, bool upper, int apart, uint2 (&bits)[N2]
 ) {
+    constexpr int N = N2 / 2;
     uint4 c[N];
-    philox(group, line + (upper ? apart_lines : 0), direction, seed, c);
+    philox(group, line + (upper ? N : 0), direction, seed, c);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const uint2 mine = upper ? make_uint2(c[n].z, c[n].w) : make_uint2(c[n].x, c[n].y);
         const uint2 yours = upper ? make_uint2(c[n].x, c[n].y) : make_uint2(c[n].z, c[n].w);
         const uint2 got = make_uint2(__shfl_xor_sync(~0u, yours.x, apart), __shfl_xor_sync(~0u, yours.y, apart));
-        bits[0][n] = upper ? got : mine;
-        bits[1][n] = upper ? mine : got;
+        bits[n] = upper ? got : mine;
+        bits[N + n] = upper ? mine : got;
     }
 }

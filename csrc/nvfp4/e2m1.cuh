@@ -14,18 +14,44 @@ __device__ __forceinline__ u32 block_scale(float amax, float sixth) {
     return cast_pair<E4M3>(__fmul_rn(amax, sixth), 0.0f) & 0xff;
 }
 
-// For each scale the factor that a block's elements are multiplied by.
+// The significant bits of an operand's elements.
+constexpr int SIGNIFICANT = LPQ_INPUT == LPQ_BF16 ? 8 : LPQ_INPUT == LPQ_FP16 ? 11 : 24;
+
+// The significand of an fp32, from 1 to 2.
+__device__ __forceinline__ float significand(float x) {
+    return __uint_as_float((__float_as_uint(x) & 0x7fffffu) | 0x3f800000u);
+}
+
+// Whether a number of so many significant bits times the factor can be 1/4, 5/4, 5/2 or 5: half-way between two values of
+// which the lower one is even. If there is one it is next to that times the inverse of the factor.
+template <int BITS>
+__device__ __forceinline__ bool meets_a_tie(float factor, float inverse) {
+    if (BITS == 24) return true;
+    constexpr u32 half = 1u << (BITS < 24 ? 23 - BITS : 0);  // of what the last bit stands for
+    bool meets = false;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const float tie = k ? 1.25f : 1.0f;
+        const u32 next = (__float_as_uint(__fmul_rn(significand(inverse), tie)) + half) & (~0u * (2 * half));
+        meets = meets || significand(__fmul_rn(__uint_as_float(next), significand(factor))) == tie;
+    }
+    return meets;
+}
+
+// For each scale the factor that a block's elements are multiplied by; its negative where that may give such ties.
 struct Factors {
     float of[128];
 
     // All threads of the block call this and wait for each other before they look a factor up.
+    template <int BITS>
     __device__ __forceinline__ void fill(float overall) {
         const u32 code = threadIdx.x;
         if (code >= 128) return;
         // The bits of E4M3 are those of an fp16 whose exponent is 8 too low.
         const float decoded = code == E4M3::nan ? __uint_as_float(NAN_BITS) : half_value(code << 7) * 256.0f;
-        const float quotient = __frcp_rn(__fmul_rn(decoded, __frcp_rn(overall)));
-        of[code] = quotient > FLT_MAX_ ? FLT_MAX_ : quotient;
+        const float inverse = __fmul_rn(decoded, __frcp_rn(overall)), quotient = __frcp_rn(inverse);
+        const float factor = quotient > FLT_MAX_ ? FLT_MAX_ : quotient;
+        of[code] = meets_a_tie<BITS>(factor, inverse) ? -factor : factor;
     }
 };
 
@@ -35,13 +61,10 @@ struct Factors {
 constexpr float ROUND = 8388608.0f;
 constexpr u32 ROUND_BITS = 0x4b000000u;
 
-// Of a magnitude below 7, where nothing saturates.
-__device__ __forceinline__ u32 nearest_plain(float m) {
-    return min(min(__float_as_uint(fmaf(m, 2.0f, ROUND)), __float_as_uint(m + (ROUND + 2.0f))),
-               __float_as_uint(fmaf(m, 0.5f, ROUND + 4.0f)));
+__device__ __forceinline__ u32 nearest(float m) {
+    const u32 halves = __float_as_uint(fmaf(m, 2.0f, ROUND)), ones = __float_as_uint(m + (ROUND + 2.0f));
+    return min(min(halves, ones), min(__float_as_uint(fmaf(m, 0.5f, ROUND + 4.0f)), ROUND_BITS + 7));
 }
-
-__device__ __forceinline__ u32 nearest(float m) { return min(nearest_plain(m), ROUND_BITS + 7); }
 
 // To either neighbour: a random part r / 256 of the grid's step is added, and the sum rounded down to the grid.
 __device__ __forceinline__ u32 stochastic(float m, u32 r) {
@@ -78,24 +101,17 @@ __device__ __forceinline__ u32 encode_any(const float (&x)[8], float factor, uin
     return encode_any<STOCHASTIC>(first, last, factor, bits);
 }
 
-// What encode_nearest and encode_stochastic want of elements up to `amax`: numbers that stay below 7, where nothing
-// saturates, or a factor that can be made smaller.
+// How the elements of a block are encoded.
+enum How {
+    ANY,    // whatever they are
+    TIES,   // those that are plain: what is multiplied stays below 7, or is rounded stochastically and is no NaN
+    SHORT,  // plain ones, where rounding to the nearest does not meet the ties of Factors
+};
+
+// Whether the elements of a block up to `amax` are plain.
 template <bool STOCHASTIC>
 __device__ __forceinline__ bool is_plain(float amax, float factor) {
-    if (STOCHASTIC) return amax <= __uint_as_float(INF) && factor >= 1.9259299e-34f;  // 2^-112
-    return __fmul_rn(amax, factor) < 7.0f;
-}
-
-// Eight plain elements.
-__device__ __forceinline__ u32 encode_nearest(const float (&x)[8], float factor) {
-    u32 codes = 0, signs = 0;
-#pragma unroll
-    for (int i = 7; i >= 0; --i) {
-        codes = codes * 16 + nearest_plain(__fmul_rn(fabsf(x[i]), factor));
-        signs = __funnelshift_l(__float_as_uint(x[i]), signs, 4);
-    }
-    codes -= ROUND_BITS + (ROUND_BITS << 4);  // the later ones were shifted out
-    return codes | (signs & 0x88888888u);
+    return STOCHASTIC ? amax <= __uint_as_float(INF) : __fmul_rn(amax, fabsf(factor)) < 7.0f;
 }
 
 // The smaller of two pairs of 16-bit numbers, each half by itself.
@@ -109,71 +125,84 @@ __device__ __forceinline__ u32 smaller_pair(u32 a, u32 b) {
 #endif
 }
 
-// Stochastically: E2M1's magnitudes are the upper bits of fp16's, 14 exponents below, subnormals included. There are 9
-// bits below a code, to which twice the random byte is added; what lies below those makes no difference. The sum that
-// defines this is rounded to fp32 before it is cut: where it is 2^-26 short of 1/2 it becomes 1/2. Adding 2^-26 to the
-// magnitude does that, and nothing else, since a magnitude from 1/4 on is a multiple of 2^-25.
+// The short cut. E2M1's magnitudes are the upper bits of fp16's, 14 exponents below, subnormals included, and there are
+// 9 bits below a code. So of elements times 2^-14, cut to fp16, a code is what comes of adding a part of its step and
+// cutting those bits off: half of the step to round to the nearest, or a random part.
 //
-// Of two elements times 2^-14, with a random byte for each in `drawn`: the code is in the bits from 9 on of each half.
+// Of two elements times 2^-14: sign and code are the upper bits of each half.
+__device__ __forceinline__ u32 cut_pair(float a, float b) {
+    u32 halves;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));
+    return halves;
+}
+
+// The bits of `a` where the mask has ones, else those of `b`. In one instruction, which the compiler does not find.
+__device__ __forceinline__ u32 choose(u32 mask, u32 a, u32 b) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+    return r;
+}
+
+// To the nearest: half of a step is added, so that half-way between two values the upper one is taken. That is right if it
+// is even. Else the significand there is 1 or 5/4, where it is 3/2 or 7/4 if the upper one is even. So with TIES what is
+// below 1.39 is made smaller by one unit in the last place: all are, after the others were made larger by one.
+template <bool TIES>
+__device__ __forceinline__ u32 nearest_pair(float a, float b) {
+    if (TIES) {
+        const float unit = 4.2915344e-08f;  // 0.36 * 2^-23
+        a = __fmul_rz(fmaf(a, unit, a), 0.99999994f), b = __fmul_rz(fmaf(b, unit, b), 0.99999994f);
+    }
+    const u32 halves = cut_pair(a, b);
+    return choose(0x80008000u, halves, halves * 8 + 0x08000800u);
+}
+
+// Stochastically: twice the random byte that is in each half of `drawn` is added; what lies below those bits makes no
+// difference. The sum that defines this is rounded to fp32 before it is cut: where it is 2^-26 short of 1/2 it becomes
+// 1/2. Adding 2^-26 to the magnitude does that, and nothing else, since a magnitude from 1/4 on is a multiple of 2^-25.
 __device__ __forceinline__ u32 stochastic_pair(float a, float b, u32 drawn) {
-    const float a_up = __fadd_rz(fabsf(a), 9.0949470e-13f), b_up = __fadd_rz(fabsf(b), 9.0949470e-13f);  // 2^-40
-    u32 m;
-    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(m) : "f"(b_up), "f"(a_up));
-    return smaller_pair(m, 0x0e000e00u) + drawn * 2;  // at most 6
+    const float least = 9.0949470e-13f;  // 2^-40
+    const u32 halves = cut_pair(__fadd_rz(fabsf(a), least), __fadd_rz(fabsf(b), least));
+    const u32 signs = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632);
+    return choose(0x80008000u, signs, smaller_pair(halves, 0x0e000e00u) * 8 + drawn * 16);  // at most 6
 }
 
-// The signs of two elements, as the upper bits of both halves.
-__device__ __forceinline__ u32 sign_pair(float a, float b) {
-    return __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632) & 0x80008000u;
-}
-
-__device__ __forceinline__ u32 encode_stochastic(const float (&x)[8], float factor, uint2 bits) {
-    const float small_factor = __fmul_rn(factor, 1.0f / 16384);
-    u32 pair[4];  // elements 0 and 2, 1 and 3, 4 and 6, 5 and 7: the sign and the code are the upper bits of a half
+// Eight elements, the first one in the low nibble. The factor may be negative.
+template <bool STOCHASTIC, How HOW>
+__device__ __forceinline__ u32 encode(const float (&x)[8], float factor, uint2 bits) {
+    if (HOW == ANY) return encode_any<STOCHASTIC>(x, fabsf(factor), bits);
+    const float small_factor = __fmul_rn(fabsf(factor), 1.0f / 16384);
+    u32 pair[4];  // elements 0 and 2, 1 and 3, 4 and 6, 5 and 7
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         const int i = k / 2 * 4 + k % 2;
         const float a = __fmul_rn(x[i], small_factor), b = __fmul_rn(x[i + 2], small_factor);
         const u32 drawn = (k < 2 ? bits.x : bits.y) >> (k % 2 * 8) & 0x00ff00ffu;
-        pair[k] = (stochastic_pair(a, b, drawn) * 8 & 0x7fff7fffu) | sign_pair(a, b);
+        pair[k] = STOCHASTIC ? stochastic_pair(a, b, drawn) : nearest_pair<HOW == TIES>(a, b);
     }
-    const u32 low = (pair[0] >> 4 & 0x0fff0fffu) | (pair[1] & 0xf000f000u);
-    const u32 high = (pair[2] >> 4 & 0x0fff0fffu) | (pair[3] & 0xf000f000u);
+    const u32 low = choose(0xf000f000u, pair[1], pair[0] >> 4), high = choose(0xf000f000u, pair[3], pair[2] >> 4);
     return __byte_perm(low, high, 0x7531);
-}
-
-template <bool STOCHASTIC>
-__device__ __forceinline__ u32 encode(const float (&x)[8], float factor, bool plain, uint2 bits) {
-    if (!plain) return encode_any<STOCHASTIC>(x, factor, bits);
-    return STOCHASTIC ? encode_stochastic(x, factor, bits) : encode_nearest(x, factor);
 }
 
 // Eight elements as values, two to a word, times a block's scale and 2^-11: in bf16, which holds them exactly. Where a
 // code is the lowest of a bf16's exponent and the highest of its mantissa, that is 2^-126 of what it says.
-template <bool STOCHASTIC>
-__device__ __forceinline__ uint4 exact(const float (&x)[8], float factor, bool plain, uint2 bits, float scale) {
+template <bool STOCHASTIC, How HOW>
+__device__ __forceinline__ uint4 exact(const float (&x)[8], float factor, uint2 bits, float scale) {
     u32 pair[4];
-    if (!plain) {
-        const u32 codes = encode_any<STOCHASTIC>(x, factor, bits);
+    if (HOW == ANY) {
+        const u32 codes = encode_any<STOCHASTIC>(x, fabsf(factor), bits);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const u32 two = codes >> (8 * k);
             pair[k] = (two & 7) << 6 | (two & 8) << 12 | (two & 0x70) << 18 | (two & 0x80) << 24;
         }
     } else {
-        const float small_factor = __fmul_rn(factor, 1.0f / 16384);
+        const float small_factor = __fmul_rn(fabsf(factor), 1.0f / 16384);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const float a = x[2 * k], b = x[2 * k + 1];
-            u32 m;
-            if (STOCHASTIC) {
-                const u32 drawn = __byte_perm(k < 2 ? bits.x : bits.y, 0, k % 2 ? 0x4342 : 0x4140);
-                m = stochastic_pair(__fmul_rn(a, small_factor), __fmul_rn(b, small_factor), drawn) >> 3 & 0x01c001c0u;
-            } else {
-                const u32 low = nearest_plain(__fmul_rn(fabsf(a), factor));
-                m = (low + (nearest_plain(__fmul_rn(fabsf(b), factor)) << 16)) * 64 - ROUND_BITS * 64;
-            }
-            pair[k] = m | sign_pair(a, b);
+            const float a = __fmul_rn(x[2 * k], small_factor), b = __fmul_rn(x[2 * k + 1], small_factor);
+            const u32 drawn = __byte_perm(k < 2 ? bits.x : bits.y, 0, k % 2 ? 0x4342 : 0x4140);
+            const u32 codes = STOCHASTIC ? stochastic_pair(a, b, drawn) : nearest_pair<HOW == TIES>(a, b);
+            pair[k] = (codes >> 6 & 0x01c001c0u) | (codes & 0x80008000u);
         }
     }
     const float raised = __fmul_rn(scale, 4.1538375e34f);  // 2^115

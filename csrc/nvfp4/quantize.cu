@@ -86,6 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
 #pragma unroll
         for (int j = 0; j < 8; ++j) columns.put(t, j, row.kept[j]);
 #elif defined(LPQ_COL)
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) keep_apart(w[i]);
         col.encode(t, w);
 #endif
         __syncthreads();

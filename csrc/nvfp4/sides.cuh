@@ -93,53 +93,67 @@ __device__ __forceinline__ float block_amax(const Parameters& p, float own, bool
     return own;
 }
 
-// The factors of N lines of blocks of 16, of this operand or transposed, and whether they and the elements are plain.
-// Their scales go to shared memory, `apart` bytes from line to line.
-template <bool STOCHASTIC, int N>
-__device__ __forceinline__ bool line_factors(
-    float (&amax)[N], const Parameters& p, float sixth, const Factors& factors, bool first, int inside, i64 line,
-    i64 block, i64 blocks, u8* codes, int apart, float (&factor)[N], u32 (&code_of)[N]
-) {
-    bool plain = true;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const u32 code = block_scale(block_amax(p, amax[i], first, i < inside, (line + i) * blocks + block), sixth);
-        code_of[i] = code;
-        factor[i] = factors.of[code];
-        plain = plain && is_plain<STOCHASTIC>(amax[i], factor[i]);
-        if (first) codes[i * apart] = (u8)code;
-    }
-    return plain;
-}
-
-// The factor of the 16x16 block that this thread is in a quarter of.
-template <bool STOCHASTIC, int N>
-__device__ __forceinline__ bool square_factors(
-    float amax, const Parameters& p, float sixth, const Factors& factors, bool first, i64 place, bool inside, u8* to,
-    float (&factor)[N], u32 (&code_of)[N]
-) {
-    const u32 code = block_scale(block_amax(p, amax, first, inside, place), sixth);
-    if (first) *to = (u8)code;
-#pragma unroll
-    for (int i = 0; i < N; ++i) factor[i] = factors.of[code], code_of[i] = code;
-    return is_plain<STOCHASTIC>(amax, factor[0]);
-}
-
-// The nibbles of the elements that lie in the matrix, of 8 of which the first `count` do. The others are 0.
-__device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
-
 // What both operands do once for all tiles of a block of threads: the amax of the operand, and what follows from it.
+template <int BITS>
 struct Scales {
     float sixth;
+    bool roomy;  // no factor is below 2^-112: times 2^-14 it is exact
 
     __device__ __forceinline__ Scales(const Parameters& p, Factors& factors) {
         const u32 bits = largest_of(p.amaxes, p.count);
         if (blockIdx.x == 0 && threadIdx.x == 0 && p.data) *p.amax = bits;
         const float overall = tensor_scale(bits);
         sixth = __fmul_rn(overall, 1.0f / 6.0f);
-        factors.fill(overall);
+        roomy = overall > 9.8607613e-32f;  // 2^-103; the largest scale is below 2^9
+        factors.fill<BITS>(overall);
     }
 };
+
+// How all elements of a warp are encoded: `plain` and `tied` say whether those of this thread are, and may meet ties.
+template <bool STOCHASTIC, int BITS>
+__device__ __forceinline__ How together(bool plain, bool tied) {
+    if (!__all_sync(~0u, plain)) return ANY;
+    if (STOCHASTIC) return SHORT;
+    return BITS == 24 || __any_sync(~0u, tied) ? TIES : SHORT;
+}
+
+// The factors of N lines of blocks of 16, of this operand or transposed, and how the elements are encoded. Their scales
+// go to shared memory, `apart` bytes from line to line.
+template <bool STOCHASTIC, int BITS, int N>
+__device__ __forceinline__ How line_factors(
+    float (&amax)[N], const Parameters& p, const Scales<BITS>& scales, const Factors& factors, bool first, int inside,
+    i64 line, i64 block, i64 blocks, u8* codes, int apart, float (&factor)[N], u32 (&code_of)[N]
+) {
+    bool plain = scales.roomy;
+    u32 signs = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float a = block_amax(p, amax[i], first, i < inside, (line + i) * blocks + block);
+        const u32 code = block_scale(a, scales.sixth);
+        code_of[i] = code;
+        factor[i] = factors.of[code];
+        plain = plain & is_plain<STOCHASTIC>(amax[i], factor[i]);
+        signs |= __float_as_uint(factor[i]);
+        codes[i * apart] = (u8)code;  // which all threads of a block have
+    }
+    return together<STOCHASTIC, BITS>(plain, signs >> 31);
+}
+
+// The factor of the 16x16 block that this thread is in a quarter of.
+template <bool STOCHASTIC, int BITS, int N>
+__device__ __forceinline__ How square_factors(
+    float amax, const Parameters& p, const Scales<BITS>& scales, const Factors& factors, bool first, i64 place,
+    bool inside, u8* to, float (&factor)[N], u32 (&code_of)[N]
+) {
+    const u32 code = block_scale(block_amax(p, amax, first, inside, place), scales.sixth);
+    *to = (u8)code;
+#pragma unroll
+    for (int i = 0; i < N; ++i) factor[i] = factors.of[code], code_of[i] = code;
+    return together<STOCHASTIC, BITS>(scales.roomy && is_plain<STOCHASTIC>(amax, factor[0]), factor[0] < 0.0f);
+}
+
+// The nibbles of the elements that lie in the matrix, of 8 of which the first `count` do. The others are 0.
+__device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
 
 // Registers of a thread. Fewer of the busiest threads at a time are faster than more that run short of registers.
 template <bool STOCHASTIC, bool EXACT>
@@ -157,7 +171,7 @@ struct Row : Side {
     const Parameters p;
     Shared& shared;
     const i64 across, down;
-    const Scales scales;
+    const Scales<SIGNIFICANT> scales;
     u32 kept[ROWS];
 
     __device__ __forceinline__ Row(const Parameters& p, Shared& shared, const Tile& t)
@@ -167,12 +181,12 @@ struct Row : Side {
         const i64 row_block = t.row / 16, col_block = t.col / 16;
         float factor[ROWS];
         u32 code_of[ROWS];
-        bool plain;
+        How how;
         if (SQUARE) {
             u32 block = thread_amax(w);
             block = max(block, __shfl_xor_sync(~0u, block, 1)), block = max(block, __shfl_xor_sync(~0u, block, 16));
-            plain = square_factors<STOCHASTIC>(
-                __uint_as_float(block), p, scales.sixth, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
+            how = square_factors<STOCHASTIC>(
+                __uint_as_float(block), p, scales, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
                 row_block * across + col_block, row_block < down && col_block < across,
                 &shared.codes[t.lane_row / 16][t.lane_col / 16], factor, code_of);
         } else {
@@ -182,31 +196,47 @@ struct Row : Side {
             reduce_lanes<1, 1>(words);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) amaxes[i] = value(words, i);
-            plain = line_factors<STOCHASTIC>(
-                amaxes, p, scales.sixth, shared.factors, t.lane_col % 16 == 0, col_block < across ? t.high : 0, t.row,
+            how = line_factors<STOCHASTIC>(
+                amaxes, p, scales, shared.factors, t.lane_col % 16 == 0, col_block < across ? t.high : 0, t.row,
                 col_block, across, &shared.codes[t.lane_row][t.lane_col / 16], ACROSS, factor, code_of);
         }
         if (!p.data) return;
+        if (how == SHORT)
+            write<SHORT>(t, w, factor, code_of);
+        else if (how == TIES)
+            write<TIES>(t, w, factor, code_of);
+        else
+            write<ANY>(t, w, factor, code_of);
+    }
+
+    template <How HOW>
+    __device__ __forceinline__ void write(
+        const Tile& t, const u32 (&w)[ROWS][WORDS], const float (&factor)[ROWS], const u32 (&code_of)[ROWS]
+    ) {
         const u32 mask = nibbles(t.wide);
-        u8* to = p.data + t.row * across * 8 + t.col / 2;
+        const bool inside = WHOLE || t.col < t.cols;
+        const i64 apart = EXACT ? t.cols * 2 : across * 8;
+        u8* to = p.data + t.row * apart + (EXACT ? t.col * 2 : t.col / 2);
+        uint2 bits[2 * DRAWN] = {};
 #pragma unroll
-        for (int k = 0; k < 4; k += DRAWN) {
-            uint2 bits[2][DRAWN] = {};
-            if (STOCHASTIC) draw((u32)col_block, (u32)(p.offset + t.row) + k, 4, 0, *p.seed, t.lane_col & 8, 1, bits);
+        for (int i = 0; i < ROWS; ++i, to += apart) {
+            if (STOCHASTIC && i % (2 * DRAWN) == 0)
+                draw((u32)(t.col / 16), (u32)(p.offset + t.row) + i, 0, *p.seed, t.lane_col & 8, 1, bits);
+            const uint2 drawn = bits[i % (2 * DRAWN)];
+            u32 words[WORDS];
 #pragma unroll
-            for (int n = 0; n < 2 * DRAWN; ++n) {
-                const int i = k + n % DRAWN + n / DRAWN * 4;
-                float v[8];
+            for (int j = 0; j < WORDS; ++j) words[j] = w[i][j];
+            if (HOW != SHORT) keep_apart(words);
+            float v[8];
 #pragma unroll
-                for (int j = 0; j < 8; ++j) v[j] = value(w[i], j);
-                const uint2 drawn = bits[n / DRAWN][n % DRAWN];
-                if (EXACT) {
-                    const uint4 values = exact<STOCHASTIC>(v, factor[i], plain, drawn, decode<E4M3>(code_of[i]));
-                    if (i < t.high && t.col < t.cols) stream((u16*)p.data + (t.row + i) * t.cols + t.col, values);
-                    continue;
-                }
-                const u32 codes = ::encode<STOCHASTIC>(v, factor[i], plain, drawn) & mask;
-                if (i < t.high && col_block < across) stream(to + i * across * 8, codes);
+            for (int j = 0; j < 8; ++j) v[j] = value(words, j);
+            if (EXACT) {
+                const float scale = decode<E4M3>(code_of[i]);
+                const uint4 values = exact<STOCHASTIC, HOW>(v, factor[i], drawn, scale);
+                if (i < t.high && inside) stream(to, values);
+            } else {
+                const u32 codes = ::encode<STOCHASTIC, HOW>(v, factor[i], drawn) & mask;
+                if (i < t.high && (WHOLE || t.col / 16 < across)) stream(to, codes);
                 if (KEEPS) kept[i] = i < t.high ? codes : 0;
             }
         }
@@ -252,6 +282,7 @@ template <bool STOCHASTIC, bool SQUARE, bool ROTATED, bool EXACT = false>
 struct Col : Side {
     typedef nvfp4::Parameters Parameters;
     static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
+    static constexpr int BITS = ROTATED ? 8 : SIGNIFICANT;  // rotated elements are in bf16
     struct Shared {
         Columns16<SQUARE> out;
         Factors factors;
@@ -259,7 +290,7 @@ struct Col : Side {
     const Parameters p;
     Shared& shared;
     const i64 across, down;
-    const Scales scales;
+    const Scales<BITS> scales;
 
     __device__ __forceinline__ Col(const Parameters& p, Shared& shared, const Tile& t)
         : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors) {}
@@ -284,43 +315,58 @@ struct Col : Side {
 #pragma unroll
             for (int j = 0; j < 8; ++j) amaxes[j] = value(words, j);
         }
-        bool plain;
+        How how;
         if (SQUARE) {
             u32 block = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) block = max(block, amax_bits(amaxes[j]));
             block = max(block, __shfl_xor_sync(~0u, block, 1));
-            plain = square_factors<STOCHASTIC>(
-                __uint_as_float(block), p, scales.sixth, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
+            how = square_factors<STOCHASTIC>(
+                __uint_as_float(block), p, scales, shared.factors, t.lane_row % 16 == 0 && t.lane_col % 16 == 0,
                 col_block * down + row_block, row_block < down && col_block < across,
                 &shared.out.codes[t.lane_col / 16][t.lane_row / 16], factor, code_of);
         } else {
-            plain = line_factors<STOCHASTIC>(
-                amaxes, p, scales.sixth, shared.factors, t.lane_row % 16 == 0, row_block < down ? t.wide : 0, t.col,
+            how = line_factors<STOCHASTIC>(
+                amaxes, p, scales, shared.factors, t.lane_row % 16 == 0, row_block < down ? t.wide : 0, t.col,
                 row_block, down, &shared.out.codes[t.lane_col][t.lane_row / 16], DOWN, factor, code_of);
         }
         if (!p.data) return;
+        if (how == SHORT)
+            write<SHORT>(t, w, y, factor, code_of);
+        else if (how == TIES)
+            write<TIES>(t, w, y, factor, code_of);
+        else
+            write<ANY>(t, w, y, factor, code_of);
+    }
+
+    template <How HOW>
+    __device__ __forceinline__ void write(
+        const Tile& t, const u32 (&w)[ROWS][WORDS], const u32 (&y)[8][4], const float (&factor)[8],
+        const u32 (&code_of)[8]
+    ) {
         const u32 mask = ROTATED ? ~0u : nibbles(t.high);  // what pads the rows was rotated with them
+        u16* to = (u16*)p.data + t.col * t.rows + t.row;
+        uint2 bits[2 * DRAWN] = {};
 #pragma unroll
-        for (int k = 0; k < 4; k += DRAWN) {
-            uint2 bits[2][DRAWN] = {};
-            if (STOCHASTIC)
-                draw((u32)((p.offset + t.row) / 16), (u32)t.col + k, 4, 1, *p.seed, t.lane_row & 8, 16, bits);
+        for (int j = 0; j < 8; ++j, to += t.rows) {
+            if (STOCHASTIC && j % (2 * DRAWN) == 0)
+                draw((u32)((p.offset + t.row) / 16), (u32)t.col + j, 1, *p.seed, t.lane_row & 8, 16, bits);
+            const uint2 drawn = bits[j % (2 * DRAWN)];
+            float v[8];
 #pragma unroll
-            for (int n = 0; n < 2 * DRAWN; ++n) {
-                const int j = k + n % DRAWN + n / DRAWN * 4;
-                float v[8];
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    v[i] = !ROTATED ? value(w[i], j)
-                                    : __uint_as_float(i & 1 ? y[j][i / 2] & 0xffff0000u : y[j][i / 2] << 16);
-                const uint2 drawn = bits[n / DRAWN][n % DRAWN];
-                if (EXACT) {
-                    const uint4 values = exact<STOCHASTIC>(v, factor[j], plain, drawn, decode<E4M3>(code_of[j]));
-                    if (j < t.wide && t.row < t.rows) stream((u16*)p.data + (t.col + j) * t.rows + t.row, values);
-                } else {
-                    shared.out.put(t, j, ::encode<STOCHASTIC>(v, factor[j], plain, drawn) & mask);
-                }
+            for (int i = 0; i < 8; ++i) {
+                u32 word[1] = {ROTATED ? y[j][i / 2] : w[i][j / PER_WORD]};
+                if (HOW != SHORT) keep_apart(word);
+                if (ROTATED)
+                    v[i] = __uint_as_float(i & 1 ? word[0] & 0xffff0000u : word[0] << 16);
+                else
+                    v[i] = value(word, j % PER_WORD);
+            }
+            if (EXACT) {
+                const uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
+                if (j < t.wide && (WHOLE || t.row < t.rows)) stream(to, values);
+            } else {
+                shared.out.put(t, j, ::encode<STOCHASTIC, HOW>(v, factor[j], drawn) & mask);
             }
         }
     }

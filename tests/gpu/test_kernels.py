@@ -207,6 +207,31 @@ def test_every_number_at_every_scale(backend: str, text: str) -> None:
         assert_same(quantize(x, stats, row, None, 0, False), expected, str(power))
 
 
+@each("nvfp4", "nvfp4(block=16x16)")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_half_way_between_two_values(backend: str, text: str, dtype: torch.dtype) -> None:
+    """Amaxes with every significand of bf16, which decides how often elements lie half-way, where the even one is right."""
+    row, col = sides(text, True, True)
+    g = torch.Generator("cuda").manual_seed(2)
+    met = torch.zeros(4, device="cuda", dtype=torch.int64)
+    for significand in range(128, 256):
+        amax = significand / 128 * 2.0 ** (significand % 5)
+        parts = torch.randint(1, 128, (256, 128), device="cuda", generator=g) / 128
+        blocks = torch.randint(128, 256, (16, 8), device="cuda", generator=g) / 256
+        scales = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1) * parts.sign()
+        x = (parts * scales * amax).to(dtype) * (torch.randint(0, 2, parts.shape, device="cuda", generator=g) * 2 - 1)
+        x[0, 0] = amax
+        for by_row, by_col in ((row, None), (row, col)):
+            expected = quantize_reference(x, [], by_row, by_col, seed(), 0, False)
+            assert_same(quantize(x, [], by_row, by_col, 0, False), expected, f"{significand} {by_col}")
+        _, scale, overall = expected[:3]
+        high = 256 // scale.shape[0]
+        of_block = 1 / (scale.float() * (1 / (2688 / overall)))
+        v = x.float().abs() * of_block.repeat_interleave(high, 0).repeat_interleave(16, 1)
+        met += torch.stack([(v == tie).sum() for tie in (0.25, 0.75, 1.25, 3.5)])
+    assert met.min() > 20
+
+
 @each("nvfp4(stochastic=true)")
 def test_where_a_random_sum_meets_the_grid(backend: str, text: str) -> None:
     """A sum is rounded before it is cut: magnitudes just above and below of what a random byte takes to the grid."""
