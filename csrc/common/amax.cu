@@ -30,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) amax_parts(const void* x,
     }
     for (i = loads * PER_LOAD + thread; i < count; i += step)
         amax = larger(amax, magnitude(load_element(from + i)));
-    const u32 bits = block_max(amax_bits(element_value(larger_half(amax))));
+    __shared__ Largest largest;
+    const u32 bits = block_max(amax_bits(element_value(larger_half(amax))), largest);
     if (threadIdx.x == 0) parts[blockIdx.x] = bits;
 }
 
@@ -40,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) amax_finish(const u32* parts
     wait_for_the_one_before();
     u32 bits = 0;
     for (i64 i = threadIdx.x; i < count; i += blockDim.x) bits = max(bits, parts[i]);
-    bits = block_max(bits);
+    __shared__ Largest largest;
+    bits = block_max(bits, largest);
     if (threadIdx.x == 0) *amax = bits;
 }
 

@@ -29,6 +29,7 @@ constexpr int PER_WORD = 2;
 typedef u16 Element;
 #endif
 constexpr int WORDS = 8 / PER_WORD;  // the words of 8 elements
+constexpr u32 INFINITE = LPQ_INPUT == LPQ_FP32 ? INF : LPQ_INPUT == LPQ_BF16 ? INF >> 16 : 0x7c00u;  // as an element
 
 __device__ __forceinline__ float half_value(u32 bits) {
     float f;
@@ -91,7 +92,19 @@ __device__ __forceinline__ u32 larger_pair(u32 a, u32 b) {
 #endif
 }
 
+// The smaller of them.
+__device__ __forceinline__ u32 smaller_pair(u32 a, u32 b) {
+#if __CUDA_ARCH__ >= 900
+    u32 r;
+    asm("min.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+#else
+    return min(a & 0xffffu, b & 0xffffu) | min(a & 0xffff0000u, b & 0xffff0000u);
+#endif
+}
+
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return PER_WORD == 1 ? max(a, b) : larger_pair(a, b); }
+__device__ __forceinline__ u32 smaller(u32 a, u32 b) { return PER_WORD == 1 ? min(a, b) : smaller_pair(a, b); }
 
 // The larger half of a word of magnitudes, as the bits of one element.
 __device__ __forceinline__ u32 larger_half(u32 word) {
@@ -155,21 +168,27 @@ __device__ __forceinline__ u32 cast_pair(float a, float b) {
 
 // a·p and b·q as 8-bit floats. What was finite saturates; what was not stays so (in E4M3 as NaN).
 template <class F>
-__device__ __forceinline__ u32 scale_pair(float a, float p, float b, float q);
+__device__ __forceinline__ u32 scale_any(float a, float p, float b, float q);
 
 template <>
-__device__ __forceinline__ u32 scale_pair<E4M3>(float a, float p, float b, float q) {
+__device__ __forceinline__ u32 scale_any<E4M3>(float a, float p, float b, float q) {
     // a·0 is a zero of the product's sign, or NaN.
     return cast_pair<E4M3>(fmaf(a, 0.0f, __fmul_rn(a, p)), fmaf(b, 0.0f, __fmul_rn(b, q)));
 }
 template <>
-__device__ __forceinline__ u32 scale_pair<E5M2>(float a, float p, float b, float q) {
+__device__ __forceinline__ u32 scale_any<E5M2>(float a, float p, float b, float q) {
     u32 code = cast_pair<E5M2>(__fmul_rn(a, p), __fmul_rn(b, q));
     if (fmaxf(fabsf(a), fabsf(b)) == __uint_as_float(INF)) {
         if (fabsf(a) == __uint_as_float(INF)) code = (code & 0xff80u) | 0x007cu;
         if (fabsf(b) == __uint_as_float(INF)) code = (code & 0x80ffu) | 0x7c00u;
     }
     return code;
+}
+
+// FINITE: neither a nor b is infinite.
+template <class F, bool FINITE = false>
+__device__ __forceinline__ u32 scale_pair(float a, float p, float b, float q) {
+    return FINITE ? cast_pair<F>(__fmul_rn(a, p), __fmul_rn(b, q)) : scale_any<F>(a, p, b, q);
 }
 
 template <class F>

@@ -18,10 +18,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
     Tile t(rows, cols, count - 1 - blockIdx.x);
     u32 w[ROWS][WORDS];
     load(t, x, w);
-    __shared__ RowSide::Shared row_shared;
-    __shared__ ColSide::Shared col_shared;
-    RowSide row(of_row, row_shared, t);
-    ColSide col(of_col, col_shared, t);
+    struct Shared {
+        RowSide::Shared row;
+        ColSide::Shared col;
+    };
+    Shared& shared = in_shared_memory<Shared>();
+    RowSide row(of_row, shared.row, t);
+    ColSide col(of_col, shared.col, t);
     for (u32 index = blockIdx.x;;) {
         row.find(t, w), col.find(t, w);
         __syncthreads();

@@ -1,14 +1,18 @@
-// A tile of LPQ_TALL x 128 elements, held by threads of 8 x 8 each, and the ways in and out of it.
+// A tile of LPQ_TALL x LPQ_WIDE elements, held by threads of 8 x 8 each, and the ways in and out of it.
 //
-// 16 lanes next to each other hold a line of the tile, so that a warp reads and writes pieces of whole lines: a block
-// of 16 or 32 along a row is 2 or 4 lanes, one of 16 along a column the two lanes 16 apart. Tiles are tall where a
-// column operand is written, whose lines then go out in large pieces. Whatever lies outside of the matrix is zero;
-// LPQ_WHOLE says that nothing does, and that lines begin at multiples of 16 bytes, which saves many instructions.
+// 16 or 32 lanes next to each other hold a line of the tile, so that a warp reads and writes pieces of whole lines: a block
+// of 16 or 32 along a row is 2 or 4 lanes. Where 16 lanes do, one of 16 along a column is the two lanes 16 apart. Tiles are
+// tall where a column operand is written, whose lines then go out in large pieces; in those of 256 columns lines are read
+// and rows are written in larger pieces, too. Whatever lies outside of the matrix is zero; LPQ_WHOLE says that nothing
+// does, and that lines begin at multiples of 16 bytes, which saves many instructions.
 #pragma once
 #include "numbers.cuh"
 
 #ifndef LPQ_TALL
 #define LPQ_TALL 128
+#endif
+#ifndef LPQ_WIDE
+#define LPQ_WIDE 128
 #endif
 #ifdef LPQ_WHOLE
 constexpr bool WHOLE = true;
@@ -16,11 +20,14 @@ constexpr bool WHOLE = true;
 constexpr bool WHOLE = false;
 #endif
 constexpr int TALL = LPQ_TALL;
-constexpr int WIDE = 128;
+constexpr int WIDE = LPQ_WIDE;
+constexpr int UNIT = 128;                     // the side of the squares that long blocks, and words of scales, belong to
+constexpr int UNITS_DOWN = (TALL + UNIT - 1) / UNIT, UNITS_ACROSS = WIDE / UNIT;  // in a tile
 constexpr int ROWS = 8;
-constexpr int THREADS = TALL * 2;
+constexpr int ABREAST = WIDE / 8;             // lanes that hold a line
+constexpr int THREADS = TALL * WIDE / 64;
 constexpr int WARPS = THREADS / 32;
-constexpr int WARP_ROWS = 16;
+constexpr int WARP_ROWS = 32 / ABREAST * ROWS;
 constexpr int LINES = ROWS / PER_WORD;  // words with an element for each of a thread's rows
 // Blocks of threads to a multiprocessor, where a thread needs this many registers.
 template <int REGISTERS>
@@ -49,14 +56,28 @@ struct Tile {
         down = index / in_a_row, across = index - down * in_a_row;
 #endif
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        lane_row = warp * WARP_ROWS + (lane >> 4) * ROWS;
-        lane_col = (lane & 15) * 8;
+        lane_row = warp * WARP_ROWS + lane / ABREAST * ROWS;
+        lane_col = lane % ABREAST * 8;
         row = (i64)down * TALL + lane_row;
         col = (i64)across * WIDE + lane_col;
         high = !WHOLE && rows - row < ROWS ? max((int)(rows - row), 0) : ROWS;
         wide = !WHOLE && cols - col < 8 ? max((int)(cols - col), 0) : 8;
     }
 };
+
+// Memory that the threads of a block share, for all that is in T. What is more than 48 KiB the host must ask for.
+constexpr int LARGE_TILE = 96 << 10;
+template <class T>
+__device__ __forceinline__ T& in_shared_memory() {
+#if LPQ_WIDE * LPQ_TALL > 128 * 256
+    extern __shared__ uint4 dynamic[];
+    static_assert(sizeof(T) <= LARGE_TILE, "the host asks for less");
+    return *(T*)dynamic;
+#else
+    __shared__ T fixed;
+    return fixed;
+#endif
+}
 
 __device__ __forceinline__ void load_16_bytes(const void* from, u32& a, u32& b, u32& c, u32& d) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -181,13 +202,16 @@ __device__ __forceinline__ void reduce_lanes(u32 (&amax)[N]) {
         for (int k = 0; k < N; ++k) amax[k] = larger(amax[k], __shfl_xor_sync(~0u, amax[k], apart));
 }
 
+// The same of the lanes that hold other rows of the same columns.
+__device__ __forceinline__ void reduce_rows(u32 (&amax)[WORDS]) { reduce_lanes<ABREAST, 16>(amax); }
+
 // The largest magnitude in each column of the rows of each warp: what a taller block takes its amax from.
 struct Columns {
     alignas(16) Element of[WARPS][WIDE];
 
-    // To be called with the words of col_amax, reduced over the warp; all threads wait for each other then.
+    // To be called with the words of col_amax, after reduce_rows; all threads wait for each other then.
     __device__ __forceinline__ void put(const Tile& t, const u32 (&amax)[WORDS]) {
-        if ((threadIdx.x & 16) == 0)
+        if ((threadIdx.x & 31) < ABREAST)
 #pragma unroll
             for (int k = 0; k < WORDS; k += 4)
                 ((uint4*)&of[threadIdx.x >> 5][t.lane_col])[k / 4] =
@@ -220,45 +244,90 @@ __device__ __forceinline__ u32 thread_amax(const u32 (&w)[ROWS][WORDS]) {
     return amax_bits(element_value(larger_half(amax)));
 }
 
-// The largest fp32 bits of all threads of a group of warps, up to 32 of which follow each other, in every thread.
-__device__ __forceinline__ u32 group_max(u32 bits, int group) {
-    __shared__ u32 warps[32];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    bits = __reduce_max_sync(~0u, bits);
-    if (lane == 0) warps[warp] = bits;
-    __syncthreads();
-    bits = lane < group ? warps[warp / group * group + lane] : 0;
-    __syncthreads();  // for the next call
-    return __reduce_max_sync(~0u, bits);
+// The largest fp32 bits of threads, in two steps between which they wait for each other.
+struct Largest {
+    u32 of[32][UNITS_ACROSS];  // of the lanes of each warp that hold elements of the same units
+
+    __device__ __forceinline__ void put(u32 bits) {
+        if (UNITS_ACROSS == 1) {
+            bits = __reduce_max_sync(~0u, bits);
+        } else {
+#pragma unroll
+            for (int apart = 1; apart < 16; apart *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, apart));
+        }
+        if (threadIdx.x % (32 / UNITS_ACROSS) == 0) of[threadIdx.x / 32][threadIdx.x % 32 / (32 / UNITS_ACROSS)] = bits;
+    }
+    // Of all threads, in every one of them.
+    __device__ __forceinline__ u32 of_block() const {
+        const int lane = threadIdx.x & 31;
+        u32 bits = 0;
+        if (lane < blockDim.x / 32)
+#pragma unroll
+            for (int k = 0; k < UNITS_ACROSS; ++k) bits = max(bits, of[lane][k]);
+        return __reduce_max_sync(~0u, bits);
+    }
+    // Of those that hold elements of the same unit, in every one of them.
+    static constexpr int IN_UNIT = UNIT / WARP_ROWS;  // warps
+    __device__ __forceinline__ u32 of_unit() const {
+        const int lane = threadIdx.x & 31, first = threadIdx.x / 32 / IN_UNIT * IN_UNIT;
+        if (UNITS_ACROSS == 1) return __reduce_max_sync(~0u, lane < IN_UNIT ? of[first + lane][0] : 0);
+        u32 bits = of[first + lane % IN_UNIT][lane / 16 % UNITS_ACROSS];
+#pragma unroll
+        for (int apart = 1; apart < 16; apart *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, apart));
+        return bits;
+    }
+};
+
+// Those threads wait for each other that hold elements of units side by side.
+__device__ __forceinline__ void wait_for_the_units() {
+    constexpr int THREADS_ = UNIT * WIDE / 64;
+    if (THREADS_ == THREADS)
+        __syncthreads();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / THREADS_), "n"(THREADS_) : "memory");
 }
 
-__device__ __forceinline__ u32 block_max(u32 bits) { return group_max(bits, blockDim.x / 32); }
+// The largest of all threads' fp32 bits, in every one of them.
+__device__ __forceinline__ u32 block_max(u32 bits, Largest& largest) {
+    largest.put(bits);
+    __syncthreads();
+    return largest.of_block();
+}
 
 // The largest of some fp32 bits in memory, in every thread of the block.
-__device__ __forceinline__ u32 largest_of(const u32* values, u32 count) {
+__device__ __forceinline__ u32 largest_of(const u32* values, u32 count, Largest& largest) {
     if (count == 1) return *values;
     u32 bits = 0;
     for (u32 i = threadIdx.x; i < count; i += THREADS) bits = max(bits, values[i]);
-    return block_max(bits);
+    return block_max(bits, largest);
 }
 
 // ------------------------------------------------------------------------------------------ bytes out
 
-// The elements of a row of this thread, times a factor, as 8-bit floats: two words.
-template <class F>
-__device__ __forceinline__ void scale_row(const u32 (&w)[WORDS], float factor, u32& low, u32& high) {
-    u32 pair[4];
+// The elements of a row of this thread, times a factor, as 8-bit floats: two words. FINITE: none is infinite, which saves
+// an instruction in ten.
+template <class F, bool FINITE = false>
+__device__ __forceinline__ void scale_row(const u32 (&row)[WORDS], float factor, u32& low, u32& high) {
+    u32 w[WORDS], pair[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) pair[j] = scale_pair<F>(value(w, 2 * j), factor, value(w, 2 * j + 1), factor);
+    for (int j = 0; j < WORDS; ++j) w[j] = row[j];
+    if (!FINITE) keep_apart(w);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        pair[j] = scale_pair<F, FINITE>(value(w, 2 * j), factor, value(w, 2 * j + 1), factor);
     low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
 }
 
 // Those of column j, likewise.
-template <class F>
+template <class F, bool FINITE = false>
 __device__ __forceinline__ void scale_col(const u32 (&w)[ROWS][WORDS], int j, float factor, u32& low, u32& high) {
     u32 pair[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = scale_pair<F>(value(w[2 * i], j), factor, value(w[2 * i + 1], j), factor);
+    for (int i = 0; i < 4; ++i) {
+        u32 a[1] = {w[2 * i][j / PER_WORD]}, b[1] = {w[2 * i + 1][j / PER_WORD]};
+        if (!FINITE) keep_apart(a), keep_apart(b);
+        pair[i] = scale_pair<F, FINITE>(value(a, j % PER_WORD), factor, value(b, j % PER_WORD), factor);
+    }
     low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
 }
 
@@ -362,8 +431,9 @@ __device__ __forceinline__ void store_bytes(void* row, i64 first, i64 count, con
     }
 }
 
-// Where untile.cu takes a word of a line of a 128 x 128 from: 128 of rows, then 128 of columns, for each of them.
-__device__ __forceinline__ u32* word_of(const Tile& t, u32* words, int square, int line) {
-    const i64 tile = ((i64)t.down * (TALL / WIDE) + square) * (u32)((t.cols + WIDE - 1) / WIDE) + t.across;
-    return words + tile * (2 * WIDE) + line;
+// Where untile.cu takes a word of a line of a unit from: 128 of rows, then 128 of columns, for each of them. The unit is
+// one of those in this tile.
+__device__ __forceinline__ u32* word_of(const Tile& t, u32* words, int down, int across, int line) {
+    const i64 in_a_row = (t.cols + UNIT - 1) / UNIT, row = (i64)t.down * UNITS_DOWN + down;
+    return words + (row * in_a_row + (i64)t.across * UNITS_ACROSS + across) * (2 * UNIT) + line;
 }

@@ -26,18 +26,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
     const u8* x, u8* out, const u32* scale, u32* scale_out, u32 scales, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
-    constexpr int HIGH = 2 * WIDE;
-    __shared__ uint4 piece[WIDE][HIGH / 16];
-    const u32 wide = (u32)((cols + WIDE - 1) / WIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
+    constexpr int HIGH = 2 * UNIT;
+    __shared__ uint4 piece[UNIT][HIGH / 16];
+    const u32 wide = (u32)((cols + UNIT - 1) / UNIT), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane & 7, chunk = warp * 4 + (lane >> 3);
-    const i64 row = (i64)down * HIGH + chunk * 8, col = (i64)across * WIDE + at * 16;
+    const i64 row = (i64)down * HIGH + chunk * 8, col = (i64)across * UNIT + at * 16;
     u32 w[4][8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const uint4 v = load_piece(x, row + i, col, rows, cols);
         w[0][i] = v.x, w[1][i] = v.y, w[2][i] = v.z, w[3][i] = v.w;
     }
-    const i64 high = (rows + WIDE - 1) / WIDE, from = (i64)down * 2 + threadIdx.x;
+    const i64 high = (rows + UNIT - 1) / UNIT, from = (i64)down * 2 + threadIdx.x;
     if (scales == 1 ? blockIdx.x + threadIdx.x == 0 : threadIdx.x < 2 && from < high) {
         if (scales == 1)
             *scale_out = *scale;
@@ -55,9 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < WIDE * HIGH / 16 / THREADS; ++k) {
+    for (int k = 0; k < UNIT * HIGH / 16 / THREADS; ++k) {
         const int index = threadIdx.x + k * THREADS, line = index / 16, p = index % 16;
-        const i64 to_row = (i64)across * WIDE + line, to = (i64)down * HIGH + p * 16;
+        const i64 to_row = (i64)across * UNIT + line, to = (i64)down * HIGH + p * 16;
         if (to_row >= cols || to >= rows) continue;
         const uint4 v = piece[line][p ^ (line / 16)];
         u8* target = out + to_row * rows + to;
@@ -79,14 +79,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_nibbles(
     const u8* x, u8* out, const u8* scale, u8* scale_out, const u32* amax, u32* amax_out, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
-    constexpr int SIDE = 2 * WIDE;
+    constexpr int SIDE = 2 * UNIT;
     __shared__ uint4 piece[SIDE][SIDE / 32];
     const u32 wide = (u32)((cols + SIDE - 1) / SIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane & 7, chunk = lane >> 3;
     const i64 high = (rows + 15) / 16, broad = (cols + 15) / 16, row = (i64)down * SIDE + warp * 32 + chunk * 8;
     uint4 v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = load_piece(x, row + i, (i64)across * WIDE + at * 16, rows, broad * 8);
+    for (int i = 0; i < 8; ++i) v[i] = load_piece(x, row + i, (i64)across * UNIT + at * 16, rows, broad * 8);
     const i64 of_row = (i64)down * 16 + threadIdx.x % 16, of_col = (i64)across * 16 + threadIdx.x / 16;
     if (of_row < high && of_col < broad) scale_out[of_col * high + of_row] = scale[of_row * broad + of_col];
     if (blockIdx.x + threadIdx.x == 0) *amax_out = *amax;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_nibbles(
 #pragma unroll
     for (int k = 0; k < SIDE * SIDE / 32 / THREADS; ++k) {
         const int index = threadIdx.x + k * THREADS, line = index / 8, p = index % 8;
-        const i64 to_row = (i64)across * SIDE + line, to = (i64)down * WIDE + p * 16;
+        const i64 to_row = (i64)across * SIDE + line, to = (i64)down * UNIT + p * 16;
         if (to_row >= cols || to >= high * 8) continue;
         const uint4 bytes = piece[line][p ^ (line / 32)];
         u8* target = out + to_row * high * 8 + to;

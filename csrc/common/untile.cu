@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) untile(
     const u32* words, u32* row_out, u32* col_out, u32 down, u32 across
 ) {
     wait_for_the_one_before();
-    __shared__ u32 lines[WIDE][SIDE_BY_SIDE + 1];
+    __shared__ u32 lines[UNIT][SIDE_BY_SIDE + 1];
     const u32 in_a_row = (across + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
     const u32 in_a_col = (down + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
     const u32 for_rows = row_out ? down * in_a_row : 0;
@@ -21,15 +21,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) untile(
     const u32 line = index / groups, first = index % groups * SIDE_BY_SIDE, count = of_rows ? across : down;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 tile = of_rows ? (i64)line * across + first : (i64)first * across + line, step = of_rows ? 1 : across;
-    const u32* from = words + tile * (2 * WIDE) + (of_rows ? 0 : WIDE);
+    const u32* from = words + tile * (2 * UNIT) + (of_rows ? 0 : UNIT);
 #pragma unroll
     for (int k = warp; k < SIDE_BY_SIDE; k += THREADS / 32)
 #pragma unroll
-        for (int i = lane; i < WIDE; i += 32)
-            if (first + k < count) lines[i][k] = from[k * step * (2 * WIDE) + i];
+        for (int i = lane; i < UNIT; i += 32)
+            if (first + k < count) lines[i][k] = from[k * step * (2 * UNIT) + i];
     __syncthreads();
-    u32* to = (of_rows ? row_out : col_out) + (i64)line * WIDE * count + first;
+    u32* to = (of_rows ? row_out : col_out) + (i64)line * UNIT * count + first;
     if (first + lane < count)
 #pragma unroll
-        for (int i = warp; i < WIDE; i += THREADS / 32) to[(i64)i * count + lane] = lines[i][lane];
+        for (int i = warp; i < UNIT; i += THREADS / 32) to[(i64)i * count + lane] = lines[i][lane];
 }

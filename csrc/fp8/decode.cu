@@ -10,11 +10,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
     const Tile t(rows, cols, blockIdx.x);
     uint2 codes[ROWS];
     load_codes(t, data, codes);
-    const i64 across = wide ? t.col / WIDE : 0;  // blocks are as wide as a tile
+    const i64 across = wide ? t.col / UNIT : 0;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         if (i >= t.high || !t.wide) continue;
-        const i64 down = high == 0 ? 0 : high == 1 ? t.row + i : (t.row + i) / WIDE;
+        const i64 down = high == 0 ? 0 : high == 1 ? t.row + i : (t.row + i) / UNIT;
         const float s = scale[down * stride + across];
         float v[8];
 #pragma unroll

@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(1024) remember(
             largest = max(largest, __float_as_uint(moved));  // magnitudes order as their bits do, NaN above infinity
         }
     }
-    const float recent = __fmul_rn(__uint_as_float(most_recent ? now : block_max(largest)), factor);
+    __shared__ Largest all;
+    const float recent = __fmul_rn(__uint_as_float(most_recent ? now : block_max(largest, all)), factor);
     if (threadIdx.x == 0 && recent > 0.0f && recent < __uint_as_float(0x7f800000u)) *amax = recent;
 }

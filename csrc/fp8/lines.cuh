@@ -16,20 +16,20 @@ struct Lines {
     alignas(8) u32 pow2;
 };
 
-// The largest magnitude of each row of a tile, as fp32 bits.
-__device__ __forceinline__ void find_rows(const Tile& t, const u32 (&w)[ROWS][WORDS], u32 (&rows)[TALL]) {
+// The largest magnitude of each row of a unit, as fp32 bits.
+__device__ __forceinline__ void find_rows(const Tile& t, const u32 (&w)[ROWS][WORDS], u32 (&rows)[UNITS_ACROSS][TALL]) {
     u32 amax[LINES];
     row_amax(w, amax);
     reduce_lanes<1, 8>(amax);
-    if (t.lane_col == 0)
+    if (t.lane_col % UNIT == 0)
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) rows[t.lane_row + i] = amax_bits(value(amax, i));
+        for (int i = 0; i < ROWS; ++i) rows[t.lane_col / UNIT][t.lane_row + i] = amax_bits(value(amax, i));
 }
 
 __device__ __forceinline__ void find_cols(const Tile& t, const u32 (&w)[ROWS][WORDS], Columns& columns) {
     u32 amax[WORDS];
     col_amax(w, amax);
-    reduce_lanes<16, 16>(amax);
+    reduce_rows(amax);
     columns.put(t, amax);
 }
 
@@ -50,8 +50,8 @@ struct RowLines : Side {
     typedef Lines Parameters;
     static constexpr bool SCALES = true;
     struct Shared {
-        u32 amaxes[TALL];
-        alignas(16) float scales[TALL];
+        u32 amaxes[UNITS_ACROSS][TALL];
+        alignas(16) float scales[UNITS_ACROSS][TALL];
     };
     const Lines p;
     Shared& shared;
@@ -63,20 +63,21 @@ struct RowLines : Side {
     }
 
     __device__ __forceinline__ void scale(const Tile& t) {
-        const i64 row = (i64)t.down * TALL + threadIdx.x;
-        const i64 place = BLOCKS ? row * ((t.cols + WIDE - 1) / WIDE) + t.across : row;
-        if (threadIdx.x < TALL && row < t.rows)
-            shared.scales[threadIdx.x] = line_scale<F>(
-                p, BLOCKS ? shared.amaxes[threadIdx.x] : 0,
-                p.words ? word_of(t, p.words, threadIdx.x / WIDE, threadIdx.x % WIDE) : (u32*)p.scale + place, place,
-                BLOCKS || t.across == 0);
+        const int unit = threadIdx.x / TALL, line = threadIdx.x % TALL;
+        const i64 row = (i64)t.down * TALL + line, across = (i64)t.across * UNITS_ACROSS + unit;
+        const i64 place = BLOCKS ? row * ((t.cols + UNIT - 1) / UNIT) + across : row;
+        if (unit < UNITS_ACROSS && row < t.rows && across * UNIT < t.cols)
+            shared.scales[unit][line] = line_scale<F>(
+                p, BLOCKS ? shared.amaxes[unit][line] : 0,
+                p.words ? word_of(t, p.words, line / UNIT, unit, line % UNIT) : (u32*)p.scale + place, place,
+                BLOCKS || across == 0);
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             u32 low, high;
-            scale_row<F>(w[i], shared.scales[t.lane_row + i], low, high);
+            scale_row<F>(w[i], shared.scales[t.lane_col / UNIT][t.lane_row + i], low, high);
             store_row(t, p.data, i, low, high);
         }
     }
@@ -86,10 +87,9 @@ template <class F, bool BLOCKS>
 struct ColLines : Side {
     typedef Lines Parameters;
     static constexpr bool SCALES = true;
-    static constexpr int DOWN = (TALL + WIDE - 1) / WIDE;  // of 128 rows in a tile
     struct Shared {
         Columns columns;
-        alignas(16) float scales[DOWN][WIDE];
+        alignas(16) float scales[UNITS_DOWN][WIDE];
         Transposed transposed;
     };
     const Lines p;
@@ -102,13 +102,14 @@ struct ColLines : Side {
     }
 
     __device__ __forceinline__ void scale(const Tile& t) {
-        const int line = (int)threadIdx.x - (THREADS - DOWN * WIDE), in_tile = line / WIDE;
-        const i64 col = (i64)t.across * WIDE + line % WIDE, down = (i64)t.down * DOWN + in_tile;
-        const i64 place = BLOCKS ? col * ((t.rows + WIDE - 1) / WIDE) + down : col;
-        if (line >= 0 && col < t.cols && down * WIDE < t.rows)
-            shared.scales[in_tile][line % WIDE] = line_scale<F>(
-                p, BLOCKS ? shared.columns.largest(line % WIDE, in_tile * (WARPS / DOWN), WARPS / DOWN) : 0,
-                p.words ? word_of(t, p.words, in_tile, WIDE + line % WIDE) : (u32*)p.scale + place, place,
+        const int index = (int)threadIdx.x - (THREADS - UNITS_DOWN * WIDE), unit = index / WIDE, line = index % WIDE;
+        const i64 col = (i64)t.across * WIDE + line, down = (i64)t.down * UNITS_DOWN + unit;
+        const i64 place = BLOCKS ? col * ((t.rows + UNIT - 1) / UNIT) + down : col;
+        constexpr int IN_UNIT = WARPS / UNITS_DOWN;  // warps
+        if (index >= 0 && col < t.cols && down * UNIT < t.rows)
+            shared.scales[unit][line] = line_scale<F>(
+                p, BLOCKS ? shared.columns.largest(line, unit * IN_UNIT, IN_UNIT) : 0,
+                p.words ? word_of(t, p.words, unit, line / UNIT, UNIT + line % UNIT) : (u32*)p.scale + place, place,
                 BLOCKS || down == 0);
     }
 
@@ -116,7 +117,7 @@ struct ColLines : Side {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             u32 low, high;
-            scale_col<F>(w, j, shared.scales[t.lane_row / WIDE][t.lane_col + j], low, high);
+            scale_col<F>(w, j, shared.scales[t.lane_row / UNIT][t.lane_col + j], low, high);
             shared.transposed.put(t, j, low, high);
         }
     }

@@ -26,59 +26,94 @@ struct Place {
     bool inside, writes;
 
     __device__ __forceinline__ Place(const Tile& t) {
-        const i64 down = t.row / WIDE, across = t.across;
-        in_row = SQUARE ? down * ((t.cols + WIDE - 1) / WIDE) + across : 0;
-        in_col = SQUARE ? across * ((t.rows + WIDE - 1) / WIDE) + down : 0;
-        inside = !SQUARE || down * WIDE < t.rows;
-        writes = SQUARE ? inside && threadIdx.x % WIDE_THREADS == 0 : blockIdx.x == 0 && threadIdx.x == 0;
+        const i64 down = t.row / UNIT, across = t.col / UNIT;
+        in_row = SQUARE ? down * ((t.cols + UNIT - 1) / UNIT) + across : 0;
+        in_col = SQUARE ? across * ((t.rows + UNIT - 1) / UNIT) + down : 0;
+        inside = !SQUARE || (down * UNIT < t.rows && across * UNIT < t.cols);
+        writes = SQUARE ? inside && t.lane_row % UNIT == 0 && t.lane_col % UNIT == 0 : blockIdx.x + threadIdx.x == 0;
     }
-    static constexpr int WIDE_THREADS = WIDE / WARP_ROWS * 32;  // of a square
 };
 
-// The scale of this thread's elements; `place` is where its statistic is. All threads of the block call this.
+// What the threads of a block share for one side.
+struct InBlock {
+    Largest amax, measured;
+};
+
+struct Factor {
+    float of;
+    bool finite;  // no element of this warp is infinite, as far as is known
+};
+
+// The factor of this thread's elements; `place` is where its statistic is. All threads of the block call this.
 template <class F, bool SQUARE>
-__device__ __forceinline__ float tile_scale(
-    const Matrix& p, const u32 (&w)[ROWS][WORDS], const Place<SQUARE>& at, i64 place
+__device__ __forceinline__ Factor tile_factor(
+    const Matrix& p, const u32 (&w)[ROWS][WORDS], const Place<SQUARE>& at, i64 place, InBlock& shared
 ) {
     u32 amax = 0;
+    bool finite = false;
     if (SQUARE) {
-        if (p.measured || !p.amaxes) amax = group_max(thread_amax(w), WIDE / WARP_ROWS);
+        if (p.measured || !p.amaxes) {
+            shared.amax.put(thread_amax(w));
+            wait_for_the_units();
+            amax = shared.amax.of_unit();
+            finite = __all_sync(~0u, amax < INF);
+        }
         if (p.measured && at.writes) p.measured[place] = amax;
         if (p.amaxes) amax = at.inside ? p.amaxes[place] : 0;
     } else {
-        amax = largest_of(p.amaxes, p.count);
+        amax = largest_of(p.amaxes, p.count, shared.amax);
         if (at.writes && p.known) *p.known = amax;
-        if (p.measured) {  // few tiles have a larger one than was found before
-            const u32 own = block_max(thread_amax(w));
-            if (threadIdx.x == 0 && own > *(volatile u32*)p.measured) atomicMax(p.measured, own);
-        }
+        if (p.measured) shared.measured.put(thread_amax(w));
     }
-    return scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2);
+    return {scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2), finite};
+}
+
+// The amax of the matrix, as a by-product, after all threads have waited for each other: few tiles have a larger one than
+// was found before.
+template <bool SQUARE>
+__device__ __forceinline__ void raise_amax(const Matrix& p, const InBlock& shared) {
+    if (SQUARE || !p.measured || threadIdx.x >= 32) return;
+    const u32 own = shared.measured.of_block();
+    if (threadIdx.x == 0 && own > *(volatile u32*)p.measured) atomicMax(p.measured, own);
+}
+
+// All elements of this thread, a row after the other.
+template <class F, bool SQUARE>
+__device__ __forceinline__ void scale_rows(
+    const u32 (&w)[ROWS][WORDS], const Factor& factor, u32 (&low)[ROWS], u32 (&high)[ROWS]
+) {
+    if (SQUARE && factor.finite)
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) scale_row<F, true>(w[i], factor.of, low[i], high[i]);
+    else
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) scale_row<F>(w[i], factor.of, low[i], high[i]);
 }
 
 template <class F, bool SQUARE>
 struct RowMatrix : Side {
     typedef Matrix Parameters;
-    struct Shared {};
+    typedef InBlock Shared;
     const Matrix p;
-    float factor;
+    Shared& shared;
+    Factor factor;
 
-    __device__ __forceinline__ RowMatrix(const Matrix& p, Shared&, const Tile&) : p(p) {}
+    __device__ __forceinline__ RowMatrix(const Matrix& p, Shared& shared, const Tile&) : p(p), shared(shared) {}
 
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const Place<SQUARE> at(t);
-        factor = tile_scale<F>(p, w, at, at.in_row);
-        if (at.writes) p.scale[at.in_row] = __frcp_rn(factor);
+        factor = tile_factor<F>(p, w, at, at.in_row, shared);
+        if (at.writes) p.scale[at.in_row] = __frcp_rn(factor.of);
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
+        u32 low[ROWS], high[ROWS];
+        scale_rows<F, SQUARE>(w, factor, low, high);
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            u32 low, high;
-            scale_row<F>(w[i], factor, low, high);
-            store_row(t, p.data, i, low, high);
-        }
+        for (int i = 0; i < ROWS; ++i) store_row(t, p.data, i, low[i], high[i]);
     }
+
+    __device__ __forceinline__ void store(const Tile&) { raise_amax<SQUARE>(p, shared); }
 };
 
 template <class F, bool SQUARE>
@@ -86,27 +121,30 @@ struct ColMatrix : Side {
     typedef Matrix Parameters;
     struct Shared {
         Transposed transposed;
+        InBlock in_block;
     };
     const Matrix p;
     Shared& shared;
-    float factor;
+    Factor factor;
 
     __device__ __forceinline__ ColMatrix(const Matrix& p, Shared& shared, const Tile&) : p(p), shared(shared) {}
 
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const Place<SQUARE> at(t);
-        factor = tile_scale<F>(p, w, at, at.in_col);
-        if (at.writes) p.scale[at.in_col] = __frcp_rn(factor);
+        factor = tile_factor<F>(p, w, at, at.in_col, shared.in_block);
+        if (at.writes) p.scale[at.in_col] = __frcp_rn(factor.of);
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         u32 low[ROWS], high[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) scale_row<F>(w[i], factor, low[i], high[i]);
+        scale_rows<F, SQUARE>(w, factor, low, high);
         shared.transposed.put_rows(t, low, high);
     }
 
-    __device__ __forceinline__ void store(const Tile& t) { shared.transposed.store(t, p.data); }
+    __device__ __forceinline__ void store(const Tile& t) {
+        raise_amax<SQUARE>(p, shared.in_block);
+        shared.transposed.store(t, p.data);
+    }
 };
 
 }  // namespace fp8

@@ -22,29 +22,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) quanti
     const Tile t(rows, cols, gridDim.x - 1 - blockIdx.x);
     u32 w[ROWS][WORDS];
     load(t, x, w);
+    struct Shared {
+        fp8::InBlock in_block;
+#ifdef LPQ_COL
+        Transposed transposed;
+#endif
+    };
+    Shared& shared = in_shared_memory<Shared>();
     const fp8::Place<SQUARE> at(t);
     const fp8::Matrix matrix = {row_data, row_scale, amaxes, count, known, measured, largest_scale, pow2};
 #ifdef LPQ_ROW
-    const float scale = fp8::tile_scale<F>(matrix, w, at, at.in_row);
-    if (at.writes) row_scale[at.in_row] = __frcp_rn(scale);
+    const fp8::Factor factor = fp8::tile_factor<F>(matrix, w, at, at.in_row, shared.in_block);
+    if (at.writes) row_scale[at.in_row] = __frcp_rn(factor.of);
 #else
-    const float scale = fp8::tile_scale<F>(matrix, w, at, at.in_col);
+    const fp8::Factor factor = fp8::tile_factor<F>(matrix, w, at, at.in_col, shared.in_block);
 #endif
 #ifdef LPQ_COL
-    if (at.writes) col_scale[at.in_col] = __frcp_rn(scale);
+    if (at.writes) col_scale[at.in_col] = __frcp_rn(factor.of);
 #endif
     u32 low[ROWS], high[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        scale_row<F>(w[i], scale, low[i], high[i]);
+    fp8::scale_rows<F, SQUARE>(w, factor, low, high);
 #ifdef LPQ_ROW
-        store_row(t, row_data, i, low[i], high[i]);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) store_row(t, row_data, i, low[i], high[i]);
 #endif
-    }
 #ifdef LPQ_COL
-    __shared__ Transposed transposed;
-    transposed.put_rows(t, low, high);
+    shared.transposed.put_rows(t, low, high);
     __syncthreads();
-    transposed.store(t, col_data);
+#else
+    if (measured) __syncthreads();
+#endif
+    fp8::raise_amax<SQUARE>(matrix, shared.in_block);
+#ifdef LPQ_COL
+    shared.transposed.store(t, col_data);
 #endif
 }

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
     const void* x, u32* row_amaxes, u32* col_amaxes, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
-    __shared__ u32 of_rows[TALL];
+    __shared__ u32 of_rows[UNITS_ACROSS][TALL];
     __shared__ Columns columns;
     const Tile t(rows, cols, blockIdx.x);
     u32 w[ROWS][WORDS];
@@ -21,13 +21,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
     if (row_amaxes) fp8::find_rows(t, w, of_rows);
     if (col_amaxes) fp8::find_cols(t, w, columns);
     __syncthreads();
-    const int line = (int)threadIdx.x - (THREADS - WIDE);
-    const i64 row = (i64)t.down * TALL + threadIdx.x, col = (i64)t.across * WIDE + line;
-    if (row_amaxes && threadIdx.x < TALL && row < rows) atomicMax(row_amaxes + row, of_rows[threadIdx.x]);
+    const int line = (int)threadIdx.x - (THREADS - WIDE), unit = threadIdx.x / TALL, in_unit = threadIdx.x % TALL;
+    const i64 row = (i64)t.down * TALL + in_unit, col = (i64)t.across * WIDE + line;
+    if (row_amaxes && unit < UNITS_ACROSS && row < rows) atomicMax(row_amaxes + row, of_rows[unit][in_unit]);
     if (col_amaxes && line >= 0 && col < cols) atomicMax(col_amaxes + col, columns.largest(line, 0, WARPS));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, fitting<TALL == WIDE ? 80 : REGISTERS>) quantize(
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<TALL == UNIT ? 80 : REGISTERS>) quantize(
     const void* x, u8* row_data, float* row_scale, u8* col_data, float* col_scale, const u32* row_given,
     const u32* col_given, u32* row_measured, u32* col_measured, u32* words, float largest_scale, u32 row_pow2,
     u32 col_pow2, i64 rows, i64 cols
@@ -36,16 +36,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<TALL == WIDE ? 80 
     const Tile t(rows, cols, gridDim.x - 1 - blockIdx.x);
     u32 w[ROWS][WORDS];
     load(t, x, w);
+    struct Shared {
 #ifdef LPQ_ROW
-    typedef fp8::RowLines<LPQ_ROW, BLOCKS> Row;
-    __shared__ Row::Shared row_shared;
-    Row row({row_data, row_scale, row_given, row_measured, words, largest_scale, row_pow2}, row_shared, t);
+        fp8::RowLines<LPQ_ROW, BLOCKS>::Shared row;
+#endif
+#ifdef LPQ_COL
+        fp8::ColLines<LPQ_COL, BLOCKS>::Shared col;
+#endif
+    };
+    Shared& shared = in_shared_memory<Shared>();
+#ifdef LPQ_ROW
+    fp8::RowLines<LPQ_ROW, BLOCKS> row(
+        {row_data, row_scale, row_given, row_measured, words, largest_scale, row_pow2}, shared.row, t);
     row.find(t, w);
 #endif
 #ifdef LPQ_COL
-    typedef fp8::ColLines<LPQ_COL, BLOCKS> Col;
-    __shared__ Col::Shared col_shared;
-    Col col({col_data, col_scale, col_given, col_measured, words, largest_scale, col_pow2}, col_shared, t);
+    fp8::ColLines<LPQ_COL, BLOCKS> col(
+        {col_data, col_scale, col_given, col_measured, words, largest_scale, col_pow2}, shared.col, t);
     col.find(t, w);
 #endif
     if (BLOCKS) __syncthreads();
@@ -60,6 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<TALL == WIDE ? 80 
     row.encode(t, w);
 #endif
 #ifdef LPQ_COL
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) keep_apart(w[i]);
     col.encode(t, w);
     __syncthreads();
     col.store(t);

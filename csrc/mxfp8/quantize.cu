@@ -9,16 +9,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) quanti
     const Tile t(rows, cols, blockIdx.x);
     u32 w[ROWS][WORDS];
     load(t, x, w);
+    struct Shared {
+#ifdef LPQ_ROW
+        mxfp8::Row<LPQ_ROW>::Shared row;
+#endif
 #ifdef LPQ_COL
-    typedef mxfp8::Col<LPQ_COL> Col;
-    __shared__ Col::Shared col_shared;
-    Col col({col_data, col_scale, col_given, col_measured, words}, col_shared, t);
+        mxfp8::Col<LPQ_COL>::Shared col;
+#endif
+    };
+    Shared& shared = in_shared_memory<Shared>();
+#ifdef LPQ_COL
+    mxfp8::Col<LPQ_COL> col({col_data, col_scale, col_given, col_measured, words}, shared.col, t);
     col.find(t, w);
 #endif
 #ifdef LPQ_ROW
-    typedef mxfp8::Row<LPQ_ROW> Row;
-    __shared__ Row::Shared row_shared;
-    Row row({row_data, row_scale, row_given, row_measured, words}, row_shared, t);
+    mxfp8::Row<LPQ_ROW> row({row_data, row_scale, row_given, row_measured, words}, shared.row, t);
     row.encode(t, w);
 #endif
 #ifdef LPQ_COL

@@ -17,15 +17,33 @@ struct Parameters {
     u32* words;
 };
 
+// Whether amaxes are plain: exponents are neither the least nor the largest, and no element is infinite.
+template <int N>
+__device__ __forceinline__ bool are_plain(const u32 (&amax)[N]) {
+#ifdef LPQ_STATS
+    return false;
+#else
+    constexpr u32 LEAST = LPQ_INPUT == LPQ_BF16 ? 0x0900 : LPQ_INPUT == LPQ_FP16 ? 1 : 0x09000000;  // not below 2^-109
+    u32 most = amax[0], least = amax[0];
+#pragma unroll
+    for (int k = 1; k < N; ++k) most = larger(most, amax[k]), least = smaller(least, amax[k]);
+    if (PER_WORD == 2) most = max(most & 0xffffu, most >> 16), least = min(least & 0xffffu, least >> 16);
+    return __all_sync(~0u, most < INFINITE && least >= LEAST);
+#endif
+}
+
 // The exponent byte of a block: the least power of two that brings its amax into range; 255 unless it is finite.
-template <class F>
+template <class F, bool PLAIN>
 __device__ __forceinline__ u32 exponent_of(float amax) {
     const u32 bits = __float_as_uint(__fmul_rn(amax, (float)(1.0 / (F::mantissa == 3 ? 448.0 : 57344.0))));
+    if (PLAIN) return (bits + 0x7fffffu) >> 23;
     return bits <= 0x400000u ? 0 : min((bits + 0x7fffffu) >> 23, 255u);
 }
 
 // 2^(127 - exponent).
+template <bool PLAIN>
 __device__ __forceinline__ float inverse_of(u32 exponent) {
+    if (PLAIN) return __uint_as_float((254 - exponent) << 23);
     return __uint_as_float(exponent < 254 ? (254 - exponent) << 23 : exponent == 254 ? 0x400000u : 0x200000u);
 }
 
@@ -47,7 +65,7 @@ __device__ __forceinline__ void store_exact(void* out, i64 row, i64 col, i64 col
 
 // Scales of blocks in N lines: their exponents go to shared memory, `apart` bytes from line to line, and where the
 // statistics live is read or written.
-template <class F, int N, int WORDS_OF_N>
+template <class F, bool PLAIN, int N, int WORDS_OF_N>
 __device__ __forceinline__ void scales(
     const u32 (&amax)[WORDS_OF_N], const Parameters& p, bool first, int count, i64 begin, i64 block, i64 blocks,
     u8* exponents, int apart, float (&inverse)[N]
@@ -60,9 +78,9 @@ __device__ __forceinline__ void scales(
         if (p.measured && first && inside) p.measured[(begin + i) * blocks + block] = __uint_as_float(amax_bits(a));
         if (p.given) a = inside ? p.given[(begin + i) * blocks + block] : 0.0f;
 #endif
-        const u32 exponent = exponent_of<F>(a);
-        inverse[i] = inverse_of(exponent);
-        if (first) exponents[i * apart] = (u8)exponent;
+        const u32 exponent = exponent_of<F, PLAIN>(a);
+        inverse[i] = inverse_of<PLAIN>(exponent);
+        exponents[i * apart] = (u8)exponent;  // which all threads of a block have
     }
 }
 
@@ -82,16 +100,24 @@ struct Row : Side {
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         u32 amax[LINES];
-        float inverse[ROWS];
         row_amax(w, amax);
         reduce_lanes<1, 2>(amax);
-        scales<F>(amax, p, t.lane_col % 32 == 0, t.high, t.row, t.col / 32, blocks,
-                  &shared.exponents[t.lane_row][t.lane_col / 32], ACROSS, inverse);
+        if (are_plain(amax))
+            write<true>(t, w, amax);
+        else
+            write<false>(t, w, amax);
+    }
+
+    template <bool PLAIN>
+    __device__ __forceinline__ void write(const Tile& t, const u32 (&w)[ROWS][WORDS], const u32 (&amax)[LINES]) {
+        float inverse[ROWS];
+        scales<F, PLAIN>(amax, p, t.lane_col % 32 == 0, t.high, t.row, t.col / 32, blocks,
+                         &shared.exponents[t.lane_row][t.lane_col / 32], ACROSS, inverse);
         if (!p.data) return;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             u32 low, high;
-            scale_row<F>(w[i], inverse[i], low, high);
+            scale_row<F, PLAIN>(w[i], inverse[i], low, high);
             if (!EXACT)
                 store_row(t, p.data, i, low, high);
             else if (i < t.high)
@@ -101,13 +127,15 @@ struct Row : Side {
 
     __device__ __forceinline__ void store(const Tile& t) {
         if (EXACT) return;
-        const u8* exponents = shared.exponents[threadIdx.x % TALL];
-        const i64 row = (i64)t.down * TALL + threadIdx.x;
-        if (threadIdx.x >= TALL) return;
-        if (WHOLE && p.words)
-            store_piece(word_of(t, p.words, threadIdx.x / WIDE, threadIdx.x % WIDE), *(const u32*)exponents);
-        else if (p.data && row < t.rows)
-            store_bytes<ACROSS>(p.scale + row * blocks, (i64)t.across * ACROSS, blocks, exponents);
+        const int unit = threadIdx.x / TALL, line = threadIdx.x % TALL;
+        const i64 row = (i64)t.down * TALL + line;
+        if (WHOLE && p.words) {
+            if (unit < UNITS_ACROSS)
+                store_piece(word_of(t, p.words, line / UNIT, unit, line % UNIT),
+                            *(const u32*)&shared.exponents[line][unit * 4]);
+        } else if (p.data && unit == 0 && row < t.rows) {
+            store_bytes<ACROSS>(p.scale + row * blocks, (i64)t.across * ACROSS, blocks, shared.exponents[line]);
+        }
     }
 };
 
@@ -130,20 +158,30 @@ struct Col : Side {
 
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         col_amax(w, amax);
-        reduce_lanes<16, 16>(amax);
+        reduce_rows(amax);
         shared.columns.put(t, amax);
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
+#pragma unroll
+        for (int k = 1; k < 32 / WARP_ROWS; ++k)  // the other rows of a block
+            shared.columns.merge(t, threadIdx.x / 32 ^ k, amax);
+        if (are_plain(amax))
+            write<true>(t, w);
+        else
+            write<false>(t, w);
+    }
+
+    template <bool PLAIN>
+    __device__ __forceinline__ void write(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         float inverse[8];
-        shared.columns.merge(t, threadIdx.x / 32 ^ 1, amax);  // the other 16 rows of a block
-        scales<F>(amax, p, t.lane_row % 32 == 0, t.wide, t.col, t.row / 32, blocks,
-                  &shared.exponents[t.lane_col][t.lane_row / 32], DOWN, inverse);
+        scales<F, PLAIN>(amax, p, t.lane_row % 32 == 0, t.wide, t.col, t.row / 32, blocks,
+                         &shared.exponents[t.lane_col][t.lane_row / 32], DOWN, inverse);
         if (!p.data) return;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             u32 low, high;
-            scale_col<F>(w, j, inverse[j], low, high);
+            scale_col<F, PLAIN>(w, j, inverse[j], low, high);
             if (!EXACT)
                 shared.transposed.put(t, j, low, high);
             else if (j < t.wide)
@@ -154,12 +192,13 @@ struct Col : Side {
     __device__ __forceinline__ void store(const Tile& t) {
         if (EXACT || !p.data) return;
         shared.transposed.store(t, p.data);
-        const int line = (int)threadIdx.x - (THREADS - WIDE), place = (int)threadIdx.x - (THREADS - TALL);
+        const int line = (int)threadIdx.x - (THREADS - WIDE), word = (int)threadIdx.x - (THREADS - UNITS_DOWN * WIDE);
         const i64 col = (i64)t.across * WIDE + line;
         if (WHOLE && p.words) {
-            if (place >= 0)
-                store_piece(word_of(t, p.words, place / WIDE, WIDE + place % WIDE),
-                            *(const u32*)&shared.exponents[place % WIDE][place / WIDE * 4]);
+            const int unit = word / WIDE, in_unit = word % WIDE;
+            if (word >= 0)
+                store_piece(word_of(t, p.words, unit, in_unit / UNIT, UNIT + in_unit % UNIT),
+                            *(const u32*)&shared.exponents[in_unit][unit * 4]);
         } else if (line >= 0 && col < t.cols) {
             store_bytes<DOWN>(p.scale + col * blocks, (i64)t.down * DOWN, blocks, shared.exponents[line]);
         }

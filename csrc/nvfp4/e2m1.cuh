@@ -114,17 +114,6 @@ __device__ __forceinline__ bool is_plain(float amax, float factor) {
     return STOCHASTIC ? amax <= __uint_as_float(INF) : __fmul_rn(amax, fabsf(factor)) < 7.0f;
 }
 
-// The smaller of two pairs of 16-bit numbers, each half by itself.
-__device__ __forceinline__ u32 smaller_pair(u32 a, u32 b) {
-#if __CUDA_ARCH__ >= 900
-    u32 r;
-    asm("min.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-#else
-    return min(a & 0xffffu, b & 0xffffu) | min(a & 0xffff0000u, b & 0xffff0000u);
-#endif
-}
-
 // The short cut. E2M1's magnitudes are the upper bits of fp16's, 14 exponents below, subnormals included, and there are
 // 9 bits below a code. So of elements times 2^-14, cut to fp16, a code is what comes of adding a part of its step and
 // cutting those bits off: half of the step to round to the nearest, or a random part.

@@ -41,11 +41,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
         for (int k = 1; k < 4; ++k) amax[0] = larger_pair(amax[0], amax[k]);
         in_rotated = max(in_rotated, nvfp4::bf16_amax_bits(max(amax[0] & 0xffffu, amax[0] >> 16)));
     }
+    __shared__ Largest of_plain, of_rotated;
     if (plain) {
-        in_plain = block_max(in_plain);
+        in_plain = block_max(in_plain, of_plain);
         if (threadIdx.x == 0) plain[blockIdx.x] = in_plain;
     }
-    in_rotated = block_max(in_rotated);
+    in_rotated = block_max(in_rotated, of_rotated);
     if (threadIdx.x == 0) rotated[blockIdx.x] = in_rotated;
 }
 

@@ -10,6 +10,7 @@
 
 namespace nvfp4 {
 
+static_assert(ABREAST == 16, "the rows of a block are in the lanes 16 apart");
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
 constexpr u32 MINUS = 0xd7e8;  // the signs of the random Hadamard transform: bit i is set where row i of 16 is negated
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
@@ -99,8 +100,8 @@ struct Scales {
     float sixth;
     bool roomy;  // no factor is below 2^-112: times 2^-14 it is exact
 
-    __device__ __forceinline__ Scales(const Parameters& p, Factors& factors) {
-        const u32 bits = largest_of(p.amaxes, p.count);
+    __device__ __forceinline__ Scales(const Parameters& p, Factors& factors, Largest& shared) {
+        const u32 bits = largest_of(p.amaxes, p.count, shared);
         if (blockIdx.x == 0 && threadIdx.x == 0 && p.data) *p.amax = bits;
         const float overall = tensor_scale(bits);
         sixth = __fmul_rn(overall, 1.0f / 6.0f);
@@ -167,6 +168,7 @@ struct Row : Side {
     struct Shared {
         Skewed<TALL, ACROSS> codes;
         Factors factors;
+        Largest largest;
     };
     const Parameters p;
     Shared& shared;
@@ -175,7 +177,7 @@ struct Row : Side {
     u32 kept[ROWS];
 
     __device__ __forceinline__ Row(const Parameters& p, Shared& shared, const Tile& t)
-        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors) {}
+        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors, shared.largest) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const i64 row_block = t.row / 16, col_block = t.col / 16;
@@ -286,6 +288,7 @@ struct Col : Side {
     struct Shared {
         Columns16<SQUARE> out;
         Factors factors;
+        Largest largest;
     };
     const Parameters p;
     Shared& shared;
@@ -293,7 +296,7 @@ struct Col : Side {
     const Scales<BITS> scales;
 
     __device__ __forceinline__ Col(const Parameters& p, Shared& shared, const Tile& t)
-        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors) {}
+        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors, shared.largest) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const i64 row_block = t.row / 16, col_block = t.col / 16;

@@ -25,6 +25,7 @@ from lpq.ops import KernelError, choose
 from lpq.ops.tiles import (
     INPUTS,
     SQUARE,
+    Shape,
     amax_parts,
     covering,
     is_whole,
@@ -89,8 +90,8 @@ class TileSide:
     """It needs what this finds in the matrix, before the first element is encoded. It may be asked for ``amax`` too."""
     by_product: bool = False
     """Statistics that are given need not be measured before: the struct does that on the way."""
-    tall: int = SQUARE
-    """The rows of its tiles; of two sides the lower ones are taken."""
+    shape: Shape = SQUARE
+    """Of its tiles; of two sides the smaller one is taken."""
     turns: int = 1
     """How many tiles a block of threads should take in turn; of two sides the smaller number."""
     words: int | None = None
@@ -226,10 +227,10 @@ class Pair:
 
     def __init__(self, row: TileSide, col: TileSide) -> None:
         self.row, self.col = row, col
-        self.tall = min(row.tall, col.tall)
+        self.shape = min(row.shape, col.shape)
         self.turns = min(row.turns, col.turns)
         arguments = f"P({row.parameters})({col.parameters})I"
-        self.kernel = tile_kernels("common/pair.cu", "pair", arguments)[self.tall]
+        self.kernel = tile_kernels("common/pair.cu", "pair", arguments)[self.shape]
         self.macros = (
             f"LPQ_ROW={row.struct}", f'LPQ_ROW_HEADER="{row.header}"',
             f"LPQ_COL={col.struct}", f'LPQ_COL_HEADER="{col.header}"',
@@ -241,7 +242,7 @@ class Pair:
         key = dtype, stats, whole
         if key not in self._compiled_for:
             switches = ["LPQ_STATS"] if stats else []
-            self._compiled_for[key] = (INPUTS[dtype], *self.macros, *switches, *covering(self.tall, whole))
+            self._compiled_for[key] = (INPUTS[dtype], *self.macros, *switches, *covering(self.shape, whole))
         return self._compiled_for[key]
 
     def quantize(
@@ -276,7 +277,7 @@ class Pair:
         known = [None if s is None else s.contiguous() for s in stats] or [None] * (len(row.stats) + len(col.stats))
         given = known[: len(row.stats)], known[len(row.stats) :]
         found = _found(x, (first, second), given, measure)
-        whole = is_whole(x, rows, cols, self.tall)
+        whole = is_whole(x, rows, cols, self.shape)
         in_words = first.words is not None, second.words is not None
         words = words_of_tiles(x) if whole and any(in_words) else None
         jobs = [
@@ -284,7 +285,7 @@ class Pair:
             for shape, own, before, takes in zip(((rows, cols), (cols, rows)), given, found, in_words, strict=True)
         ]
         made, beside = first.make(jobs[0]), second.make(jobs[1])
-        count = tiles(rows, cols, self.tall)
+        count = tiles(rows, cols, self.shape)
         self.kernel.launch(
             x.get_device(), self.compiled_for(x.dtype, stats=measure or bool(stats), whole=whole),
             -(-count // self.turns), x.data_ptr(), *made.parameters, *beside.parameters, count, rows, cols,

@@ -14,8 +14,10 @@ from lpq.ops.tiles import (
     LOW,
     SQUARE,
     TALL,
+    UNIT,
     amax_finish,
     amax_parts,
+    broad,
     covering,
     flat,
     is_whole,
@@ -102,15 +104,16 @@ def _one_scale(
         col_data = x.new_empty((cols, rows), dtype=element)
         col_scale = x.new_empty(grid[::-1], dtype=torch.float32)
         out += (col_data, col_scale)
-    if col is not None:
-        tall = TALL
-    else:  # a low tile is too small to look for the largest of many parts, or to hold a block
-        tall = SQUARE if square or count > 1 else LOW
-        rows, cols = (rows, cols) if square else flat(x)
+    # A low tile is too small to look for the largest of many parts, or to hold a block.
+    shape = TALL if col is not None else SQUARE if square or count > 1 else LOW
+    if row is not None:
+        shape = broad(x, dtype, shape)
+    if col is None and not square and shape.wide == UNIT:
+        rows, cols = flat(x)
     macros = _macros(row.dtype if row else None, col.dtype if col else None, square, False)
-    ONE_SCALE[tall].launch(
-        x.get_device(), reading(x.dtype, dtype) + macros + covering(tall, is_whole(x, rows, cols, tall)),
-        tiles(rows, cols, tall), x.data_ptr(),
+    ONE_SCALE[shape].launch(
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
+        tiles(rows, cols, shape), x.data_ptr(),
         pointer(row_data), pointer(row_scale), pointer(col_data), pointer(col_scale), pointer(amaxes), count,
         pointer(known), pointer(measured), largest_scale_of(dtype, side), pow2_of(side), rows, cols,
     )  # fmt: skip
@@ -153,15 +156,15 @@ def _lines(
         out += (data, scale)
         buffers.append((data, scale, next(rest), amaxes))
     (rd, rs, rg, rm), (cd, cs, cg, cm) = buffers
-    if blocks and col is None:
+    shape = broad(x, dtype, LOW) if col is None else TALL if row is None else SQUARE  # both at once need many registers
+    if blocks and shape == LOW:
         rows, cols = flat(x)
-    tall = LOW if col is None else TALL if row is None else SQUARE  # both at once need many registers
-    whole = is_whole(x, rows, cols, tall)
+    whole = is_whole(x, rows, cols, shape)
     words = words_of_tiles(x) if whole and blocks and rs is not None and cs is not None else None
     macros = _macros(row.dtype if row else None, col.dtype if col else None, False, blocks)
-    VECTOR[tall].launch(
-        x.get_device(), reading(x.dtype, dtype) + macros + covering(tall, whole), tiles(rows, cols, tall), x.data_ptr(),
-        *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm, words)),
+    VECTOR[shape].launch(
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, whole), tiles(rows, cols, shape),
+        x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm, words)),
         largest_scale_of(dtype, side), pow2_of(row), pow2_of(col), rows, cols,
     )  # fmt: skip
     if words is not None and rs is not None and cs is not None:

@@ -44,7 +44,7 @@ def _matrix(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
 
     struct = f"fp8::{direction.capitalize()}Matrix<{quantizer.dtype.upper()},{str(square).lower()}>"
     header = csrc() / "fp8/matrix.cuh"
-    return TileSide(header, struct, "PPPIPPfI", make, amax=not square, by_product=True, tall=TALL)
+    return TileSide(header, struct, "PPPIPPfI", make, amax=not square, by_product=True, shape=TALL)
 
 
 def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
@@ -70,6 +70,6 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
 
     struct = f"fp8::{direction.capitalize()}Lines<{quantizer.dtype.upper()},{str(blocks).lower()}>"
     return TileSide(
-        csrc() / "fp8/lines.cuh", struct, "PPPPPfI", make, find=None if blocks else find, tall=TALL,
+        csrc() / "fp8/lines.cuh", struct, "PPPPPfI", make, find=None if blocks else find, shape=TALL,
         words=1 if blocks else None,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from lpq.core.operations import measure_reference, quantize_reference
 from lpq.ops.tiles import (
     LOW,
     TALL,
+    broad,
     covering,
     flat,
     is_whole,
@@ -86,13 +87,15 @@ def quantize(
 def _launch(
     x: Tensor, dtype: torch.dtype, row: MXFP8Quantizer | None, col: MXFP8Quantizer | None, *buffers: Tensor | None
 ) -> None:
-    rows, cols = flat(x) if col is None else x.shape
-    tall = LOW if col is None else TALL
+    shape = LOW if col is None else TALL
+    if row is not None:
+        shape = broad(x, dtype, shape)
+    rows, cols = flat(x) if shape == LOW else x.shape
     stats = any(t is not None for t in buffers[4:8])
     macros = _macros(row.dtype if row is not None else None, col.dtype if col is not None else None, stats)
-    KERNELS[tall].launch(
-        x.get_device(), reading(x.dtype, dtype) + macros + covering(tall, is_whole(x, rows, cols, tall)),
-        tiles(rows, cols, tall), x.data_ptr(), *map(pointer, buffers), rows, cols,
+    KERNELS[shape].launch(
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
+        tiles(rows, cols, shape), x.data_ptr(), *map(pointer, buffers), rows, cols,
     )  # fmt: skip
 
 

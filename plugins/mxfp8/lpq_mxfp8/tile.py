@@ -45,4 +45,4 @@ def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
 def _side(quantizer: MXFP8Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:
     flag = str("exact" in rest).lower()
     struct = f"mxfp8::{direction.capitalize()}<{quantizer.dtype.upper()},{flag}>"
-    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPPP", make, tall=TALL, **rest)
+    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPPP", make, shape=TALL, **rest)

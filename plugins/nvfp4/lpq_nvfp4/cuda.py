@@ -13,6 +13,7 @@ from lpq.core.operations import measure_reference, quantize_reference
 from lpq.ops.tiles import (
     LOW,
     SQUARE,
+    Shape,
     amax_finish,
     amax_parts,
     at_once,
@@ -122,12 +123,12 @@ def _run(
     in_one_piece = col is None and row is not None and row.block == "1x16" and not row.stochastic
     rows, cols = flat(x) if in_one_piece else x.shape
     by_block = measure or first[1] is not None or second[1] is not None
-    macros, tall = _macros(row, col, shared, by_block)
-    count = tiles(rows, cols, tall)
+    macros, shape = _macros(row, col, shared, by_block)
+    count = tiles(rows, cols, shape)
     together = 256 if row is not None and col is not None and not shared else 128  # rows of tiles in turn
-    QUANTIZE[tall].launch(
-        x.get_device(), reading(x.dtype, dtype) + macros + covering(tall, is_whole(x, rows, cols, tall)),
-        -(-count * tall // together),
+    QUANTIZE[shape].launch(
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
+        -(-count * shape.tall // together),
         x.data_ptr(), *pointers, *amaxes, pointer(seed), offset, count, rows, cols,
     )  # fmt: skip
     return out + measured
@@ -152,8 +153,8 @@ def parts_of(x: Tensor, dtype: torch.dtype, plain: bool, rotated: bool) -> tuple
 @cache
 def _macros(
     row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, shared: bool, stats: bool
-) -> tuple[tuple[str, ...], int]:
-    """What the source is compiled with, and the height of its tiles."""
+) -> tuple[tuple[str, ...], Shape]:
+    """What the source is compiled with, and the shape of its tiles."""
     side = row or col
     assert side is not None
     sides = (("LPQ_ROW", row), ("LPQ_COL", col))
@@ -161,5 +162,4 @@ def _macros(
     rotated = col is not None and col.rht
     square = side.block == "16x16"
     switches = {"LPQ_SQUARE": square, "LPQ_ROTATED": rotated, "LPQ_SHARED": shared, "LPQ_STATS": stats}
-    tall = LOW if col is None else SQUARE
-    return (*wanted, *(name for name, on in switches.items() if on)), tall
+    return (*wanted, *(name for name, on in switches.items() if on)), LOW if col is None else SQUARE

@@ -13,7 +13,7 @@ from lpq.core.multiplicand import Form
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
-from lpq.ops.tiles import SQUARE, amax_finish, pointer
+from lpq.ops.tiles import amax_finish, pointer
 from lpq_nvfp4.cuda import parts_of
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
@@ -73,7 +73,7 @@ def _side(quantizer: NVFP4Quantizer, direction: Direction, make: Callable[[Job],
     aligned = GROUP if quantizer.stochastic and direction == "col" else 1
     find = _rotated if quantizer.rht else None
     return TileSide(
-        csrc() / "nvfp4/sides.cuh", struct, "PPPPIPPPq", make, amax=find is None, find=find, tall=SQUARE, turns=2,
+        csrc() / "nvfp4/sides.cuh", struct, "PPPPIPPPq", make, amax=find is None, find=find, turns=2,
         aligned=aligned, **rest,
     )  # fmt: skip
 
