@@ -20,18 +20,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 2) amax_parts(const void* x,
 #pragma unroll
         for (int k = 0; k < UNROLL; ++k)
 #pragma unroll
-            for (int j = 0; j < LOADED; ++j) amax = larger(amax, magnitude(w[k][j]));
+            for (int j = 0; j < LOADED; ++j) amax = larger_magnitude(amax, w[k][j]);
     }
     for (; i < loads; i += step) {
         u32 w[LOADED];
         load_words(from + i * PER_LOAD, w);
 #pragma unroll
-        for (int j = 0; j < LOADED; ++j) amax = larger(amax, magnitude(w[j]));
+        for (int j = 0; j < LOADED; ++j) amax = larger_magnitude(amax, w[j]);
     }
     for (i = loads * PER_LOAD + thread; i < count; i += step)
-        amax = larger(amax, magnitude(load_element(from + i)));
+        amax = larger_magnitude(amax, load_element(from + i));
     __shared__ Largest largest;
-    const u32 bits = block_max(amax_bits(element_value(larger_half(amax))), largest);
+    const u32 bits = block_max(amax_bits(element_value(larger_half(magnitude(amax)))), largest);
     if (threadIdx.x == 0) parts[blockIdx.x] = bits;
 }
 

@@ -103,6 +103,26 @@ __device__ __forceinline__ u32 smaller_pair(u32 a, u32 b) {
 #endif
 }
 
+// Of two words of elements one with the larger magnitudes and with any signs: that of 16-bit floats of one kind, and that of
+// what the input holds.
+#define LPQ_LARGER(NAME, TYPE)                                                                   \
+    __device__ __forceinline__ u32 NAME(u32 a, u32 b) {                                          \
+        u32 r;                                                                                   \
+        asm("max.NaN.xorsign.abs." TYPE " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));              \
+        return r;                                                                                \
+    }
+#if __CUDA_ARCH__ >= 890
+LPQ_LARGER(larger_bf16, "bf16x2")
+LPQ_LARGER(larger_fp16, "f16x2")
+#else
+__device__ __forceinline__ u32 larger_bf16(u32 a, u32 b) { return larger_pair(a & 0x7fff7fffu, b & 0x7fff7fffu); }
+__device__ __forceinline__ u32 larger_fp16(u32 a, u32 b) { return larger_bf16(a, b); }
+#endif
+__device__ __forceinline__ u32 larger_magnitude(u32 a, u32 b) {
+    if (LPQ_INPUT == LPQ_FP32) return max(magnitude(a), magnitude(b));
+    return LPQ_INPUT == LPQ_BF16 ? larger_bf16(a, b) : larger_fp16(a, b);
+}
+
 __device__ __forceinline__ u32 larger(u32 a, u32 b) { return PER_WORD == 1 ? max(a, b) : larger_pair(a, b); }
 __device__ __forceinline__ u32 smaller(u32 a, u32 b) { return PER_WORD == 1 ? min(a, b) : smaller_pair(a, b); }
 

@@ -69,14 +69,14 @@ struct Tile {
 constexpr int LARGE_TILE = 96 << 10;
 template <class T>
 __device__ __forceinline__ T& in_shared_memory() {
-#if LPQ_WIDE * LPQ_TALL > 128 * 256
-    extern __shared__ uint4 dynamic[];
-    static_assert(sizeof(T) <= LARGE_TILE, "the host asks for less");
-    return *(T*)dynamic;
-#else
-    __shared__ T fixed;
-    return fixed;
-#endif
+    if constexpr (sizeof(T) > 48 << 10) {
+        extern __shared__ uint4 dynamic[];
+        static_assert(sizeof(T) <= LARGE_TILE, "the host asks for less");
+        return *(T*)dynamic;
+    } else {
+        __shared__ T fixed;
+        return fixed;
+    }
 }
 
 __device__ __forceinline__ void load_16_bytes(const void* from, u32& a, u32& b, u32& c, u32& d) {
@@ -169,17 +169,17 @@ __device__ __forceinline__ void row_amax(const u32 (&w)[ROWS][WORDS], u32 (&amax
     u32 each[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        each[i] = magnitude(w[i][0]);
+        each[i] = w[i][0];
 #pragma unroll
-        for (int j = 1; j < WORDS; ++j) each[i] = larger(each[i], magnitude(w[i][j]));
+        for (int j = 1; j < WORDS; ++j) each[i] = larger_magnitude(each[i], w[i][j]);
     }
 #pragma unroll
     for (int k = 0; k < LINES; ++k) {
         if (PER_WORD == 1)
-            amax[k] = each[k];
+            amax[k] = magnitude(each[k]);
         else  // the low halves of two rows beside their high halves
-            amax[k] = larger(__byte_perm(each[k * 2 % ROWS], each[(k * 2 + 1) % ROWS], 0x5410),
-                             __byte_perm(each[k * 2 % ROWS], each[(k * 2 + 1) % ROWS], 0x7632));
+            amax[k] = magnitude(larger_magnitude(__byte_perm(each[k * 2 % ROWS], each[(k * 2 + 1) % ROWS], 0x5410),
+                                                 __byte_perm(each[k * 2 % ROWS], each[(k * 2 + 1) % ROWS], 0x7632)));
     }
 }
 
@@ -187,9 +187,10 @@ __device__ __forceinline__ void row_amax(const u32 (&w)[ROWS][WORDS], u32 (&amax
 __device__ __forceinline__ void col_amax(const u32 (&w)[ROWS][WORDS], u32 (&amax)[WORDS]) {
 #pragma unroll
     for (int j = 0; j < WORDS; ++j) {
-        amax[j] = magnitude(w[0][j]);
+        amax[j] = w[0][j];
 #pragma unroll
-        for (int i = 1; i < ROWS; ++i) amax[j] = larger(amax[j], magnitude(w[i][j]));
+        for (int i = 1; i < ROWS; ++i) amax[j] = larger_magnitude(amax[j], w[i][j]);
+        amax[j] = magnitude(amax[j]);
     }
 }
 
@@ -240,8 +241,8 @@ __device__ __forceinline__ u32 thread_amax(const u32 (&w)[ROWS][WORDS]) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-        for (int j = 0; j < WORDS; ++j) amax = larger(amax, magnitude(w[i][j]));
-    return amax_bits(element_value(larger_half(amax)));
+        for (int j = 0; j < WORDS; ++j) amax = larger_magnitude(amax, w[i][j]);
+    return amax_bits(element_value(larger_half(magnitude(amax))));
 }
 
 // The largest fp32 bits of threads, in two steps between which they wait for each other.
@@ -431,9 +432,9 @@ __device__ __forceinline__ void store_bytes(void* row, i64 first, i64 count, con
     }
 }
 
-// Where untile.cu takes a word of a line of a unit from: 128 of rows, then 128 of columns, for each of them. The unit is
-// one of those in this tile.
+// Where untile.cu takes the N words of a line of a unit from, which is one of those in this tile.
+template <int N = 1>
 __device__ __forceinline__ u32* word_of(const Tile& t, u32* words, int down, int across, int line) {
     const i64 in_a_row = (t.cols + UNIT - 1) / UNIT, row = (i64)t.down * UNITS_DOWN + down;
-    return words + (row * in_a_row + (i64)t.across * UNITS_ACROSS + across) * (2 * UNIT) + line;
+    return words + ((row * in_a_row + (i64)t.across * UNITS_ACROSS + across) * UNIT + line) * N;
 }

@@ -1,7 +1,9 @@
 // The transpose of a matrix of bytes, and of one of nibbles whose rows are padded to 16.
 //
-// A block of threads takes 128 bytes of each of its rows: eight lanes read the 128 bytes of a row.
+// A block of threads takes 256 rows of LPQ_WIDE bytes, or twice LPQ_WIDE rows of 256 nibbles; a thread 16 bytes of 8 rows.
 #include "tile.cuh"
+
+static_assert(THREADS == 2 * WIDE, "as many threads as there are 16 bytes of 8 rows");
 
 // 16 bytes of a row; what lies outside is 0.
 __device__ __forceinline__ uint4 load_piece(const u8* x, i64 row, i64 at, i64 rows, i64 width) {
@@ -20,29 +22,33 @@ __device__ __forceinline__ uint4 load_piece(const u8* x, i64 row, i64 at, i64 ro
     return v;
 }
 
-// out[cols, rows] = x[rows, cols], in bytes. A warp holds 32 rows, a thread 8 of them. Scales are turned as well: one
-// for each 128 x 128, or with `scales` 1 a single one.
-extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
+// out[cols, rows] = x[rows, cols], in bytes. Scales are turned as well: one for each 128 x 128, or with `scales` 1 a single
+// one.
+struct Bytes {
+    uint4 piece[WIDE][16];  // 256 bytes of each column
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_bytes(
     const u8* x, u8* out, const u32* scale, u32* scale_out, u32 scales, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
-    constexpr int HIGH = 2 * UNIT;
-    __shared__ uint4 piece[UNIT][HIGH / 16];
-    const u32 wide = (u32)((cols + UNIT - 1) / UNIT), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane & 7, chunk = warp * 4 + (lane >> 3);
-    const i64 row = (i64)down * HIGH + chunk * 8, col = (i64)across * UNIT + at * 16;
+    constexpr int HIGH = 256, ACROSS = WIDE / 16;
+    auto& piece = in_shared_memory<Bytes>().piece;
+    const u32 wide = (u32)((cols + WIDE - 1) / WIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
+    const int at = threadIdx.x % ACROSS, chunk = threadIdx.x / ACROSS;
+    const i64 row = (i64)down * HIGH + chunk * 8, col = (i64)across * WIDE + at * 16;
     u32 w[4][8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const uint4 v = load_piece(x, row + i, col, rows, cols);
         w[0][i] = v.x, w[1][i] = v.y, w[2][i] = v.z, w[3][i] = v.w;
     }
-    const i64 high = (rows + UNIT - 1) / UNIT, from = (i64)down * 2 + threadIdx.x;
-    if (scales == 1 ? blockIdx.x + threadIdx.x == 0 : threadIdx.x < 2 && from < high) {
-        if (scales == 1)
-            *scale_out = *scale;
-        else
-            scale_out[across * high + from] = scale[from * wide + across];
+    if (scales == 1) {
+        if (blockIdx.x + threadIdx.x == 0) *scale_out = *scale;
+    } else if (threadIdx.x < 2 * UNITS_ACROSS) {
+        const i64 high = (rows + UNIT - 1) / UNIT, broad = (cols + UNIT - 1) / UNIT;
+        const i64 of_row = (i64)down * 2 + threadIdx.x % 2, of_col = (i64)across * UNITS_ACROSS + threadIdx.x / 2;
+        if (of_row < high && of_col < broad) scale_out[of_col * high + of_row] = scale[of_row * broad + of_col];
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -55,9 +61,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < UNIT * HIGH / 16 / THREADS; ++k) {
+    for (int k = 0; k < WIDE * 16 / THREADS; ++k) {
         const int index = threadIdx.x + k * THREADS, line = index / 16, p = index % 16;
-        const i64 to_row = (i64)across * UNIT + line, to = (i64)down * HIGH + p * 16;
+        const i64 to_row = (i64)across * WIDE + line, to = (i64)down * HIGH + p * 16;
         if (to_row >= cols || to >= rows) continue;
         const uint4 v = piece[line][p ^ (line / 16)];
         u8* target = out + to_row * rows + to;
@@ -72,22 +78,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_bytes(
     }
 }
 
-// The same in nibbles: rows of 8 * ceil(cols / 16) bytes become cols rows of 8 * ceil(rows / 16). A block of threads
-// takes 256 x 256 nibbles, a warp 32 of the rows, a thread 8 of them and 32 nibbles of each. The scales of 16 x 16
+// The same in nibbles: rows of 8 * ceil(cols / 16) bytes become cols rows of 8 * ceil(rows / 16). The scales of 16 x 16
 // blocks are turned with them, and the amax is copied.
-extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_nibbles(
+struct Nibbles {
+    uint4 piece[256][WIDE / 16];  // the nibbles of as many rows of each column
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_nibbles(
     const u8* x, u8* out, const u8* scale, u8* scale_out, const u32* amax, u32* amax_out, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
-    constexpr int SIDE = 2 * UNIT;
-    __shared__ uint4 piece[SIDE][SIDE / 32];
-    const u32 wide = (u32)((cols + SIDE - 1) / SIDE), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = lane & 7, chunk = lane >> 3;
-    const i64 high = (rows + 15) / 16, broad = (cols + 15) / 16, row = (i64)down * SIDE + warp * 32 + chunk * 8;
+    constexpr int HIGH = 2 * WIDE, BROAD = 256, ACROSS = BROAD / 32, PIECES = WIDE / 16;
+    auto& piece = in_shared_memory<Nibbles>().piece;
+    const u32 wide = (u32)((cols + BROAD - 1) / BROAD), down = blockIdx.x / wide, across = blockIdx.x - down * wide;
+    const int at = threadIdx.x % ACROSS, chunk = threadIdx.x / ACROSS;
+    const i64 high = (rows + 15) / 16, broad = (cols + 15) / 16, row = (i64)down * HIGH + chunk * 8;
     uint4 v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = load_piece(x, row + i, (i64)across * UNIT + at * 16, rows, broad * 8);
-    const i64 of_row = (i64)down * 16 + threadIdx.x % 16, of_col = (i64)across * 16 + threadIdx.x / 16;
+    for (int i = 0; i < 8; ++i) v[i] = load_piece(x, row + i, (i64)across * (BROAD / 2) + at * 16, rows, broad * 8);
+    const i64 of_row = (i64)down * (HIGH / 16) + threadIdx.x % (HIGH / 16);
+    const i64 of_col = (i64)across * (BROAD / 16) + threadIdx.x / (HIGH / 16);
     if (of_row < high && of_col < broad) scale_out[of_col * high + of_row] = scale[of_row * broad + of_col];
     if (blockIdx.x + threadIdx.x == 0) *amax_out = *amax;
 #pragma unroll
@@ -97,13 +107,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) transpose_nibbles(
         for (int i = 0; i < 8; ++i) n[i] = k == 0 ? v[i].x : k == 1 ? v[i].y : k == 2 ? v[i].z : v[i].w;
         transpose_8x8(n);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) ((u32*)&piece[at * 32 + k * 8 + j][warp ^ at])[chunk] = n[j];
+        for (int j = 0; j < 8; ++j) ((u32*)&piece[at * 32 + k * 8 + j][chunk / 4 ^ at])[chunk % 4] = n[j];
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < SIDE * SIDE / 32 / THREADS; ++k) {
-        const int index = threadIdx.x + k * THREADS, line = index / 8, p = index % 8;
-        const i64 to_row = (i64)across * SIDE + line, to = (i64)down * UNIT + p * 16;
+    for (int k = 0; k < BROAD * PIECES / THREADS; ++k) {
+        const int index = threadIdx.x + k * THREADS, line = index / PIECES, p = index % PIECES;
+        const i64 to_row = (i64)across * BROAD + line, to = (i64)down * WIDE + p * 16;
         if (to_row >= cols || to >= high * 8) continue;
         const uint4 bytes = piece[line][p ^ (line / 32)];
         u8* target = out + to_row * high * 8 + to;

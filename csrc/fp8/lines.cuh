@@ -109,7 +109,7 @@ struct ColLines : Side {
         if (index >= 0 && col < t.cols && down * UNIT < t.rows)
             shared.scales[unit][line] = line_scale<F>(
                 p, BLOCKS ? shared.columns.largest(line, unit * IN_UNIT, IN_UNIT) : 0,
-                p.words ? word_of(t, p.words, unit, line / UNIT, UNIT + line % UNIT) : (u32*)p.scale + place, place,
+                p.words ? word_of(t, p.words, unit, line / UNIT, line % UNIT) : (u32*)p.scale + place, place,
                 BLOCKS || down == 0);
     }
 

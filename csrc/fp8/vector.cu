@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
 
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<TALL == UNIT ? 80 : REGISTERS>) quantize(
     const void* x, u8* row_data, float* row_scale, u8* col_data, float* col_scale, const u32* row_given,
-    const u32* col_given, u32* row_measured, u32* col_measured, u32* words, float largest_scale, u32 row_pow2,
+    const u32* col_given, u32* row_measured, u32* col_measured, u32* row_words, u32* col_words, float largest_scale, u32 row_pow2,
     u32 col_pow2, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
@@ -47,12 +47,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<TALL == UNIT ? 80 
     Shared& shared = in_shared_memory<Shared>();
 #ifdef LPQ_ROW
     fp8::RowLines<LPQ_ROW, BLOCKS> row(
-        {row_data, row_scale, row_given, row_measured, words, largest_scale, row_pow2}, shared.row, t);
+        {row_data, row_scale, row_given, row_measured, row_words, largest_scale, row_pow2}, shared.row, t);
     row.find(t, w);
 #endif
 #ifdef LPQ_COL
     fp8::ColLines<LPQ_COL, BLOCKS> col(
-        {col_data, col_scale, col_given, col_measured, words, largest_scale, col_pow2}, shared.col, t);
+        {col_data, col_scale, col_given, col_measured, col_words, largest_scale, col_pow2}, shared.col, t);
     col.find(t, w);
 #endif
     if (BLOCKS) __syncthreads();

@@ -197,7 +197,7 @@ struct Col : Side {
         if (WHOLE && p.words) {
             const int unit = word / WIDE, in_unit = word % WIDE;
             if (word >= 0)
-                store_piece(word_of(t, p.words, unit, in_unit / UNIT, UNIT + in_unit % UNIT),
+                store_piece(word_of(t, p.words, unit, in_unit / UNIT, in_unit % UNIT),
                             *(const u32*)&shared.exponents[in_unit][unit * 4]);
         } else if (line >= 0 && col < t.cols) {
             store_bytes<DOWN>(p.scale + col * blocks, (i64)t.down * DOWN, blocks, shared.exponents[line]);

@@ -11,7 +11,7 @@ __device__ __forceinline__ float tensor_scale(u32 amax) {
 
 // A block's E4M3 scale, which saturates: `sixth` is the operand's factor over 6. A NaN stays one.
 __device__ __forceinline__ u32 block_scale(float amax, float sixth) {
-    return cast_pair<E4M3>(__fmul_rn(amax, sixth), 0.0f) & 0xff;
+    return cast_pair<E4M3>(__fmul_rn(amax, sixth), 0.0f);
 }
 
 // The significant bits of an operand's elements.
@@ -132,6 +132,9 @@ __device__ __forceinline__ u32 choose(u32 mask, u32 a, u32 b) {
     return r;
 }
 
+// 8, which the compiler does not know (no grid has a third dimension): it would shift by 3, on the pipe that is busy.
+__device__ __forceinline__ u32 eight() { return 8 * gridDim.z; }
+
 // To the nearest: half of a step is added, so that half-way between two values the upper one is taken. That is right if it
 // is even. Else the significand there is 1 or 5/4, where it is 3/2 or 7/4 if the upper one is even. So with TIES what is
 // below 1.39 is made smaller by one unit in the last place: all are, after the others were made larger by one.
@@ -142,7 +145,7 @@ __device__ __forceinline__ u32 nearest_pair(float a, float b) {
         a = __fmul_rz(fmaf(a, unit, a), 0.99999994f), b = __fmul_rz(fmaf(b, unit, b), 0.99999994f);
     }
     const u32 halves = cut_pair(a, b);
-    return choose(0x80008000u, halves, halves * 8 + 0x08000800u);
+    return choose(0x80008000u, halves, halves * eight() + 0x08000800u);
 }
 
 // Stochastically: twice the random byte that is in each half of `drawn` is added; what lies below those bits makes no

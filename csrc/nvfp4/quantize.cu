@@ -25,7 +25,7 @@ constexpr bool SHARED = false;
 #endif
 
 // For each block of threads the largest magnitude in its tiles, of the matrix and of the rotated one.
-extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_FP32 ? 255 : 80>) amaxes(
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS>) amaxes(
     const void* x, u32* plain, u32* rotated, u32 count, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
 #ifdef LPQ_ROW
     typedef nvfp4::Row<LPQ_ROW == 2, SQUARE, SHARED> Row;
     __shared__ Row::Shared row_shared;
-    Row row({row_data, row_scale, row_amax_out, row_amaxes, row_count, row_given, row_measured, seed, offset},
+    Row row({row_data, row_scale, row_amax_out, row_amaxes, row_count, row_given, row_measured, seed, offset, nullptr},
             row_shared, t);
 #endif
 #if defined(LPQ_SHARED)
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
 #elif defined(LPQ_COL)
     typedef nvfp4::Col<LPQ_COL == 2, SQUARE, ROTATED> Col;
     __shared__ Col::Shared col_shared;
-    Col col({col_data, col_scale, col_amax_out, col_amaxes, col_count, col_given, col_measured, seed, offset},
+    Col col({col_data, col_scale, col_amax_out, col_amaxes, col_count, col_given, col_measured, seed, offset, nullptr},
             col_shared, t);
 #endif
     for (u32 index = blockIdx.x;;) {
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
         row.store(t);
 #endif
 #if defined(LPQ_SHARED)
-        columns.store(t, col_data, col_scale, row.across, row.down);
+        columns.store(t, col_data, col_scale, row.across, row.down, nullptr);
 #elif defined(LPQ_COL)
         col.store(t);
 #endif

@@ -1,4 +1,5 @@
-// NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted.
+// NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted. If there are
+// `words`, the scales go there, two words for each line: see untile.cu.
 //
 // EXACT: elements times the scales of their blocks times 2^-11 go out in place of an operand, in bf16, which holds them
 // exactly; of a matrix whose sizes are multiples of 8.
@@ -24,18 +25,21 @@ struct Parameters {
     float* measured;
     const u64* seed;
     i64 offset;
+    u32* words;
 };
 
 // Columns of 16 rows, half of each in this lane and half in the one 16 lanes apart, times signs and H / 4. The result
 // is rounded to bf16: element (2 i, 2 i + 1) of column j are the halves of word y[j][i].
 __device__ __forceinline__ void rotate(const Tile& t, const u32 (&w)[ROWS][WORDS], u32 (&y)[8][4]) {
-    const bool upper = t.lane_row & 8;
+    // The upper half subtracts what is its own: of the two factors that changes the sign of one, by `quarter`.
+    const float quarter = t.lane_row & 8 ? -0.25f : 0.25f;
     float mine_times[8], yours_times[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float low = MINUS >> i & 1 ? -0.25f : 0.25f, high = MINUS >> (i + 8) & 1 ? -0.25f : 0.25f;
-        mine_times[i] = upper ? -high : low;
-        yours_times[i] = upper ? low : high;
+        const bool low = MINUS >> i & 1, high = MINUS >> (i + 8) & 1;  // negated
+        const float fixed = low ? -0.25f : 0.25f;
+        mine_times[i] = low != high ? fixed : low ? -quarter : quarter;
+        yours_times[i] = low == high ? fixed : high ? -quarter : quarter;
     }
 #pragma unroll
     for (int k = 0; k < WORDS; ++k) {
@@ -75,14 +79,14 @@ __device__ __forceinline__ void rotated_amax(const u32 (&y)[8][4], u32 (&amax)[4
     u32 each[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        each[j] = y[j][0] & 0x7fff7fffu;
+        each[j] = y[j][0];
 #pragma unroll
-        for (int i = 1; i < 4; ++i) each[j] = larger_pair(each[j], y[j][i] & 0x7fff7fffu);
+        for (int i = 1; i < 4; ++i) each[j] = larger_bf16(each[j], y[j][i]);
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        amax[k] = larger_pair(__byte_perm(each[2 * k], each[2 * k + 1], 0x5410),
-                              __byte_perm(each[2 * k], each[2 * k + 1], 0x7632));
+        amax[k] = 0x7fff7fffu & larger_bf16(__byte_perm(each[2 * k], each[2 * k + 1], 0x5410),
+                                            __byte_perm(each[2 * k], each[2 * k + 1], 0x7632));
 }
 
 // The amax of a block: its own, which is written where it is wanted, unless one is given.
@@ -159,6 +163,14 @@ __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ?
 // Registers of a thread. Fewer of the busiest threads at a time are faster than more that run short of registers.
 template <bool STOCHASTIC, bool EXACT>
 constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : STOCHASTIC && EXACT && REGISTERS < 80 ? 80 : REGISTERS;
+
+// The scales of line number `line`, if it is one of the `count` lines of a tile that is a unit.
+template <class Codes>
+__device__ __forceinline__ void put_words(const Tile& t, u32* words, int line, int count, Codes& codes) {
+    if (line < 0 || line >= count || TALL != UNIT) return;
+    const u32* of_line = (const u32*)codes[line];
+    store_piece(word_of<2>(t, words, 0, 0, line), make_uint2(of_line[0], of_line[1]));
+}
 
 // KEEPS: the codes of this thread's rows are kept, for a column operand that has the same ones.
 template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false, bool EXACT = false>
@@ -245,6 +257,10 @@ struct Row : Side {
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
+        if (WHOLE && !SQUARE && !EXACT && p.words) {
+            put_words(t, p.words, threadIdx.x, TALL, shared.codes);
+            return;
+        }
         constexpr int LINES_ = SQUARE ? DOWN : TALL;
         const i64 line = (i64)t.down * LINES_ + threadIdx.x;
         if (!EXACT && p.data && threadIdx.x < LINES_ && line < (SQUARE ? down : t.rows))
@@ -263,11 +279,13 @@ struct Columns16 {
         transposed[t.lane_col + j][t.lane_row / 8 ^ t.lane_col / 8 % DOWN * 2] = codes;
     }
 
-    __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down) {
+    __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down, u32* words) {
         constexpr int LINES_ = SQUARE ? ACROSS : WIDE;
         const int line = (int)threadIdx.x - (THREADS - LINES_);
         const i64 scale_col = (i64)t.across * LINES_ + line;
-        if (data && line >= 0 && scale_col < (SQUARE ? across : t.cols))
+        if (WHOLE && !SQUARE && words)
+            put_words(t, words, line, WIDE, codes);
+        else if (data && line >= 0 && scale_col < (SQUARE ? across : t.cols))
             store_bytes<DOWN>(scale + scale_col * down, (i64)t.down * DOWN, down, codes[line]);
         constexpr int STEP = THREADS / DOWN;
         const int first = threadIdx.x / DOWN, at = threadIdx.x % DOWN;
@@ -375,7 +393,7 @@ struct Col : Side {
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
-        if (!EXACT) shared.out.store(t, p.data, p.scale, across, down);
+        if (!EXACT) shared.out.store(t, p.data, p.scale, across, down, p.words);
     }
 };
 

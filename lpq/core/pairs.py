@@ -31,7 +31,6 @@ from lpq.ops.tiles import (
     is_whole,
     tile_kernels,
     tiles,
-    untile,
     words_of_tiles,
 )
 
@@ -54,8 +53,8 @@ class Job(NamedTuple):
     """The operand's statistics as far as they are given, contiguous."""
     found: Tensor | None
     """What was measured before, if it was needed."""
-    words: Tensor | None
-    """Where the scales go in place of their buffer: see ``TileSide.words``."""
+    words: int
+    """Where the scales go in place of their buffer, if it is not 0: see ``TileSide.words``."""
     seed: Tensor | None
     offset: int
     measure: bool
@@ -94,8 +93,9 @@ class TileSide:
     """Of its tiles; of two sides the smaller one is taken."""
     turns: int = 1
     """How many tiles a block of threads should take in turn; of two sides the smaller number."""
-    words: int | None = None
-    """The buffer of scales, if those of a line of 128 elements are one word of 32 bits: see ``words_of_tiles``."""
+    words: tuple[int, int] | None = None
+    """The buffer of scales, and how many words of 32 bits those of a line of 128 elements are: see ``Words``. None if
+    they are not whole words, or too few to matter."""
     aligned: int = 1
     """Only shards whose first row is a multiple of this are encoded so."""
     exact: Form | None = None
@@ -278,11 +278,12 @@ class Pair:
         given = known[: len(row.stats)], known[len(row.stats) :]
         found = _found(x, (first, second), given, measure)
         whole = is_whole(x, rows, cols, self.shape)
-        in_words = first.words is not None, second.words is not None
-        words = words_of_tiles(x) if whole and any(in_words) else None
+        sizes = [side.words[1] if side.words is not None else 0 for side in (first, second)]
+        words = words_of_tiles(x, *sizes) if whole else None
+        to = (words.row, words.col) if words is not None else (0, 0)
         jobs = [
-            Job(x, shape, own, before, words if takes else None, seed, offset, measure)
-            for shape, own, before, takes in zip(((rows, cols), (cols, rows)), given, found, in_words, strict=True)
+            Job(x, shape, own, before, pointer, seed, offset, measure)
+            for shape, own, before, pointer in zip(((rows, cols), (cols, rows)), given, found, to, strict=True)
         ]
         made, beside = first.make(jobs[0]), second.make(jobs[1])
         count = tiles(rows, cols, self.shape)
@@ -291,9 +292,10 @@ class Pair:
             -(-count // self.turns), x.data_ptr(), *made.parameters, *beside.parameters, count, rows, cols,
         )  # fmt: skip
         if words is not None:
-            row_scale = made.buffers[first.words] if first.words is not None else None
-            col_scale = beside.buffers[second.words] if second.words is not None else None
-            untile(words, row_scale, col_scale, rows, cols)
+            words.to_places(
+                made.buffers[first.words[0]] if first.words is not None else None,
+                beside.buffers[second.words[0]] if second.words is not None else None,
+            )
         return made, beside
 
 

@@ -42,9 +42,22 @@ OUTPUTS = {
 PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024, waits=True)
 FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024, waits=True)
 ZERO = CudaKernel("common/amax.cu", "zero", "Pq", threads=1024, waits=True)
-BYTES = CudaKernel("common/transpose.cu", "transpose_bytes", "PPPPIqq", threads=256, waits=True)
-NIBBLES = CudaKernel("common/transpose.cu", "transpose_nibbles", "PPPPPPqq", threads=256, waits=True)
-UNTILE = CudaKernel("common/untile.cu", "untile", "PPPII", threads=256, waits=True)
+BYTES, NIBBLES = (
+    {
+        wide: CudaKernel(
+            "common/transpose.cu",
+            name,
+            arguments,
+            threads=2 * wide,
+            shared=0 if wide == UNIT else 256 * wide,
+            waits=True,
+        )
+        for wide in (UNIT, BROAD)
+    }
+    for name, arguments in (("transpose_bytes", "PPPPIqq"), ("transpose_nibbles", "PPPPPPqq"))
+)
+"""Transposes, by tiles of 256 rows of so many bytes, or of twice as many rows of 256 nibbles."""
+UNTILE = CudaKernel("common/untile.cu", "untile", "PPPPIIII", threads=256, waits=True)
 PER_PART = 1 << 15
 PARTS_AT_ONCE = 2
 """Elements for each block of threads that looks for an amax, and how many of these a multiprocessor runs."""
@@ -150,24 +163,40 @@ def amax_finish(parts: Tensor) -> Tensor:
     return out
 
 
-def words_of_tiles(x: Tensor) -> Tensor | None:
-    """Memory for the scales of both operands of a matrix of whole tiles, 128 words of each in every 128x128; None if it
-    does not pay.
+class Words:
+    """Memory for the scales of operands of a matrix of whole tiles, so many words of each for a line of 128 elements.
 
     A scale in its place shares a sector of memory with those of other tiles, which costs more than to go through this.
     """
+
+    def __init__(self, x: Tensor, row: int, col: int) -> None:
+        rows, cols = x.shape
+        self.grid = rows // UNIT, cols // UNIT
+        self.sizes = row, col
+        words = self.grid[0] * self.grid[1] * UNIT
+        self.memory = x.new_empty((words * (row + col),), dtype=torch.int32)
+        self.row = self.memory.data_ptr() if row else 0
+        self.col = self.memory.data_ptr() + 4 * words * row if col else 0
+
+    def to_places(self, row: Tensor | None, col: Tensor | None) -> None:
+        """Bring them to the scales of the row and of the column operand."""
+        (down, across), (of_row, of_col) = self.grid, self.sizes
+        for_rows = down * -(-across * of_row // SIDE_BY_SIDE)
+        for_cols = across * -(-down * of_col // SIDE_BY_SIDE)
+        places = self.row, self.col, pointer(row), pointer(col), of_row, of_col
+        UNTILE.launch(self.memory.get_device(), (), for_rows + for_cols, *places, down, across)
+
+
+def words_of_tiles(x: Tensor, row: int = 0, col: int = 0) -> Words | None:
+    """The words of the operands' scales for each line of 128 elements; None if it does not pay: two words are as well
+    written to their places, unless the other operand has one."""
     rows, cols = x.shape
-    count = tiles(rows, cols, SQUARE)
-    return x.new_empty((count, 2 * UNIT), dtype=torch.int32) if count >= MANY_TILES else None
+    return Words(x, row, col) if 1 in (row, col) and tiles(rows, cols, SQUARE) >= MANY_TILES else None
 
 
-def untile(words: Tensor, row: Tensor | None, col: Tensor | None, rows: int, cols: int) -> None:
-    """Bring the words of tiles to their places in the scales of the row and of the column operand."""
-    down, across = rows // UNIT, cols // UNIT
-    for_rows = down * -(-across // SIDE_BY_SIDE) if row is not None else 0
-    for_cols = across * -(-down // SIDE_BY_SIDE) if col is not None else 0
-    places = pointer(row), pointer(col)
-    UNTILE.launch(words.get_device(), (), for_rows + for_cols, words.data_ptr(), *places, down, across)
+@cache
+def _wide(wide: int) -> tuple[str, ...]:
+    return (f"LPQ_WIDE={wide}",)
 
 
 def transpose_bytes(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,10 +204,12 @@ def transpose_bytes(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     x, scale = x.contiguous(), scale.contiguous()
     rows, cols = x.shape
     out, scale_out = x.new_empty((cols, rows)), scale.new_empty(scale.shape[::-1])
-    blocks = tiles(rows, cols, TALL)
-    BYTES.launch(
-        x.get_device(), (), blocks, x.data_ptr(), out.data_ptr(), scale.data_ptr(), scale_out.data_ptr(),
-        2 if scale.dim() else 1, rows, cols,
+    shape = Shape(256, BROAD)
+    if tiles(rows, cols, shape) < MANY_TILES:
+        shape = TALL
+    BYTES[shape.wide].launch(
+        x.get_device(), _wide(shape.wide), tiles(rows, cols, shape),
+        x.data_ptr(), out.data_ptr(), scale.data_ptr(), scale_out.data_ptr(), 2 if scale.dim() else 1, rows, cols,
     )  # fmt: skip
     return out, scale_out
 
@@ -189,9 +220,12 @@ def transpose_nibbles(x: Tensor, scale: Tensor, amax: Tensor, rows: int, cols: i
     x, scale = x.contiguous(), scale.contiguous()
     out, scale_out = x.new_empty((cols, -(-rows // 16) * 8)), scale.new_empty(scale.shape[::-1])
     amax_out = torch.empty_like(amax)
-    blocks = -(-rows // (2 * UNIT)) * -(-cols // (2 * UNIT))
-    NIBBLES.launch(
-        x.get_device(), (), blocks, x.data_ptr(), out.data_ptr(), scale.data_ptr(), scale_out.data_ptr(),
-        amax.data_ptr(), amax_out.data_ptr(), rows, cols,
+    shape = Shape(2 * BROAD, 256)
+    if tiles(rows, cols, shape) < MANY_TILES:
+        shape = Shape(2 * UNIT, 256)
+    wide = shape.tall // 2
+    NIBBLES[wide].launch(
+        x.get_device(), _wide(wide), tiles(rows, cols, shape), x.data_ptr(), out.data_ptr(), scale.data_ptr(),
+        scale_out.data_ptr(), amax.data_ptr(), amax_out.data_ptr(), rows, cols,
     )  # fmt: skip
     return out, scale_out, amax_out

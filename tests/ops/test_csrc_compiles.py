@@ -33,8 +33,10 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 SOURCES = sorted(cubins.csrc().glob("**/*.cu"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
-SHAPES = ((256, 384), (250, 381))
-"""Of whole tiles, and ragged."""
+SHAPES = ((512, 256), (250, 381))
+"""Of whole tiles, broad ones too, and ragged."""
+MANY = (512, 1)
+"""How many tiles are many: a matrix of that size is taken by broader ones."""
 LEAN = Path(__file__).with_name("nvcc")
 """A header in place of CUDA's own, which takes nvcc longer than most sources do."""
 Macros = tuple[str, ...]
@@ -109,7 +111,8 @@ def asked_for() -> dict[Path, set[Macros]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CudaKernel, "launch", launch)
         patch.setattr(tiles, "multiprocessors", lambda device: 132)
-        for plugin, kernel in ((p, k) for p in registry.plugins() for k in p.kernels):
+        for many, plugin, kernel in ((m, p, k) for m in MANY for p in registry.plugins() for k in p.kernels):
+            patch.setattr(tiles, "MANY_TILES", many)
             if kernel.backend == "cuda" and kernel.op in ("measure", "quantize", "decode", "transpose"):
                 for name in set(kernel.formats) & set(plugin.formats):
                     with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
@@ -166,7 +169,7 @@ def call_beside_all(kernel: KernelSpec, name: str) -> None:
                 for k, side, direction in zip(kernels, sides, ("row", "col"), strict=True)
             ]
             dtype, measure = next(inputs)
-            Pair(*made).quantize(torch.zeros(256, 384, dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
+            Pair(*made).quantize(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
 
 
 def refuses(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> bool:
@@ -226,7 +229,9 @@ def test_there_are_sources_and_the_plugins_use_most_of_them() -> None:
     for source in SOURCES:
         assert all(macros_for(source, architecture) for architecture in ARCHITECTURES)
         assert {m for a in ARCHITECTURES for m in macros_for(source, a)} == set(macros_of(source))
-    assert any("LPQ_ROW" in macro for source in used for macros in macros_of(source) for macro in macros)
+    macros = {macro for source in used for macros in macros_of(source) for macro in macros}
+    assert any("LPQ_ROW" in macro for macro in macros)
+    assert {"LPQ_WIDE=128", "LPQ_WIDE=256", "LPQ_TALL=64", "LPQ_TALL=256"} <= macros
 
 
 def test_a_source_that_does_not_compile_is_noticed(tmp_path: Path) -> None:

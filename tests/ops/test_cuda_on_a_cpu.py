@@ -208,10 +208,10 @@ def test_as_many_blocks_look_for_an_amax_as_the_gpu_runs_at_once(
         plain, rotated = parts_of(large, torch.float32, True, True)
         assert plain is not None
         assert rotated is not None
-        assert (len(parts), len(plain), len(rotated)) == (2 * count, 3 * count, 3 * count)
+        assert (len(parts), len(plain), len(rotated)) == (2 * count, 4 * count, 4 * count)
         assert len(tiles.amax_parts(small, torch.float32)) == 1
         assert len(tiles.amax_parts(large[:0], torch.float32)) == 1
-        assert blocks == [2 * count, 3 * count, 1, 1]
+        assert blocks == [2 * count, 4 * count, 1, 1]
         blocks.clear()
 
 

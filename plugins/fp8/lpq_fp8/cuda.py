@@ -25,7 +25,6 @@ from lpq.ops.tiles import (
     reading,
     tile_kernels,
     tiles,
-    untile,
     words_of_tiles,
     zeros,
 )
@@ -33,7 +32,7 @@ from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import ELEMENTS
 
 ONE_SCALE = tile_kernels("fp8/square.cu", "quantize", "PPPPPPIPPfI")
-VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPPfII")
+VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPPPfII")
 LINES = tile_kernels("fp8/vector.cu", "amax", "PPP")
 BLOCK = 128
 
@@ -160,15 +159,15 @@ def _lines(
     if blocks and shape == LOW:
         rows, cols = flat(x)
     whole = is_whole(x, rows, cols, shape)
-    words = words_of_tiles(x) if whole and blocks and rs is not None and cs is not None else None
+    words = words_of_tiles(x, 1, 1) if whole and blocks and rs is not None and cs is not None else None
     macros = _macros(row.dtype if row else None, col.dtype if col else None, False, blocks)
     VECTOR[shape].launch(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, whole), tiles(rows, cols, shape),
-        x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm, words)),
+        x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm)), *((words.row, words.col) if words else (0, 0)),
         largest_scale_of(dtype, side), pow2_of(row), pow2_of(col), rows, cols,
     )  # fmt: skip
-    if words is not None and rs is not None and cs is not None:
-        untile(words, rs, cs, rows, cols)
+    if words is not None:
+        words.to_places(rs, cs)
     return out + measured if measure else out
 
 

@@ -63,7 +63,7 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
         measured = torch.empty_like(scale) if blocks and job.measure else None
         parameters = (
             data.data_ptr(), scale.data_ptr(), pointer(given if given is not None else job.found), pointer(measured),
-            pointer(job.words), largest_scale_of(job.x.dtype, quantizer), pow2_of(quantizer),
+            job.words, largest_scale_of(job.x.dtype, quantizer), pow2_of(quantizer),
         )  # fmt: skip
         wanted = (measured if blocks else job.found) if job.measure else None
         return Made((data, scale), () if wanted is None else (wanted,), parameters)
@@ -71,5 +71,5 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
     struct = f"fp8::{direction.capitalize()}Lines<{quantizer.dtype.upper()},{str(blocks).lower()}>"
     return TileSide(
         csrc() / "fp8/lines.cuh", struct, "PPPPPfI", make, find=None if blocks else find, shape=TALL,
-        words=1 if blocks else None,
+        words=(1, 1) if blocks else None,
     )  # fmt: skip

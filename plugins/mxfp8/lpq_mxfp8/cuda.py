@@ -12,6 +12,7 @@ from lpq.core.operations import measure_reference, quantize_reference
 from lpq.ops.tiles import (
     LOW,
     TALL,
+    Words,
     broad,
     covering,
     flat,
@@ -20,13 +21,12 @@ from lpq.ops.tiles import (
     reading,
     tile_kernels,
     tiles,
-    untile,
     words_of_tiles,
 )
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.storage import ELEMENTS
 
-KERNELS = tile_kernels("mxfp8/quantize.cu", "quantize", "PPPPPPPPPP")
+KERNELS = tile_kernels("mxfp8/quantize.cu", "quantize", "PPPPPPPPPPP")
 BLOCK = 32
 
 
@@ -40,7 +40,7 @@ def measure(
     (rows, cols), f32 = x.shape, torch.float32
     of_rows = x.new_empty((rows, -(-cols // BLOCK)), dtype=f32) if row is not None else None
     of_cols = x.new_empty((cols, -(-rows // BLOCK)), dtype=f32) if col is not None else None
-    _launch(x, dtype or x.dtype, row, col, None, None, None, None, None, None, of_rows, of_cols, None)
+    _launch(x, dtype or x.dtype, row, col, None, None, None, None, None, None, None, of_rows, of_cols)
     return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
 
 
@@ -77,15 +77,20 @@ def quantize(
         pointers.append((data, scale, next(given, None), amaxes))
     (rd, rs, rg, rm), (cd, cs, cg, cm) = pointers
     both = rs is not None and cs is not None and is_whole(x, rows, cols, TALL)
-    words = words_of_tiles(x) if both else None
-    _launch(x, dtype or x.dtype, row, col, rd, rs, cd, cs, rg, cg, rm, cm, words)
-    if words is not None and rs is not None and cs is not None:
-        untile(words, rs, cs, rows, cols)
+    words = words_of_tiles(x, 1, 1) if both else None
+    _launch(x, dtype or x.dtype, row, col, words, rd, rs, cd, cs, rg, cg, rm, cm)
+    if words is not None:
+        words.to_places(rs, cs)
     return out + measured
 
 
 def _launch(
-    x: Tensor, dtype: torch.dtype, row: MXFP8Quantizer | None, col: MXFP8Quantizer | None, *buffers: Tensor | None
+    x: Tensor,
+    dtype: torch.dtype,
+    row: MXFP8Quantizer | None,
+    col: MXFP8Quantizer | None,
+    words: Words | None,
+    *buffers: Tensor | None,
 ) -> None:
     shape = LOW if col is None else TALL
     if row is not None:
@@ -95,7 +100,8 @@ def _launch(
     macros = _macros(row.dtype if row is not None else None, col.dtype if col is not None else None, stats)
     KERNELS[shape].launch(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
-        tiles(rows, cols, shape), x.data_ptr(), *map(pointer, buffers), rows, cols,
+        tiles(rows, cols, shape), x.data_ptr(), *map(pointer, buffers),
+        *((words.row, words.col) if words else (0, 0)), rows, cols,
     )  # fmt: skip
 
 

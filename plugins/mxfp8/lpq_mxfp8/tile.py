@@ -26,10 +26,10 @@ def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
         scale = job.x.new_empty((high, -(-wide // BLOCK)), dtype=torch.uint8)
         amaxes = job.x.new_empty(scale.shape, dtype=torch.float32) if job.measure else None
         (given,) = job.stats
-        parameters = data.data_ptr(), scale.data_ptr(), pointer(given), pointer(amaxes), pointer(job.words)
+        parameters = data.data_ptr(), scale.data_ptr(), pointer(given), pointer(amaxes), job.words
         return Made((data, scale), () if amaxes is None else (amaxes,), parameters)
 
-    return _side(quantizer, direction, make, words=1)
+    return _side(quantizer, direction, make, words=(1, 1))
 
 
 def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:

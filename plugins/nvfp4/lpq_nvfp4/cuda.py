@@ -30,7 +30,7 @@ from lpq_nvfp4.reference import GROUP
 
 QUANTIZE = tile_kernels("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqI")
 AMAXES = tile_kernels("nvfp4/quantize.cu", "amaxes", "PPPI")[SQUARE]
-AMAXES_AT_ONCE = 3
+AMAXES_AT_ONCE = 4
 """How many blocks of threads of ``AMAXES`` a multiprocessor runs."""
 
 
