@@ -34,6 +34,11 @@ for format in fp8 mxfp8 nvfp4; do
         check "$tool" "$format" "${kit}[$format-cuda]" "${skip[@]}"
     done
 done
+large=tests/gpu/test_kernels.py::test_small_matrices_in_the_way_of_large_ones
+check memcheck large "$large" --report-api-errors no "${skip[@]}"
+for tool in racecheck synccheck; do
+    check "$tool" large "$large" "${skip[@]}"
+done
 check initcheck formats tests/gpu/test_reference_on_gpu.py::test_bytes_are_those_of_the_cpu
 
 failed=0

@@ -28,7 +28,7 @@ import lpq
 from lpq.core import Quantizer, Storage, operations
 from lpq.core.operations import quantize_reference
 from lpq.core.philox import RandomBits
-from lpq.ops import choose
+from lpq.ops import choose, tiles
 from lpq.testing.conformance.test_kernels import Poisoned
 
 pytestmark = [
@@ -198,6 +198,22 @@ def test_many_tiles(backend: str, text: str, shape: tuple[int, int]) -> None:
     for _, operand in lpq.quantizer(text).quantize(x, seed=1).operands:
         if operand.quantizer.transposable:
             compare_views(operand, x.dtype, f"{operand.quantizer} {shape}")
+
+
+@pytest.mark.parametrize(("backend", "text"), [on("cuda", text) for text in QUANTIZERS["cuda"]], indirect=["backend"])
+def test_small_matrices_in_the_way_of_large_ones(backend: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By broad tiles, and with scales that are brought to their places."""
+    monkeypatch.setattr(tiles, "MANY_TILES", 1)
+    row, col = sides(text, True, True)
+    for shape in ((256, 256), (512, 768), (1024, 256), (384, 256)):
+        for name, x in inputs(*shape, torch.bfloat16, ("normal", "nan", "infinite", "zeros", "wide range")):
+            for by_row, by_col in ((row, col), (row, None), (None, col)):
+                expected = quantize_reference(x, [], by_row, by_col, seed(), 0, True)
+                assert_same(quantize(x, [], by_row, by_col, 0, True), expected, f"{by_row} {by_col} {shape} {name}")
+            if row is not None and row.transposable:
+                operand = lpq.quantizer(text).quantize(x, col=False).row
+                assert operand is not None
+                compare_views(operand, x.dtype, f"{text} {shape} {name}")
 
 
 @each("nvfp4", "nvfp4(stochastic=true)")
