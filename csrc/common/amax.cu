@@ -46,10 +46,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK) amax_finish(const u32* parts
     if (threadIdx.x == 0) *amax = bits;
 }
 
-// Words in which a kernel then finds largest magnitudes.
-extern "C" __global__ void __launch_bounds__(BLOCK) zero(u32* words, i64 count) {
+// Words of two tensors, in which a kernel then finds largest magnitudes.
+extern "C" __global__ void __launch_bounds__(BLOCK) zero(u32* first, i64 count, u32* second, i64 and_count) {
     let_the_next_one_come();
     wait_for_the_one_before();
     const i64 i = (i64)blockIdx.x * BLOCK + threadIdx.x;
-    if (i < count) words[i] = 0;
+    if (i < count) first[i] = 0;
+    if (i < and_count) second[i] = 0;
 }

@@ -41,7 +41,7 @@ OUTPUTS = {
 """The macro that says what is decoded to."""
 PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024, waits=True)
 FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024, waits=True)
-ZERO = CudaKernel("common/amax.cu", "zero", "Pq", threads=1024, waits=True)
+ZERO = CudaKernel("common/amax.cu", "zero", "PqPq", threads=1024, waits=True)
 BYTES, NIBBLES = (
     {
         wide: CudaKernel(
@@ -138,11 +138,14 @@ def pointer(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None else 0
 
 
-def zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros (fp32), beside a matrix, for a kernel that finds largest magnitudes there and follows without a gap."""
-    out = x.new_empty(shape, dtype=torch.float32)
-    count = out.numel()
-    ZERO.launch(x.get_device(), (), -(-count // ZERO.threads), out.data_ptr(), count)
+def zeros(x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """One or two tensors of zeros (fp32), beside a matrix, for a kernel that finds largest magnitudes there and follows
+    without a gap."""
+    out = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    first, second = out[0], out[-1]
+    counts = first.numel(), second.numel()
+    blocks = -(-max(counts) // ZERO.threads)
+    ZERO.launch(x.get_device(), (), blocks, first.data_ptr(), counts[0], second.data_ptr(), counts[1])
     return out
 
 

@@ -215,6 +215,17 @@ def test_as_many_blocks_look_for_an_amax_as_the_gpu_runs_at_once(
         blocks.clear()
 
 
+def test_zeros_for_two_operands_are_tensors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps the statistics of one operand keeps nothing of the other; one launch zeroes both."""
+    launches: list[tuple[float, ...]] = []
+    monkeypatch.setattr(CudaKernel, "launch", lambda self, device, macros, *arguments: launches.append(arguments))
+    first, second = tiles.zeros(torch.empty(2, 2), (2000, 1), (5, 1))
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    assert launches == [(2, first.data_ptr(), 2000, second.data_ptr(), 5)]
+    (alone,) = tiles.zeros(torch.empty(2, 2), ())
+    assert launches[1] == (1, alone.data_ptr(), 1, alone.data_ptr(), 1)
+
+
 def test_a_gpu_is_asked_once_how_many_it_has(gpus: list[int]) -> None:
     assert tiles.at_once(1000, 2, 1) == 296
     gpus[1] = 7

@@ -88,7 +88,7 @@ def _one_scale(
     if measure and square:
         measured = x.new_empty(grid if row is not None else grid[::-1], dtype=torch.float32)
     elif measure and given is not None:  # a by-product
-        measured = zeros(x, ())
+        (measured,) = zeros(x, ())
     elif measure:
         known = x.new_empty((), dtype=torch.float32)
     count = amaxes.numel() if amaxes is not None else 0
@@ -174,14 +174,13 @@ def _lines(
 def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
     """The amaxes of the rows of the wanted operands."""
     rows, cols = x.shape
-    wanted = [size for side, size in ((row, rows), (col, cols)) if side is not None]
-    found = torch.split(zeros(x, (sum(wanted), 1)), wanted)
+    found = zeros(x, *((size, 1) for side, size in ((row, rows), (col, cols)) if side is not None))
     of_rows, of_cols = found[0] if row is not None else None, found[-1] if col is not None else None
     LINES[TALL].launch(
         x.get_device(), reading(x.dtype, dtype) + covering(TALL, is_whole(x, rows, cols, TALL)),
         tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
     )  # fmt: skip
-    return [*found]
+    return found
 
 
 # ---------------------------------------------------------------------------------- measuring alone
