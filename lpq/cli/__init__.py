@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lpq.registry.errors import LpqError
+from lpq.registry.errors import LpqError, suggestion
 
 COMMANDS = {
     "train": ("lpq.cli.train", "Train a small GPT by a recipe, next to bf16."),
@@ -58,6 +58,11 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return Unloaded(cmd_name, help=COMMANDS[cmd_name][1]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"there is no command {args[0]!r}: {suggestion(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

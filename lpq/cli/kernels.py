@@ -55,9 +55,13 @@ class Served:
 
     @property
     def reasons(self) -> str:
+        """Each once, after all that it holds for."""
         if self.error is not None:
             return self.error
-        return "\n".join(f"{impl}: {reason}" for impl, reason in self.why_not)
+        kernels: dict[str, list[str]] = {}
+        for impl, reason in self.why_not:
+            kernels.setdefault(reason, []).append(impl)
+        return "\n".join(f"{', '.join(impls)}: {reason}" for reason, impls in kernels.items())
 
     def plain(self) -> dict[str, Any]:
         """As JSON can hold it."""

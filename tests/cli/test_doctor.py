@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lpq import registry
-from lpq.cli.kernels import OPTIONAL
+from lpq.cli.kernels import OPTIONAL, Served
 from lpq.ops import table as kernel_table
 
 KERNELS = """
@@ -101,6 +101,13 @@ def test_the_portable_kernels_come_after_the_cuda_kernels(lpq: Callable) -> None
         assert backends == ["cuda", "triton"]
         assert kernel["why_not"][1]["impl"] == f"triton lpq_{kernel['format']}.triton:{kernel['op']}"
         assert kernel["why_not"][1]["reason"] == "runs on cuda, not on cpu"
+
+
+def test_a_reason_that_holds_for_several_kernels_is_given_once() -> None:
+    twice, other = "runs on cuda, not on cpu", "needs the module triton"
+    why_not = (("cuda a:b", twice), ("triton c:d", other), ("cuda e:f", twice))
+    served = Served("decode", ("fp8",), "reference", None, why_not)
+    assert served.reasons == f"cuda a:b, cuda e:f: {twice}\ntriton c:d: {other}"
 
 
 def test_a_kernel_that_runs_is_named_and_those_that_cannot_say_why(install: Callable, lpq: Callable) -> None:

@@ -101,6 +101,12 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], lpq: Callable) -> N
     assert ended.err
 
 
+def test_a_command_that_is_not_there_is_told_beside_the_one_that_was_meant(lpq: Callable) -> None:
+    ended = lpq("explai")
+    assert ended.status == 2
+    assert "there is no command 'explai': did you mean 'explain'?" in " ".join(ended.err.split())
+
+
 def test_a_module_can_be_run_and_prints_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-m", "lpq", "explain", "mxfp9"], capture_output=True, text=True)
     assert done.returncode == 2
