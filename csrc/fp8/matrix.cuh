@@ -63,13 +63,16 @@ __device__ __forceinline__ Factor tile_factor(
     } else {
         amax = largest_of(p.amaxes, p.count, shared.amax);
         if (at.writes && p.known) *p.known = amax;
-        if (p.measured) shared.measured.put(thread_amax(w));
     }
     return {scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2), finite};
 }
 
-// The amax of the matrix, as a by-product, after all threads have waited for each other: few tiles have a larger one than
-// was found before.
+// The amax of the matrix, as a by-product: what this thread has to say, and then, after all threads have waited for each
+// other, of the block; few blocks have a larger one than was found before.
+template <bool SQUARE>
+__device__ __forceinline__ void tell_amax(const Matrix& p, const u32 (&w)[ROWS][WORDS], InBlock& shared) {
+    if (!SQUARE && p.measured) shared.measured.put(thread_amax(w));
+}
 template <bool SQUARE>
 __device__ __forceinline__ void raise_amax(const Matrix& p, const InBlock& shared) {
     if (SQUARE || !p.measured || threadIdx.x >= 32) return;
@@ -108,6 +111,7 @@ struct RowMatrix : Side {
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         u32 low[ROWS], high[ROWS];
+        tell_amax<SQUARE>(p, w, shared);
         scale_rows<F, SQUARE>(w, factor, low, high);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) store_row(t, p.data, i, low[i], high[i]);
@@ -137,6 +141,7 @@ struct ColMatrix : Side {
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         u32 low[ROWS], high[ROWS];
+        tell_amax<SQUARE>(p, w, shared.in_block);
         scale_rows<F, SQUARE>(w, factor, low, high);
         shared.transposed.put_rows(t, low, high);
     }

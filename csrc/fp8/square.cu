@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) quanti
 #ifdef LPQ_COL
     if (at.writes) col_scale[at.in_col] = __frcp_rn(factor.of);
 #endif
+    fp8::tell_amax<SQUARE>(matrix, w, shared.in_block);
     u32 low[ROWS], high[ROWS];
     fp8::scale_rows<F, SQUARE>(w, factor, low, high);
 #ifdef LPQ_ROW
