@@ -49,7 +49,8 @@ def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> tuple[Path, tupl
     others = ranks.first(lambda: _others(path))
     instead = f"Beside it there is {others}: load {path.parent}, of which the newest whole one is taken"
     if not refused:
-        raise NoCheckpoint(f"there is no checkpoint in {path}" + (f". {instead}" if others else ""))
+        where = "" if others or ranks.first(path.exists) else ": there is no such folder"
+        raise NoCheckpoint(f"there is no checkpoint in {path}{where}" + (f". {instead}" if others else ""))
     error = NoCheckpoint if unfinished == len(refused) else CheckpointError
     raise error("\n".join([*refused, instead if others else "No whole checkpoint is left there"]))
 

@@ -8,6 +8,7 @@ their statistics; any other stays as it is, to the bit.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -52,6 +53,12 @@ class MasterWeights(Optimizer):
         self._shared = [dict(group) for group in self.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._master_of(p) for p in group["params"]]
+        if not self.masters:
+            warnings.warn(
+                "MasterWeights has no master to keep: none of the optimizer's weights is stored quantized. "
+                "lpq.convert(model, recipe, weights='quantized') stores them so, before the optimizer is made",
+                stacklevel=2,
+            )
 
     def _master_of(self, weight: Tensor) -> Tensor:
         if not isinstance(local(weight), QuantizedTensor):

@@ -101,6 +101,12 @@ def test_an_optimizer_that_has_state_before_its_first_step() -> None:
         MasterWeights(theirs)
 
 
+def test_an_optimizer_of_no_stored_weight_is_told() -> None:
+    layer = lpq.convert(nn.Sequential(nn.Linear(32, 48)), "fp8-current")
+    with pytest.warns(UserWarning, match=r"none of the optimizer's weights is stored quantized.*weights='quantized'"):
+        MasterWeights(AdamW(layer.parameters()))
+
+
 def test_what_cannot_be_wrapped_is_refused_in_words() -> None:
     weight = nn.Parameter(lpq.quantizer("fp8").quantize(torch.randn(32, 48)))
     with pytest.raises(TypeError, match=r"got a generator: make one first"):
