@@ -23,10 +23,11 @@ __device__ __forceinline__ float significand(float x) {
 }
 
 // Whether a number of so many significant bits times the factor can be 1/4, 5/4, 5/2 or 5: half-way between two values of
-// which the lower one is even. If there is one it is next to that times the inverse of the factor.
+// which the lower one is even. If there is one it is next to that times the inverse of the factor, which is subnormal, and
+// says less, where the factor is above 2^126: then it may be.
 template <int BITS>
 __device__ __forceinline__ bool meets_a_tie(float factor, float inverse) {
-    if (BITS == 24) return true;
+    if (BITS == 24 || (factor > 8.507059e37f && factor < FLT_MAX_)) return true;
     constexpr u32 half = 1u << (BITS < 24 ? 23 - BITS : 0);  // of what the last bit stands for
     bool meets = false;
 #pragma unroll
