@@ -208,8 +208,11 @@ def test_small_matrices_in_the_way_of_large_ones(backend: str, text: str, monkey
     for shape in ((256, 256), (512, 768), (1024, 256), (384, 256)):
         for name, x in inputs(*shape, torch.bfloat16, ("normal", "nan", "infinite", "zeros", "wide range")):
             for by_row, by_col in ((row, col), (row, None), (None, col)):
-                expected = quantize_reference(x, [], by_row, by_col, seed(), 0, True)
-                assert_same(quantize(x, [], by_row, by_col, 0, True), expected, f"{by_row} {by_col} {shape} {name}")
+                others: list[Tensor | None] = [*operations.measure_reference(x * 0.5, by_row, by_col)]
+                for stats, measure in (([], False), ([], True), (others, True)):
+                    expected = quantize_reference(x, stats, by_row, by_col, seed(), 0, measure)
+                    got = quantize(x, stats, by_row, by_col, 0, measure)
+                    assert_same(got, expected, f"{by_row} {by_col} {shape} {name} {len(stats)} {measure}")
             if row is not None and row.transposable:
                 operand = lpq.quantizer(text).quantize(x, col=False).row
                 assert operand is not None
