@@ -164,10 +164,10 @@ __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ?
 template <bool STOCHASTIC, bool EXACT>
 constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : STOCHASTIC && EXACT && REGISTERS < 80 ? 80 : REGISTERS;
 
-// The scales of line number `line`, if it is one of the `count` lines of a tile that is a unit.
+// The scales of line number `line`, if it is one of the `count` lines. Where there are words, tiles are units.
 template <class Codes>
 __device__ __forceinline__ void put_words(const Tile& t, u32* words, int line, int count, Codes& codes) {
-    if (line < 0 || line >= count || TALL != UNIT) return;
+    if (line < 0 || line >= count) return;
     const u32* of_line = (const u32*)codes[line];
     store_piece(word_of<2>(t, words, 0, 0, line), make_uint2(of_line[0], of_line[1]));
 }

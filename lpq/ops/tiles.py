@@ -62,7 +62,9 @@ PER_PART = 1 << 15
 PARTS_AT_ONCE = 2
 """Elements for each block of threads that looks for an amax, and how many of these a multiprocessor runs."""
 MANY_TILES = 512
+"""From so many tiles on larger ones pay, and to bring scales to their places."""
 SIDE_BY_SIDE = 32
+"""Words of a line of scales that a block of threads brings to their places."""
 
 
 def tile_kernels(source: str, name: str, arguments: str) -> Mapping[Shape, CudaKernel]:
@@ -105,11 +107,11 @@ def broad(x: Tensor, dtype: torch.dtype, shape: Shape) -> Shape:
 
     A block of 1024 threads, which a multiprocessor has to itself, must not need more than 64 registers for each.
     """
-    if x.dtype is not dtype or x.element_size() != 2:
+    many = 2 * MANY_TILES if shape == TALL else MANY_TILES
+    if x.numel() < many * shape.tall * BROAD or x.dtype is not dtype or x.element_size() != 2:
         return shape
-    wanted = Shape(shape.tall, BROAD)
-    (rows, cols), enough = x.shape, MANY_TILES * (2 if shape == TALL else 1)
-    return wanted if is_whole(x, rows, cols, wanted) and tiles(rows, cols, wanted) >= enough else shape
+    (rows, cols), wanted = x.shape, Shape(shape.tall, BROAD)
+    return wanted if is_whole(x, rows, cols, wanted) else shape
 
 
 def at_once(blocks: int, each: int, device: int) -> int:
