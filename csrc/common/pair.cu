@@ -27,13 +27,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
     ColSide col(of_col, shared.col, t);
     for (u32 index = blockIdx.x;;) {
         row.find(t, w), col.find(t, w);
+        // Threads whose elements are here work while others still wait for theirs.
+        if (!RowSide::WAITS && of_row.data) row.encode(t, w);
         __syncthreads();
         if (SCALES) {
             row.scale(t), col.scale(t);
             __syncthreads();
         }
         // That there is a row operand is not known to the compiler: else it unpacks all elements once for both sides.
-        if (of_row.data) row.encode(t, w);
+        if (RowSide::WAITS && of_row.data) row.encode(t, w);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) keep_apart(w[i]);
         col.encode(t, w);
@@ -41,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
         col.store(t), row.store(t);
         index += gridDim.x;
         if (index >= count) break;
+        if (!RowSide::WAITS) __syncthreads();  // the next encode writes what this store reads
         t = Tile(rows, cols, count - 1 - index);
         load(t, x, w);
     }

@@ -9,6 +9,7 @@
 //   scale(t)      what is written for the other threads out of that; only if SCALES,
 //   encode(t, w)  this thread's elements. What is written along rows goes to memory,
 //   store(t)      what is written along columns, and what lines of the tile have in common.
+// Where encode needs nothing of other threads, it need not wait: WAITS is false, and it may come before the first wait.
 // A step that needs no more than others may be left out. A tile's `store` may run while other threads are in the
 // next tile's `find`.
 #pragma once
@@ -16,6 +17,7 @@
 
 struct Side {
     static constexpr bool SCALES = false;
+    static constexpr bool WAITS = true;
     static constexpr int NEEDS = REGISTERS;  // registers of a thread
 
     __device__ __forceinline__ void find(const Tile&, const u32 (&)[ROWS][WORDS]) {}

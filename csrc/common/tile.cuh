@@ -21,7 +21,7 @@ constexpr bool WHOLE = false;
 #endif
 constexpr int TALL = LPQ_TALL;
 constexpr int WIDE = LPQ_WIDE;
-constexpr int UNIT = 128;                     // the side of the squares that long blocks, and words of scales, belong to
+constexpr int UNIT = 128;                     // the side of the squares that long blocks belong to
 constexpr int UNITS_DOWN = (TALL + UNIT - 1) / UNIT, UNITS_ACROSS = WIDE / UNIT;  // in a tile
 constexpr int ROWS = 8;
 constexpr int ABREAST = WIDE / 8;             // lanes that hold a line
@@ -192,6 +192,15 @@ __device__ __forceinline__ void col_amax(const u32 (&w)[ROWS][WORDS], u32 (&amax
         for (int i = 1; i < ROWS; ++i) amax[j] = larger_magnitude(amax[j], w[i][j]);
         amax[j] = magnitude(amax[j]);
     }
+}
+
+// Whether no magnitude of a warp, in words of elements, is infinite or NaN.
+template <int N>
+__device__ __forceinline__ bool all_finite(const u32 (&amax)[N]) {
+    u32 most = amax[0];
+#pragma unroll
+    for (int k = 1; k < N; ++k) most = larger(most, amax[k]);
+    return __all_sync(~0u, (PER_WORD == 2 ? max(most & 0xffffu, most >> 16) : most) < INFINITE);
 }
 
 // The largest of what the lanes hold that differ in the bits of mask from FIRST to LAST.
@@ -432,9 +441,24 @@ __device__ __forceinline__ void store_bytes(void* row, i64 first, i64 count, con
     }
 }
 
-// Where untile.cu takes the N words of a line of a unit from, which is one of those in this tile.
-template <int N = 1>
-__device__ __forceinline__ u32* word_of(const Tile& t, u32* words, int down, int across, int line) {
-    const i64 in_a_row = (t.cols + UNIT - 1) / UNIT, row = (i64)t.down * UNITS_DOWN + down;
-    return words + ((row * in_a_row + (i64)t.across * UNITS_ACROSS + across) * UNIT + line) * N;
-}
+// A byte for each of LINES_ lines and each of BLOCKS blocks along them, on their way to a matrix that lies column by
+// column: of a block, those of all lines are next to each other.
+template <int BLOCKS, int LINES_>
+struct ByColumns {
+    static constexpr int PIECES = LINES_ / 16, TAKEN = BLOCKS * PIECES;  // threads that store
+    alignas(16) u8 bytes[BLOCKS][LINES_ + 16];  // lanes that hold blocks side by side do not meet in a bank
+
+    // Those of eight lines.
+    __device__ __forceinline__ void put(int block, int line, u32 low, u32 high) {
+        *(uint2*)&bytes[block][line] = make_uint2(low, high);
+    }
+
+    // After __syncthreads, by threads that count from 0: to the column of each block, of `lines` bytes.
+    __device__ __forceinline__ void store(
+        int thread, u8* out, i64 first_line, i64 lines, i64 first_block, i64 blocks
+    ) const {
+        const int block = thread / PIECES, at = thread % PIECES * 16;
+        if (thread >= 0 && block < BLOCKS && (WHOLE || first_block + block < blocks))
+            store_bytes<16>(out + (first_block + block) * lines, first_line + at, lines, &bytes[block][at]);
+    }
+};

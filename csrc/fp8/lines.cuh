@@ -1,19 +1,35 @@
 // FP8 with a scale for each line of an operand, or for each 128 elements of one: the row and the column operand of a
-// tile. Amaxes that are given are used; those of blocks are measured if they are not, and written where asked. If there
-// are `words`, the scales of blocks go there: see untile.cu.
+// tile. Amaxes that are given are used; those of blocks are measured if they are not, and written where asked, which
+// LPQ_STATS allows for. The scales of blocks lie column by column, as products read them.
 #pragma once
 #include "scale.cuh"
 #include "side.cuh"
 
 namespace fp8 {
 
+#ifdef LPQ_STATS
+constexpr bool STATS = true;
+#else
+constexpr bool STATS = false;
+#endif
+
 struct Lines {
     u8* data;
     float* scale;
     const u32* given;
-    u32 *measured, *words;
+    u32* measured;
     alignas(8) float largest_scale;
     alignas(8) u32 pow2;
+
+    // The amax of a line or block at a place, where its own is this.
+    template <bool BLOCKS>
+    __device__ __forceinline__ u32 amax(u32 own, i64 place) const {
+        return (STATS || !BLOCKS) && given ? given[place] : own;
+    }
+    template <bool BLOCKS>
+    __device__ __forceinline__ void measure(u32 own, i64 place) const {
+        if (STATS && BLOCKS && measured) measured[place] = own;
+    }
 };
 
 // The largest magnitude of each row of a unit, as fp32 bits.
@@ -33,25 +49,15 @@ __device__ __forceinline__ void find_cols(const Tile& t, const u32 (&w)[ROWS][WO
     columns.put(t, amax);
 }
 
-// One line of one operand: its scale, from its own amax or a given one.
-template <class F>
-__device__ __forceinline__ float line_scale(const Lines& p, u32 own, u32* scale_to, i64 place, bool writes) {
-    const u32 amax = p.given ? p.given[place] : own;
-    const float scale = scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2);
-    if (writes) {
-        if (p.measured) p.measured[place] = own;
-        store_piece(scale_to, __float_as_uint(__frcp_rn(scale)));
-    }
-    return scale;
-}
-
-template <class F, bool BLOCKS>
+// BLOCKS: scales are for 128 elements of a line. POW2: and they are powers of two, which every thread finds by itself for
+// its rows, as a warp holds all that they are for.
+template <class F, bool BLOCKS, bool POW2 = false>
 struct RowLines : Side {
     typedef Lines Parameters;
-    static constexpr bool SCALES = true;
+    static constexpr bool SCALES = !POW2, WAITS = !POW2;
     struct Shared {
-        u32 amaxes[UNITS_ACROSS][TALL];
-        alignas(16) float scales[UNITS_ACROSS][TALL];
+        u32 amaxes[POW2 ? 1 : UNITS_ACROSS][POW2 ? 1 : TALL];
+        alignas(16) float scales[POW2 ? 1 : UNITS_ACROSS][POW2 ? 1 : TALL];
     };
     const Lines p;
     Shared& shared;
@@ -59,31 +65,71 @@ struct RowLines : Side {
     __device__ __forceinline__ RowLines(const Lines& p, Shared& shared, const Tile&) : p(p), shared(shared) {}
 
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
-        if (BLOCKS && (!p.given || p.measured)) find_rows(t, w, shared.amaxes);
+        if constexpr (BLOCKS && !POW2)
+            find_rows(t, w, shared.amaxes);
     }
 
     __device__ __forceinline__ void scale(const Tile& t) {
-        const int unit = threadIdx.x / TALL, line = threadIdx.x % TALL;
-        const i64 row = (i64)t.down * TALL + line, across = (i64)t.across * UNITS_ACROSS + unit;
-        const i64 place = BLOCKS ? row * ((t.cols + UNIT - 1) / UNIT) + across : row;
-        if (unit < UNITS_ACROSS && row < t.rows && across * UNIT < t.cols)
-            shared.scales[unit][line] = line_scale<F>(
-                p, BLOCKS ? shared.amaxes[unit][line] : 0,
-                p.words ? word_of(t, p.words, line / UNIT, unit, line % UNIT) : (u32*)p.scale + place, place,
-                BLOCKS || across == 0);
+        if constexpr (!POW2) {
+            const int unit = threadIdx.x / TALL, line = threadIdx.x % TALL;
+            const i64 row = (i64)t.down * TALL + line, across = (i64)t.across * UNITS_ACROSS + unit;
+            const i64 place = BLOCKS ? row * ((t.cols + UNIT - 1) / UNIT) + across : row;
+            if (unit >= UNITS_ACROSS || row >= t.rows || across * UNIT >= t.cols) return;
+            const u32 own = BLOCKS ? shared.amaxes[unit][line] : 0;
+            const float scale = scale_from_amax(p.amax<BLOCKS>(own, place), largest_value<F>(), p.largest_scale, p.pow2);
+            shared.scales[unit][line] = scale;
+            if (BLOCKS || across == 0) p.scale[BLOCKS ? across * t.rows + row : row] = __frcp_rn(scale);
+            p.measure<BLOCKS>(own, place);
+        }
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
+        float scales[ROWS];
+        bool finite = false;
+        if constexpr (POW2) {
+            u32 amax[LINES];
+            row_amax(w, amax);
+            reduce_lanes<1, 8>(amax);
+            finite = all_finite(amax);
+            const i64 across = t.col / UNIT, blocks = (t.cols + UNIT - 1) / UNIT;
+            const bool writes = t.lane_col % UNIT == 0;
+            float* to = p.scale + across * t.rows + t.row;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const u32 own = amax_bits(value(amax, i));
+                const i64 place = (t.row + i) * blocks + across;
+                const bool inside = i < t.high && t.wide;
+                scales[i] = pow2_from_amax<F>(inside ? p.amax<true>(own, place) : 0, p.largest_scale);
+                if (writes && inside) p.measure<true>(own, place);
+                if (!WHOLE && writes && inside) to[i] = one_over_pow2(scales[i]);
+            }
+            if (WHOLE && writes)
+#pragma unroll
+                for (int i = 0; i < ROWS; i += 4)
+                    ((float4*)to)[i / 4] = make_float4(one_over_pow2(scales[i]), one_over_pow2(scales[i + 1]),
+                                                       one_over_pow2(scales[i + 2]), one_over_pow2(scales[i + 3]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) scales[i] = shared.scales[t.lane_col / UNIT][t.lane_row + i];
+        }
+        if (POW2 && finite)
+            write<true>(t, w, scales);
+        else
+            write<false>(t, w, scales);
+    }
+
+    template <bool FINITE>
+    __device__ __forceinline__ void write(const Tile& t, const u32 (&w)[ROWS][WORDS], const float (&scales)[ROWS]) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             u32 low, high;
-            scale_row<F>(w[i], shared.scales[t.lane_col / UNIT][t.lane_row + i], low, high);
+            scale_row<F, FINITE>(w[i], scales[i], low, high);
             store_row(t, p.data, i, low, high);
         }
     }
 };
 
-template <class F, bool BLOCKS>
+template <class F, bool BLOCKS, bool POW2 = false>
 struct ColLines : Side {
     typedef Lines Parameters;
     static constexpr bool SCALES = true;
@@ -98,7 +144,7 @@ struct ColLines : Side {
     __device__ __forceinline__ ColLines(const Lines& p, Shared& shared, const Tile&) : p(p), shared(shared) {}
 
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
-        if (BLOCKS && (!p.given || p.measured)) find_cols(t, w, shared.columns);
+        if (BLOCKS) find_cols(t, w, shared.columns);
     }
 
     __device__ __forceinline__ void scale(const Tile& t) {
@@ -106,18 +152,38 @@ struct ColLines : Side {
         const i64 col = (i64)t.across * WIDE + line, down = (i64)t.down * UNITS_DOWN + unit;
         const i64 place = BLOCKS ? col * ((t.rows + UNIT - 1) / UNIT) + down : col;
         constexpr int IN_UNIT = WARPS / UNITS_DOWN;  // warps
-        if (index >= 0 && col < t.cols && down * UNIT < t.rows)
-            shared.scales[unit][line] = line_scale<F>(
-                p, BLOCKS ? shared.columns.largest(line, unit * IN_UNIT, IN_UNIT) : 0,
-                p.words ? word_of(t, p.words, unit, line / UNIT, line % UNIT) : (u32*)p.scale + place, place,
-                BLOCKS || down == 0);
+        if (index < 0 || col >= t.cols || down * UNIT >= t.rows) return;
+        const u32 own = BLOCKS ? shared.columns.largest(line, unit * IN_UNIT, IN_UNIT) : 0, amax = p.amax<BLOCKS>(own, place);
+        float* to = p.scale + (BLOCKS ? down * t.cols + col : col);
+        p.measure<BLOCKS>(own, place);
+        if (POW2) {
+            const float scale = pow2_from_amax<F>(amax, p.largest_scale);
+            shared.scales[unit][line] = own < INF ? scale : -scale;  // which says that an element may be infinite
+            *to = one_over_pow2(scale);
+        } else {
+            const float scale = scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2);
+            shared.scales[unit][line] = scale;
+            if (BLOCKS || down == 0) *to = __frcp_rn(scale);
+        }
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
+        float scales[8], least = 1.0f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+            scales[j] = shared.scales[t.lane_row / UNIT][t.lane_col + j], least = fminf(least, scales[j]);
+        if (POW2 && __all_sync(~0u, least > 0.0f))
+            put<true>(t, w, scales);
+        else
+            put<false>(t, w, scales);
+    }
+
+    template <bool FINITE>
+    __device__ __forceinline__ void put(const Tile& t, const u32 (&w)[ROWS][WORDS], const float (&scales)[8]) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             u32 low, high;
-            scale_col<F>(w, j, shared.scales[t.lane_row / UNIT][t.lane_col + j], low, high);
+            scale_col<F, FINITE>(w, j, POW2 && !FINITE ? fabsf(scales[j]) : scales[j], low, high);
             shared.transposed.put(t, j, low, high);
         }
     }

@@ -96,6 +96,7 @@ __device__ __forceinline__ void scale_rows(
 template <class F, bool SQUARE>
 struct RowMatrix : Side {
     typedef Matrix Parameters;
+    static constexpr bool WAITS = false;
     typedef InBlock Shared;
     const Matrix p;
     Shared& shared;

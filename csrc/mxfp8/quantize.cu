@@ -3,7 +3,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) quantize(
     const void* x, u8* row_data, u8* row_scale, u8* col_data, u8* col_scale, const float* row_given,
-    const float* col_given, float* row_measured, float* col_measured, u32* row_words, u32* col_words, i64 rows, i64 cols
+    const float* col_given, float* row_measured, float* col_measured, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
     const Tile t(rows, cols, blockIdx.x);
@@ -19,11 +19,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) quanti
     };
     Shared& shared = in_shared_memory<Shared>();
 #ifdef LPQ_COL
-    mxfp8::Col<LPQ_COL> col({col_data, col_scale, col_given, col_measured, col_words}, shared.col, t);
+    mxfp8::Col<LPQ_COL> col({col_data, col_scale, col_given, col_measured}, shared.col, t);
     col.find(t, w);
 #endif
 #ifdef LPQ_ROW
-    mxfp8::Row<LPQ_ROW> row({row_data, row_scale, row_given, row_measured, row_words}, shared.row, t);
+    mxfp8::Row<LPQ_ROW> row({row_data, row_scale, row_given, row_measured}, shared.row, t);
     row.encode(t, w);
 #endif
 #ifdef LPQ_COL

@@ -1,7 +1,7 @@
 // MXFP8: the row operand and the column operand of a tile.
 //
 // A null pointer leaves its part out: without data only the amaxes are measured. An amax that is given takes the place
-// of the block's own, which LPQ_STATS allows for. If there are `words`, the exponents go there: see untile.cu.
+// of the block's own, which LPQ_STATS allows for. Exponents lie column by column: those of a block of all lines together.
 //
 // EXACT: what the operand stands for goes out in place of it, in bf16, of a matrix whose sizes are multiples of 8.
 #pragma once
@@ -14,7 +14,6 @@ struct Parameters {
     u8 *data, *scale;
     const float* given;
     float* measured;
-    u32* words;
 };
 
 // Whether amaxes are plain: exponents are neither the least nor the largest, and no element is infinite.
@@ -63,15 +62,16 @@ __device__ __forceinline__ void store_exact(void* out, i64 row, i64 col, i64 col
     store_values(out, row, col, cols, v);
 }
 
-// Scales of blocks in N lines: their exponents go to shared memory, `apart` bytes from line to line, and where the
+// Scales of blocks in eight lines: their exponents go to shared memory, to a block and a line of the tile, and where the
 // statistics live is read or written.
-template <class F, bool PLAIN, int N, int WORDS_OF_N>
+template <class F, bool PLAIN, int WORDS_OF_8, class Exponents>
 __device__ __forceinline__ void scales(
-    const u32 (&amax)[WORDS_OF_N], const Parameters& p, bool first, int count, i64 begin, i64 block, i64 blocks,
-    u8* exponents, int apart, float (&inverse)[N]
+    const u32 (&amax)[WORDS_OF_8], const Parameters& p, bool first, int count, i64 begin, i64 block, i64 blocks,
+    Exponents& exponents, int in_tile, int line, float (&inverse)[8]
 ) {
+    u32 packed[2] = {};
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < 8; ++i) {
         float a = value(amax, i);
 #ifdef LPQ_STATS
         const bool inside = i < count && block < blocks;
@@ -80,16 +80,18 @@ __device__ __forceinline__ void scales(
 #endif
         const u32 exponent = exponent_of<F, PLAIN>(a);
         inverse[i] = inverse_of<PLAIN>(exponent);
-        exponents[i * apart] = (u8)exponent;  // which all threads of a block have
+        packed[i / 4] |= exponent << (8 * (i % 4));
     }
+    exponents.put(in_tile, line, packed[0], packed[1]);  // which all threads of a block have
 }
 
 template <class F, bool EXACT = false>
 struct Row : Side {
     typedef mxfp8::Parameters Parameters;
+    static constexpr bool WAITS = false;
     static constexpr int ACROSS = WIDE / 32;  // blocks in a tile
     struct Shared {
-        alignas(4) u8 exponents[TALL][ACROSS];
+        ByColumns<ACROSS, TALL> exponents;
     };
     const Parameters p;
     Shared& shared;
@@ -112,7 +114,7 @@ struct Row : Side {
     __device__ __forceinline__ void write(const Tile& t, const u32 (&w)[ROWS][WORDS], const u32 (&amax)[LINES]) {
         float inverse[ROWS];
         scales<F, PLAIN>(amax, p, t.lane_col % 32 == 0, t.high, t.row, t.col / 32, blocks,
-                         &shared.exponents[t.lane_row][t.lane_col / 32], ACROSS, inverse);
+                         shared.exponents, t.lane_col / 32, t.lane_row, inverse);
         if (!p.data) return;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -126,16 +128,8 @@ struct Row : Side {
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
-        if (EXACT) return;
-        const int unit = threadIdx.x / TALL, line = threadIdx.x % TALL;
-        const i64 row = (i64)t.down * TALL + line;
-        if (WHOLE && p.words) {
-            if (unit < UNITS_ACROSS)
-                store_piece(word_of(t, p.words, line / UNIT, unit, line % UNIT),
-                            *(const u32*)&shared.exponents[line][unit * 4]);
-        } else if (p.data && unit == 0 && row < t.rows) {
-            store_bytes<ACROSS>(p.scale + row * blocks, (i64)t.across * ACROSS, blocks, shared.exponents[line]);
-        }
+        if (EXACT || !p.data) return;
+        shared.exponents.store(threadIdx.x, p.scale, (i64)t.down * TALL, t.rows, (i64)t.across * ACROSS, blocks);
     }
 };
 
@@ -144,7 +138,7 @@ struct Col : Side {
     typedef mxfp8::Parameters Parameters;
     static constexpr int DOWN = TALL / 32;
     struct Shared {
-        Skewed<WIDE, DOWN> exponents;
+        ByColumns<DOWN, WIDE> exponents;
         Transposed transposed;
         Columns columns;
     };
@@ -176,7 +170,7 @@ struct Col : Side {
     __device__ __forceinline__ void write(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         float inverse[8];
         scales<F, PLAIN>(amax, p, t.lane_row % 32 == 0, t.wide, t.col, t.row / 32, blocks,
-                         &shared.exponents[t.lane_col][t.lane_row / 32], DOWN, inverse);
+                         shared.exponents, t.lane_row / 32, t.lane_col, inverse);
         if (!p.data) return;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -192,16 +186,8 @@ struct Col : Side {
     __device__ __forceinline__ void store(const Tile& t) {
         if (EXACT || !p.data) return;
         shared.transposed.store(t, p.data);
-        const int line = (int)threadIdx.x - (THREADS - WIDE), word = (int)threadIdx.x - (THREADS - UNITS_DOWN * WIDE);
-        const i64 col = (i64)t.across * WIDE + line;
-        if (WHOLE && p.words) {
-            const int unit = word / WIDE, in_unit = word % WIDE;
-            if (word >= 0)
-                store_piece(word_of(t, p.words, unit, in_unit / UNIT, in_unit % UNIT),
-                            *(const u32*)&shared.exponents[in_unit][unit * 4]);
-        } else if (line >= 0 && col < t.cols) {
-            store_bytes<DOWN>(p.scale + col * blocks, (i64)t.down * DOWN, blocks, shared.exponents[line]);
-        }
+        const int thread = (int)threadIdx.x - (THREADS - shared.exponents.TAKEN);
+        shared.exponents.store(thread, p.scale, (i64)t.across * WIDE, t.cols, (i64)t.down * DOWN, blocks);
     }
 };
 

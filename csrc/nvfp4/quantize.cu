@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
 #ifdef LPQ_ROW
     typedef nvfp4::Row<LPQ_ROW == 2, SQUARE, SHARED> Row;
     __shared__ Row::Shared row_shared;
-    Row row({row_data, row_scale, row_amax_out, row_amaxes, row_count, row_given, row_measured, seed, offset, nullptr},
+    Row row({row_data, row_scale, row_amax_out, row_amaxes, row_count, row_given, row_measured, seed, offset},
             row_shared, t);
 #endif
 #if defined(LPQ_SHARED)
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
 #elif defined(LPQ_COL)
     typedef nvfp4::Col<LPQ_COL == 2, SQUARE, ROTATED> Col;
     __shared__ Col::Shared col_shared;
-    Col col({col_data, col_scale, col_amax_out, col_amaxes, col_count, col_given, col_measured, seed, offset, nullptr},
+    Col col({col_data, col_scale, col_amax_out, col_amaxes, col_count, col_given, col_measured, seed, offset},
             col_shared, t);
 #endif
     for (u32 index = blockIdx.x;;) {
@@ -81,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
         row.encode(t, w);
 #endif
 #if defined(LPQ_SHARED)
+        __syncwarp();  // all threads of a block, which are in one warp, have written its scale
         if (t.lane_row % 16 == 0 && t.lane_col % 16 == 0)
             columns.codes[t.lane_col / 16][t.lane_row / 16] = row_shared.codes[t.lane_row / 16][t.lane_col / 16];
         transpose_8x8(row.kept);
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
         row.store(t);
 #endif
 #if defined(LPQ_SHARED)
-        columns.store(t, col_data, col_scale, row.across, row.down, nullptr);
+        columns.store(t, col_data, col_scale, row.across, row.down);
 #elif defined(LPQ_COL)
         col.store(t);
 #endif

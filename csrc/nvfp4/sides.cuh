@@ -1,5 +1,4 @@
-// NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted. If there are
-// `words`, the scales go there, two words for each line: see untile.cu.
+// NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted.
 //
 // EXACT: elements times the scales of their blocks times 2^-11 go out in place of an operand, in bf16, which holds them
 // exactly; of a matrix whose sizes are multiples of 8.
@@ -25,7 +24,6 @@ struct Parameters {
     float* measured;
     const u64* seed;
     i64 offset;
-    u32* words;
 };
 
 // Columns of 16 rows, half of each in this lane and half in the one 16 lanes apart, times signs and H / 4. The result
@@ -164,14 +162,6 @@ __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ?
 template <bool STOCHASTIC, bool EXACT>
 constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : STOCHASTIC && EXACT && REGISTERS < 80 ? 80 : REGISTERS;
 
-// The scales of line number `line`, if it is one of the `count` lines. Where there are words, tiles are units.
-template <class Codes>
-__device__ __forceinline__ void put_words(const Tile& t, u32* words, int line, int count, Codes& codes) {
-    if (line < 0 || line >= count) return;
-    const u32* of_line = (const u32*)codes[line];
-    store_piece(word_of<2>(t, words, 0, 0, line), make_uint2(of_line[0], of_line[1]));
-}
-
 // KEEPS: the codes of this thread's rows are kept, for a column operand that has the same ones.
 template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false, bool EXACT = false>
 struct Row : Side {
@@ -257,10 +247,6 @@ struct Row : Side {
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
-        if (WHOLE && !SQUARE && !EXACT && p.words) {
-            put_words(t, p.words, threadIdx.x, TALL, shared.codes);
-            return;
-        }
         constexpr int LINES_ = SQUARE ? DOWN : TALL;
         const i64 line = (i64)t.down * LINES_ + threadIdx.x;
         if (!EXACT && p.data && threadIdx.x < LINES_ && line < (SQUARE ? down : t.rows))
@@ -279,13 +265,11 @@ struct Columns16 {
         transposed[t.lane_col + j][t.lane_row / 8 ^ t.lane_col / 8 % DOWN * 2] = codes;
     }
 
-    __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down, u32* words) {
+    __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down) {
         constexpr int LINES_ = SQUARE ? ACROSS : WIDE;
         const int line = (int)threadIdx.x - (THREADS - LINES_);
         const i64 scale_col = (i64)t.across * LINES_ + line;
-        if (WHOLE && !SQUARE && words)
-            put_words(t, words, line, WIDE, codes);
-        else if (data && line >= 0 && scale_col < (SQUARE ? across : t.cols))
+        if (data && line >= 0 && scale_col < (SQUARE ? across : t.cols))
             store_bytes<DOWN>(scale + scale_col * down, (i64)t.down * DOWN, down, codes[line]);
         constexpr int STEP = THREADS / DOWN;
         const int first = threadIdx.x / DOWN, at = threadIdx.x % DOWN;
@@ -393,7 +377,7 @@ struct Col : Side {
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
-        if (!EXACT) shared.out.store(t, p.data, p.scale, across, down, p.words);
+        if (!EXACT) shared.out.store(t, p.data, p.scale, across, down);
     }
 };
 

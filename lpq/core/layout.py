@@ -45,12 +45,31 @@ class Buffer(Covering):
     """Logical rows and columns that one element covers; None: the whole dimension."""
     pad: int = 1
     """Columns are padded to a multiple of this (a multiple of ``block[1]``)."""
+    column_major: bool = False
+    """Whether encoding leaves it in memory column by column, as kernels write scales fastest and as some products read
+    them. Its shape is the same, and whatever reads it takes any order: what is kept, gathered or saved is row-major."""
 
     def grid(self, rows: int, cols: int) -> tuple[int, ...]:
         return super().grid(rows, blocks(cols, self.pad) * self.pad)
 
     def empty(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(self.grid(rows, cols), dtype=self.dtype or dtype, device=device)
+
+    def fresh(self, rows: int, cols: int, x: Tensor) -> Tensor:
+        """The buffer for an encoding of ``x``, as encoding leaves it in memory."""
+        grid, dtype = self.grid(rows, cols), self.dtype or x.dtype
+        if not self.column_major:
+            return x.new_empty(grid, dtype=dtype)
+        return x.new_empty_strided(grid, (1, max(grid[0], 1)), dtype=dtype)
+
+    def laid(self, tensor: Tensor) -> Tensor:
+        """The same values as encoding leaves them in memory; itself if it lies so."""
+        if not self.column_major:
+            return tensor.contiguous()
+        strides = 1, max(tensor.shape[0], 1)
+        if tensor.stride() == strides:
+            return tensor
+        return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
     def unit(self, dim: int) -> int | None:
         """Logical rows or columns that cannot be cut apart; None: the whole dimension."""

@@ -201,7 +201,7 @@ def quantize_reference(
 ) -> list[Tensor]:
     """The buffers of the wanted operands in the order of their layouts, the row operand's first; then, if
     ``measure``, the statistics of ``x``. A statistic that is not given is measured."""
-    return distinct(quantize_as_written(x, stats, row, col, seed, offset, measure), stats)
+    return distinct(quantize_as_written(x, stats, row, col, seed, offset, measure), stats, row, col)
 
 
 def quantize_as_written(
@@ -265,7 +265,7 @@ def _encoded(
     first = _encoded(x, stats[:known], row, None, seed, offset, measure, dtype)
     second = _encoded(x, stats[known:], None, col, seed, offset, measure, dtype)
     at, end = len(row.layout), len(col.layout)
-    return distinct(first[:at] + second[:end] + first[at:] + second[end:], stats)
+    return distinct(first[:at] + second[:end] + first[at:] + second[end:], stats, row, col)
 
 
 def _quantize(
@@ -293,7 +293,7 @@ def _quantize_fake(
     out: list[Tensor] = []
     for side, shape in ((_quantizer(row), (rows, cols)), (_quantizer(col), (cols, rows))):
         if side is not None:
-            out += side.storage.empty(side, shape, x.dtype, x.device).tensors()
+            out += side.storage.fresh(side, shape, x).tensors()
     return out + (_empty_stats(x, _quantizer(row), _quantizer(col)) if measure else [])
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lpq.core.quantizer import Quantizer
 
 F = TypeVar("F", bound=Callable[..., Any])
 ORDINARY = (Tensor, torch.nn.Parameter)
@@ -77,13 +80,15 @@ def alone(x: Tensor) -> bool:
     )
 
 
-def distinct(made: Sequence[Tensor], given: Sequence[Tensor | None]) -> list[Tensor]:
-    """What an operator may return: contiguous buffers, and neither an input nor a tensor twice. A kernel must see to
-    that, a format need not: a value for the whole matrix can be a statistic as it came, and can serve both operands."""
+def distinct(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Quantizer | None) -> list[Tensor]:
+    """What an operator may return: the buffers of fresh operands of ``sides``, as these lie in memory, then contiguous
+    tensors; neither an input nor one twice. A kernel must see to that, a format need not: a value for the whole matrix
+    can be a statistic as it came, and can serve both operands."""
     seen = {_memory(t) for t in given if t is not None}
+    buffers = [buffer for side in sides if side is not None for buffer in side.layout]
     out: list[Tensor] = []
-    for tensor in made:
-        tensor = tensor.contiguous()
+    for i, tensor in enumerate(made):
+        tensor = buffers[i].laid(tensor) if i < len(buffers) else tensor.contiguous()
         out.append(tensor.clone() if _memory(tensor) in seen else tensor)
         seen.add(_memory(tensor))
     return out

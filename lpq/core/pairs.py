@@ -31,7 +31,6 @@ from lpq.ops.tiles import (
     is_whole,
     tile_kernels,
     tiles,
-    words_of_tiles,
 )
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ class Job(NamedTuple):
     """The operand's statistics as far as they are given, contiguous."""
     found: Tensor | None
     """What was measured before, if it was needed."""
-    words: int
-    """Where the scales go in place of their buffer, if it is not 0: see ``TileSide.words``."""
     seed: Tensor | None
     offset: int
     measure: bool
@@ -93,9 +90,6 @@ class TileSide:
     """Of its tiles; of two sides the smaller one is taken."""
     turns: int = 1
     """How many tiles a block of threads should take in turn; of two sides the smaller number."""
-    words: tuple[int, int] | None = None
-    """The buffer of scales, and how many words of 32 bits those of a line of 128 elements are: see ``Words``. None if
-    they are not whole words, or too few to matter."""
     aligned: int = 1
     """Only shards whose first row is a multiple of this are encoded so."""
     exact: Form | None = None
@@ -215,7 +209,7 @@ def _multiplicands_fake(
     for form, text, shape in zip(forms, (row, col), ((rows, cols), (cols, rows)), strict=True):
         if form is None:
             quantizer = cast("Quantizer", registry.quantizer(text))
-            out += quantizer.storage.empty(quantizer, shape, x.dtype, x.device).tensors()
+            out += quantizer.storage.fresh(quantizer, shape, x).tensors()
         else:
             out += [x.new_empty(shape, dtype=torch.bfloat16)]
             out += [x.new_empty((), dtype=torch.float32)] if form.factor else []
@@ -278,12 +272,9 @@ class Pair:
         given = known[: len(row.stats)], known[len(row.stats) :]
         found = _found(x, (first, second), given, measure)
         whole = is_whole(x, rows, cols, self.shape)
-        sizes = [side.words[1] if side.words is not None else 0 for side in (first, second)]
-        words = words_of_tiles(x, *sizes) if whole else None
-        to = (words.row, words.col) if words is not None else (0, 0)
         jobs = [
-            Job(x, shape, own, before, pointer, seed, offset, measure)
-            for shape, own, before, pointer in zip(((rows, cols), (cols, rows)), given, found, to, strict=True)
+            Job(x, shape, own, before, seed, offset, measure)
+            for shape, own, before in zip(((rows, cols), (cols, rows)), given, found, strict=True)
         ]
         made, beside = first.make(jobs[0]), second.make(jobs[1])
         count = tiles(rows, cols, self.shape)
@@ -291,11 +282,6 @@ class Pair:
             x.get_device(), self.compiled_for(x.dtype, stats=measure or bool(stats), whole=whole),
             -(-count // self.turns), x.data_ptr(), *made.parameters, *beside.parameters, count, rows, cols,
         )  # fmt: skip
-        if words is not None:
-            words.to_places(
-                made.buffers[first.words[0]] if first.words is not None else None,
-                beside.buffers[second.words[0]] if second.words is not None else None,
-            )
         return made, beside
 
 

@@ -176,7 +176,8 @@ def quantize_tensor(
         )  # fmt: skip
         if state is not None:
             remember(quantizer, state, operands.measured, row=row, col=col, group=group)
-    return wrap_operands(operands.row, operands.col, quantizer, x.shape, x.dtype, group)
+        kept_row, kept_col = (o.row_major() if o is not None else None for o in (operands.row, operands.col))
+    return wrap_operands(kept_row, kept_col, quantizer, x.shape, x.dtype, group)
 
 
 def check_input(x: Tensor) -> None:

@@ -89,6 +89,11 @@ class Storage:
         tensors = [b.empty(*shape, dtype, device) for b in quantizer.layout]
         return cls.wrap(tensors, quantizer, shape, dtype)
 
+    @classmethod
+    def fresh(cls, quantizer: Quantizer, shape: tuple[int, int], x: Tensor) -> Self:
+        """The same for an encoding of ``x``, in the order in memory in which encoding leaves them."""
+        return cls.wrap([b.fresh(*shape, x) for b in quantizer.layout], quantizer, shape, x.dtype)
+
     def tensors(self) -> list[Tensor]:
         """The buffers in the order of the layout."""
         return [getattr(self, name) for name in self.quantizer.names]
@@ -105,6 +110,10 @@ class Storage:
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same operand over ``function`` of each buffer."""
         return self.wrap([function(t) for t in self.tensors()], self.quantizer, self.shape, self.dtype)
+
+    def row_major(self) -> Self:
+        """The same operand as it is kept, shared and saved: whatever encoding left column by column is copied."""
+        return self.map(Tensor.contiguous) if any(b.column_major for b in self.quantizer.layout) else self
 
     def astype(self, dtype: torch.dtype) -> Self:
         """The same bytes standing for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
@@ -162,7 +171,11 @@ class Storage:
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers hold the same bytes; views of one buffer do, without looking."""
     one_view = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
-    return a.shape == b.shape and (one_view or torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+    return a.shape == b.shape and (one_view or torch.equal(_bytes(a), _bytes(b)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def check_there(buffer: Tensor) -> None:

@@ -20,7 +20,7 @@ class Shape(NamedTuple):
 
 
 UNIT = 128
-"""The side of the squares that long blocks, and words of scales, belong to."""
+"""The side of the squares that long blocks belong to."""
 LOW, SQUARE, TALL = Shape(64, UNIT), Shape(UNIT, UNIT), Shape(256, UNIT)
 """Tall where a column operand is written, low where none is."""
 BROAD = 256
@@ -57,14 +57,11 @@ BYTES, NIBBLES = (
     for name, arguments in (("transpose_bytes", "PPPPIqq"), ("transpose_nibbles", "PPPPPPqq"))
 )
 """Transposes, by tiles of 256 rows of so many bytes, or of twice as many rows of 256 nibbles."""
-UNTILE = CudaKernel("common/untile.cu", "untile", "PPPPIIII", threads=256, waits=True)
 PER_PART = 1 << 15
 PARTS_AT_ONCE = 2
 """Elements for each block of threads that looks for an amax, and how many of these a multiprocessor runs."""
 MANY_TILES = 512
-"""From so many tiles on larger ones pay, and to bring scales to their places."""
-SIDE_BY_SIDE = 32
-"""Words of a line of scales that a block of threads brings to their places."""
+"""From so many tiles on larger ones pay."""
 
 
 def tile_kernels(source: str, name: str, arguments: str) -> Mapping[Shape, CudaKernel]:
@@ -135,6 +132,11 @@ def flat(x: Tensor) -> tuple[int, int]:
     return (rows * cols // UNIT, UNIT) if cols % UNIT == 0 else (rows, cols)
 
 
+def by_columns(x: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a matrix beside another, which lies column by column (``Buffer.column_major``)."""
+    return x.new_empty_strided((rows, cols), (1, rows), dtype=dtype)
+
+
 def pointer(tensor: Tensor | None) -> int:
     """Where a tensor lies; 0 for none."""
     return tensor.data_ptr() if tensor is not None else 0
@@ -166,37 +168,6 @@ def amax_finish(parts: Tensor) -> Tensor:
     out = parts.new_empty(())
     FINISH.launch(parts.get_device(), (), 1, parts.data_ptr(), parts.numel(), out.data_ptr())
     return out
-
-
-class Words:
-    """Memory for the scales of operands of a matrix of whole tiles, so many words of each for a line of 128 elements.
-
-    A scale in its place shares a sector of memory with those of other tiles, which costs more than to go through this.
-    """
-
-    def __init__(self, x: Tensor, row: int, col: int) -> None:
-        rows, cols = x.shape
-        self.grid = rows // UNIT, cols // UNIT
-        self.sizes = row, col
-        words = self.grid[0] * self.grid[1] * UNIT
-        self.memory = x.new_empty((words * (row + col),), dtype=torch.int32)
-        self.row = self.memory.data_ptr() if row else 0
-        self.col = self.memory.data_ptr() + 4 * words * row if col else 0
-
-    def to_places(self, row: Tensor | None, col: Tensor | None) -> None:
-        """Bring them to the scales of the row and of the column operand."""
-        (down, across), (of_row, of_col) = self.grid, self.sizes
-        for_rows = down * -(-across * of_row // SIDE_BY_SIDE)
-        for_cols = across * -(-down * of_col // SIDE_BY_SIDE)
-        places = self.row, self.col, pointer(row), pointer(col), of_row, of_col
-        UNTILE.launch(self.memory.get_device(), (), for_rows + for_cols, *places, down, across)
-
-
-def words_of_tiles(x: Tensor, row: int = 0, col: int = 0) -> Words | None:
-    """The words of the operands' scales for each line of 128 elements; None if it does not pay: two words are as well
-    written to their places, unless the other operand has one."""
-    rows, cols = x.shape
-    return Words(x, row, col) if 1 in (row, col) and tiles(rows, cols, SQUARE) >= MANY_TILES else None
 
 
 @cache

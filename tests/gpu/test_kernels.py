@@ -219,6 +219,20 @@ def test_small_matrices_in_the_way_of_large_ones(backend: str, text: str, monkey
                 compare_views(operand, x.dtype, f"{text} {shape} {name}")
 
 
+@each("fp8(scaling=block)", "fp8(scaling=block, dtype=e5m2)")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_power_of_two_for_every_amax(backend: str, text: str, dtype: torch.dtype) -> None:
+    """Amaxes with every exponent, just below and above of where their scale takes the next one."""
+    row, col = sides(text, True, True)
+    exponents = torch.arange(256, device="cuda", dtype=torch.int32)[:, None] << 23
+    around = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF], device="cuda", dtype=torch.int32)
+    amax = (exponents | around).view(torch.float32).reshape(-1, 1)
+    for _, x in inputs(amax.numel(), 128, dtype, ("normal", "infinite")):
+        for by_row, by_col, matrix in ((row, None, x), (None, col, x.t().contiguous())):
+            expected = quantize_reference(matrix, [amax], by_row, by_col, seed(), 0, False)
+            assert_same(quantize(matrix, [amax], by_row, by_col, 0, False), expected, f"{by_row} {by_col}")
+
+
 @each("nvfp4", "nvfp4(stochastic=true)")
 def test_every_number_at_every_scale(backend: str, text: str) -> None:
     """All bf16 numbers by blocks whose amaxes are of other tensors, so that products lie near and far of the grid."""

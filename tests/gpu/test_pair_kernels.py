@@ -10,7 +10,7 @@ from fuzzed import DTYPES, assert_captured, assert_same, inputs, of_many_element
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
-from lpq.core import Quantizer, operations, pairs
+from lpq.core import Quantizer, encode_operands, operations, pairs
 from lpq.core.operations import quantize_reference
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.ops import choose
@@ -120,9 +120,9 @@ def test_the_tensor_is_measured_once(text: str, kernels: list[str]) -> None:
     """What both need to know of it comes from one read."""
     quantizer = lpq.quantizer(text)
     x = torch.randn(512, 384, device="cuda", dtype=torch.bfloat16)
-    quantizer.quantize(x)
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        quantizer.quantize(x)
+    encode_operands(quantizer, x)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CUDA]) as found:
+        encode_operands(quantizer, x)
         torch.cuda.synchronize()
     assert sorted(e.name for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA) == kernels
 

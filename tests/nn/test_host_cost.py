@@ -141,10 +141,10 @@ LAUNCHES = {
     ("fp8-current", HOPPER): (44, 18, 9),
     ("fp8-delayed", HOPPER): (44, 18, 12),
     ("fp8-row", HOPPER): (59, 21, 12),  # the statistics of two operands are tensors of their own
-    ("fp8-block", HOPPER): (99, 25, 8),
-    ("mxfp8", HOPPER): (27, 14, 9),
+    ("fp8-block", HOPPER): (47, 15, 6),
+    ("mxfp8", HOPPER): (25, 13, 8),
     ("nvfp4", HOPPER): (72, 31, 14),
-    ("mxfp8", BLACKWELL): (120, 23, 8),
+    ("mxfp8", BLACKWELL): (116, 21, 6),
     ("nvfp4", BLACKWELL): (204, 41, 9),
 }
 
@@ -266,7 +266,7 @@ def test_no_operator_no_buffer_and_no_launch_is_added(recipe: str, sm: int, gpu:
         ("fp8-current", HOPPER, "lpq_fp8.gemm._scaled_mm"),
         ("fp8-delayed", HOPPER, "lpq_fp8.history.remember"),
         ("fp8-row", HOPPER, "lpq_fp8.cuda._lines"),
-        ("fp8-block", HOPPER, "lpq.ops.tiles.Words.to_places"),
+        ("fp8-block", HOPPER, "lpq_fp8.cuda.scales_of"),
         ("fp8-block", HOPPER, "lpq_fp8.gemm._block_scales"),
         ("mxfp8", HOPPER, "lpq.core.pairs.Pair.made"),
         ("mxfp8", HOPPER, "lpq.core.exact.product"),

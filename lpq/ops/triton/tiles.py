@@ -52,7 +52,10 @@ def store_values(out, values, row, col, rows, cols):
 
 
 @triton.jit
-def block_grid(row, col, rows, cols, DOWN: tl.constexpr, ACROSS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr):
+def block_grid(
+    row, col, rows, cols, DOWN: tl.constexpr, ACROSS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    COLUMN_MAJOR: tl.constexpr = False,
+):  # fmt: skip
     """Where the values of a tile's ``DOWN`` x ``ACROSS`` blocks lie among those of the matrix, and which of them do."""
     i = tl.arange(0, DOWN)[:, None].to(tl.int64)
     j = tl.arange(0, ACROSS)[None, :].to(tl.int64)
@@ -64,7 +67,8 @@ def block_grid(row, col, rows, cols, DOWN: tl.constexpr, ACROSS: tl.constexpr, H
     if WIDE:
         j += col // WIDE
         across = (cols - 1) // WIDE + 1
-    return i * across + j, (i < down) & (j < across)
+    places = j * down + i if COLUMN_MAJOR else i * across + j
+    return places, (i < down) & (j < across)
 
 
 @triton.jit

@@ -15,9 +15,11 @@ from lpq.ops.tiles import (
     SQUARE,
     TALL,
     UNIT,
+    Shape,
     amax_finish,
     amax_parts,
     broad,
+    by_columns,
     covering,
     flat,
     is_whole,
@@ -25,14 +27,13 @@ from lpq.ops.tiles import (
     reading,
     tile_kernels,
     tiles,
-    words_of_tiles,
     zeros,
 )
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import ELEMENTS
 
 ONE_SCALE = tile_kernels("fp8/square.cu", "quantize", "PPPPPPIPPfI")
-VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPPPfII")
+VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPfII")
 LINES = tile_kernels("fp8/vector.cu", "amax", "PPP")
 BLOCK = 128
 
@@ -148,27 +149,40 @@ def _lines(
             buffers.append((None, None, None, None))
             continue
         data = x.new_empty((high, wide), dtype=ELEMENTS[operand.dtype])
-        scale = x.new_empty((high, -(-wide // BLOCK) if blocks else 1), dtype=torch.float32)
-        amaxes = torch.empty_like(scale) if blocks and measure else None
-        if amaxes is not None:
+        scale, amaxes = scales_of(x, high, wide, blocks), None
+        if blocks and measure:
+            amaxes = x.new_empty(scale.shape, dtype=torch.float32)
             measured.append(amaxes)
         out += (data, scale)
         buffers.append((data, scale, next(rest), amaxes))
     (rd, rs, rg, rm), (cd, cs, cg, cm) = buffers
-    shape = broad(x, dtype, LOW) if col is None else TALL if row is None else SQUARE  # both at once need many registers
-    if blocks and shape == LOW:
-        rows, cols = flat(x)
-    whole = is_whole(x, rows, cols, shape)
-    words = words_of_tiles(x, 1, 1) if whole and blocks and rs is not None and cs is not None else None
+    pow2 = blocks and all(pow2_of(q) for q in (row, col) if q is not None)
+    shape = _shape(x, dtype, row, col, pow2)
     macros = _macros(row.dtype if row else None, col.dtype if col else None, False, blocks)
+    macros += _options(pow2, blocks and any(t is not None for t in (rg, cg, rm, cm)))
     VECTOR[shape].launch(
-        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, whole), tiles(rows, cols, shape),
-        x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm)), *((words.row, words.col) if words else (0, 0)),
+        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
+        tiles(rows, cols, shape), x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm)),
         largest_scale_of(dtype, side), pow2_of(row), pow2_of(col), rows, cols,
     )  # fmt: skip
-    if words is not None:
-        words.to_places(rs, cs)
     return out + measured if measure else out
+
+
+def _shape(x: Tensor, dtype: torch.dtype, row: FP8Quantizer | None, col: FP8Quantizer | None, pow2: bool) -> Shape:
+    """Of tiles. Both operands at once need many registers, and more where scales take a division."""
+    if col is None:
+        return broad(x, dtype, LOW)
+    if row is None:
+        return TALL
+    shape = broad(x, dtype, TALL) if pow2 else TALL
+    return SQUARE if shape == TALL else shape
+
+
+def scales_of(x: Tensor, high: int, wide: int, blocks: bool) -> Tensor:
+    """Memory for the scales of the blocks of an operand, or of its rows."""
+    if blocks:
+        return by_columns(x, high, -(-wide // BLOCK), torch.float32)
+    return x.new_empty((high, 1), dtype=torch.float32)
 
 
 def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
@@ -224,3 +238,9 @@ def _macros(row: str | None, col: str | None, square: bool, blocks: bool) -> tup
     wanted = (("LPQ_ROW", row), ("LPQ_COL", col))
     elements = (f"{name}={element.upper()}" for name, element in wanted if element is not None)
     return *elements, *(["LPQ_SQUARE"] if square else []), *(["LPQ_BLOCKS"] if blocks else [])
+
+
+@cache
+def _options(pow2: bool, stats: bool) -> tuple[str, ...]:
+    """Of blocks along the rows: scales are powers of two; amaxes are given or wanted."""
+    return *(["LPQ_POW2"] if pow2 else []), *(["LPQ_STATS"] if stats else [])

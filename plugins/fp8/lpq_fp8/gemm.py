@@ -60,8 +60,8 @@ def _kind(quantizer: FP8Quantizer) -> str:
 
 
 def _block_scales(operand: FP8Storage) -> Tensor:
-    """The scales as the scaled matmul reads them: of 1x128 blocks the rows next to each other."""
-    return operand.scale.t().contiguous().t() if operand.quantizer.block == "1x128" else operand.scale
+    """The scales as the scaled matmul reads them: of 1x128 blocks column by column, as encoding leaves them."""
+    return operand.quantizer.layout[1].laid(operand.scale)
 
 
 # ---------------------------------------------------------------------------------------------- in bf16

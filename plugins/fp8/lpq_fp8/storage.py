@@ -20,7 +20,10 @@ TENSOR: Block = (None, None)
 ROW: Block = (1, None)
 BLOCKS: dict[str, Block] = {"1x128": (1, 128), "128x128": (128, 128)}
 LAYOUTS = {
-    (name, block): (Buffer("data", element), Buffer("scale", torch.float32, block=block))
+    (name, block): (
+        Buffer("data", element),
+        Buffer("scale", torch.float32, block=block, column_major=block == BLOCKS["1x128"]),
+    )
     for name, element in ELEMENTS.items()
     for block in (TENSOR, ROW, *BLOCKS.values())
 }

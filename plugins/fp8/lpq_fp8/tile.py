@@ -9,7 +9,7 @@ from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
 from lpq.ops.tiles import TALL, pointer
-from lpq_fp8.cuda import BLOCK, largest_scale_of, measure_lines, pow2_of
+from lpq_fp8.cuda import BLOCK, largest_scale_of, measure_lines, pow2_of, scales_of
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import ELEMENTS
 
@@ -58,18 +58,20 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
     def make(job: Job) -> Made:
         high, wide = job.shape
         data = job.x.new_empty(job.shape, dtype=element)
-        scale = job.x.new_empty((high, -(-wide // BLOCK) if blocks else 1), dtype=torch.float32)
+        scale = scales_of(job.x, high, wide, blocks)
         (given,) = job.stats
-        measured = torch.empty_like(scale) if blocks and job.measure else None
+        measured = job.x.new_empty(scale.shape, dtype=torch.float32) if blocks and job.measure else None
         parameters = (
             data.data_ptr(), scale.data_ptr(), pointer(given if given is not None else job.found), pointer(measured),
-            job.words, largest_scale_of(job.x.dtype, quantizer), pow2_of(quantizer),
+            largest_scale_of(job.x.dtype, quantizer), pow2_of(quantizer),
         )  # fmt: skip
         wanted = (measured if blocks else job.found) if job.measure else None
         return Made((data, scale), () if wanted is None else (wanted,), parameters)
 
-    struct = f"fp8::{direction.capitalize()}Lines<{quantizer.dtype.upper()},{str(blocks).lower()}>"
+    flags = [blocks, blocks and pow2_of(quantizer)]
+    struct = (
+        f"fp8::{direction.capitalize()}Lines<{','.join([quantizer.dtype.upper(), *(str(f).lower() for f in flags)])}>"
+    )
     return TileSide(
-        csrc() / "fp8/lines.cuh", struct, "PPPPPfI", make, find=None if blocks else find, shape=TALL,
-        words=(1, 1) if blocks else None,
+        csrc() / "fp8/lines.cuh", struct, "PPPPfI", make, find=None if blocks else find, shape=TALL,
     )  # fmt: skip

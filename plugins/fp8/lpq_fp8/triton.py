@@ -64,7 +64,8 @@ def _encode(
     if measured is not None:
         store_amax(measured, block_amax(x, DOWN, ACROSS), places, inside, HIGH, WIDE)
     factor = _scale(tl.load(amax + places, mask=inside, other=0.0), E5M2, LARGEST_SCALE, POW2)
-    tl.store(scale + places, reciprocal(factor), mask=inside & seen_first(row, col, DOWN, ACROSS, HIGH, WIDE))
+    to, _ = block_grid(row, col, rows, cols, DOWN, ACROSS, HIGH, WIDE, HIGH == 1)
+    tl.store(scale + to, reciprocal(factor), mask=inside & seen_first(row, col, DOWN, ACROSS, HIGH, WIDE))
     store_tile(data, cast_float8(x * spread(factor, high, wide), x, E5M2), row, col, rows, cols)
 
 
@@ -127,7 +128,7 @@ def quantize(
         if side is None:
             buffers += [None] * 4
             continue
-        operand = FP8Storage.empty(side, grid, x.dtype, x.device)
+        operand = FP8Storage.fresh(side, grid, x)
         out += operand.tensors()
         buffers += [operand.data.view(torch.uint8), operand.scale, amaxes.pop(0).contiguous()]
         buffers.append(as_bits(by_product.pop(0)))
@@ -165,7 +166,7 @@ def _decode(
     values = decode_float8(load_tile(data, row, col, rows, cols, TILE, TILE), E5M2)
     DOWN: tl.constexpr = TILE // HIGH if HIGH and HIGH < TILE else 1
     ACROSS: tl.constexpr = TILE // WIDE if WIDE and WIDE < TILE else 1
-    places, inside = block_grid(row, col, rows, cols, DOWN, ACROSS, HIGH, WIDE)
+    places, inside = block_grid(row, col, rows, cols, DOWN, ACROSS, HIGH, WIDE, HIGH == 1)
     factor = tl.load(scale + places, mask=inside, other=0.0)
     store_values(out, values * spread(factor, TILE, TILE), row, col, rows, cols)
 
@@ -175,7 +176,7 @@ def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:
     (rows, cols), quantizer = operand.shape, operand.quantizer
     if dtype not in DTYPES or not rows or not cols:
         return decode_reference(operand, dtype)
-    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    data, scale = (buffer.laid(t) for buffer, t in zip(quantizer.layout, operand.tensors(), strict=True))
     out = data.new_empty((rows, cols), dtype=dtype)
     high, wide = quantizer.scaled_block
     launch(

@@ -10,7 +10,7 @@ from lpq.core.operations import decode_reference, transpose_reference
 from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_bytes
 from lpq_fp8.storage import FP8Storage
 
-DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIq")[LOW]
+DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIqq")[LOW]
 
 
 def transpose(operand: FP8Storage) -> Storage:
@@ -27,13 +27,13 @@ def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:
     (rows, cols), quantizer = operand.shape, operand.quantizer
     if dtype not in OUTPUTS or not rows or not cols:
         return decode_reference(operand, dtype)
-    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    data, scale = operand.data.contiguous(), operand.scale
     out = data.new_empty((rows, cols), dtype=dtype)
     high, wide = quantizer.scaled_block
     macros = f"LPQ_ELEMENT={quantizer.dtype.upper()}", OUTPUTS[dtype]
     DECODE.launch(
         data.get_device(), macros + covering(LOW, is_whole(data, rows, cols, LOW)),
         tiles(rows, cols, LOW), data.data_ptr(), scale.data_ptr(), out.data_ptr(), high or 0, wide or 0,
-        scale.shape[1] if scale.dim() else 0, rows, cols,
+        *(scale.stride() or (0, 0)), rows, cols,
     )  # fmt: skip
     return out

@@ -12,21 +12,19 @@ from lpq.core.operations import measure_reference, quantize_reference
 from lpq.ops.tiles import (
     LOW,
     TALL,
-    Words,
     broad,
+    by_columns,
     covering,
-    flat,
     is_whole,
     pointer,
     reading,
     tile_kernels,
     tiles,
-    words_of_tiles,
 )
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.storage import ELEMENTS
 
-KERNELS = tile_kernels("mxfp8/quantize.cu", "quantize", "PPPPPPPPPPP")
+KERNELS = tile_kernels("mxfp8/quantize.cu", "quantize", "PPPPPPPPP")
 BLOCK = 32
 
 
@@ -40,7 +38,7 @@ def measure(
     (rows, cols), f32 = x.shape, torch.float32
     of_rows = x.new_empty((rows, -(-cols // BLOCK)), dtype=f32) if row is not None else None
     of_cols = x.new_empty((cols, -(-rows // BLOCK)), dtype=f32) if col is not None else None
-    _launch(x, dtype or x.dtype, row, col, None, None, None, None, None, None, None, of_rows, of_cols)
+    _launch(x, dtype or x.dtype, row, col, None, None, None, None, None, None, of_rows, of_cols)
     return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
 
 
@@ -69,18 +67,14 @@ def quantize(
             continue
         blocks = -(-wide // BLOCK)
         data = x.new_empty((high, wide), dtype=ELEMENTS[side.dtype])
-        scale = x.new_empty((high, blocks), dtype=torch.uint8)
+        scale = by_columns(x, high, blocks, torch.uint8)
         amaxes = x.new_empty((high, blocks), dtype=torch.float32) if measure else None
         out += (data, scale)
         if amaxes is not None:
             measured.append(amaxes)
         pointers.append((data, scale, next(given, None), amaxes))
     (rd, rs, rg, rm), (cd, cs, cg, cm) = pointers
-    both = rs is not None and cs is not None and is_whole(x, rows, cols, TALL)
-    words = words_of_tiles(x, 1, 1) if both else None
-    _launch(x, dtype or x.dtype, row, col, words, rd, rs, cd, cs, rg, cg, rm, cm)
-    if words is not None:
-        words.to_places(rs, cs)
+    _launch(x, dtype or x.dtype, row, col, rd, rs, cd, cs, rg, cg, rm, cm)
     return out + measured
 
 
@@ -89,19 +83,17 @@ def _launch(
     dtype: torch.dtype,
     row: MXFP8Quantizer | None,
     col: MXFP8Quantizer | None,
-    words: Words | None,
     *buffers: Tensor | None,
 ) -> None:
     shape = LOW if col is None else TALL
     if row is not None:
         shape = broad(x, dtype, shape)
-    rows, cols = flat(x) if shape == LOW else x.shape
+    rows, cols = x.shape
     stats = any(t is not None for t in buffers[4:8])
     macros = _macros(row.dtype if row is not None else None, col.dtype if col is not None else None, stats)
     KERNELS[shape].launch(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
-        tiles(rows, cols, shape), x.data_ptr(), *map(pointer, buffers),
-        *((words.row, words.col) if words else (0, 0)), rows, cols,
+        tiles(rows, cols, shape), x.data_ptr(), *map(pointer, buffers), rows, cols,
     )  # fmt: skip
 
 

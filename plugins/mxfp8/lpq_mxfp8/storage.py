@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lpq_mxfp8.quantizer import MXFP8Quantizer
 
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
-SCALE = Buffer("scale", torch.uint8, block=reference.BLOCK)
+SCALE = Buffer("scale", torch.uint8, block=reference.BLOCK, column_major=True)
 LAYOUTS = {name: (Buffer("data", dtype), SCALE) for name, dtype in ELEMENTS.items()}
 
 

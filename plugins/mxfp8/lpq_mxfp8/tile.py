@@ -11,7 +11,7 @@ from lpq.core.multiplicand import Form
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
-from lpq.ops.tiles import TALL, pointer
+from lpq.ops.tiles import TALL, by_columns, pointer
 from lpq_mxfp8.cuda import BLOCK
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.storage import ELEMENTS
@@ -23,13 +23,13 @@ def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
     def make(job: Job) -> Made:
         high, wide = job.shape
         data = job.x.new_empty(job.shape, dtype=ELEMENTS[quantizer.dtype])
-        scale = job.x.new_empty((high, -(-wide // BLOCK)), dtype=torch.uint8)
+        scale = by_columns(job.x, high, -(-wide // BLOCK), torch.uint8)
         amaxes = job.x.new_empty(scale.shape, dtype=torch.float32) if job.measure else None
         (given,) = job.stats
-        parameters = data.data_ptr(), scale.data_ptr(), pointer(given), pointer(amaxes), job.words
+        parameters = data.data_ptr(), scale.data_ptr(), pointer(given), pointer(amaxes)
         return Made((data, scale), () if amaxes is None else (amaxes,), parameters)
 
-    return _side(quantizer, direction, make, words=(1, 1))
+    return _side(quantizer, direction, make)
 
 
 def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
@@ -37,7 +37,7 @@ def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
 
     def make(job: Job) -> Made:
         matrix = job.x.new_empty(job.shape, dtype=torch.bfloat16)
-        return Made((matrix,), (), (matrix.data_ptr(), 0, 0, 0, 0))
+        return Made((matrix,), (), (matrix.data_ptr(), 0, 0, 0))
 
     return _side(quantizer, direction, make, exact=Form())
 
@@ -45,4 +45,4 @@ def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
 def _side(quantizer: MXFP8Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:
     flag = str("exact" in rest).lower()
     struct = f"mxfp8::{direction.capitalize()}<{quantizer.dtype.upper()},{flag}>"
-    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPPP", make, shape=TALL, **rest)
+    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPP", make, shape=TALL, **rest)

@@ -44,7 +44,8 @@ def _encode(x, row, col, rows, cols, data, scale, given, measured, E5M2: tl.cons
     if measured is not None:
         store_amax(measured, own, places, inside, 1, WIDTH)
     exponent = cast_e8m0(known_amax(given, own, places, inside) * (1.0 / (57344.0 if E5M2 else 448.0)))
-    tl.store(scale + places, exponent.to(tl.uint8), mask=inside)
+    to, _ = block_grid(row, col, rows, cols, high, wide // WIDTH, 1, WIDTH, True)
+    tl.store(scale + to, exponent.to(tl.uint8), mask=inside)
     values = x * spread(inverse_e8m0(exponent), high, wide)
     store_tile(data, cast_float8(values, values, E5M2), row, col, rows, cols)
 
@@ -91,7 +92,7 @@ def quantize(
         if side is None:
             buffers += [None] * 4
             continue
-        operand = MXFP8Storage.empty(side, grid, x.dtype, x.device)
+        operand = MXFP8Storage.fresh(side, grid, x)
         out += operand.tensors()
         amax = next(given, None)
         own = empty_amaxes(x, *grid, BLOCK) if measure else None
@@ -114,7 +115,7 @@ def _e5m2(side: MXFP8Quantizer | None) -> bool:
 def _decode(data, scale, out, rows, cols, E5M2: tl.constexpr, TILE: tl.constexpr):
     row, col = place_of_tile(cols, TILE, TILE)
     values = decode_float8(load_tile(data, row, col, rows, cols, TILE, TILE), E5M2)
-    places, inside = block_grid(row, col, rows, cols, TILE, TILE // WIDTH, 1, WIDTH)
+    places, inside = block_grid(row, col, rows, cols, TILE, TILE // WIDTH, 1, WIDTH, True)
     factor = decode_e8m0(tl.load(scale + places, mask=inside, other=0).to(tl.int32))
     store_values(out, values * spread(factor, TILE, TILE), row, col, rows, cols)
 
@@ -124,7 +125,7 @@ def decode(operand: MXFP8Storage, dtype: torch.dtype) -> Tensor:
     rows, cols = operand.shape
     if dtype not in DTYPES or not rows or not cols:
         return decode_reference(operand, dtype)
-    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    data, scale = (buffer.laid(t) for buffer, t in zip(operand.quantizer.layout, operand.tensors(), strict=True))
     out = data.new_empty((rows, cols), dtype=dtype)
     launch(
         _decode, programs((rows, cols), TILE, TILE), data.view(torch.uint8), scale, out, rows, cols,

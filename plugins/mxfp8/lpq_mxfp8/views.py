@@ -9,7 +9,7 @@ from lpq.core.operations import decode_reference
 from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles
 from lpq_mxfp8.storage import MXFP8Storage
 
-DECODE = tile_kernels("mxfp8/decode.cu", "decode_tiles", "PPP")[LOW]
+DECODE = tile_kernels("mxfp8/decode.cu", "decode_tiles", "PPPqq")[LOW]
 
 
 def decode(operand: MXFP8Storage, dtype: torch.dtype) -> Tensor:
@@ -17,11 +17,11 @@ def decode(operand: MXFP8Storage, dtype: torch.dtype) -> Tensor:
     rows, cols = operand.shape
     if dtype not in OUTPUTS or not rows or not cols:
         return decode_reference(operand, dtype)
-    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    data, scale = operand.data.contiguous(), operand.scale
     out = data.new_empty((rows, cols), dtype=dtype)
     macros = f"LPQ_ELEMENT={operand.quantizer.dtype.upper()}", OUTPUTS[dtype]
     DECODE.launch(
         data.get_device(), macros + covering(LOW, is_whole(data, rows, cols, LOW)),
-        tiles(rows, cols, LOW), data.data_ptr(), scale.data_ptr(), out.data_ptr(), rows, cols,
+        tiles(rows, cols, LOW), data.data_ptr(), scale.data_ptr(), out.data_ptr(), *scale.stride(), rows, cols,
     )  # fmt: skip
     return out

@@ -43,11 +43,11 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
         assert known is not None
         parameters = (
             *(b.data_ptr() for b in buffers), known.data_ptr(), known.numel(), pointer(given),
-            measured[1].data_ptr() if measured else 0, pointer(job.seed), job.offset, job.words,
+            measured[1].data_ptr() if measured else 0, pointer(job.seed), job.offset,
         )  # fmt: skip
         return Made(buffers, measured, parameters)
 
-    return _side(quantizer, direction, make, words=None if square else (1, 2))
+    return _side(quantizer, direction, make)
 
 
 def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
@@ -60,7 +60,7 @@ def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | No
         matrix, amax = job.x.new_empty(job.shape, dtype=torch.bfloat16), job.x.new_empty((), dtype=torch.float32)
         parameters = (
             matrix.data_ptr(), 0, amax.data_ptr(), job.found.data_ptr(), job.found.numel(), 0, 0, pointer(job.seed),
-            job.offset, 0,
+            job.offset,
         )  # fmt: skip
         return Made((matrix, amax), (), parameters)
 
@@ -73,7 +73,7 @@ def _side(quantizer: NVFP4Quantizer, direction: Direction, make: Callable[[Job],
     aligned = GROUP if quantizer.stochastic and direction == "col" else 1
     find = _rotated if quantizer.rht else None
     return TileSide(
-        csrc() / "nvfp4/sides.cuh", struct, "PPPPIPPPqP", make, amax=find is None, find=find, turns=2,
+        csrc() / "nvfp4/sides.cuh", struct, "PPPPIPPPq", make, amax=find is None, find=find, turns=2,
         aligned=aligned, **rest,
     )  # fmt: skip
 

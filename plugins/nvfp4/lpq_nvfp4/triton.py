@@ -259,7 +259,7 @@ def quantize(
         if side is None:
             buffers += [None] * 5
             continue
-        operand = NVFP4Storage.empty(side, grid, x.dtype, x.device)
+        operand = NVFP4Storage.fresh(side, grid, x)
         out += operand.tensors()
         (amax, blocks), known = known[:2], known[2:]
         buffers += [operand.data, operand.scale.view(torch.uint8), operand.amax, amax]
