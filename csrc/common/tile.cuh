@@ -90,12 +90,8 @@ __device__ __forceinline__ void stream(void* to, uint4 v) { __stcs((uint4*)to, v
 __device__ __forceinline__ void stream(void* to, uint2 v) { __stcs((uint2*)to, v); }
 __device__ __forceinline__ void stream(void* to, u32 v) { __stcs((u32*)to, v); }
 
-// A piece of a 32-byte sector that other blocks complete stays in the cache: alone in memory it would cost a read.
-__device__ __forceinline__ void store_piece(void* to, u32 v) {
-    asm volatile(
-        "{ .reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
-        " st.global.L2::cache_hint.u32 [%0], %1, policy; }" ::"l"(to), "r"(v) : "memory");
-}
+// A piece of a line that other blocks complete stays in the cache: if it is less than a sector of 32 bytes, alone in memory
+// it would cost a read.
 __device__ __forceinline__ void store_piece(void* to, uint2 v) {
     asm volatile(
         "{ .reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
@@ -430,7 +426,6 @@ __device__ __forceinline__ void store_bytes(void* row, i64 first, i64 count, con
     u8* to = (u8*)row + first;
     if (WHOLE || count % N == 0) {
         if (!WHOLE && first >= count) return;
-        if (N == 4) store_piece(to, *(const u32*)bytes);
         const u32* words = (const u32*)bytes;  // which may begin at any multiple of 4
         if (N == 8) store_piece(to, make_uint2(words[0], words[1]));
         if (N == 16) store_piece(to, make_uint4(words[0], words[1], words[2], words[3]));

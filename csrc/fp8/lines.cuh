@@ -1,6 +1,6 @@
 // FP8 with a scale for each line of an operand, or for each 128 elements of one: the row and the column operand of a
-// tile. Amaxes that are given are used; those of blocks are measured if they are not, and written where asked, which
-// LPQ_STATS allows for. The scales of blocks lie column by column, as products read them.
+// tile. Amaxes that are given take the place of those measured, which are written where asked: of blocks LPQ_STATS
+// allows for both. The scales of blocks lie column by column, as products read them.
 #pragma once
 #include "scale.cuh"
 #include "side.cuh"
@@ -49,8 +49,8 @@ __device__ __forceinline__ void find_cols(const Tile& t, const u32 (&w)[ROWS][WO
     columns.put(t, amax);
 }
 
-// BLOCKS: scales are for 128 elements of a line. POW2: and they are powers of two, which every thread finds by itself for
-// its rows, as a warp holds all that they are for.
+// BLOCKS: scales are for 128 elements of a line. POW2: and they are powers of two. Every thread finds those of its rows by
+// itself, as a warp holds all that they are for.
 template <class F, bool BLOCKS, bool POW2 = false>
 struct RowLines : Side {
     typedef Lines Parameters;

@@ -32,7 +32,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
     if (col_amaxes && line >= 0 && col < cols) atomicMax(col_amaxes + col, columns.largest(line, 0, WARPS));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, fitting<TALL == UNIT ? 80 : REGISTERS>) quantize(
+// Registers of a thread: fewer threads at a time are faster than threads that run short of them.
+constexpr int NEEDS = TALL == UNIT && (PER_WORD == 2 || !POW2) ? 80 : REGISTERS;
+
+extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) quantize(
     const void* x, u8* row_data, float* row_scale, u8* col_data, float* col_scale, const u32* row_given,
     const u32* col_given, u32* row_measured, u32* col_measured, float largest_scale, u32 row_pow2, u32 col_pow2, i64 rows,
     i64 cols

@@ -49,6 +49,10 @@ class Buffer(Covering):
     """Whether encoding leaves it in memory column by column, as kernels write scales fastest and as some products read
     them. Its shape is the same, and whatever reads it takes any order: what is kept, gathered or saved is row-major."""
 
+    def __post_init__(self) -> None:
+        if self.column_major and self.block == (None, None):
+            raise ValueError(f"buffer {self.name!r} is one value, block=(None, None): it cannot be column_major")
+
     def grid(self, rows: int, cols: int) -> tuple[int, ...]:
         return super().grid(rows, blocks(cols, self.pad) * self.pad)
 
@@ -60,13 +64,13 @@ class Buffer(Covering):
         grid, dtype = self.grid(rows, cols), self.dtype or x.dtype
         if not self.column_major:
             return x.new_empty(grid, dtype=dtype)
-        return x.new_empty_strided(grid, (1, max(grid[0], 1)), dtype=dtype)
+        return x.new_empty_strided(grid, _by_columns(grid[0]), dtype=dtype)
 
     def laid(self, tensor: Tensor) -> Tensor:
         """The same values as encoding leaves them in memory; itself if it lies so."""
         if not self.column_major:
             return tensor.contiguous()
-        strides = 1, max(tensor.shape[0], 1)
+        strides = _by_columns(tensor.shape[0])
         if tensor.stride() == strides:
             return tensor
         return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
@@ -84,6 +88,11 @@ class Buffer(Covering):
         if start % unit or (stop % unit and stop != size):
             return None
         return tensor.narrow(dim, start // step, blocks(stop - start, unit) * unit // step)
+
+
+def _by_columns(rows: int) -> tuple[int, int]:
+    """The strides of a column-major matrix, of which a compiler may not know the rows yet."""
+    return 1, torch.sym_max(rows, 1)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

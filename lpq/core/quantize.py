@@ -48,7 +48,8 @@ def encode_operands(
     offset: int = 0,
     exact: tuple[bool, bool] = (False, False),
 ) -> Operands:
-    """Encode the matrix ``x``. The state is read, never written: see ``remember``.
+    """Encode the matrix ``x``. The state is read, never written: see ``remember``. Buffers lie in memory as encoding
+    leaves them, which may be column by column: ``Storage.row_major`` is for what is kept.
 
     ``exact``: whether the row operand, and the column operand, is multiplied in bf16 at once, and then forgotten. It
     may be made for that in place of being encoded.

@@ -46,32 +46,49 @@ def test_what_is_no_buffer_is_another_matter() -> None:
         assert said(made, "scal") == (words, "scal")
 
 
-ORDERS = {
-    "mxfp8": (1, 24),
-    "fp8(scaling=block)": (1, 24),
-    "fp8(scaling=block, block=128x128)": (3, 1),
-    "nvfp4": (24, 1),
-}
-"""How the scales of 24x384 elements lie in memory when they are fresh."""
+SHAPES = [(24, 384), (24, 16), (1, 300), (0, 64), (5, 0)]
+BY_COLUMNS = {"mxfp8": True, "fp8(scaling=block)": True, "fp8(scaling=block, block=128x128)": False, "nvfp4": False}
+"""Whether scales lie column by column when they are fresh."""
 
 
-@pytest.mark.parametrize("text", ORDERS)
-def test_fresh_scales_lie_as_the_layout_says_and_kept_ones_by_rows(text: str) -> None:
-    side = lpq.quantizer(text).side("row")
-    x = torch.randn(24, 384)
-    fresh, _, _ = operations.quantize(x, None, side, None)
-    assert fresh is not None
-    for made in (fresh, fresh.fresh(side, (24, 384), x)):
-        data, scale = made.tensors()[:2]
-        assert data.is_contiguous()
-        assert tuple(s for size, s in zip(scale.shape, scale.stride(), strict=True) if size > 1) == tuple(
-            s for size, s in zip(scale.shape, ORDERS[text], strict=True) if size > 1
-        )
-    kept = lpq.quantizer(text).quantize(x, col=False).row
-    assert kept is not None
-    assert all(t.is_contiguous() for t in (*kept.tensors(), *fresh.row_major().tensors()))
-    assert torch.equal(kept.decode(), fresh.decode())
-    assert torch.equal(kept.scale, fresh.scale)
+def steps(t: torch.Tensor) -> list[int]:
+    """The strides that matter."""
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("text", BY_COLUMNS)
+def test_fresh_scales_lie_as_the_layout_says_and_kept_ones_by_rows(text: str, shape: tuple[int, int]) -> None:
+    quantizer, x = lpq.quantizer(text), torch.randn(shape)
+    row, col, _ = operations.quantize(x, None, quantizer.side("row"), quantizer.side("col"))
+    kept = quantizer.quantize(x)
+    for fresh, other, matrix in ((row, kept.row, x), (col, kept.col or kept.operand("col"), x.t())):
+        assert fresh is not None
+        assert other is not None
+        for made in (fresh, fresh.fresh(fresh.quantizer, fresh.shape, matrix)):
+            data, scale = made.tensors()[:2]
+            assert data.is_contiguous()
+            if scale.numel():
+                assert steps(scale) == steps(scale.t().contiguous().t() if BY_COLUMNS[text] else scale.contiguous())
+        for t in (*other.tensors(), *fresh.row_major().tensors()):
+            assert t.is_contiguous()
+            if BY_COLUMNS[text]:  # also where a dimension is 1, which has any stride
+                assert t.stride() == torch.empty(t.shape).stride()
+                assert t.view(torch.uint8).numel() == t.nbytes
+        assert torch.equal(other.decode(), fresh.decode())
+        assert torch.equal(other.scale, fresh.scale)
+
+
+def test_whether_two_buffers_are_the_same_is_asked_of_any_order() -> None:
+    for text in ("fp8", "fp8(scaling=block)"):
+        quantizer = lpq.quantizer(text)
+        one, other = quantizer.quantize(torch.ones(4, 128)), quantizer.quantize(torch.ones(4, 128))
+        assert torch.equal(torch.cat([one, other]).dequantize(), torch.ones(8, 128))
+
+
+def test_one_value_has_no_order() -> None:
+    with pytest.raises(ValueError, match="buffer 'amax' is one value"):
+        Buffer("amax", torch.float32, block=(None, None), column_major=True)
 
 
 def test_a_buffer_that_lies_right_is_not_copied() -> None:

@@ -29,7 +29,7 @@ from lpq.core import Quantizer, Storage, operations
 from lpq.core.operations import quantize_reference
 from lpq.core.philox import RandomBits
 from lpq.ops import choose, tiles
-from lpq.testing.conformance.test_kernels import Poisoned
+from lpq.testing.conformance.test_kernels import Poisoned, check_order
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,7 +122,9 @@ def test_quantize_equals_the_reference(backend: str, text: str, dtype: torch.dty
             for stats, offset, measure in asked:
                 expected = quantize_reference(x, stats, row, col, seed(), offset, measure)
                 what = f"{row} {col} {case.shape} {name}, {len(stats)} statistics, {offset}, {measure}"
-                assert_same(quantize(x, stats, row, col, offset, measure), expected, what)
+                got = quantize(x, stats, row, col, offset, measure)
+                assert_same(got, expected, what)
+                check_order(got, expected, what)
 
 
 @each()
@@ -187,7 +189,7 @@ TILES = {
     indirect=["backend"],
 )
 def test_many_tiles(backend: str, text: str, shape: tuple[int, int]) -> None:
-    """From some size on tiles are broader, and scales take another way to their places."""
+    """From some size on tiles are broader."""
     row, col = sides(text, True, True)
     several = [*itertools.product([(row, col), (row, None), (None, col)], [False, True])]
     for dtype in (torch.bfloat16, torch.float16) if backend == "cuda" else (torch.bfloat16,):
@@ -202,7 +204,7 @@ def test_many_tiles(backend: str, text: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("backend", "text"), [on("cuda", text) for text in QUANTIZERS["cuda"]], indirect=["backend"])
 def test_small_matrices_in_the_way_of_large_ones(backend: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By broad tiles, and with scales that are brought to their places."""
+    """By broad tiles."""
     monkeypatch.setattr(tiles, "MANY_TILES", 1)
     row, col = sides(text, True, True)
     for shape in ((256, 256), (512, 768), (1024, 256), (384, 256)):

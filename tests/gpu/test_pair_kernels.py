@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lpq.core import Quantizer, encode_operands, operations, pairs
 from lpq.core.operations import quantize_reference
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.ops import choose
-from lpq.testing.conformance.test_kernels import Poisoned
+from lpq.testing.conformance.test_kernels import Poisoned, check_order
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytestmark = [
@@ -86,13 +87,15 @@ def test_it_equals_the_reference(text: str) -> None:
             for stats, offset, measure in cases:
                 expected = quantize_reference(x, stats, row, col, seed(), offset, measure)
                 got = quantize(x, stats, row, col, offset, measure)
-                assert_same(got, expected, f"{text} {rows}x{cols} {dtype} {name}, {len(stats)} {offset} {measure}")
+                what = f"{text} {rows}x{cols} {dtype} {name}, {len(stats)} {offset} {measure}"
+                assert_same(got, expected, what)
+                check_order(got, expected, what)
 
 
 @pytest.mark.parametrize("text", PAIRS)
 @pytest.mark.parametrize("shape", [(128 * 34, 128 * 33), (128 * 17, 128 * 31), (128 * 34 + 16, 128 * 33)], ids=str)
 def test_many_tiles(text: str, shape: tuple[int, int]) -> None:
-    """Blocks of threads take several tiles in turn, and from some size on scales take another way to their places."""
+    """Blocks of threads take several tiles in turn."""
     row, col = both(text)
     x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     for measure in (False, True):
@@ -136,6 +139,19 @@ def test_more_than_2_31_elements() -> None:
     assert whole.col is not None
     assert last.col is not None
     assert_same([whole.col.tensors()[0][-256:, -64:]], [last.col.tensors()[0][-256:]], "columns")
+
+
+@pytest.mark.parametrize(("first", "second"), [("mxfp8", "nvfp4"), ("fp8(scaling=block)", "mxfp8"), ("fp8", "mxfp8")])
+def test_tiles_in_turn_of_a_row_operand_that_does_not_wait(first: str, second: str) -> None:
+    """No two of our formats take them so. What the next tile writes must not meet what is read for the one before."""
+    row, col = lpq.quantizer(first), lpq.quantizer(second)
+    sides = pairs.side_of(row, "row", torch.device("cuda", 0)), pairs.side_of(col, "col", torch.device("cuda", 0))
+    taken = [replace(side, turns=3) for side in sides if isinstance(side, TileSide)]
+    for shape in ((128 * 6, 128 * 10), (300, 517)):
+        x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        with Poisoned():  # type: ignore[no-untyped-call]
+            got = pairs.Pair(*taken).quantize(x, [], row, col, seed(), 0, False)
+        assert_same(got, quantize_reference(x, [], row, col, seed(), 0, False), f"{first} {second} {shape}")
 
 
 # ---------------------------------------------------------------------------------------------- a third party's format

@@ -131,7 +131,7 @@ def test_what_is_added_is_noticed(idle_kernels: None, monkeypatch: pytest.Monkey
 # ------------------------------------------------------------------------- what launches the kernels of a GPU
 
 TOKENS, FEATURES = 4096, 2048
-"""As many as it takes for all that a kernel's wrapper does: from 512 tiles on, scales go through words of tiles."""
+"""Large, as layers are."""
 HOPPER, BLACKWELL = 90, 100
 STEPS = 3
 """Those before what is counted, in which what is looked up once is looked up, and the one that is counted."""

@@ -188,6 +188,23 @@ def test_layers_side_by_side_draw_the_same_seeds_compiled() -> None:
     assert not equal(run(eager, x, 1), run(compiled, x, 2))
 
 
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "nvfp4"])
+def test_compiled_where_the_number_of_rows_is_in_the_data(recipe: str) -> None:
+    """As of experts, which take the tokens that are routed to them."""
+    eager = layer(recipe)
+
+    def routed(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = module(x[chosen.nonzero().squeeze(1)])
+        return out
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(routed, fullgraph=True, backend="aot_eager")
+        x = torch.randn(24, 48)
+        for count in (16, 24):
+            chosen = torch.arange(24) < count
+            torch.testing.assert_close(compiled(eager, x, chosen), routed(eager, x, chosen))
+
+
 @pytest.mark.slow
 def test_compiled_by_inductor_agrees() -> None:
     for recipe in ("fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "fp8-delayed"):

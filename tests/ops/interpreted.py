@@ -31,7 +31,7 @@ from lpq.core.elements import (
     decode_float8,
     inverse_e8m0,
 )
-from lpq.testing.conformance.test_kernels import Poisoned
+from lpq.testing.conformance.test_kernels import Poisoned, check_order
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 import triton.language as tl  # noqa: E402
@@ -219,7 +219,9 @@ def check(
     arguments = (x, stats, row, col, torch.tensor(SEED), offset, measure)
     with Poisoned():  # type: ignore[no-untyped-call]
         got = module_of(row or col).quantize(*arguments)
-    assert_same(got, operations.quantize_reference(*arguments), f"{row} {col} {x.dtype} {list(x.shape)} {what}")
+    expected, what = operations.quantize_reference(*arguments), f"{row} {col} {x.dtype} {list(x.shape)} {what}"
+    assert_same(got, expected, what)
+    check_order(got, expected, what)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -149,8 +149,8 @@ def call(kernel: KernelSpec, name: str) -> None:
                 impl(arguments[0], dtype)
             else:
                 impl(*arguments)
-            if kernel.op == "quantize":  # the statistics measured on the way, and asked for
-                impl(x, [], *arguments[2:6], True)
+            if kernel.op == "quantize":  # the statistics measured on the way, and asked for or, as by layers, not
+                impl(x, [], *arguments[2:6], dtype is not torch.bfloat16)
 
 
 def call_beside_all(kernel: KernelSpec, name: str) -> None:

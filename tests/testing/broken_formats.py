@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, Stat, Storage
-from lpq.core.operations import decode_reference
+from lpq.core.operations import decode_reference, transpose_reference
 from lpq.registry import FormatSpec, KernelSpec, hookimpl
 from lpq.registry.errors import OptionError
 
@@ -203,6 +203,15 @@ def wrong_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
 def turned_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
     """Right, but for how the result lies in memory."""
     return decode_reference(operand, dtype).t().contiguous().t()
+
+
+def transposing_kernel(operand: Storage) -> Storage:
+    return turned_transpose(operand).map(Tensor.contiguous)
+
+
+def turned_transpose(operand: Storage) -> Storage:
+    """Right, but for how the result lies in memory: as views that were copied as they were."""
+    return transpose_reference(operand).map(Tensor.clone)
 
 
 def keeping_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:

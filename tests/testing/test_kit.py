@@ -13,6 +13,8 @@ import torch
 import lpq.nn
 from lpq import registry
 from lpq.core import Quantizer
+from lpq.registry import KernelSpec
+from lpq.testing.conformance.test_kernels import compare
 from lpq.testing.operands import encode
 
 pytest_plugins = ["pytester"]
@@ -87,6 +89,18 @@ def test_operands_are_encoded_where_the_matrix_is() -> None:
     quantizer = lpq.quantizer("nvfp4(stochastic=true)")
     made = encode(quantizer, torch.empty(32, 32, device="meta"))
     assert {t.device.type for t in made.tensors()} == {"meta"}
+
+
+def test_a_kernel_that_transposes_leaves_rows_next_to_each_other() -> None:
+    """Though the reference may return views."""
+    side, x = lpq.quantizer("fp8"), torch.randn(32, 48)
+    right, turned = (
+        KernelSpec(op="transpose", impl=f"broken_formats:{name}", backend="torch", device="cpu")
+        for name in ("transposing_kernel", "turned_transpose")
+    )
+    compare(right, side, None, x, "cpu")
+    with pytest.raises(AssertionError, match="has strides"):
+        compare(turned, side, None, x, "cpu")
 
 
 def test_kernels_are_compared_with_poisoned_outputs(run: Run) -> None:

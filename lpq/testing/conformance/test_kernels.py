@@ -161,7 +161,7 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
         check_new(got, flat(arguments), what)
     assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
     if kernel.op != "gemm":
-        check_order(got, expected, what)
+        check_order(got, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if kernel.op == "gemm":
             assert one.shape == other.shape, f"{what}: {list(one.shape)}, not {list(other.shape)}"
@@ -253,7 +253,7 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
 
 def compare_exact(kernel: KernelSpec, side: Quantizer, x: Tensor, device: str) -> None:
     """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32."""
-    operand = on(device, encode(side, x))
+    operand = on(device, fresh(encode(side, x)))
     with Poisoned():  # type: ignore[no-untyped-call]
         found = registry.resolve(kernel.impl)(operand)
     what = f"{kernel.backend} kernel {kernel.impl} on {side}, {list(x.shape)}"
@@ -278,8 +278,8 @@ def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
 
 
 def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
-    """They lie in memory as the reference leaves them, which is what a compiler is told: row-major, unless a buffer
-    says otherwise."""
+    """They lie in memory as a compiler is told that they do: row-major, unless a buffer says otherwise of what encoding
+    leaves."""
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         found, wanted = ([s for size, s in zip(t.shape, t.stride(), strict=True) if size > 1] for t in (one, other))
         assert not other.numel() or found == wanted, f"{what}: output {i} has strides {found} and must have {wanted}"
@@ -320,13 +320,19 @@ def arguments_of(op: str, row: Quantizer | None, col: Quantizer | None, x: Tenso
             False,
         )
     assert row is not None
-    operand = encode(row, x)
+    operand = fresh(encode(row, x))
     if op == "transpose":
         return (operand,)
     if op == "decode":
         return operand, torch.bfloat16
     assert col is not None
-    return operand, encode(col, x), None, torch.bfloat16, False
+    return operand, fresh(encode(col, x)), None, torch.bfloat16, False
+
+
+def fresh(operand: Storage) -> Storage:
+    """The operand as encoding leaves it in memory."""
+    buffers = [b.laid(t) for b, t in zip(operand.quantizer.layout, operand.tensors(), strict=True)]
+    return operand.wrap(buffers, operand.quantizer, operand.shape, operand.dtype)
 
 
 def flat(result: Any) -> list[Tensor]:
