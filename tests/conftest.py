@@ -6,37 +6,13 @@ into another process see what is there, and must say what they look for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lpq import registry
 from lpq.registry.loader import GROUP, OWN
-
-STARTING_RANKS = ("checkpoint", "distributed", "train")
-"""Folders of tests that start processes, and wait for them half of their time."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules of tests that wait come between the others: workers that all wait leave processors idle."""
-    modules: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        modules.setdefault(item.path, []).append(item)
-    waiting = [tests for path, tests in modules.items() if path.parent.name in STARTING_RANKS]
-    others = [tests for path, tests in modules.items() if path.parent.name not in STARTING_RANKS]
-    placed = sorted([*_spread(waiting), *_spread(others)], key=lambda place: place[0])
-    items[:] = [item for _, tests in placed for item in tests]
-
-
-def _spread(modules: list[list[pytest.Item]]) -> Iterator[tuple[float, list[pytest.Item]]]:
-    """Modules with their places between 0 and 1."""
-    before, every = 0, sum(map(len, modules))
-    for tests in modules:
-        yield (before + len(tests) / 2) / every, tests
-        before += len(tests)
 
 
 def pytest_configure(config: pytest.Config) -> None:
