@@ -64,13 +64,14 @@ class Buffer(Covering):
         grid, dtype = self.grid(rows, cols), self.dtype or x.dtype
         if not self.column_major:
             return x.new_empty(grid, dtype=dtype)
-        return x.new_empty_strided(grid, _by_columns(grid[0]), dtype=dtype)
+        apart = torch.sym_max(grid[0], 1)  # type: ignore[no-untyped-call]  # a compiler may not know the rows yet
+        return x.new_empty_strided(grid, (1, apart), dtype=dtype)
 
     def laid(self, tensor: Tensor) -> Tensor:
         """The same values as encoding leaves them in memory; itself if it lies so."""
         if not self.column_major:
             return tensor.contiguous()
-        strides = _by_columns(tensor.shape[0])
+        strides = 1, max(tensor.shape[0], 1)
         if tensor.stride() == strides:
             return tensor
         return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
@@ -88,11 +89,6 @@ class Buffer(Covering):
         if start % unit or (stop % unit and stop != size):
             return None
         return tensor.narrow(dim, start // step, blocks(stop - start, unit) * unit // step)
-
-
-def _by_columns(rows: int) -> tuple[int, int]:
-    """The strides of a column-major matrix, of which a compiler may not know the rows yet."""
-    return 1, torch.sym_max(rows, 1)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
