@@ -50,6 +50,8 @@ CASES = [
     *encodings("mxfp8", "mxfp8"),
     *encodings("fp8 current", "fp8", reads=2),
     *encodings("fp8 delayed", "fp8(scaling=delayed)", known=True),
+    *encodings("fp8 current E5M2", "fp8(dtype=e5m2)", reads=2),
+    *encodings("fp8 delayed E5M2", "fp8(scaling=delayed, dtype=e5m2)", known=True),
     *encodings("fp8 row", "fp8(scaling=row)", reads=2),
     *encodings("fp8 block 1x128", "fp8(scaling=block)"),
     *encodings("fp8 block 128x128", "fp8(scaling=block, block=128x128)"),

@@ -142,10 +142,12 @@ __device__ __forceinline__ u32 amax_bits(float magnitude) {
 struct E4M3 {
     static constexpr u32 largest = 0x7e, nan = 0x7f, mantissa = 3, bias = 7;
     static constexpr float subnormals = 16384.0f;  // what has an ulp of the least subnormal
+    static constexpr bool infinities = false;
 };
 struct E5M2 {
     static constexpr u32 largest = 0x7b, nan = 0x7f, mantissa = 2, bias = 15;
     static constexpr float subnormals = 128.0f;
+    static constexpr bool infinities = true;
 };
 
 // One fp32 as an 8-bit float by integer arithmetic, for GPUs without the instruction.

@@ -199,6 +199,14 @@ __device__ __forceinline__ bool all_finite(const u32 (&amax)[N]) {
     return __all_sync(~0u, (PER_WORD == 2 ? max(most & 0xffffu, most >> 16) : most) < INFINITE);
 }
 
+// Whether none of these elements is infinite or NaN.
+__device__ __forceinline__ bool are_finite(const u32 (&words)[WORDS]) {
+    u32 most = words[0];
+#pragma unroll
+    for (int k = 1; k < WORDS; ++k) most = larger_magnitude(most, words[k]);
+    return larger_half(magnitude(most)) < INFINITE;
+}
+
 // The largest of what the lanes hold that differ in the bits of mask from FIRST to LAST.
 template <int FIRST, int LAST, int N>
 __device__ __forceinline__ void reduce_lanes(u32 (&amax)[N]) {
@@ -322,6 +330,16 @@ __device__ __forceinline__ void scale_row(const u32 (&row)[WORDS], float factor,
     for (int j = 0; j < 4; ++j)
         pair[j] = scale_pair<F, FINITE>(value(w, 2 * j), factor, value(w, 2 * j + 1), factor);
     low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
+}
+
+// The same where nothing is known of the row. E4M3 makes NaN of what is infinite on the way, in an instruction for each
+// element; E5M2 has infinities, which take several: it looks first whether there are any.
+template <class F>
+__device__ __forceinline__ void scale_unknown_row(const u32 (&row)[WORDS], float factor, u32& low, u32& high) {
+    if (F::infinities && are_finite(row))
+        scale_row<F, true>(row, factor, low, high);
+    else
+        scale_row<F>(row, factor, low, high);
 }
 
 // Those of column j, likewise.

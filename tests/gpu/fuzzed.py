@@ -34,7 +34,7 @@ def inputs(rows: int, cols: int, dtype: torch.dtype, kinds: tuple[str, ...] = KI
         "huge": lambda: x * (largest / 8),
         "zeros": lambda: torch.where(chance < 0.5, -0.0, 0.0),
         "nan": lambda: torch.where(chance < 0.01, -torch.nan, x),
-        "infinite": lambda: torch.where(chance < 0.01, -torch.inf, x),
+        "infinite": lambda: torch.where(chance < 0.01, torch.where(chance < 0.005, -torch.inf, torch.inf), x),
         "grid": lambda: (x * 8).round().div(4),
     }
     for name in kinds:

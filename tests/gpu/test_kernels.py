@@ -194,9 +194,13 @@ def test_many_tiles(backend: str, text: str, shape: tuple[int, int]) -> None:
     several = [*itertools.product([(row, col), (row, None), (None, col)], [False, True])]
     for dtype in (torch.bfloat16, torch.float16) if backend == "cuda" else (torch.bfloat16,):
         x = torch.randn(*shape, device="cuda", dtype=dtype)
-        for (by_row, by_col), measure in several if backend == "cuda" else several[:1]:
-            expected = quantize_reference(x, [], by_row, by_col, seed(), 0, measure)
-            assert_same(quantize(x, [], by_row, by_col, 0, measure), expected, f"{by_row} {by_col} {measure} {dtype}")
+        few_infinite = x.clone()
+        few_infinite.flatten()[::9973], few_infinite.flatten()[7::9973] = torch.inf, -torch.inf
+        asked = several if backend == "cuda" else several[:1]
+        for given, ((by_row, by_col), measure) in [*((x, one) for one in asked), (few_infinite, several[0])]:
+            expected = quantize_reference(given, [], by_row, by_col, seed(), 0, measure)
+            got = quantize(given, [], by_row, by_col, 0, measure)
+            assert_same(got, expected, f"{by_row} {by_col} {measure} {dtype} {given is x}")
     for _, operand in lpq.quantizer(text).quantize(x, seed=1).operands:
         if operand.quantizer.transposable:
             compare_views(operand, x.dtype, f"{operand.quantizer} {shape}")
