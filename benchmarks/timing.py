@@ -45,10 +45,10 @@ class Timing:
 class Effort:
     """How long to measure."""
 
-    rounds: int = 9
+    rounds: int = 15
     sample: float = 0.02
     """Seconds that one sample on the GPU should last."""
-    steps: int = 100
+    steps: int = 60
     """Steps in a sample: on the host exactly so many, on the GPU at most."""
 
 

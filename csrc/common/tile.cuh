@@ -200,10 +200,11 @@ __device__ __forceinline__ bool all_finite(const u32 (&amax)[N]) {
 }
 
 // Whether none of these elements is infinite or NaN.
-__device__ __forceinline__ bool are_finite(const u32 (&words)[WORDS]) {
+template <int N>
+__device__ __forceinline__ bool are_finite(const u32 (&words)[N]) {
     u32 most = words[0];
 #pragma unroll
-    for (int k = 1; k < WORDS; ++k) most = larger_magnitude(most, words[k]);
+    for (int k = 1; k < N; ++k) most = larger_magnitude(most, words[k]);
     return larger_half(magnitude(most)) < INFINITE;
 }
 
@@ -318,10 +319,24 @@ __device__ __forceinline__ u32 largest_of(const u32* values, u32 count, Largest&
 
 // ------------------------------------------------------------------------------------------ bytes out
 
-// The elements of a row of this thread, times a factor, as 8-bit floats: two words. FINITE: none is infinite, which saves
-// an instruction in ten.
+// Eight elements, times a factor, as 8-bit floats: two words. Of E5M2, whose infinities take several instructions, and
+// registers that would be missed elsewhere: so it is not inlined, and called where there are some.
+__device__ __noinline__ uint2 scale_infinite(float4 first, float4 last, float factor) {
+    const u32 a = scale_pair<E5M2>(first.x, factor, first.y, factor), b = scale_pair<E5M2>(first.z, factor, first.w, factor);
+    const u32 c = scale_pair<E5M2>(last.x, factor, last.y, factor), d = scale_pair<E5M2>(last.z, factor, last.w, factor);
+    return make_uint2(a | b << 16, c | d << 16);
+}
+
+// The elements of a row of this thread, likewise. FINITE: none is infinite, which saves an instruction in ten.
 template <class F, bool FINITE = false>
 __device__ __forceinline__ void scale_row(const u32 (&row)[WORDS], float factor, u32& low, u32& high) {
+    if (!FINITE && F::infinities) {
+        if (are_finite(row)) return scale_row<F, true>(row, factor, low, high);
+        const uint2 codes = scale_infinite(make_float4(value(row, 0), value(row, 1), value(row, 2), value(row, 3)),
+                                           make_float4(value(row, 4), value(row, 5), value(row, 6), value(row, 7)), factor);
+        low = codes.x, high = codes.y;
+        return;
+    }
     u32 w[WORDS], pair[4];
 #pragma unroll
     for (int j = 0; j < WORDS; ++j) w[j] = row[j];
@@ -332,19 +347,22 @@ __device__ __forceinline__ void scale_row(const u32 (&row)[WORDS], float factor,
     low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
 }
 
-// The same where nothing is known of the row. E4M3 makes NaN of what is infinite on the way, in an instruction for each
-// element; E5M2 has infinities, which take several: it looks first whether there are any.
-template <class F>
-__device__ __forceinline__ void scale_unknown_row(const u32 (&row)[WORDS], float factor, u32& low, u32& high) {
-    if (F::infinities && are_finite(row))
-        scale_row<F, true>(row, factor, low, high);
-    else
-        scale_row<F>(row, factor, low, high);
-}
-
 // Those of column j, likewise.
 template <class F, bool FINITE = false>
 __device__ __forceinline__ void scale_col(const u32 (&w)[ROWS][WORDS], int j, float factor, u32& low, u32& high) {
+    if (!FINITE && F::infinities) {
+        u32 words[ROWS];
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const u32 a[1] = {words[i] = w[i][j / PER_WORD]};
+            v[i] = value(a, j % PER_WORD);
+        }
+        if (are_finite(words)) return scale_col<F, true>(w, j, factor, low, high);
+        const uint2 codes = scale_infinite(make_float4(v[0], v[1], v[2], v[3]), make_float4(v[4], v[5], v[6], v[7]), factor);
+        low = codes.x, high = codes.y;
+        return;
+    }
     u32 pair[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -90,7 +90,7 @@ __device__ __forceinline__ void scale_rows(
         for (int i = 0; i < ROWS; ++i) scale_row<F, true>(w[i], factor.of, low[i], high[i]);
     else
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) scale_unknown_row<F>(w[i], factor.of, low[i], high[i]);
+        for (int i = 0; i < ROWS; ++i) scale_row<F>(w[i], factor.of, low[i], high[i]);
 }
 
 template <class F, bool SQUARE>

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
 }
 
 // Registers of a thread: fewer threads at a time are faster than threads that run short of them.
-constexpr int NEEDS = TALL == UNIT && (PER_WORD == 2 || !POW2) ? 80 : REGISTERS;
+constexpr int NEEDS = TALL == UNIT && PER_WORD == 2 ? 80 : REGISTERS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) quantize(
     const void* x, u8* row_data, float* row_scale, u8* col_data, float* col_scale, const u32* row_given,
