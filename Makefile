@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 # Half as many more than there are processors: tests of several ranks wait for each other half of their time.
 WORKERS = $(shell $(BIN)/python -c 'import os; n = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)); print(n + (n + 1) // 2)')
 READY := $(VENV)/.ready
+READY_FOR_CUDA := $(VENV)/.ready-for-cuda
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-gpu test-sanitized lint types docs check-example ci clean
@@ -29,10 +30,14 @@ train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16 (ARGS="--
 test: $(READY)  ## run the whole test suite (ARGS="tests/core -x" for a part)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
-test-gpu: $(READY)  ## run the tests that need a CUDA device
+$(READY_FOR_CUDA): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda]"
+	touch $@
+
+test-gpu: $(READY_FOR_CUDA)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-test-sanitized: $(READY)  ## run every CUDA kernel on small matrices under compute-sanitizer
+test-sanitized: $(READY_FOR_CUDA)  ## run every CUDA kernel on small matrices under compute-sanitizer
 	PYTHON=$(BIN)/python tests/gpu/sanitized.sh $(ARGS)
 
 lint: $(READY)  ## ruff: lint and format

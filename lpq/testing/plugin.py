@@ -30,6 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the tests of the kit what they run for; see ``lpq.testing.conformance``."""
     if not metafunc.function.__module__.startswith(KIT):

@@ -353,9 +353,9 @@ def test_other_dtypes_are_refused_in_words(dtype: torch.dtype) -> None:
         lpq.quantizer("mxfp8").quantize(torch.zeros(4, 4, dtype=dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a CUDA device")
 def test_pinning() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("pinned memory needs a CUDA device")
     t = make("mxfp8", True, True).pin_memory()
     assert t.is_pinned()
 

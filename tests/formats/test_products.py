@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import lpq_fp8.gemm as scaled
 import pytest
 import torch
 from torch import Tensor
@@ -200,6 +201,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def ada(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from _gpu(monkeypatch, (8, 9))
+
+
+@pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield from _gpu(monkeypatch, (10, 0))
 
@@ -255,6 +261,61 @@ def test_a_mixed_pair_is_multiplied_through_bf16(hopper: None, a: str, b: str) -
     rounded = left.decode().bfloat16().double() @ right.decode().bfloat16().double().t() + bias
     inexact = [q for q in (a, b) if q.startswith("nvfp4") or q in ("fp8", "fp8(dtype=e5m2)", "fp8(scaling=row)")]
     assert (relative_error(rounded, exactly) > 1e-4) == bool(inexact)  # what the factors are for
+
+
+@pytest.mark.parametrize(
+    ("gpu", "own"),
+    [("ada", {"tensor", "row"}), ("hopper", {"tensor", "row", "block"}), ("blackwell", {"tensor", "row"})],
+)
+def test_what_the_scaled_matmul_multiplies_of_fp8(gpu: str, own: set[str], request: pytest.FixtureRequest) -> None:
+    """Blocks on Hopper alone, as cuBLAS does; elsewhere they go through bf16, and the reason is told."""
+    request.getfixturevalue(gpu)
+    for kind, a, b in (
+        ("tensor", "fp8(dtype=e5m2)", "fp8"),
+        ("row", "fp8(scaling=row)", "fp8(scaling=row)"),
+        ("block", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)"),
+        ("block", "fp8(scaling=block)", "fp8(scaling=block)"),
+    ):
+        choice = choose("gemm", (lpq.quantizer(a).text, lpq.quantizer(b).text), GPU)
+        wanted = scaled.gemm_of_blocks if kind == "block" else scaled.gemm
+        assert choice.impl is (wanted if kind in own else composed.gemm), choice.rejected
+        if kind not in own:
+            reasons = {kernel.impl: reason for kernel, reason in choice.rejected}
+            assert "compute capability" in reasons["lpq_fp8.gemm:gemm_of_blocks"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "b", "own"),
+    [
+        ("hopper", torch.float32, "fp8(scaling=row)", True),
+        ("hopper", torch.bfloat16, "fp8(scaling=row, dtype=e5m2)", True),
+        *(
+            (gpu, *case)
+            for gpu in ("ada", "blackwell")
+            for case in (
+                (torch.bfloat16, "fp8(scaling=row)", True),
+                (torch.float32, "fp8(scaling=row)", False),
+                (torch.bfloat16, "fp8(scaling=row, dtype=e5m2)", False),
+            )
+        ),
+    ],
+)
+def test_what_torch_refuses_of_rows_goes_through_bf16(
+    gpu: str, dtype: torch.dtype, b: str, own: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request.getfixturevalue(gpu)
+    asked = []
+    monkeypatch.setattr(scaled, "_scaled_mm", lambda *arguments: asked.append(arguments))
+    x, w = torch.randn(32, 48), torch.randn(16, 48)
+    left, right = lpq.quantizer("fp8(scaling=row)").quantize(x).row, lpq.quantizer(b).quantize(w).row
+    assert left is not None
+    assert right is not None
+    made = scaled.gemm(left, right, None, dtype, True)
+    assert bool(asked) == own
+    if not own:
+        expected = operations.gemm_reference(left, right, None, torch.float32)
+        assert made.dtype == dtype
+        assert relative_error(made, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
 def test_a_format_of_a_third_party_needs_one_line(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from lpq.testing.options import Family, only
 POISON = 0xA5
 SHAPES = ((256, 512), (33, 80), (1, 1), (0, 64))
 """Whole blocks, ragged edges, one element, no rows."""
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 PAIR = KernelSpec(op="quantize", impl="lpq.core.pairs:quantize", backend="cuda")
 """What makes operands of two formats."""
 Pair = tuple[Quantizer | None, Quantizer | None]

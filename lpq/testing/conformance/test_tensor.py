@@ -76,6 +76,7 @@ def test_moves(quantizer: Quantizer, held: str) -> None:
     assert (meta.shape, meta.dtype, meta.device.type) == (tensor.shape, tensor.dtype, "meta")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
 def test_devices(family: Family) -> None:
     """Pinned memory, moves to a GPU and back, and streams keep every byte."""

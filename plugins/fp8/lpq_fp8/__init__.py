@@ -15,6 +15,10 @@ KERNELS = (
         op="gemm", impl="lpq_fp8.gemm:gemm", why_not="lpq_fp8.gemm:why_not", formats=("fp8", "fp8"),
         backend="torch", min_sm=89, priority=10,
     ),
+    KernelSpec(  # of cuBLAS, on Hopper alone
+        op="gemm", impl="lpq_fp8.gemm:gemm_of_blocks", why_not="lpq_fp8.gemm:blocks_why_not", formats=("fp8", "fp8"),
+        backend="torch", min_sm=90, max_sm=90, priority=10,
+    ),
     KernelSpec(op="exact", impl="lpq_fp8.gemm:exact", why_not="lpq_fp8.gemm:exact_why_not", backend="torch", min_sm=80),
 )  # fmt: skip
 

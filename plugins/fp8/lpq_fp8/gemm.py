@@ -18,29 +18,57 @@ BLOCK = 128
 
 
 def why_not(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
-    """Both operands need scales of kinds that the scaled matmul takes together."""
-    if a.dtype == b.dtype == "e5m2":
-        return "no hardware multiplies E5M2 by E5M2: let one operand be E4M3"
-    kinds = (_kind(a), _kind(b))
-    if kinds[0] == kinds[1] != "128x128" or set(kinds) == {"1x128", "128x128"}:
-        return None
-    return f"no scaled matmul takes scales of kinds {kinds[0]} and {kinds[1]} together"
+    """Both operands need one scale, or one for each row."""
+    kinds = _kind(a), _kind(b)
+    if kinds[0] == kinds[1] and kinds[0] in ("tensor", "row"):
+        return _both_e5m2(a, b)
+    return f"multiplies scales of the tensor or of rows, of both operands alike; these are of {' and '.join(kinds)}"
+
+
+def blocks_why_not(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
+    """Both operands need scales of blocks, and one at least of 1x128."""
+    kinds = _kind(a), _kind(b)
+    if "1x128" in kinds and set(kinds) <= {"1x128", "128x128"}:
+        return _both_e5m2(a, b)
+    return f"multiplies blocks of 1x128 by blocks of 1x128 or 128x128; these scales are of {' and '.join(kinds)}"
 
 
 def gemm(a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """As the reference. Shapes that the scaled matmul refuses are multiplied in bf16."""
-    (rows, inner), cols = a.shape, b.shape[0]
-    kind = _kind(a.quantizer)
-    fits = inner % ALIGNED == 0 and cols % ALIGNED == 0 and rows > 0 and inner > 0
-    if kind == "tensor" and fits:
+    """As the reference. What the scaled matmul refuses is multiplied in bf16."""
+    if not _fits(a, b):
+        return gemm_in_bf16(a, b, bias, dtype)
+    if _kind(a.quantizer) == "tensor":
         return _scaled_mm(a, b, a.scale, b.scale, bias, dtype, fast_accumulate)
-    if kind == "row" and fits:
-        return _scaled_mm(a, b, a.scale, b.scale.t(), bias, dtype, fast_accumulate)
+    # For rows torch has a kernel of its own on GPUs that are not Hopper's, which serves less.
+    if (dtype == torch.float32 or b.quantizer.dtype == "e5m2") and not _hopper(a.data.device):
+        return gemm_in_bf16(a, b, bias, dtype)
+    return _scaled_mm(a, b, a.scale, b.scale.t(), bias, dtype, fast_accumulate)
+
+
+def gemm_of_blocks(
+    a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
+    """The same of scales of blocks, which are applied to sums in fp32: never fast."""
     # Versions of torch differ in how scales of 128x128 lie in memory, unless their number is a multiple of 4.
-    multiple = 4 * BLOCK if "128x128" in (kind, _kind(b.quantizer)) else BLOCK
-    if "x128" in kind and fits and inner % multiple == 0 and rows % ALIGNED == 0:
-        return _scaled_mm(a, b, _block_scales(a), _block_scales(b).t(), bias, dtype, fast=False)  # scaled in fp32
+    multiple = 4 * BLOCK if "128x128" in (_kind(a.quantizer), _kind(b.quantizer)) else BLOCK
+    if _fits(a, b) and a.shape[1] % multiple == 0 and a.shape[0] % ALIGNED == 0:
+        return _scaled_mm(a, b, _block_scales(a), _block_scales(b).t(), bias, dtype, fast=False)
     return gemm_in_bf16(a, b, bias, dtype)
+
+
+def _both_e5m2(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
+    if a.dtype == b.dtype == "e5m2":
+        return "no hardware multiplies E5M2 by E5M2: let one operand be E4M3"
+    return None
+
+
+def _fits(a: FP8Storage, b: FP8Storage) -> bool:
+    (rows, inner), cols = a.shape, b.shape[0]
+    return inner % ALIGNED == 0 and cols % ALIGNED == 0 and rows > 0 and inner > 0
+
+
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _scaled_mm(
