@@ -161,8 +161,9 @@ def test_the_page_shows_the_stored_results() -> None:
     for place in stored.MARK.finditer(page):
         start, stem, _, end = place.groups()
         assert stem in found or place.group() == start + end, f"{stem} is shown, and there is no file of it"
-    for picture in re.findall(r"\]\((assets/performance-[^)]+)\)", page):
-        assert (stored.PAGE.parent / picture).is_file()
+    pictures = re.findall(r"\]\(assets/performance-([^)]+)\.png\)", page)
+    assert sorted(pictures) == sorted(found)
+    assert all((stored.PAGE.parent / "assets" / f"performance-{name}.png").is_file() for name in pictures)
 
 
 @pytest.mark.parametrize("path", sorted(stored.FOLDER.glob("*.json")), ids=lambda p: p.stem)
