@@ -55,6 +55,7 @@ ALIGNED, ODD, FEW = (256, 512), (130, 257), [(1, 1000), (1000, 1), (48, 80), (0,
 PLACED = tuple(kind for kind in KINDS if kind not in ("unaligned", "transposed"))
 NEEDS = {"cuda": "cuda.core", "triton": "triton"}
 LARGE = ["fp8", "fp8(scaling=row)", "mxfp8", "fp8(scaling=block)", "nvfp4(rht=true)"]
+OTHERS_LARGE = ["fp8(scaling=delayed, dtype=e5m2)", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)"]
 
 
 def found(module: str) -> bool:
@@ -322,7 +323,11 @@ def test_no_synchronisation_and_capture(backend: str, text: str) -> None:
     assert_captured(text)
 
 
-@each(*LARGE)
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [*(on(backend, text) for backend in QUANTIZERS for text in LARGE), *(on("cuda", text) for text in OTHERS_LARGE)],
+    indirect=["backend"],
+)
 def test_more_than_2_31_elements(backend: str, text: str) -> None:
     """What lies last is encoded as it is alone."""
     whole, last = of_many_elements(text)
@@ -335,3 +340,6 @@ def test_more_than_2_31_elements(backend: str, text: str) -> None:
     if "row" not in text:  # there a column's scale is that of all its elements
         ends = whole.col.tensors()[0][-256:], last.col.tensors()[0][-256:]
         assert_same([ends[0][:, -ends[1].shape[1] :]], [ends[1]], text)
+    if whole.row.quantizer.transposable:
+        turned, end = (operations.transpose(operand).tensors()[0] for operand in (whole.row, last.row))
+        assert_same([turned[:, -end.shape[1] :]], [end], f"{text}, transposed")
