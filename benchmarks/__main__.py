@@ -89,13 +89,13 @@ def _measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
     effort = QUICK if options.quick else Effort()
     if part == "casts":
         return casts.measure_all(device, options.only, *options.size)
-    recipes = tuple(options.recipe or ())
+    recipes = tuple(options.recipe or contenders.RECIPES)
     if part == "stack":
-        everyone = contenders.of_stacks(recipes or stack.RECIPES, not options.no_compile)
+        everyone = contenders.of_stacks(recipes, not options.no_compile)
         everyone = contenders.chosen(everyone, options.only)
         with stack.group():
             return stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
-    everyone = contenders.of_layers(recipes or contenders.RECIPES, not options.no_compile)
+    everyone = contenders.of_layers(recipes, not options.no_compile)
     everyone = contenders.chosen(everyone, options.only)
     sizes = shapes.QUICK if options.quick else shapes.LINEAR
     if options.profile:

@@ -28,8 +28,6 @@ from benchmarks.timing import Step, Timing, between, event
 
 WARM = 3
 STEPS = 24
-RECIPES = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
-"""Those of lpq that are trained if nothing else is asked for."""
 
 
 @contextmanager
