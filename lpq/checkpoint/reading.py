@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in KNOWN.get(module, ()):
             raise CheckpointError(f"its index refers to {module}.{name}, which is no part of an index: do not trust it")
         return super().find_class(module, name)
+
+
+def _member(of: Any, name: Any) -> Enum:
+    """In place of ``getattr``, by which some releases of Python 3.11 pickle members of an ``Enum``, and no more."""
+    if not (isinstance(of, type) and issubclass(of, Enum) and name in of.__members__):
+        raise CheckpointError(f"its index refers to {name} of {of}, which is no part of an index: do not trust it")
+    return of.__members__[name]
