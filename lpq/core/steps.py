@@ -1,7 +1,7 @@
 """The steps of optimizers: what one writes to stored tensors is encoded once, when it ends, with one reduction.
 
 torch calls a function before and after the step of any optimizer, but none when the step raises. So a step is known by
-the frame of torch's function around it, and runs for as long as that is on the stack of a thread.
+the frame of torch's function around it, and runs for as long as that does.
 """
 
 from __future__ import annotations
@@ -38,10 +38,15 @@ class Step:
 
     @property
     def running(self) -> bool:
-        """Whether it has neither ended nor raised."""
-        if _calls(sys._getframe(), self.frame):
+        """Whether it has neither ended nor raised: a frame that runs, in whatever thread, refuses to be cleared.
+
+        To look for it on the stacks of threads is not safe: in Python 3.11 they may go on while one is walked.
+        """
+        try:
+            self.frame.clear()
+        except RuntimeError:
             return True
-        return any(_calls(frame, self.frame) for frame in sys._current_frames().values())
+        return False
 
     def write(self, only: Draft | None = None, ended: Optimizer | None = None) -> None:
         """Encode what was written so far: all tensors with one reduction, which all ranks have to do; or one tensor.
@@ -155,10 +160,3 @@ def _around(called: FrameType | None = None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename != AROUND:
         frame = frame.f_back
     return frame
-
-
-def _calls(frame: FrameType | None, around: FrameType) -> bool:
-    """Whether ``frame`` was called, at whatever distance, by ``around``."""
-    while frame is not None and frame is not around:
-        frame = frame.f_back
-    return frame is not None
