@@ -319,15 +319,16 @@ __device__ __forceinline__ u32 largest_of(const u32* values, u32 count, Largest&
 
 // ------------------------------------------------------------------------------------------ bytes out
 
-// Eight elements, times a factor, as 8-bit floats: two words. Of E5M2, whose infinities take several instructions, and
-// registers that would be missed elsewhere: so it is not inlined, and called where there are some.
+// Eight elements, some of them infinite, times a factor, in E5M2: two words. To keep an infinity takes several instructions,
+// and registers that all other elements would miss: so this is not inlined.
 __device__ __noinline__ uint2 scale_infinite(float4 first, float4 last, float factor) {
     const u32 a = scale_pair<E5M2>(first.x, factor, first.y, factor), b = scale_pair<E5M2>(first.z, factor, first.w, factor);
     const u32 c = scale_pair<E5M2>(last.x, factor, last.y, factor), d = scale_pair<E5M2>(last.z, factor, last.w, factor);
     return make_uint2(a | b << 16, c | d << 16);
 }
 
-// The elements of a row of this thread, likewise. FINITE: none is infinite, which saves an instruction in ten.
+// The elements of a row of this thread, times a factor, as 8-bit floats: two words. FINITE: none is infinite, which saves an
+// instruction in ten. Where that is not known E4M3 makes NaN of those on the way, and E5M2 looks whether there are any.
 template <class F, bool FINITE = false>
 __device__ __forceinline__ void scale_row(const u32 (&row)[WORDS], float factor, u32& low, u32& high) {
     if (!FINITE && F::infinities) {

@@ -40,7 +40,8 @@ class Step:
     def running(self) -> bool:
         """Whether it has neither ended nor raised: a frame that runs, in whatever thread, refuses to be cleared.
 
-        To look for it on the stacks of threads is not safe: in Python 3.11 they may go on while one is walked.
+        One that has ended forgets its variables by that, which nobody reads. To look for it on the stacks of threads is
+        not safe: in Python 3.11 they may go on while one is walked.
         """
         try:
             self.frame.clear()

@@ -51,15 +51,21 @@ def in_haste() -> list[str]:
     return ["-Ofc=mid"] if "(-Ofc)" in told else []
 
 
-def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path, *, lean: bool = True) -> str | None:
-    """What the compiler says against a source; None: nothing. What it says with CUDA's own header counts."""
+def run_nvcc(
+    source: Path, macros: Macros, architecture: str, out: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Compile a source as NVRTC does."""
     defined = "".join("#define {} {}\n".format(*cubins._macro(macro)) for macro in macros)  # -D ends at a comma
     whole = out.with_suffix(".cu")
     whole.write_text(f'{defined}#include "{source}"\n')
     command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17", f"-I{cubins.headers()}"]
-    command += [*in_haste(), "-o", str(out), str(whole)]
+    return subprocess.run([*command, "-o", str(out), str(whole), *options], capture_output=True, text=True)
+
+
+def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path, *, lean: bool = True) -> str | None:
+    """What the compiler says against a source; None: nothing. What it says with CUDA's own header counts."""
     for more in ([f"-I{LEAN}"], []) if lean else ([],):
-        done = subprocess.run([*command, *more], capture_output=True, text=True)
+        done = run_nvcc(source, macros, architecture, out, *in_haste(), *more)
         if done.returncode == 0:
             return None
     return done.stdout + done.stderr

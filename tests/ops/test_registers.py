@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from test_csrc_compiles import run_nvcc
 
 import lpq
 from lpq import registry
-from lpq.ops import cubins, tiles
+from lpq.ops import tiles
 from lpq.ops.cuda import CudaKernel
 
 SPILLS = re.compile(r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores")
@@ -31,11 +31,7 @@ QUANTIZERS = [
 
 def spilled(source: Path, macros: tuple[str, ...], folder: Path) -> dict[str, int]:
     """The bytes that each kernel of a source spills to memory, on Hopper."""
-    defined = "".join("#define {} {}\n".format(*cubins._macro(macro)) for macro in macros)  # -D ends at a comma
-    whole = folder / "whole.cu"
-    whole.write_text(f'{defined}#include "{source}"\n')
-    command = ["nvcc", "-cubin", "-arch=sm_90a", "-fmad=false", "-std=c++17", f"-I{cubins.headers()}", "-Xptxas=-v"]
-    done = subprocess.run([*command, "-o", str(folder / "out.cubin"), str(whole)], capture_output=True, text=True)
+    done = run_nvcc(source, macros, "sm_90a", folder / "out.cubin", "-Xptxas=-v")
     assert done.returncode == 0, done.stderr
     return {name: int(stored) for name, stored in SPILLS.findall(done.stderr)}
 
