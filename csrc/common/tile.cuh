@@ -158,6 +158,36 @@ __device__ __forceinline__ void load(const Tile& t, const void* x, u32 (&w)[ROWS
     }
 }
 
+// The elements of the next tile, on their way to shared memory while a block works on this one. Each thread copies those that
+// it takes itself. Of whole tiles of 16-bit numbers, where it is WANTED: all else is read when it is taken.
+template <bool WANTED = true>
+struct Ahead {
+    static constexpr bool USED = WANTED && WHOLE && sizeof(Source) == 2;
+    uint4 lines[USED ? ROWS : 1][USED ? THREADS : 1];
+
+    __device__ __forceinline__ void fetch(const Tile& t, const void* x) {
+        if (!USED) return;
+        const Source* from = (const Source*)x + t.row * t.cols + t.col;
+        const u32 to = (u32)__cvta_generic_to_shared(&lines[0][threadIdx.x]);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * (u32)sizeof(lines[0])),
+                         "l"(from + i * t.cols) : "memory");
+    }
+
+    // The elements of the tile that was fetched, which is this one. Another may be fetched then.
+    __device__ __forceinline__ void take(const Tile& t, const void* x, u32 (&w)[ROWS][WORDS]) const {
+        if (!USED) return load(t, x, w);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const uint4 v = lines[i][threadIdx.x];
+            w[i][0] = v.x, w[i][1 % WORDS] = v.y, w[i][2 % WORDS] = v.z, w[i][3 % WORDS] = v.w;
+        }
+        __syncwarp();
+    }
+};
+
 // ------------------------------------------------------------------------------------------ magnitudes
 
 // The largest magnitude in each of this thread's rows, as words of their elements.
@@ -455,6 +485,7 @@ struct Skewed {
     alignas(4) u8 bytes[LINES_ * N + LINES_ / 2];
 
     __device__ __forceinline__ u8* operator[](int line) { return bytes + line * N + line / 8 * 4; }
+    __device__ __forceinline__ const u8* operator[](int line) const { return bytes + line * N + line / 8 * 4; }
 };
 
 // N bytes of shared memory that belong to consecutive places of a row of `count` bytes, from `first` on.

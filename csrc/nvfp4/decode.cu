@@ -1,5 +1,6 @@
 // NVFP4 as LPQ_OUTPUT, rounded once, in the basis in which it is stored. LPQ_SQUARE: blocks of 16x16 in place of 1x16.
 // Without an amax: elements times block scales times 2^-11. They have 6 bits at most, so that rounded to bf16 they are exact.
+// How far scales are apart is said of those of lines below each other and of blocks side by side.
 #include "decode.cuh"
 
 // E2M1 in fp32: its bits are the top bits of an fp16 whose exponent is 14 too low.
@@ -9,7 +10,7 @@ __device__ __forceinline__ float decode_e2m1(u32 codes, int i) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
-    const u8* data, const u8* scale, const float* amax, void* out, i64 rows, i64 cols
+    const u8* data, const u8* scale, const float* amax, void* out, i64 down, i64 across, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
     const Tile t(rows, cols, blockIdx.x);
@@ -26,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
         const i64 row = t.row + i;
 #endif
         codes[i] = __ldcs((const u32*)(data + ((t.row + i) * blocks) * 8 + t.col / 2));
-        scales[i] = __ldg(scale + row * blocks + t.col / 16);
+        scales[i] = __ldg(scale + row * down + t.col / 16 * across);
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {

@@ -23,6 +23,11 @@ constexpr bool SHARED = true;
 #else
 constexpr bool SHARED = false;
 #endif
+#if defined(LPQ_ROW) && defined(LPQ_COL) && !defined(LPQ_SHARED)
+constexpr bool SEVERAL = true;  // tiles for a block of threads
+#else
+constexpr bool SEVERAL = false;
+#endif
 
 // For each block of threads the largest magnitude in its tiles, of the matrix and of the rotated one.
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_FP32 ? 255 : REGISTERS>) amaxes(
@@ -30,10 +35,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
 ) {
     wait_for_the_one_before();
     u32 in_plain = 0, in_rotated = 0;
+    __shared__ Ahead<> ahead;
+    ahead.fetch(Tile(rows, cols, blockIdx.x), x);
     for (u32 at = blockIdx.x; at < count; at += gridDim.x) {
         const Tile t(rows, cols, at);
         u32 w[ROWS][WORDS], y[8][4], amax[4];
-        load(t, x, w);
+        ahead.take(t, x, w);
+        if (at + gridDim.x < count) ahead.fetch(Tile(rows, cols, at + gridDim.x), x);
         if (plain) in_plain = max(in_plain, thread_amax(w));
         nvfp4::rotate(t, w, y);
         nvfp4::rotated_amax(y, amax);
@@ -75,8 +83,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
     Col col({col_data, col_scale, col_amax_out, col_amaxes, col_count, col_given, col_measured, seed, offset},
             col_shared, t);
 #endif
+    __shared__ Ahead<SEVERAL> ahead;
     for (u32 index = blockIdx.x;;) {
+        const u32 next = index + gridDim.x;
         __syncthreads();
+        if (next < count) ahead.fetch(Tile(rows, cols, count - 1 - next), x);
 #ifdef LPQ_ROW
         row.encode(t, w);
 #endif
@@ -101,9 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
 #elif defined(LPQ_COL)
         col.store(t);
 #endif
-        index += gridDim.x;
-        if (index >= count) break;
+        if (next >= count) break;
+        index = next;
         t = Tile(rows, cols, count - 1 - index);
-        load(t, x, w);
+        ahead.take(t, x, w);
     }
 }

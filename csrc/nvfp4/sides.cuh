@@ -1,4 +1,5 @@
-// NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted.
+// NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted. The scales of
+// blocks of 1x16 lie column by column: those of a block of all lines together.
 //
 // EXACT: elements times the scales of their blocks times 2^-11 go out in place of an operand, in bf16, which holds them
 // exactly; of a matrix whose sizes are multiples of 8.
@@ -10,7 +11,8 @@
 
 namespace nvfp4 {
 
-static_assert(ABREAST == 16, "the rows of a block are in the lanes 16 apart");
+template <bool>
+constexpr bool IN_LANES_16_APART = ABREAST == 16;  // the rows of a block are
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
 constexpr u32 MINUS = 0xd7e8;  // the signs of the random Hadamard transform: bit i is set where row i of 16 is negated
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
@@ -120,25 +122,26 @@ __device__ __forceinline__ How together(bool plain, bool tied) {
     return BITS == 24 || __any_sync(~0u, tied) ? TIES : SHORT;
 }
 
-// The factors of N lines of blocks of 16, of this operand or transposed, and how the elements are encoded. Their scales
-// go to shared memory, `apart` bytes from line to line.
-template <bool STOCHASTIC, int BITS, int N>
+// The factors of eight lines of blocks of 16, of this operand or transposed, and how the elements are encoded. Their scales
+// go to shared memory, to a block and a line of the tile.
+template <bool STOCHASTIC, int BITS, class Codes>
 __device__ __forceinline__ How line_factors(
-    float (&amax)[N], const Parameters& p, const Scales<BITS>& scales, const Factors& factors, bool first, int inside,
-    i64 line, i64 block, i64 blocks, u8* codes, int apart, float (&factor)[N], u32 (&code_of)[N]
+    const float (&amax)[8], const Parameters& p, const Scales<BITS>& scales, const Factors& factors, bool first, int inside,
+    i64 begin, i64 block, i64 blocks, Codes& codes, int in_tile, int line, float (&factor)[8], u32 (&code_of)[8]
 ) {
     bool plain = scales.roomy;
-    u32 signs = 0;
+    u32 signs = 0, packed[2] = {};
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const float a = block_amax(p, amax[i], first, i < inside, (line + i) * blocks + block);
+    for (int i = 0; i < 8; ++i) {
+        const float a = block_amax(p, amax[i], first, i < inside, (begin + i) * blocks + block);
         const u32 code = block_scale(a, scales.sixth);
         code_of[i] = code;
         factor[i] = factors.of[code];
         plain = plain & is_plain<STOCHASTIC>(amax[i], factor[i]);
         signs |= __float_as_uint(factor[i]);
-        codes[i * apart] = (u8)code;  // which all threads of a block have
+        packed[i / 4] |= code << (8 * (i % 4));
     }
+    codes.put(in_tile, line, packed[0], packed[1]);  // which all threads of a block have
     return together<STOCHASTIC, BITS>(plain, signs >> 31);
 }
 
@@ -155,6 +158,22 @@ __device__ __forceinline__ How square_factors(
     return together<STOCHASTIC, BITS>(scales.roomy && is_plain<STOCHASTIC>(amax, factor[0]), factor[0] < 0.0f);
 }
 
+// The scales of a tile of LINES_ x BLOCKS blocks, on their way: of blocks of 16x16 to a matrix that lies row by row.
+template <bool SQUARE, int LINES_, int BLOCKS>
+struct Codes : ByColumns<BLOCKS, LINES_> {};
+template <int LINES_, int BLOCKS>
+struct Codes<true, LINES_, BLOCKS> : Skewed<LINES_, BLOCKS> {
+    static constexpr int TAKEN = LINES_;
+
+    __device__ __forceinline__ void store(
+        int thread, u8* out, i64 first_line, i64 lines, i64 first_block, i64 blocks
+    ) const {
+        const i64 line = first_line + thread;
+        if (thread >= 0 && thread < LINES_ && (WHOLE || line < lines))
+            store_bytes<BLOCKS>(out + line * blocks, first_block, blocks, (*this)[thread]);
+    }
+};
+
 // The nibbles of the elements that lie in the matrix, of 8 of which the first `count` do. The others are 0.
 __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
 
@@ -166,9 +185,10 @@ constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : STOCHASTIC && EXACT && REGIS
 template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false, bool EXACT = false>
 struct Row : Side {
     typedef nvfp4::Parameters Parameters;
-    static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
+    static_assert(!SQUARE || IN_LANES_16_APART<SQUARE>, "square blocks are found so");
+    static constexpr int NEEDS = needs<STOCHASTIC, EXACT>, HIGH = SQUARE ? DOWN : TALL;
     struct Shared {
-        Skewed<TALL, ACROSS> codes;
+        Codes<SQUARE, HIGH, ACROSS> codes;
         Factors factors;
         Largest largest;
     };
@@ -186,7 +206,7 @@ struct Row : Side {
         float factor[ROWS];
         u32 code_of[ROWS];
         How how;
-        if (SQUARE) {
+        if constexpr (SQUARE) {
             u32 block = thread_amax(w);
             block = max(block, __shfl_xor_sync(~0u, block, 1)), block = max(block, __shfl_xor_sync(~0u, block, 16));
             how = square_factors<STOCHASTIC>(
@@ -202,7 +222,7 @@ struct Row : Side {
             for (int i = 0; i < ROWS; ++i) amaxes[i] = value(words, i);
             how = line_factors<STOCHASTIC>(
                 amaxes, p, scales, shared.factors, t.lane_col % 16 == 0, col_block < across ? t.high : 0, t.row,
-                col_block, across, &shared.codes[t.lane_row][t.lane_col / 16], ACROSS, factor, code_of);
+                col_block, across, shared.codes, t.lane_col / 16, t.lane_row, factor, code_of);
         }
         if (!p.data) return;
         if (how == SHORT)
@@ -247,17 +267,16 @@ struct Row : Side {
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
-        constexpr int LINES_ = SQUARE ? DOWN : TALL;
-        const i64 line = (i64)t.down * LINES_ + threadIdx.x;
-        if (!EXACT && p.data && threadIdx.x < LINES_ && line < (SQUARE ? down : t.rows))
-            store_bytes<ACROSS>(p.scale + line * across, (i64)t.across * ACROSS, across, shared.codes[threadIdx.x]);
+        if (EXACT || !p.data) return;
+        shared.codes.store(threadIdx.x, p.scale, (i64)t.down * HIGH, SQUARE ? down : t.rows, (i64)t.across * ACROSS, across);
     }
 };
 
 // The codes and scales of a column operand, on their way.
 template <bool SQUARE>
 struct Columns16 {
-    Skewed<WIDE, DOWN> codes;
+    static constexpr int HIGH = SQUARE ? ACROSS : WIDE;
+    Codes<SQUARE, HIGH, DOWN> codes;
     alignas(16) u32 transposed[WIDE][TALL / 8];
 
     // Eight codes of this thread's column j.
@@ -266,18 +285,16 @@ struct Columns16 {
     }
 
     __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down) {
-        constexpr int LINES_ = SQUARE ? ACROSS : WIDE;
-        const int line = (int)threadIdx.x - (THREADS - LINES_);
-        const i64 scale_col = (i64)t.across * LINES_ + line;
-        if (data && line >= 0 && scale_col < (SQUARE ? across : t.cols))
-            store_bytes<DOWN>(scale + scale_col * down, (i64)t.down * DOWN, down, codes[line]);
+        if (!data) return;
+        const int thread = (int)threadIdx.x - (THREADS - codes.TAKEN);
+        codes.store(thread, scale, (i64)t.across * HIGH, SQUARE ? across : t.cols, (i64)t.down * DOWN, down);
         constexpr int STEP = THREADS / DOWN;
         const int first = threadIdx.x / DOWN, at = threadIdx.x % DOWN;
         const i64 col = (i64)t.across * WIDE + first, block = (i64)t.down * DOWN + at;
         u8* to = data + (col * down + block) * 8;
 #pragma unroll
         for (int k = 0; k < WIDE / STEP; ++k, to += STEP * 8 * down)
-            if (data && (WHOLE || (col + k * STEP < t.cols && block < down)))
+            if (WHOLE || (col + k * STEP < t.cols && block < down))
                 stream(to, ((const uint2*)transposed[first + k * STEP])[at ^ ((first + k * STEP) / 8 % DOWN)]);
     }
 };
@@ -285,6 +302,7 @@ struct Columns16 {
 template <bool STOCHASTIC, bool SQUARE, bool ROTATED, bool EXACT = false>
 struct Col : Side {
     typedef nvfp4::Parameters Parameters;
+    static_assert(IN_LANES_16_APART<SQUARE>, "blocks along columns are found so");
     static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
     static constexpr int BITS = ROTATED ? 8 : SIGNIFICANT;  // rotated elements are in bf16
     struct Shared {
@@ -321,7 +339,7 @@ struct Col : Side {
             for (int j = 0; j < 8; ++j) amaxes[j] = value(words, j);
         }
         How how;
-        if (SQUARE) {
+        if constexpr (SQUARE) {
             u32 block = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) block = max(block, amax_bits(amaxes[j]));
@@ -333,7 +351,7 @@ struct Col : Side {
         } else {
             how = line_factors<STOCHASTIC>(
                 amaxes, p, scales, shared.factors, t.lane_row % 16 == 0, row_block < down ? t.wide : 0, t.col,
-                row_block, down, &shared.out.codes[t.lane_col][t.lane_row / 16], DOWN, factor, code_of);
+                row_block, down, shared.out.codes, t.lane_row / 16, t.lane_col, factor, code_of);
         }
         if (!p.data) return;
         if (how == SHORT)

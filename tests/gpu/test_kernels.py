@@ -164,7 +164,7 @@ def compare_views(operand: Storage, dtype: torch.dtype, what: str) -> None:
         assert_same(turned.tensors(), operations.transpose_reference(operand).tensors(), what)
 
 
-@each("fp8", "mxfp8", "nvfp4(block=16x16)")
+@each("fp8", "mxfp8", "nvfp4", "nvfp4(block=16x16)")
 def test_a_slice_is_decoded_and_transposed(backend: str, text: str) -> None:
     """Its buffers are views that need not be contiguous, nor begin at multiples of 16 bytes."""
     ((_, x),) = inputs(256, 384, torch.float32, ("normal",))

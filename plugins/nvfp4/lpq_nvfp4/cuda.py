@@ -17,8 +17,9 @@ from lpq.ops.tiles import (
     amax_finish,
     amax_parts,
     at_once,
+    broad,
+    by_columns,
     covering,
-    flat,
     is_whole,
     pointer,
     reading,
@@ -103,35 +104,46 @@ def _run(
             amaxes += (0, 0, 0, 0)
             continue
         parts = rotated if side.rht else plain
-        blocks = (high if side.block == "1x16" else -(-high // GROUP), -(-wide // GROUP))
         if encode:
-            out += (
-                x.new_empty((high, blocks[1] * (GROUP // 2)), dtype=torch.uint8),
-                x.new_empty(blocks, dtype=E4M3),
-                x.new_empty((), dtype=torch.float32),
-            )
+            out += fresh(x, side, high, wide)
         pointers += (t.data_ptr() for t in out[-3:]) if encode else (0, 0, 0)
         wanted = None
         if measure and not (shared and measured):
             assert parts is not None
-            wanted = x.new_empty(blocks, dtype=torch.float32)
+            wanted = x.new_empty(_blocks(side, high, wide), dtype=torch.float32)
             measured += (amax_finish(parts), wanted)
         known = amax if amax is not None else parts
         assert known is not None
         given = given.contiguous() if given is not None else None
         amaxes += (known.data_ptr(), known.numel(), pointer(given), pointer(wanted))
-    in_one_piece = col is None and row is not None and row.block == "1x16" and not row.stochastic
-    rows, cols = flat(x) if in_one_piece else x.shape
+    rows, cols = x.shape
     by_block = measure or first[1] is not None or second[1] is not None
     macros, shape = _macros(row, col, shared, by_block)
+    if col is None and row is not None and row.block == "1x16":
+        shape = broad(x, dtype, shape)
     count = tiles(rows, cols, shape)
-    together = 256 if row is not None and col is not None and not shared else 128  # rows of tiles in turn
+    together = 128  # rows of tiles that a block of threads takes in turn
+    if row is not None and col is not None and not shared:
+        together = 512 if col.rht else 256
     QUANTIZE[shape].launch(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
         -(-count * shape.tall // together),
         x.data_ptr(), *pointers, *amaxes, pointer(seed), offset, count, rows, cols,
     )  # fmt: skip
     return out + measured
+
+
+def fresh(x: Tensor, side: NVFP4Quantizer, high: int, wide: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for an operand of ``x``, as its layout says."""
+    lines, blocks = _blocks(side, high, wide)
+    data = x.new_empty((high, blocks * (GROUP // 2)), dtype=torch.uint8)
+    by_rows = side.block == "16x16"
+    scale = x.new_empty((lines, blocks), dtype=E4M3) if by_rows else by_columns(x, lines, blocks, E4M3)
+    return data, scale, x.new_empty((), dtype=torch.float32)
+
+
+def _blocks(side: NVFP4Quantizer, high: int, wide: int) -> tuple[int, int]:
+    return high if side.block == "1x16" else -(-high // GROUP), -(-wide // GROUP)
 
 
 def parts_of(x: Tensor, dtype: torch.dtype, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor | None]:

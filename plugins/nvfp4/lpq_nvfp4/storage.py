@@ -22,7 +22,7 @@ BLOCKS: dict[str, Block] = {"1x16": (1, GROUP), "16x16": (GROUP, GROUP)}
 LAYOUTS = {
     name: (
         Buffer("data", torch.uint8, block=(1, 2), pad=GROUP),
-        Buffer("scale", E4M3, block=block),
+        Buffer("scale", E4M3, block=block, column_major=name == "1x16"),
         Buffer("amax", torch.float32, block=(None, None)),
     )
     for name, block in BLOCKS.items()

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.core.elements import E4M3
 from lpq.core.multiplicand import Form
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
 from lpq.ops.tiles import amax_finish, pointer
-from lpq_nvfp4.cuda import parts_of
+from lpq_nvfp4.cuda import fresh, parts_of
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
@@ -24,21 +23,14 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
     """How an operand is made; none that is rotated is a row operand."""
     if quantizer.rht and direction == "row":
         return None
-    square = quantizer.block == "16x16"
 
     def make(job: Job) -> Made:
-        high, wide = job.shape
-        blocks = (-(-high // GROUP) if square else high, -(-wide // GROUP))
         amax, given = job.stats
-        buffers = (
-            job.x.new_empty((high, blocks[1] * (GROUP // 2)), dtype=torch.uint8),
-            job.x.new_empty(blocks, dtype=E4M3),
-            job.x.new_empty((), dtype=torch.float32),
-        )
+        buffers = fresh(job.x, quantizer, *job.shape)
         measured: tuple[Tensor, ...] = ()
         if job.measure:
             assert job.found is not None
-            measured = (amax_finish(job.found), job.x.new_empty(blocks, dtype=torch.float32))
+            measured = (amax_finish(job.found), job.x.new_empty(buffers[1].shape, dtype=torch.float32))
         known = amax if amax is not None else job.found
         assert known is not None
         parameters = (

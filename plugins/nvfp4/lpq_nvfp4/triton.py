@@ -197,7 +197,8 @@ def _encode(
     encoded = known_amax(given, own, places, inside) * (overall * 0.16666666666666666)
     encoded = tl.where(encoded > 448.0, 448.0, encoded)
     code = cast_float8(encoded, encoded, False)
-    tl.store(scale + places, code, mask=inside)
+    to, _ = block_grid(row, col, rows, cols, high // HIGH, wide // WIDTH, HIGH, WIDTH, HIGH == 1)
+    tl.store(scale + to, code, mask=inside)
     factor = reciprocal(decode_float8(code, False) * reciprocal(overall))
     factor = tl.where(factor > FLT_MAX, FLT_MAX, factor)
     values = x * spread(factor, high, wide)
@@ -281,7 +282,7 @@ def _decode(data, scale, amax, out, rows, cols, HIGH: tl.constexpr, ROTATED: tl.
     row, col = place_of_tile(cols, TILE, TILE)
     packed = ((cols - 1) // WIDTH + 1) * (WIDTH // 2)
     values = decode_e2m1(unpack_nibbles(load_tile(data, row, col // 2, rows, packed, TILE, TILE // 2)))
-    places, inside = block_grid(row, col, rows, cols, TILE // HIGH, TILE // WIDTH, HIGH, WIDTH)
+    places, inside = block_grid(row, col, rows, cols, TILE // HIGH, TILE // WIDTH, HIGH, WIDTH, HIGH == 1)
     factor = decode_float8(tl.load(scale + places, mask=inside, other=0), False)
     largest = tl.full((1, 1), 0.0, tl.float32) + tl.load(amax)
     # A large amax would overflow before the last factor. Divided by 2^12 until then, it changes no bit.
@@ -299,7 +300,7 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:
     rows, cols = operand.shape
     if dtype not in DTYPES or not rows or not cols:
         return decode_reference(operand, dtype)
-    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    data, scale, _ = (buffer.laid(t) for buffer, t in zip(operand.quantizer.layout, operand.tensors(), strict=True))
     out = data.new_empty((rows, cols), dtype=dtype)
     launch(
         _decode, programs((rows, cols), TILE, TILE), data, scale.view(torch.uint8), operand.amax, out, rows, cols,

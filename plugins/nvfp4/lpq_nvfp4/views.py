@@ -11,7 +11,7 @@ from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles,
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.storage import NVFP4Storage
 
-DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPP")[LOW]
+DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]
 
 
 def transpose(operand: NVFP4Storage) -> Storage:
@@ -34,12 +34,12 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> 
     rows, cols = operand.shape
     if dtype not in OUTPUTS or not rows or not cols:
         return decode_reference(operand, dtype)
-    data, scale = operand.data.contiguous(), operand.scale.contiguous()
+    data, scale = operand.data.contiguous(), operand.scale
     out = data.new_empty((rows, cols), dtype=dtype)
     macros = OUTPUTS[dtype], *(["LPQ_SQUARE"] if operand.quantizer.block == "16x16" else [])
     DECODE.launch(
         data.get_device(), macros + covering(LOW, is_whole(data, rows, cols, LOW)), tiles(rows, cols, LOW),
         data.data_ptr(), scale.data_ptr(), 0 if unit else operand.amax.data_ptr(), out.data_ptr(),
-        rows, cols,
+        *scale.stride(), rows, cols,
     )  # fmt: skip
     return out
