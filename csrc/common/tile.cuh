@@ -479,6 +479,30 @@ struct Transposed {
     }
 };
 
+// The transposed values of a tile, of 16 bits each, on their way: a row of TALL for each column, in pieces of eight that are
+// permuted likewise. The sizes of the matrix are multiples of 8.
+struct TransposedValues {
+    uint4 piece[WIDE][TALL / 8];
+
+    // Eight values of this thread's column j.
+    __device__ __forceinline__ void put(const Tile& t, int j, uint4 values) {
+        piece[t.lane_col + j][t.lane_row / 8 ^ t.lane_col / 8 % 8] = values;
+    }
+
+    // After __syncthreads: out is [cols, rows].
+    __device__ __forceinline__ void store(const Tile& t, void* out) const {
+        constexpr int STEP = THREADS / (TALL / 8);
+        const int first = threadIdx.x / (TALL / 8), at = threadIdx.x % (TALL / 8);
+        const i64 row = (i64)t.down * TALL + at * 8, col = (i64)t.across * WIDE + first;
+        u16* to = (u16*)out + col * t.rows + row;
+#pragma unroll
+        for (int k = 0; k < WIDE / STEP; ++k, to += STEP * t.rows) {
+            const int line = first + k * STEP;
+            if (WHOLE || (col + k * STEP < t.cols && row < t.rows)) stream(to, piece[line][at ^ line / 8 % 8]);
+        }
+    }
+};
+
 // Rows of N bytes for LINES_ lines, of which lanes write every eighth: a word is left out for that after eight of them.
 template <int LINES_, int N>
 struct Skewed {

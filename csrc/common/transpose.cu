@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) transpose_
         const uint4 bytes = piece[line][p ^ (line / 32)];
         u8* target = out + to_row * high * 8 + to;
         if (high % 2 == 0) {
-            stream(target, bytes);
+            *(uint4*)target = bytes;  // with `stream` it is 1 % slower
         } else {  // rows of an odd number of 8 bytes
             stream(target, make_uint2(bytes.x, bytes.y));
             if (to + 8 < high * 8) stream(target + 8, make_uint2(bytes.z, bytes.w));

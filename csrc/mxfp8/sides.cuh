@@ -52,14 +52,14 @@ __device__ __forceinline__ float power_of(float inverse) {
     return __uint_as_float(bits == 0x200000u ? NAN_BITS : exponent ? exponent << 23 : 0x400000u);
 }
 
-// Eight elements times a power of two.
+// Eight elements times a power of two, in bf16.
 template <class F>
-__device__ __forceinline__ void store_exact(void* out, i64 row, i64 col, i64 cols, u32 low, u32 high, float power) {
+__device__ __forceinline__ uint4 exact(u32 low, u32 high, float power) {
     float v[8];
     decode_pairs<F>(low, v[0], v[1], v[2], v[3]), decode_pairs<F>(high, v[4], v[5], v[6], v[7]);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], power);
-    store_values(out, row, col, cols, v);
+    return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
 }
 
 // Scales of blocks in eight lines: their exponents go to shared memory, to a block and a line of the tile, and where the
@@ -122,8 +122,8 @@ struct Row : Side {
             scale_row<F, PLAIN>(w[i], inverse[i], low, high);
             if (!EXACT)
                 store_row(t, p.data, i, low, high);
-            else if (i < t.high)
-                store_exact<F>(p.data, t.row + i, t.col, t.cols, low, high, power_of(inverse[i]));
+            else if (i < t.high && t.wide)
+                stream((u16*)p.data + (t.row + i) * t.cols + t.col, exact<F>(low, high, power_of(inverse[i])));
         }
     }
 
@@ -133,13 +133,19 @@ struct Row : Side {
     }
 };
 
+// What a column operand has on its way.
+template <bool EXACT>
+struct Values : Transposed {};
+template <>
+struct Values<true> : TransposedValues {};
+
 template <class F, bool EXACT = false>
 struct Col : Side {
     typedef mxfp8::Parameters Parameters;
     static constexpr int DOWN = TALL / 32;
     struct Shared {
         ByColumns<DOWN, WIDE> exponents;
-        Transposed transposed;
+        Values<EXACT> transposed;
         Columns columns;
     };
     const Parameters p;
@@ -176,16 +182,17 @@ struct Col : Side {
         for (int j = 0; j < 8; ++j) {
             u32 low, high;
             scale_col<F, PLAIN>(w, j, inverse[j], low, high);
-            if (!EXACT)
+            if constexpr (EXACT)
+                shared.transposed.put(t, j, exact<F>(low, high, power_of(inverse[j])));
+            else
                 shared.transposed.put(t, j, low, high);
-            else if (j < t.wide)
-                store_exact<F>(p.data, t.col + j, t.row, t.rows, low, high, power_of(inverse[j]));
         }
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
-        if (EXACT || !p.data) return;
+        if (!p.data) return;
         shared.transposed.store(t, p.data);
+        if (EXACT) return;
         const int thread = (int)threadIdx.x - (THREADS - shared.exponents.TAKEN);
         shared.exponents.store(thread, p.scale, (i64)t.across * WIDE, t.cols, (i64)t.down * DOWN, blocks);
     }

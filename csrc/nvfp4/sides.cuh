@@ -299,6 +299,19 @@ struct Columns16 {
     }
 };
 
+// What a column operand has on its way: codes and scales, or the exact form. Where that is made stochastically it goes to its
+// places at once, which is faster there.
+template <bool EXACT, bool STOCHASTIC, bool SQUARE>
+struct OnTheWay : Columns16<SQUARE> {};
+template <bool STOCHASTIC, bool SQUARE>
+struct OnTheWay<true, STOCHASTIC, SQUARE> : TransposedValues {
+    Codes<SQUARE, SQUARE ? ACROSS : WIDE, DOWN> codes;
+};
+template <bool SQUARE>
+struct OnTheWay<true, true, SQUARE> {
+    Codes<SQUARE, SQUARE ? ACROSS : WIDE, DOWN> codes;
+};
+
 template <bool STOCHASTIC, bool SQUARE, bool ROTATED, bool EXACT = false>
 struct Col : Side {
     typedef nvfp4::Parameters Parameters;
@@ -306,7 +319,7 @@ struct Col : Side {
     static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
     static constexpr int BITS = ROTATED ? 8 : SIGNIFICANT;  // rotated elements are in bf16
     struct Shared {
-        Columns16<SQUARE> out;
+        OnTheWay<EXACT, STOCHASTIC, SQUARE> out;
         Factors factors;
         Largest largest;
     };
@@ -368,10 +381,9 @@ struct Col : Side {
         const u32 (&code_of)[8]
     ) {
         const u32 mask = ROTATED ? ~0u : nibbles(t.high);  // what pads the rows was rotated with them
-        u16* to = (u16*)p.data + t.col * t.rows + t.row;
         uint2 bits[2 * DRAWN] = {};
 #pragma unroll
-        for (int j = 0; j < 8; ++j, to += t.rows) {
+        for (int j = 0; j < 8; ++j) {
             if (STOCHASTIC && j % (2 * DRAWN) == 0)
                 draw((u32)((p.offset + t.row) / 16), (u32)t.col + j, 1, *p.seed, t.lane_row & 8, 16, bits);
             const uint2 drawn = bits[j % (2 * DRAWN)];
@@ -385,9 +397,12 @@ struct Col : Side {
                 else
                     v[i] = value(word, j % PER_WORD);
             }
-            if (EXACT) {
+            if constexpr (EXACT) {
                 const uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
-                if (j < t.wide && (WHOLE || t.row < t.rows)) stream(to, values);
+                if constexpr (!STOCHASTIC)
+                    shared.out.put(t, j, values);
+                else if (j < t.wide && (WHOLE || t.row < t.rows))
+                    stream((u16*)p.data + (t.col + j) * t.rows + t.row, values);
             } else {
                 shared.out.put(t, j, ::encode<STOCHASTIC, HOW>(v, factor[j], drawn) & mask);
             }
@@ -395,7 +410,10 @@ struct Col : Side {
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
-        if (!EXACT) shared.out.store(t, p.data, p.scale, across, down);
+        if constexpr (EXACT && !STOCHASTIC)
+            shared.out.store(t, p.data);
+        else if constexpr (!EXACT)
+            shared.out.store(t, p.data, p.scale, across, down);
     }
 };
 

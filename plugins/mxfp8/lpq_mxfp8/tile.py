@@ -11,7 +11,7 @@ from lpq.core.multiplicand import Form
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
-from lpq.ops.tiles import TALL, by_columns, pointer
+from lpq.ops.tiles import SQUARE, TALL, by_columns, pointer
 from lpq_mxfp8.cuda import BLOCK
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.storage import ELEMENTS
@@ -29,7 +29,7 @@ def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
         parameters = data.data_ptr(), scale.data_ptr(), pointer(given), pointer(amaxes)
         return Made((data, scale), () if amaxes is None else (amaxes,), parameters)
 
-    return _side(quantizer, direction, make)
+    return _side(quantizer, direction, make, shape=TALL)
 
 
 def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
@@ -39,10 +39,11 @@ def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
         matrix = job.x.new_empty(job.shape, dtype=torch.bfloat16)
         return Made((matrix,), (), (matrix.data_ptr(), 0, 0, 0))
 
-    return _side(quantizer, direction, make, exact=Form())
+    # Columns in bf16 are twice as long as in 8 bits: tiles are half as tall, and transposes take as much memory.
+    return _side(quantizer, direction, make, exact=Form(), shape=TALL if direction == "row" else SQUARE)
 
 
 def _side(quantizer: MXFP8Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:
     flag = str("exact" in rest).lower()
     struct = f"mxfp8::{direction.capitalize()}<{quantizer.dtype.upper()},{flag}>"
-    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPP", make, shape=TALL, **rest)
+    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPP", make, **rest)
