@@ -103,11 +103,14 @@ struct RowLines : Side {
                 if (writes && inside) p.measure<true>(own, place);
                 if (!WHOLE && writes && inside) to[i] = one_over_pow2(scales[i]);
             }
-            if (WHOLE && writes)
+            if (WHOLE && writes) {
+                u32 bits[ROWS];
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) bits[i] = __float_as_uint(one_over_pow2(scales[i]));
 #pragma unroll
                 for (int i = 0; i < ROWS; i += 4)
-                    ((float4*)to)[i / 4] = make_float4(one_over_pow2(scales[i]), one_over_pow2(scales[i + 1]),
-                                                       one_over_pow2(scales[i + 2]), one_over_pow2(scales[i + 3]));
+                    store_piece(to + i, make_uint4(bits[i], bits[i + 1], bits[i + 2], bits[i + 3]));
+            }
         } else {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) scales[i] = shared.scales[t.lane_col / UNIT][t.lane_row + i];
@@ -159,7 +162,7 @@ struct ColLines : Side {
         if (POW2) {
             const float scale = pow2_from_amax<F>(amax, p.largest_scale);
             shared.scales[unit][line] = own < INF ? scale : -scale;  // which says that an element may be infinite
-            *to = one_over_pow2(scale);
+            store_piece(to, __float_as_uint(one_over_pow2(scale)));
         } else {
             const float scale = scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2);
             shared.scales[unit][line] = scale;
