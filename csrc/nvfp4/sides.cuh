@@ -11,8 +11,6 @@
 
 namespace nvfp4 {
 
-template <bool>
-constexpr bool IN_LANES_16_APART = ABREAST == 16;  // the rows of a block are
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
 constexpr u32 MINUS = 0xd7e8;  // the signs of the random Hadamard transform: bit i is set where row i of 16 is negated
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
@@ -174,6 +172,11 @@ struct Codes<true, LINES_, BLOCKS> : Skewed<LINES_, BLOCKS> {
     }
 };
 
+// Whether the two halves of a block of 16 rows are in lanes 16 apart. Sides that look for it there ask; what they ask is a
+// template, so that tiles of rows alone can be wider.
+template <bool SQUARE>
+constexpr bool halves_are_16_apart = ABREAST == 16;
+
 // The nibbles of the elements that lie in the matrix, of 8 of which the first `count` do. The others are 0.
 __device__ __forceinline__ u32 nibbles(int count) { return WHOLE || count >= 8 ? ~0u : (1u << (4 * count)) - 1; }
 
@@ -185,7 +188,7 @@ constexpr int needs = LPQ_INPUT == LPQ_FP32 ? 255 : STOCHASTIC && EXACT && REGIS
 template <bool STOCHASTIC, bool SQUARE, bool KEEPS = false, bool EXACT = false>
 struct Row : Side {
     typedef nvfp4::Parameters Parameters;
-    static_assert(!SQUARE || IN_LANES_16_APART<SQUARE>, "square blocks are found so");
+    static_assert(!SQUARE || halves_are_16_apart<SQUARE>, "tiles are too wide");
     static constexpr int NEEDS = needs<STOCHASTIC, EXACT>, HIGH = SQUARE ? DOWN : TALL;
     struct Shared {
         Codes<SQUARE, HIGH, ACROSS> codes;
@@ -315,7 +318,7 @@ struct OnTheWay<true, true, SQUARE> {
 template <bool STOCHASTIC, bool SQUARE, bool ROTATED, bool EXACT = false>
 struct Col : Side {
     typedef nvfp4::Parameters Parameters;
-    static_assert(IN_LANES_16_APART<SQUARE>, "blocks along columns are found so");
+    static_assert(halves_are_16_apart<SQUARE>, "tiles are too wide");
     static constexpr int NEEDS = needs<STOCHASTIC, EXACT>;
     static constexpr int BITS = ROTATED ? 8 : SIGNIFICANT;  // rotated elements are in bf16
     struct Shared {
