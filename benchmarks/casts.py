@@ -56,6 +56,7 @@ CASES = [
     *encodings("fp8 block 1x128", "fp8(scaling=block)"),
     *encodings("fp8 block 128x128", "fp8(scaling=block, block=128x128)"),
     *encodings("nvfp4 1x16", "nvfp4", reads=2),
+    *encodings("nvfp4 1x16 stochastic", "nvfp4(stochastic=true)", reads=2),
     *encodings("nvfp4 16x16", "nvfp4(block=16x16)", reads=2),
     Case("nvfp4 RHT", "nvfp4(rht=true)", "both", 0.70, 2),
     Case("nvfp4 RHT stochastic", "nvfp4(rht=true, stochastic=true)", "both", 0.70, 2),
