@@ -24,9 +24,9 @@ constexpr bool SHARED = true;
 constexpr bool SHARED = false;
 #endif
 #if defined(LPQ_ROW) && defined(LPQ_COL) && !defined(LPQ_SHARED)
-constexpr bool SEVERAL = true;  // tiles for a block of threads
+constexpr bool FETCHES = true;  // the next tile while a block works on one
 #else
-constexpr bool SEVERAL = false;
+constexpr bool FETCHES = false;
 #endif
 
 // For each block of threads the largest magnitude in its tiles, of the matrix and of the rotated one.
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
     Col col({col_data, col_scale, col_amax_out, col_amaxes, col_count, col_given, col_measured, seed, offset},
             col_shared, t);
 #endif
-    __shared__ Ahead<SEVERAL> ahead;
+    __shared__ Ahead<FETCHES> ahead;
     for (u32 index = blockIdx.x;;) {
         const u32 next = index + gridDim.x;
         __syncthreads();

@@ -17,7 +17,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.core.layout import Stat
 from lpq.core.multiplicand import operand_of
-from lpq.core.operators import alone, define, distinct
+from lpq.core.operators import alone, define, distinct, layouts
 from lpq.core.philox import RandomBits
 from lpq.core.seeds import draw_seeds
 from lpq.core.storage import Storage, check_there
@@ -59,7 +59,8 @@ def measure(
     if alone(x):
         return _measured(x, row, col, dtype or x.dtype)
     x = x if dtype is None else x.to(dtype)
-    return cast("list[Tensor]", torch.ops.lpq.measure(x, _text(row), _text(col)))
+    texts = _text(row), _text(col)
+    return cast("list[Tensor]", torch.ops.lpq.measure(x, *texts, layouts(*texts)))
 
 
 def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
@@ -105,11 +106,11 @@ def _serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torc
     return choice if choice.impl is not None or shared(row, col) else None
 
 
-def _measure(x: Tensor, row: str, col: str) -> list[Tensor]:
+def _measure(x: Tensor, row: str, col: str, layouts: str = "") -> list[Tensor]:
     return _measured(x, _quantizer(row), _quantizer(col), x.dtype)
 
 
-def _measure_fake(x: Tensor, row: str, col: str) -> list[Tensor]:
+def _measure_fake(x: Tensor, row: str, col: str, layouts: str = "") -> list[Tensor]:
     return _empty_stats(x, _quantizer(row), _quantizer(col))
 
 
@@ -149,7 +150,8 @@ def quantize(
     if alone(x):
         out = _encoded(x, stats or (), row, col, seed, offset, measure, dtype)
     else:
-        out = torch.ops.lpq.quantize(x.to(dtype), stats or [], _text(row), _text(col), seed, offset, measure)
+        texts = _text(row), _text(col)
+        out = torch.ops.lpq.quantize(x.to(dtype), stats or [], *texts, seed, offset, measure, layouts(*texts))
     rows, cols = x.shape
     row_storage = col_storage = None
     at = 0
@@ -269,26 +271,16 @@ def _encoded(
 
 
 def _quantize(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: str,
-    col: str,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-) -> list[Tensor]:
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
+    layouts: str = "",
+) -> list[Tensor]:  # fmt: skip
     return _encoded(x, stats, _quantizer(row), _quantizer(col), seed, offset, measure, x.dtype)
 
 
 def _quantize_fake(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: str,
-    col: str,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-) -> list[Tensor]:
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
+    layouts: str = "",
+) -> list[Tensor]:  # fmt: skip
     rows, cols = x.shape
     out: list[Tensor] = []
     for side, shape in ((_quantizer(row), (rows, cols)), (_quantizer(col), (cols, rows))):
@@ -353,7 +345,8 @@ def transpose(operand: Storage) -> Storage:
     if alone(first):
         check_there(first)
         return _transposed(operand)
-    out = torch.ops.lpq.transpose(operand.tensors(), quantizer.text, operand.shape, operand.dtype)
+    text = quantizer.text
+    out = torch.ops.lpq.transpose(operand.tensors(), text, operand.shape, operand.dtype, layouts(text))
     return quantizer.storage.wrap(out, quantizer, (cols, rows), operand.dtype)
 
 
@@ -372,11 +365,15 @@ def _transposed(operand: Storage) -> Storage:
     return turned.wrap(buffers, turned.quantizer, turned.shape, turned.dtype)
 
 
-def _transpose(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype) -> list[Tensor]:
+def _transpose(
+    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, layouts: str = ""
+) -> list[Tensor]:
     return _transposed(operand_of(buffers, quantizer, shape, stored)).tensors()
 
 
-def _transpose_fake(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype) -> list[Tensor]:
+def _transpose_fake(
+    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, layouts: str = ""
+) -> list[Tensor]:
     side = cast("Quantizer", registry.quantizer(quantizer))
     return side.storage.empty(side, (shape[1], shape[0]), stored, buffers[0].device).tensors()
 
@@ -471,12 +468,13 @@ def _gemm_fake(
 # ---------------------------------------------------------------------------------------------- their schemas
 
 define(
-    "measure(Tensor x, str row, str col) -> Tensor[]",
+    'measure(Tensor x, str row, str col, str layouts="") -> Tensor[]',
     _measure,
     _measure_fake,
 )
 define(
-    "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure) -> Tensor[]",
+    "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure, "
+    'str layouts="") -> Tensor[]',
     _quantize,
     _quantize_fake,
 )
@@ -486,7 +484,7 @@ define(
     _decode_fake,
 )
 define(
-    "transpose(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored) -> Tensor[]",
+    'transpose(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored, str layouts="") -> Tensor[]',
     _transpose,
     _transpose_fake,
 )

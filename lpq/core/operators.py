@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
+
+from lpq import registry
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
@@ -78,6 +81,19 @@ def alone(x: Tensor) -> bool:
         and not torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
         and not torch._C._is_any_autocast_enabled()
     )
+
+
+@once_when_traced
+def layouts(*texts: str) -> str:
+    """What the formats of these quantizers declare, in short. An operator is told, and does nothing with it: so that a
+    compiler, which keeps programs on disk, does not take one that it compiled while they declared something else."""
+    return _layouts(texts)
+
+
+@registry.cached
+def _layouts(texts: tuple[str, ...]) -> str:
+    sides = [cast("Quantizer", registry.quantizer(text)) for text in texts if text]
+    return f"{crc32(repr([(side.layout, side.stats) for side in sides]).encode()):08x}"
 
 
 def distinct(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Quantizer | None) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.core.multiplicand import Form, Multiplicand
 from lpq.core.operations import quantize_reference, shared
-from lpq.core.operators import alone, define, once_when_traced
+from lpq.core.operators import alone, define, layouts, once_when_traced
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose
 from lpq.ops.tiles import (
@@ -152,7 +152,8 @@ def multiplicands(
         if found is None:
             return None
         forms = found
-        both = torch.ops.lpq.multiplicands(x, row.text, col.text, seed, *exact)
+        texts = row.text, col.text
+        both = torch.ops.lpq.multiplicands(x, *texts, seed, *exact, layouts(*texts))
         at = len(row.layout) if forms[0] is None else 1 + forms[0].factor
         first, second = both[:at], both[at:]
     return (
@@ -190,7 +191,7 @@ def _forms(
 
 
 def _multiplicands(
-    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool
+    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
 ) -> list[Tensor]:
     pair = _making(row, col, exact_row, exact_col, x.device)
     assert pair is not None
@@ -200,7 +201,7 @@ def _multiplicands(
 
 
 def _multiplicands_fake(
-    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool
+    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
 ) -> list[Tensor]:
     rows, cols = x.shape
     forms = _forms(row, col, exact_row, exact_col, x.device)
@@ -311,7 +312,8 @@ def _pair(row: str, col: str, index: int, row_op: str = "tile", col_op: str = "t
 
 
 define(
-    "multiplicands(Tensor x, str row, str col, Tensor? seed, bool exact_row, bool exact_col) -> Tensor[]",
+    "multiplicands(Tensor x, str row, str col, Tensor? seed, bool exact_row, bool exact_col, "
+    'str layouts="") -> Tensor[]',
     _multiplicands,
     _multiplicands_fake,
 )

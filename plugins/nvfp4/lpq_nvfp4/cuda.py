@@ -31,8 +31,8 @@ from lpq_nvfp4.reference import GROUP
 
 QUANTIZE = tile_kernels("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqI")
 AMAXES = tile_kernels("nvfp4/quantize.cu", "amaxes", "PPPI")[SQUARE]
-AMAXES_AT_ONCE = 4
-"""How many blocks of threads of ``AMAXES`` a multiprocessor runs."""
+AT_ONCE = 4
+"""How many blocks of threads a multiprocessor runs, which take several tiles in turn where there are more."""
 
 
 def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
@@ -127,7 +127,7 @@ def _run(
         together = 512 if col.rht else 256
     QUANTIZE[shape].launch(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
-        -(-count * shape.tall // together),
+        max(-(-count * shape.tall // together), at_once(count, AT_ONCE, x.get_device())),
         x.data_ptr(), *pointers, *amaxes, pointer(seed), offset, count, rows, cols,
     )  # fmt: skip
     return out + measured
@@ -152,7 +152,7 @@ def parts_of(x: Tensor, dtype: torch.dtype, plain: bool, rotated: bool) -> tuple
         return (amax_parts(x, dtype) if plain else None), None
     rows, cols = x.shape
     count = tiles(rows, cols, SQUARE)
-    parts = at_once(count, AMAXES_AT_ONCE, x.get_device())
+    parts = at_once(count, AT_ONCE, x.get_device())
     found = [x.new_empty((parts,), dtype=torch.float32) for _ in range(1 + plain)]
     of_plain = found[1] if plain else None
     AMAXES.launch(
