@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lpq_nvfp4 import reference
+from lpq_nvfp4.cuda import fresh
 from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
 from torch import Tensor
 
@@ -463,3 +464,14 @@ def test_the_full_recipe_rotates_wgrad_alone_and_rounds_only_gradients_by_chance
     assert rotations == {"fprop": (None, None), "dgrad": (None, None), "wgrad": ("hadamard16", "hadamard16")}
     assert recipe.dy.side("row").stochastic
     assert recipe.dy.side("col").stochastic
+
+
+@every_block
+@pytest.mark.parametrize("shape", [(128, 256), (33, 40), (1, 16), (16, 1)])
+def test_kernels_write_to_memory_as_the_layout_has_it(block: str, shape: tuple[int, int]) -> None:
+    """The kernels' own allocation, which saves host time, is that of the storage."""
+    side = quantizer(f"block={block}").side("row")
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    for made, declared in zip(fresh(x, side, *shape), side.storage.fresh(side, shape, x).tensors(), strict=True):
+        assert (made.shape, made.dtype) == (declared.shape, declared.dtype)
+        assert made.stride() == declared.stride()

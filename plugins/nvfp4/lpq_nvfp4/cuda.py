@@ -134,7 +134,7 @@ def _run(
 
 
 def fresh(x: Tensor, side: NVFP4Quantizer, high: int, wide: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for an operand of ``x``, as its layout says."""
+    """Memory for an operand of ``x``: that of ``NVFP4Storage.fresh``, which takes the host nearly twice as long."""
     lines, blocks = _blocks(side, high, wide)
     data = x.new_empty((high, blocks * (GROUP // 2)), dtype=torch.uint8)
     by_rows = side.block == "16x16"
