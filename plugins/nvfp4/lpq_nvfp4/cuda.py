@@ -30,7 +30,7 @@ from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
 
 QUANTIZE = tile_kernels("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqI")
-AMAXES = tile_kernels("nvfp4/quantize.cu", "amaxes", "PPPI")[SQUARE]
+AMAXES = tile_kernels("nvfp4/amaxes.cu", "amaxes", "PPPI")[SQUARE]
 AT_ONCE = 4
 """How many blocks of threads a multiprocessor runs, which take several tiles in turn where there are more."""
 
