@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = environment.record(_without_out(arguments), ranks)
     first = int(os.environ.get("RANK", "0")) == 0
     for part in options.parts:
-        result = _measure(part, options)
+        stem = part if ranks == 1 else f"{part}-{ranks}"
+        whole = {}
+        for result in _measure(part, options):  # what ends this run early leaves what was found before
+            if first:
+                whole = stored.save(options.out, stem, record, result)
         if first:
-            stem = part if ranks == 1 else f"{part}-{ranks}"
-            whole = stored.save(options.out, stem, record, result)
             stored.show(whole)
             stored.plot(options.out, stem, whole)
     return 0
@@ -84,17 +86,20 @@ def _size(text: str) -> tuple[int, int]:
     return int(rows), int(cols)
 
 
-def _measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The result of a part: as far as it is known again and again, and in the end the whole."""
     device = torch.device("cuda")
     effort = QUICK if options.quick else Effort()
     if part == "casts":
-        return casts.measure_all(device, options.only, *options.size)
+        yield casts.measure_all(device, options.only, *options.size)
+        return
     recipes = tuple(options.recipe or contenders.RECIPES)
     if part == "stack":
         everyone = contenders.of_stacks(recipes, not options.no_compile)
         everyone = contenders.chosen(everyone, options.only)
         with stack.group():
-            return stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
+            yield from stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
+        return
     everyone = contenders.of_layers(recipes, not options.no_compile)
     everyone = contenders.chosen(everyone, options.only)
     sizes = shapes.QUICK if options.quick else shapes.LINEAR
@@ -102,8 +107,9 @@ def _measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
         for shape in sizes if part == "linear" else (shapes.HOST,):
             profiles.show(everyone, shape, device, on_host=part == "host")
     if part == "linear":
-        return linear.measure(everyone, sizes, effort, device)
-    return host.measure(everyone, effort, device)
+        yield linear.measure(everyone, sizes, effort, device)
+    else:
+        yield host.measure(everyone, effort, device)
 
 
 def _page(folder: Path) -> int:

@@ -47,13 +47,12 @@ def group() -> Iterator[int]:
         dist.destroy_process_group()
 
 
-def measure(everyone: list[Contender], shape: Stack, steps: int, device: torch.device) -> dict[str, Any]:
-    """Tokens a second and rank of each contender, and the most memory that a rank had allocated."""
-    return {
-        **asdict(shape),
-        "ranks": dist.get_world_size(),
-        "results": [_of(c, shape, steps, device) for c in everyone],
-    }
+def measure(everyone: list[Contender], shape: Stack, steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Tokens a second and rank of each contender, and the most memory that a rank had allocated; after each, so far."""
+    results: list[dict[str, Any]] = []
+    for contender in everyone:
+        results.append(_of(contender, shape, steps, device))
+        yield {**asdict(shape), "ranks": dist.get_world_size(), "results": [*results]}
 
 
 def _of(contender: Contender, shape: Stack, steps: int, device: torch.device) -> dict[str, Any]:

@@ -96,7 +96,8 @@ def test_the_stack_is_causal_and_has_the_parameters_of_llama() -> None:
 
 def test_the_stack_trains_sharded_over_one_rank() -> None:
     with stack.group() as ranks:
-        result = stack.measure(of_stacks(("fp8-current",), compiled=False), TINY, 2, CPU)
+        *earlier, result = stack.measure(of_stacks(("fp8-current",), compiled=False), TINY, 2, CPU)
+    assert [len(found["results"]) for found in (*earlier, result)] == [1, 2]
     assert ranks == result["ranks"] == 1
     assert [row["failure"] for row in result["results"]] == [None, None]
     plain, quantized = (row["loss"] for row in result["results"])

@@ -18,10 +18,11 @@ case $("$sanitizer" --help) in *--kernel-regex-exclude*) skip=(--kernel-regex-ex
 
 declare -A named
 check() { # tool, name, tests
-    local tool=$1 name=$2 tests=$3
+    local tool=$1 name=$2 tests
+    read -ra tests <<<"$3"
     shift 3
     "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 20 "$@" \
-        "$python" -m pytest -q -x -p no:cacheprovider "$tests" "${arguments[@]}" >"$logs/$tool $name" 2>&1 &
+        "$python" -m pytest -q -x -p no:cacheprovider "${tests[@]}" "${arguments[@]}" >"$logs/$tool $name" 2>&1 &
     named[$!]="$tool $name"
 }
 
@@ -35,9 +36,12 @@ for format in fp8 mxfp8 nvfp4; do
     done
 done
 large=tests/gpu/test_kernels.py::test_small_matrices_in_the_way_of_large_ones
-check memcheck large "$large" --report-api-errors no "${skip[@]}"
-for tool in racecheck synccheck; do
-    check "$tool" large "$large" "${skip[@]}"
+exact="tests/gpu/test_multiplicands.py::test_they_are_the_exact_forms_of_encoded_operands -k bfloat16"
+for name in large exact; do
+    check memcheck "$name" "${!name}" --report-api-errors no "${skip[@]}"
+    for tool in racecheck synccheck; do
+        check "$tool" "$name" "${!name}" "${skip[@]}"
+    done
 done
 check initcheck formats tests/gpu/test_reference_on_gpu.py::test_bytes_are_those_of_the_cpu
 
