@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.contenders import Contender
+from benchmarks import contenders
+from benchmarks.contenders import Contender, compile_afresh
 from benchmarks.layers import inputs, made, step
 from benchmarks.shapes import Shape
 from benchmarks.timing import Step
@@ -24,16 +25,19 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def show(everyone: Iterable[Contender], shape: Shape, device: torch.device, on_host: bool) -> None:
-    """Print where the time of each contender's step goes; of those that are not compiled, whose parts have names."""
+    """Print where the time of each contender's step goes. What is compiled runs few functions that have names."""
     for contender in everyone:
-        if contender.compiled:
+        if contender.compiled and on_host:
             continue
-        x, dy = inputs(shape, device)
-        run = step(made(contender, shape, device), x, dy)
-        if on_host:
-            print(f"{contender.name} at {shape}: functions by the time in them and in what they call\n{functions(run)}")
-        else:
-            print(f"{contender.name} at {shape}\n{in_words(kernels(run))}")
+        compile_afresh()
+        try:
+            x, dy = inputs(shape, device)
+            run = step(made(contender, shape, device), x, dy)
+            found = functions(run) if on_host else in_words(kernels(run))
+        except Exception as error:  # what one library cannot do is a result, and the others go on
+            found = f"  failed: {contenders.in_words(error)}"
+        what = ": functions by the time in them and in what they call" if on_host else ""
+        print(f"{contender.name} at {shape}{what}\n{found}")
 
 
 def functions(step: Step, steps: int = 300, lines: int = 60, order: str = "cumulative") -> str:

@@ -187,6 +187,28 @@ def test_a_trace_becomes_the_kernels_of_the_median_step() -> None:
         profiles.kernels_of(events[:5], steps=3)
 
 
+def test_profiles_of_kernels_are_of_compiled_layers_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kernels(step: object) -> list[profiles.Kernel]:
+        seen.append(step)
+        if len(seen) == 2:
+            raise ValueError("it did not run")
+        return [profiles.Kernel("a", 1.0, 4.0)]
+
+    seen: list[object] = []
+    monkeypatch.setattr(profiles, "kernels", kernels)
+    monkeypatch.setattr(profiles, "functions", lambda step: "none")
+    everyone = of_layers(("fp8-current",))[:4]
+    profiles.show(everyone, Shape(16, 16, 16), torch.device("cpu"), on_host=False)
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if " at " in line] == [f"{c.name} at 16x16x16" for c in everyone]
+    assert out.count("busy 4.0") == len(everyone) - 1
+    assert "failed: ValueError: it did not run" in out
+    profiles.show(everyone, Shape(16, 16, 16), torch.device("cpu"), on_host=True)
+    assert "compiled" not in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the benchmarks would run")
 @pytest.mark.parametrize("arguments", [[], ["linear", "--quick"], ["stack"]])
 def test_without_a_gpu_it_says_so(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
