@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ def record(arguments: Sequence[str], ranks: int = 1) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "devices": ranks,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -28,6 +32,15 @@ def record(arguments: Sequence[str], ranks: int = 1) -> dict[str, Any]:
         "peers": {library: installed(library) for library in PEERS},
         "command": f"{start} {shlex.join(arguments)}".strip(),
     }
+
+
+def _processor() -> str | None:
+    """The processor's name, where the system tells: it decides wherever the GPU waits for the host."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def lacking(ranks: int = 1) -> str | None:
@@ -46,7 +59,11 @@ def in_words(environment: dict[str, Any]) -> str:
     """One line for a page."""
     peers = [f"{library} {version or 'not installed'}" for library, version in environment["peers"].items()]
     count = f"{environment['devices']} " if environment["devices"] > 1 else ""
-    return (
-        f"{environment['date'][:10]}, {count}{environment['device']}, torch {environment['torch']}, "
-        f"Python {environment['python']}, {', '.join(peers)}"
-    )
+    processor = environment.get("processor")
+    host = [f"{environment['cores']} cores of {processor}"] if processor else []
+    return ", ".join(
+        (
+            environment["date"][:10], f"{count}{environment['device']}", *host, f"torch {environment['torch']}",
+            f"Python {environment['python']}", *peers,
+        )
+    )  # fmt: skip

@@ -71,7 +71,8 @@ def ratio(value: float | None, of: float | None) -> str:
 
 
 def linear(result: Result) -> dict[str, Table]:
-    """Milliseconds; ratios to bf16, to the floor and to other libraries; memory held for backward."""
+    """Milliseconds; ratios to bf16, to the floor, to other libraries and of compiled layers to others; memory held for
+    backward."""
     shapes: list[Result] = result["shapes"]
     columns = ["tokens x inputs x outputs", *(f"{s['tokens']}x{s['inputs']}x{s['outputs']}" for s in shapes)]
     at = [{name(row): row for row in s["results"]} for s in shapes]
@@ -103,6 +104,11 @@ def linear(result: Result) -> dict[str, Table]:
         for row in rows
         if row["library"] == "lpq" and kind(row) == kind(rival)
     ]
+    to_itself = [
+        [name(row), *(ratio(a[name(row)].get("ms"), a[_plain(row)].get("ms")) for a in at)]
+        for row in rows
+        if row["compiled"] and _plain(row) in at[0]
+    ]
     return {
         "times": Table("Linear, forward and backward: milliseconds", columns, times),
         "bf16": Table("Linear: ÷ bf16", columns, to_bf16),
@@ -111,8 +117,14 @@ def linear(result: Result) -> dict[str, Table]:
         ),
         "stream": Table("Linear: ÷ floor as one stream (GEMMs and copies)", columns, ratios("stream_ms")),
         "peers": Table("Linear: ÷ other libraries", columns, to_rivals),
+        "compiled": Table("Linear, compiled: ÷ the same layer without", columns, to_itself),
         "memory": _memory(rows, columns, at),
     }
+
+
+def _plain(row: Result) -> str:
+    """The name of the same contender without ``torch.compile``."""
+    return label(row["library"], row["recipe"], False)
 
 
 def _memory(rows: Iterable[Result], columns: list[str], at: list[dict[str, Result]]) -> Table:
@@ -173,7 +185,8 @@ def _shares(result: Result) -> Table:
 
 
 def stack(result: Result) -> dict[str, Table]:
-    """Tokens a second and GPU, ratios of these to bf16 (above 1 is better), and the most memory allocated.
+    """Tokens a second and GPU, ratios of these to bf16 and to other libraries (above 1 is better), and the most memory
+    allocated.
 
     Beside the median step stands the fastest: where they differ by much, something else had the machine's attention.
     """
@@ -195,7 +208,17 @@ def stack(result: Result) -> dict[str, Table]:
     count = f"{result['ranks']} GPU" + ("s" if result["ranks"] > 1 else "")
     title = f"A stack of blocks under FSDP2 on {count}: tokens/s and GPU"
     columns = ["", "tokens/s", "÷ bf16", "÷ bf16, compiled", "fastest step", "GiB at most"]
-    return {"times": Table(title, columns, cells + _absent(result, 5))}
+    rivals = [row for row in rows if row["library"] not in ("lpq", "torch")]
+    to_rivals = [
+        [f"{name(row)} ÷ {name(rival)}", ratio(speeds[name(row)], speeds[name(rival)])]
+        for rival in rivals
+        for row in rows
+        if row["library"] == "lpq" and kind(row) == kind(rival)
+    ]
+    return {
+        "times": Table(title, columns, cells + _absent(result, 5)),
+        "peers": Table("Tokens/s ÷ other libraries (above 1 is better)", ["", "tokens/s ÷ tokens/s"], to_rivals),
+    }
 
 
 def failures(result: Result) -> list[str]:

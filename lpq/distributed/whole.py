@@ -2,6 +2,9 @@
 
 A shard holds some rows of the weight: those rows of the row operand, those columns of the column operand. A buffer
 whose elements span the sharded dimension is the same on every rank and does not travel.
+
+An ordinary matrix (``Quantizer.plain``) lies in memory as the weight does, and its column operand is a view of that, as
+where nothing is gathered: products may sum in another order where a matrix lies otherwise.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import Quantizer, Storage
+from lpq.core.operations import transpose_reference
 from lpq.core.quantizer import Direction
 from lpq.distributed import fsdp
 
@@ -30,20 +34,23 @@ class Whole:
         dim = 0 if direction == "row" else 1
         shape = (rows, cols) if direction == "row" else (cols, rows)
         self.ranks = ranks
-        self.operand = side.storage.empty(side, shape, dtype, device)
+        self._turned = side.plain and direction == "col"
+        self.operand = side.storage.empty(side, shape[::-1] if self._turned else shape, dtype, device)
         self._travels = [i for i, b in enumerate(side.layout) if b.unit(dim) is not None]
         self._stays = [i for i, b in enumerate(side.layout) if b.unit(dim) is None]
         self.large = [self.operand.tensors()[i] for i in self._travels]
         """The buffers that travel."""
-        in_place = direction == "row" or ranks == 1
+        in_place = direction == "row" or ranks == 1 or self._turned
         self.arrived = [_bytes(t) if in_place else _bytes(torch.empty_like(t)) for t in self.large]
         """Where their bytes arrive, one rank's after the other's: of rows, that is their place."""
         self._in_place = in_place
+        if self._turned:
+            self.operand = transpose_reference(self.operand)
         fsdp.free((*self.large, *self.arrived))
 
     def departing(self, local: Storage) -> list[Tensor]:
         """What this rank sends of its operand."""
-        tensors = local.tensors()
+        tensors = (transpose_reference(local) if self._turned else local).tensors()
         return [_bytes(tensors[i].contiguous()) for i in self._travels]
 
     def receive(self, local: Storage) -> None:

@@ -318,6 +318,31 @@ def test_what_torch_refuses_of_rows_goes_through_bf16(
         assert relative_error(made, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
+@pytest.mark.parametrize(
+    ("rows", "inner", "block", "own"),
+    [
+        (16, 512, "128x128", True),
+        (48, 1024, "128x128", True),
+        (16, 640, "128x128", False),  # scales that versions of torch read differently
+        (17, 512, "128x128", False),
+        (16, 640, "1x128", True),
+        (16, 128, "1x128", True),
+        (16, 192, "1x128", False),  # the last block is not whole
+    ],
+)
+def test_which_sizes_the_scaled_matmul_has_for_blocks(
+    rows: int, inner: int, block: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the page of the format says."""
+    called = []
+    monkeypatch.setattr(scaled, "_scaled_mm", lambda *arguments, **how: called.append("scaled"))
+    monkeypatch.setattr(scaled, "gemm_in_bf16", lambda *arguments: called.append("bf16"))
+    left = lpq.quantizer("fp8(scaling=block)").quantize(torch.randn(rows, inner), col=False).row
+    right = lpq.quantizer(f"fp8(scaling=block, block={block})").quantize(torch.randn(256, inner), col=False).row
+    scaled.gemm_of_blocks(left, right, None, torch.bfloat16, False)
+    assert called == ["scaled" if own else "bf16"]
+
+
 def test_a_format_of_a_third_party_needs_one_line(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
