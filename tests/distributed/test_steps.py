@@ -75,7 +75,8 @@ def _rounded_once(rank: int) -> None:
             weights = stored_weights(net)
             ordinary = [nn.Parameter(w.dequantize()) for w in weights]
             optimizer, reference, apart = make(net.parameters()), make(ordinary), make(control.parameters())
-            for number in range(3):
+            writes_twice = kind in ("loop", "foreach", "nadam") and "identity(dtype=float32)" not in recipe
+            for number in range(12):
                 give_gradients(net, number)
                 give_gradients(control, number)
                 for w, o in zip(weights, ordinary, strict=True):
@@ -89,7 +90,8 @@ def _rounded_once(rank: int) -> None:
                     assert same(parts(w.detach()), parts(expected)), (recipe, kind, number)
                 optimizer.zero_grad()
                 apart.zero_grad()
-            writes_twice = kind in ("loop", "foreach", "nadam") and "identity(dtype=float32)" not in recipe
+                if number >= 2 and (not writes_twice or not equal(bytes_of(net), bytes_of(control))):
+                    break  # when the first element tells is another step on another processor
             assert equal(bytes_of(net), bytes_of(control)) != writes_twice, (recipe, kind, "the negative control")
 
 

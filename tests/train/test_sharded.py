@@ -93,7 +93,7 @@ def test_two_ranks_store_and_train_one_quantized_model(big: MakeConfig, console:
         assert both["held_out_loss"] == pytest.approx(one.held_out_loss, rel=5e-3)
         assert both["losses"][0] == pytest.approx(one.losses[-1], rel=2e-2)
     first = json.loads(lines[0])["loss"]
-    assert first == pytest.approx(alone.outcomes[0].losses[0], rel=1e-2)
+    assert first == pytest.approx(alone.outcomes[0].losses[0], rel=2e-2)  # a rank has the amaxes of its half of x
 
     # What it sent and held is what the memory report foretells; each of 14 states has a number of steps, too.
     for outcome, recipe in zip(summary["outcomes"], ("nvfp4", None), strict=True):
