@@ -415,11 +415,15 @@ class Linear(nn.Linear):
             raise RuntimeError(
                 f"{self.title}: accumulate={self.accumulate!r} does not work with {where}; leave it None"
             )
-        if self.accumulate == "main_grad" and getattr(weight, "main_grad", None) is None:
-            raise RuntimeError(
-                f"{self.title}: accumulate='main_grad', and its weight has none: set weight.main_grad to zeros of the "
-                "weight's shape before the first forward"
-            )
+        if self.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
+            into: Any = getattr(weight, "main_grad", None)
+            fits = isinstance(into, Tensor) and into.is_floating_point() and into.device == weight.device
+            if not fits or into.shape != weight.shape:
+                of = [getattr(into, name, None) for name in ("dtype", "shape", "device")]
+                raise RuntimeError(
+                    f"{self.title}: accumulate='main_grad', and its weight has {'none' if into is None else of}: set "
+                    "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward"
+                )
 
     # ------------------------------------------------------------------------------ being sharded
 

@@ -65,11 +65,32 @@ def test_what_cannot_work_is_refused() -> None:
     model = _model("fp8-current", accumulate="main_grad")
     with pytest.raises(RuntimeError, match="its weight has none"):
         model(torch.randn(32, 64, dtype=torch.bfloat16))
+    weight = model[0].weight
+    for wrong, words in (
+        (torch.zeros(weight.shape, dtype=torch.int32), "torch.int32"),
+        (torch.zeros(2, *weight.shape), r"torch.Size\(\[2, "),
+        (torch.zeros(weight.shape, device="meta"), "meta"),
+        ("zeros", "None"),
+    ):
+        weight.main_grad = wrong
+        with pytest.raises(RuntimeError, match=f"its weight has .*{words}.*: set weight.main_grad to zeros"):
+            model(torch.randn(32, 64, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="does not work with weights='high_precision', which FSDP2 shards"):
         _model("fp8-current", weights="high_precision", accumulate="grad")
     sharded = lpq.convert(_model("fp8-current", weights="high_precision"), "fp8-current", accumulate="grad")
     with pytest.raises(RuntimeError, match="FSDP2"):
         sharded(torch.randn(32, 64, dtype=torch.bfloat16))
+
+
+def test_main_grad_is_asked_for_only_where_there_will_be_a_gradient() -> None:
+    model, x = _model("fp8-current", accumulate="main_grad"), torch.randn(32, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        y = model(x)
+    model.requires_grad_(False)
+    assert torch.equal(model(x), y)
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="its weight has none"):
+        model(x)
 
 
 def test_a_compiled_model_leaves_the_layer_uncompiled() -> None:
