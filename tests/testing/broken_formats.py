@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, Stat, Storage
-from lpq.core.operations import decode_reference, transpose_reference
+from lpq.core.multiplicand import Exact
+from lpq.core.operations import decode_reference, gemm_reference, quantize_reference, transpose_reference
 from lpq.registry import FormatSpec, KernelSpec, hookimpl
 from lpq.registry.errors import OptionError
 
@@ -223,6 +224,101 @@ def keeping_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
     return inside.copy_(values)
 
 
+def hasty_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right for operands whose buffers are whole: it reads their memory from the first byte to the last."""
+    rows, cols = operand.shape
+    data, scale = operand.data, operand.scale
+    return (torch.as_strided(data, (rows, cols), (cols, 1)) * torch.as_strided(scale, (rows, 1), (1, 1))).to(dtype)
+
+
+def writing_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right, but it leaves its operand scaled."""
+    values = decode_reference(operand, dtype)
+    operand.scale.mul_(2)
+    return values
+
+
+def narrow_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right in bf16, through which it rounds whatever is asked for."""
+    return decode_reference(operand, torch.bfloat16).to(dtype)
+
+
+def losing_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right for finite values."""
+    return decode_reference(operand, dtype).nan_to_num()
+
+
+def clipping_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right for values of usual size: large ones are lost, and no infinity tells of it."""
+    values = decode_reference(operand, dtype)
+    return torch.where(values.isfinite(), values.clamp(-(2.0**60), 2.0**60), values)
+
+
+Given = Sequence[Tensor | None]
+
+
+def right_quantize(
+    x: Tensor,
+    stats: Given,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    return quantize_reference(x, stats, row, col, seed, offset, measure)
+
+
+def forgetful_quantize(
+    x: Tensor,
+    stats: Given,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """Does not return the statistics that it is asked for."""
+    return quantize_reference(x, stats, row, col, seed, offset, False)
+
+
+def flat_quantize(
+    x: Tensor,
+    stats: Given,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """Right for matrices whose rows lie one after the other."""
+    lies = torch.as_strided(x, x.shape, (x.shape[1], 1))
+    return quantize_reference(lies, stats, row, col, seed, offset, measure)
+
+
+def right_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    return gemm_reference(a, b, bias, dtype)
+
+
+def unbiased_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """Adds a bias of an even number of elements only."""
+    return gemm_reference(a, b, bias if b.shape[0] % 2 == 0 else None, dtype)
+
+
+def wide_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """Whatever is asked for, it returns fp32."""
+    return gemm_reference(a, b, bias, torch.float32)
+
+
+def right_exact(operand: Storage) -> Exact:
+    return Exact(operand.data.to(torch.bfloat16).contiguous(), operand.scale.contiguous())
+
+
+def losing_exact(operand: Storage) -> Exact:
+    """Right for finite values."""
+    return Exact(operand.data.to(torch.bfloat16).contiguous(), operand.scale.nan_to_num().contiguous())
+
+
 class Plugin:
     """A plugin with one of these formats, as ``registry.register`` takes it."""
 
@@ -241,6 +337,6 @@ class Plugin:
         return self.spec
 
 
-def cpu_kernel(name: str, **options: Any) -> KernelSpec:
-    """A kernel for decoding, of this module, that runs on the CPU."""
-    return KernelSpec(op="decode", impl=f"{__name__}:{name}", backend="torch", device="cpu", **options)
+def cpu_kernel(name: str, op: str = "decode", **options: Any) -> KernelSpec:
+    """A kernel of this module that runs on the CPU."""
+    return KernelSpec(op=op, impl=f"{__name__}:{name}", backend="torch", device="cpu", **options)

@@ -118,6 +118,37 @@ def test_kernels_are_compared_with_poisoned_outputs(run: Run) -> None:
     skipped.stdout.fnmatch_lines(["*right_kernel: needs a_library_that_is_not_there, which is not installed*"])
 
 
+WRONG = {
+    "hasty_kernel": ("decode", "a part of an operand*elements differ"),
+    "writing_kernel": ("decode", "it changed what it was given"),
+    "narrow_kernel": ("decode", "torch.float16, normal values*elements differ"),
+    "losing_kernel": ("decode", "one inf*elements differ"),
+    "clipping_kernel": ("decode", "numbers of all sizes*elements differ"),
+    "forgetful_quantize": ("quantize", "it returned 4 tensors and must return 6"),
+    "flat_quantize": ("quantize", "a transposed matrix*elements differ"),
+    "unbiased_gemm": ("gemm", "normal values: it is not the same, by"),
+    "wide_gemm": ("gemm", "it is torch.float32 and must be torch.bfloat16"),
+    "losing_exact": ("exact", "one inf: what is not finite in one is finite in the other"),
+}
+"""Kernels that are right for most of what they are called with, for what operation, and what is said of each."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_kernel_that_is_right_for_most_only_is_found(run: Run, name: str) -> None:
+    op, words = WRONG[name]
+    result = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel(name, op),)), "test_kernels_equal")
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines([f"*{name} on broken*{words}*"])
+
+
+@pytest.mark.parametrize("op", ["decode", "quantize", "gemm", "exact"])
+def test_a_kernel_that_is_right_for_all_passes(run: Run, op: str) -> None:
+    """The control."""
+    name = "right_kernel" if op == "decode" else f"right_{op}"
+    result = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel(name, op),)), "test_kernels_equal")
+    result.assert_outcomes(passed=1, skipped=1)
+
+
 def test_a_kernel_that_is_not_where_its_spec_says_is_found_without_its_hardware(run: Run) -> None:
     absent = {"device": "cuda", "requires": ("a_library_that_is_not_there",)}
     for impl, words in (

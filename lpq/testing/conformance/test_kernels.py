@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -22,12 +23,20 @@ from lpq.ops.table import BACKENDS, ENVIRONMENT, why_not
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError
 from lpq.testing.expect import relative_error, same
-from lpq.testing.operands import SEED, encode, normal
+from lpq.testing.operands import SEED, encode, normal, unit
 from lpq.testing.options import Family, only
 
 POISON = 0xA5
-SHAPES = ((256, 512), (33, 80), (1, 1), (0, 64))
+RAGGED = (33, 80)
+SHAPES = ((256, 512), RAGGED, (1, 1), (0, 64))
 """Whole blocks, ragged edges, one element, no rows."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SUMS = ("gemm", "exact", "exact_tile")
+"""What is compared up to the order of sums, or of products."""
+SIZES = "numbers of all sizes"
+"""Which sums of are not compared: where they overflow depends on their order."""
+VIEWED = ("decode", "transpose", "gemm", "exact")
+"""What takes operands, which may be views of larger ones."""
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 PAIR = KernelSpec(op="quantize", impl="lpq.core.pairs:quantize", backend="cuda")
 """What makes operands of two formats."""
@@ -59,7 +68,8 @@ def kernels(quantizer: Quantizer) -> list[KernelSpec]:
 @only(lambda quantizer: bool(kernels(quantizer)), "has a kernel beside its reference")
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_equal_the_reference(family: Family, device: str) -> None:
-    """For all options and awkward shapes, for one operand and both; a GEMM up to the order of its sums.
+    """For all options, awkward shapes, numbers of every kind, views, and with the default options every dtype; for one
+    operand and both; a GEMM up to the order of its sums.
 
     ``LPQ_KERNELS`` names the backends whose kernels are compared; unset, all are."""
     named = {name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")} - {""}
@@ -80,9 +90,13 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                     refused[kernel.impl] = reason
                     continue
                 served.add(kernel.impl)
-                for shape in SHAPES:
-                    compare(kernel, row, col, normal(*shape, dtype=torch.bfloat16), device)
-                    if kernel.rounds:
+                for name, x in matrices(DTYPES if quantizer == family.default else DTYPES[:1]):
+                    if kernel.op not in SUMS or name != SIZES:
+                        compare(kernel, row, col, x, device, name)
+                if kernel.op in VIEWED:
+                    compare_views(kernel, row, col, device)
+                if kernel.rounds:
+                    for shape in SHAPES:
                         compare_rounded(kernel, row, col, normal(*shape), device)
     if not served:
         pytest.skip("; ".join(f"{impl}: {reason}" for impl, reason in refused.items()))
@@ -128,22 +142,58 @@ def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
         yield row, None
 
 
-def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str) -> None:
-    """Run a kernel, and on the CPU the reference of its operation, on the same input."""
+def matrices(dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, Tensor]]:
+    """What a kernel is tried on, by name."""
+    for shape in SHAPES:
+        yield "normal values", normal(*shape, dtype=dtypes[0])
+    for dtype in dtypes:
+        x = normal(*RAGGED, dtype=dtype)
+        yield "normal values", x
+        yield SIZES, of_all_sizes(dtype)
+        for value in (torch.inf, -torch.inf, torch.nan):  # one in a block: what is beside it may stay as it is
+            odd = x.clone()
+            odd[3, 70] = value
+            yield f"one {value}", odd
+    wider = normal(96, 100, dtype=dtypes[0])
+    yield "a transposed matrix", wider[:80, :33].t()
+    yield "a slice of a matrix", wider[1:34, 3:83]
+
+
+def of_all_sizes(dtype: torch.dtype) -> Tensor:
+    """From the least subnormal number to the largest one, zeros of both signs among them."""
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps
+    sizes = torch.linspace(math.log2(least), math.log2(info.max), math.prod(RAGGED), dtype=torch.float64).exp2()
+    sizes[0], sizes[-1], sizes[1::97] = least, info.max, 0.0
+    mixed = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(0))
+    sizes[::2] *= -1
+    return sizes.clamp(-info.max, info.max)[mixed].view(RAGGED).to(dtype)
+
+
+def compare(
+    kernel: KernelSpec,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    x: Tensor,
+    device: str,
+    name: str = "normal values",
+) -> None:
+    """Run a kernel, and on the CPU the reference of its operation, on the same input, which messages call ``name``."""
     if kernel.op == "remember":
         assert row is not None
         compare_memories(kernel, row, x.to(device))
         return
     if kernel.op == "exact":
         assert row is not None
-        compare_exact(kernel, row, x, device)
+        operand = on(device, fresh(encode(row, x)))
+        compare_exact(kernel, operand, f"{row}, {list(x.shape)} {x.dtype}, {name}")
         return
     if kernel.op == "cast":
         assert row is not None
         compare_cast(row, x.to(device))
         return
     if kernel.op == "tile":
-        compare_tiles(row, col, x, device)
+        compare_tiles(row, col, x, device, name)
         return
     if kernel.op == "exact_tile":
         first, second = row or col, col or row
@@ -151,23 +201,71 @@ def compare(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x:
         assert second is not None
         compare_multiplicands(first, second, x.to(device), (row is not None, col is not None))
         return
-    arguments = arguments_of(kernel.op, row, col, x)
+    for arguments in calls(kernel.op, row, col, x):
+        compare_call(kernel, arguments, on(device, arguments), f"{row} and {col}, {list(x.shape)} {x.dtype}, {name}")
+
+
+def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[Any, ...], of: str) -> None:
+    """Call a kernel with the arguments that lie on its device, and the reference with those that lie on the CPU."""
+    what = f"{kernel.backend} kernel {kernel.impl} on {of}"
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
-    arguments = on(device, arguments)
+    given = [t for value in there for t in flat(value) if isinstance(t, Tensor)]
+    before = [t.clone() for t in given]
     with Poisoned():  # type: ignore[no-untyped-call]
-        got = flat(registry.resolve(kernel.impl)(*arguments))
-    what = f"{kernel.backend} kernel {kernel.impl} on {row} and {col}, {list(x.shape)}"
-    if kernel.op != "gemm":
-        check_new(got, flat(arguments), what)
+        got = flat(registry.resolve(kernel.impl)(*there))
+    for one, other in zip(given, before, strict=True):
+        same(one, other, f"{what}: it changed what it was given")
     assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
-    if kernel.op != "gemm":
-        check_order(got, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
+    if kernel.op == "gemm":
+        close(got[0], expected[0], 1e-2, what)
+        return
+    check_new(got, given, what)
+    check_order(got, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-        if kernel.op == "gemm":
-            assert one.shape == other.shape, f"{what}: {list(one.shape)}, not {list(other.shape)}"
-            assert not other.numel() or relative_error(one.cpu(), other) < 1e-2, f"{what}: the product is wrong"
-        else:
-            same(one.cpu(), other.cpu(), f"{what}, output {i}")
+        if kernel.op == "decode":  # the bits of a NaN are the processor's
+            one, other = (torch.where(t.isnan(), torch.nan, t) for t in (one, other))
+        same(one.cpu(), other.cpu(), f"{what}, output {i}")
+
+
+def close(got: Tensor, expected: Tensor, error: float, what: str) -> None:
+    """They agree up to the order of sums, and what is not finite is so in both."""
+    got = got.cpu()
+    assert got.dtype == expected.dtype, f"{what}: it is {got.dtype} and must be {expected.dtype}"
+    assert got.shape == expected.shape, f"{what}: {list(got.shape)}, not {list(expected.shape)}"
+    finite = expected.isfinite()
+    assert torch.equal(got.isfinite(), finite), f"{what}: what is not finite in one is finite in the other"
+    one, other = torch.where(finite, got, 0), torch.where(finite, expected, 0)
+    if other.any():
+        found = relative_error(one, other)
+        assert found < error, f"{what}: it is not the same, by {found:.1e} of the RMS"
+    else:
+        assert not one.any(), f"{what}: it must be zero"
+
+
+def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> None:
+    """Operands may be parts of larger ones, as slicing a quantized tensor leaves them: views of any strides."""
+    given = [side for side in (row, col) if side is not None]
+    rows, cols = (math.lcm(16, *(unit(side, dim) for side in given)) for dim in (0, 1))
+    x = normal(4 * rows, 4 * cols, dtype=DTYPES[0])
+    wholes = [fresh(encode(side, x)) for side in given]
+    here, there = (
+        [cut for whole in wholes if (cut := part(on(where, whole), rows, cols)) is not None]
+        for where in ("cpu", device)
+    )
+    if len(here) < len(wholes):
+        return
+    name = f"{row} and {col}, a part of an operand"
+    if kernel.op == "exact":
+        compare_exact(kernel, there[0], name)
+        return
+    rest: dict[str, tuple[Any, ...]] = {"decode": (DTYPES[0],), "gemm": (None, DTYPES[0], False)}
+    compare_call(kernel, (*here, *rest.get(kernel.op, ())), (*there, *rest.get(kernel.op, ())), name)
+
+
+def part(whole: Storage, rows: int, cols: int) -> Storage | None:
+    """Three quarters of an operand's rows and columns; None where that cuts a block."""
+    below = whole.narrow(0, rows, 4 * rows)
+    return below.narrow(1, cols, 4 * cols) if below is not None else None
 
 
 def compare_rounded(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str) -> None:
@@ -212,7 +310,7 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> None:
                 )
 
 
-def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str) -> None:
+def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str) -> None:
     """An operand, and one of another format that takes part, are made from one read as by the reference."""
     side = row or col
     assert side is not None
@@ -221,7 +319,7 @@ def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, devic
         if type(other) is not type(side):
             first, second = row or other.side("row"), col or other.side("col")
             if pairs_of_any.why_not(first, second) is None:
-                compare(PAIR, first, second, x, device)
+                compare(PAIR, first, second, x, device, name)
                 return
 
 
@@ -238,7 +336,7 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
         if isinstance(got, Multiplicand):
             expected = exact_form(operand)
             if expected is None:  # LPQ_KERNELS leaves out what would say it
-                assert relative_error(got.decode_rotated().double(), operand.decode_rotated()) < 1e-6, what
+                close(got.decode_rotated().double(), operand.decode_rotated().double().cpu(), 1e-6, what)
                 continue
             assert got.form.constant == expected.constant
             same(got.form.matrix.cpu(), expected.matrix.cpu(), f"the matrix of {what}")
@@ -251,21 +349,18 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
     return made is not None
 
 
-def compare_exact(kernel: KernelSpec, side: Quantizer, x: Tensor, device: str) -> None:
+def compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> None:
     """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32."""
-    operand = on(device, fresh(encode(side, x)))
     with Poisoned():  # type: ignore[no-untyped-call]
         found = registry.resolve(kernel.impl)(operand)
-    what = f"{kernel.backend} kernel {kernel.impl} on {side}, {list(x.shape)}"
+    what = f"{kernel.backend} kernel {kernel.impl} on {of}"
     if found is None:
         return  # it says that it does not serve this shape
     assert found.matrix.dtype == torch.bfloat16, f"{what}: the matrix is {found.matrix.dtype}"
     made = found.matrix.double() * found.constant * (1 if found.factor is None else found.factor.double())
     if found.rest is not None:
         made = torch.cat([made, found.rest.double()], 1)
-    expected = operand.decode_rotated()
-    assert made.shape == expected.shape, f"{what}: it is {list(made.shape)}"
-    assert not made.numel() or relative_error(made, expected) < 1e-6, f"{what}: it is not what the operand decodes to"
+    close(made, operand.decode_rotated().double().cpu(), 1e-6, what)
 
 
 def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
@@ -324,9 +419,21 @@ def arguments_of(op: str, row: Quantizer | None, col: Quantizer | None, x: Tenso
     if op == "transpose":
         return (operand,)
     if op == "decode":
-        return operand, torch.bfloat16
+        return operand, x.dtype
     assert col is not None
-    return operand, fresh(encode(col, x)), None, torch.bfloat16, False
+    return operand, fresh(encode(col, x)), None, x.dtype, False
+
+
+def calls(op: str, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> Iterator[tuple[Any, ...]]:
+    """What an operation is called with: the statistics given, then asked for; without a bias, then with one."""
+    first = arguments_of(op, row, col, x)
+    yield first
+    if op == "quantize":
+        _, stats, _, _, seed, *_ = first
+        yield x, [None] * len(stats), row, col, seed, 16, True
+    if op == "gemm":
+        a, b, _, dtype, _ = first
+        yield a, b, normal(1, b.shape[0], dtype, seed=1)[0], dtype, True
 
 
 def fresh(operand: Storage) -> Storage:
