@@ -36,6 +36,8 @@ NEEDED = "cuda.core"
 """The module that a ``KernelSpec`` requires whose kernels are of this kind."""
 SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
 """How an argument lies in its 8 bytes: a pointer, a 64-bit or 32-bit integer, a float or a double."""
+MOST_THREADS = 1024
+"""Of a block, on every GPU so far."""
 SUCCESS, NO_CONTEXT = 0, 201
 HOPPER = (9, 0)
 """The first compute capability whose kernels may follow each other without a gap."""
@@ -56,9 +58,11 @@ class CudaKernel:
         """
         self.source = csrc() / source
         self.name = name
+        _check(f"{self.source.name}: {name}", self.source, arguments, threads, shared)
         self.threads = threads
         self.shared = shared
         self.waits = waits
+        self.letters = arguments
         self._slots = struct.Struct("<" + "".join(SLOTS[a] for a in arguments if a not in "()"))
         self._places = _places(arguments)
         self._loaded: dict[tuple[int, tuple[str, ...]], _Loaded] = {}
@@ -69,7 +73,13 @@ class CudaKernel:
             return
         loaded = self._loaded.get((device, macros)) or self._load(device, macros)
         how = loaded.how
-        self._slots.pack_into(how.arguments.bytes, 0, *arguments)
+        try:
+            self._slots.pack_into(how.arguments.bytes, 0, *arguments)
+        except struct.error as error:
+            raise KernelError(
+                f"{self.source.name}: {self.name} takes the arguments {self.letters!r} and was launched with "
+                f"{arguments}: {error}"
+            ) from error
         how.config.gridDimX = blocks
         if torch._C._cuda_getDevice() == device:
             self._run(loaded, how, device)
@@ -99,8 +109,15 @@ class CudaKernel:
             )
 
     def _load(self, device: int, macros: tuple[str, ...]) -> _Loaded:
-        from cuda.core import Device, ObjectCode
-
+        if isinstance(macros, str):
+            raise KernelError(f"{self.source.name}: macros={macros!r} is a string: launch it with ({macros!r},)")
+        try:
+            from cuda.core import Device, ObjectCode
+        except ImportError as error:
+            raise KernelError(
+                f"{self.source.name}: compiling {self.name} takes cuda-core: pip install 'lpq[cuda]'. A KernelSpec "
+                f"with requires=({NEEDED!r},) is passed over where that is missing"
+            ) from error
         with torch.cuda.device(device):
             Device(device).set_current()
             code = ObjectCode.from_cubin(cubin(self.source, macros, architecture(device)))
@@ -159,6 +176,23 @@ class _Arguments:
         start = ctypes.addressof(self.bytes)
         self.array = (ctypes.c_void_p * len(places))(*(start + place for place in places))
         self.pointers = ctypes.addressof(self.array)
+
+
+def _check(what: str, source: Path, letters: str, threads: int, shared: int) -> None:
+    """What would fail at the first launch, or worse, is an error where it is written."""
+    if not source.is_file():
+        raise KernelError(f"{what}: there is no file {source}")
+    if unknown := sorted(set(letters) - {*SLOTS, "(", ")"}):
+        raise KernelError(
+            f"{what}: the arguments {letters!r} have {', '.join(unknown)}; a letter is one of {', '.join(SLOTS)}"
+        )
+    brackets = "".join(letter for letter in letters if letter in "()")
+    if brackets.replace("()", "") or "()" in letters:
+        raise KernelError(f"{what}: the brackets of the arguments {letters!r} do not enclose the fields of structs")
+    if not 1 <= threads <= MOST_THREADS:
+        raise KernelError(f"{what}: a block has 1 to {MOST_THREADS} threads, and not {threads}")
+    if shared < 0:
+        raise KernelError(f"{what}: shared={shared} is no number of bytes")
 
 
 def _places(arguments: str) -> tuple[int, ...]:

@@ -208,9 +208,22 @@ def _check_kernel(source: Source, kernel: KernelSpec) -> None:
             raise source.error(f"{what} has {field_name}={value!r}", f"change it ({suggestion(str(value), known)})")
     if not isinstance(kernel.priority, int):
         raise source.error(f"{what} has priority={kernel.priority!r}", "give it a whole number")
-    if not kernel.formats or isinstance(kernel.formats, str):
-        remedy = "name the formats that it serves, as in KernelSpec(formats=('acme',))"
-        raise source.error(f"{what} has formats={kernel.formats!r}", remedy)
+    for field_name, example in (("formats", "('acme',)"), ("requires", "('triton',)")):
+        value = getattr(kernel, field_name)
+        if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
+            raise source.error(f"{what} has {field_name}={value!r}", f"write a tuple, as {field_name}={example}")
+    counts = {"gemm": (2,), "measure": (1, 2), "quantize": (1, 2)}.get(kernel.op, (1,))
+    if len(kernel.formats) not in counts:
+        remedy = f"name {' or '.join(map(str, counts))}, as in KernelSpec(formats=('acme',{' ...' * (counts[-1] - 1)}))"
+        raise source.error(f"{what} has formats={kernel.formats!r}, and its op is {kernel.op}", remedy)
+    for field_name in ("min_sm", "max_sm"):
+        value = getattr(kernel, field_name)
+        if value is not None and not (type(value) is int and value >= 10):
+            raise source.error(f"{what} has {field_name}={value!r}", "write a compute capability of 9.0 as 90")
+    if not isinstance(kernel.device, str) or not kernel.device.isidentifier():
+        raise source.error(f"{what} has device={kernel.device!r}", "name a type of device, as 'cuda', without a number")
+    if kernel.rounds and kernel.op not in ("measure", "quantize"):
+        raise source.error(f"{what} has rounds=True, and its op is {kernel.op}", "only measure and quantize round")
 
 
 def _by_name(source: Source, kind: Kind, specs: Sequence[Named]) -> dict[str, Named]:

@@ -109,6 +109,45 @@ def test_a_launch_that_fails_is_an_error_in_words(driver: Driver) -> None:
         kernel.launch(0, (), 2, 0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"source": "common/gone.cu"}, r"gone\.cu: amax_parts: there is no file .*gone\.cu"),
+        ({"arguments": "PqzP*"}, r"'PqzP\*' have \*, z; a letter is one of P, q, i, I, f, d"),
+        ({"arguments": "P(q"}, r"the brackets of the arguments 'P\(q' do not enclose"),
+        ({"arguments": "P)q("}, "do not enclose"),
+        ({"arguments": "P((q))"}, "do not enclose"),
+        ({"arguments": "P()"}, "do not enclose"),
+        ({"threads": 0}, "1 to 1024 threads, and not 0"),
+        ({"threads": 2048}, "1 to 1024 threads, and not 2048"),
+        ({"shared": -1}, "shared=-1 is no number of bytes"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_launched_is_refused_where_it_is_written(changes: dict[str, Any], words: str) -> None:
+    right = {"source": "common/amax.cu", "name": "amax_parts", "arguments": "P(qI)q", "threads": 32}
+    CudaKernel(**right)
+    with pytest.raises(KernelError, match=words):
+        CudaKernel(**(right | changes))
+
+
+def test_a_launch_with_other_arguments_is_an_error_in_words(driver: Driver) -> None:
+    kernel = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=32)
+    for arguments in ((0, 0), (0, 0, 0, 0), (0, 0.5, 0), (0, None, 0)):
+        with pytest.raises(KernelError, match=r"amax_parts takes the arguments 'PqP' and was launched with \(0, "):
+            kernel.launch(0, (), 1, *arguments)
+    with pytest.raises(KernelError, match=r"macros='FAST=1' is a string: launch it with \('FAST=1',\)"):
+        kernel.launch(0, "FAST=1", 1, 0, 0, 0)
+    assert driver.launches == []
+
+
+def test_a_launch_without_cuda_core_says_what_to_install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    kernel = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=32)
+    with pytest.raises(KernelError, match=r"amax\.cu: compiling amax_parts takes cuda-core: pip install 'lpq\[cuda\]'"):
+        kernel.launch(0, (), 1, 0, 0, 0)
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_a_capture_is_noticed_on_the_device_that_is_sent_to(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, current: int

@@ -146,13 +146,51 @@ BROKEN = {
     ),
     "a kernel for no format": (
         f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n    return {kernel()}\n",
-        "kernel acme_k:run has formats=()",
-        "name the formats",
+        "kernel acme_k:run has formats=(), and its op is quantize",
+        "name 1 or 2, as in KernelSpec(formats=('acme', ...))",
     ),
     "a kernel for a text": (
         f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n    return [{kernel(', formats=chr(97)')}]\n",
         "kernel acme_k:run has formats='a'",
-        "name the formats",
+        "write a tuple, as formats=('acme',)",
+    ),
+    "a product of one format": (
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n"
+        f"    return [{kernel(', formats=(chr(97),)').replace('quantize', 'gemm')}]\n",
+        "kernel acme_k:run has formats=('a',), and its op is gemm",
+        "name 2, as in KernelSpec(formats=('acme', ...))",
+    ),
+    "two formats that are decoded": (
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n"
+        f"    return [{kernel(', formats=(chr(97), chr(98))').replace('quantize', 'decode')}]\n",
+        "kernel acme_k:run has formats=('a', 'b'), and its op is decode",
+        "name 1, as in KernelSpec(formats=('acme',))",
+    ),
+    "a text that is required": (
+        formats(spec("acme", f", kernels=({kernel(', requires=chr(97)')},)")),
+        "kernel acme_k:run has requires='a'",
+        "write a tuple, as requires=('triton',)",
+    ),
+    "a capability as it is spoken": (
+        formats(spec("acme", f", kernels=({kernel(', min_sm=9')},)")),
+        "kernel acme_k:run has min_sm=9",
+        "write a compute capability of 9.0 as 90",
+    ),
+    "a capability that is no whole number": (
+        formats(spec("acme", f", kernels=({kernel(', max_sm=9.0')},)")),
+        "kernel acme_k:run has max_sm=9.0",
+        "write a compute capability of 9.0 as 90",
+    ),
+    "a device with a number": (
+        formats(spec("acme", f", kernels=({kernel(', device=chr(97) + chr(58) + chr(48)')},)")),
+        "kernel acme_k:run has device='a:0'",
+        "name a type of device, as 'cuda', without a number",
+    ),
+    "a kernel that rounds where nothing is read": (
+        f"{HEADER}@hookimpl\ndef lpq_register_kernels():\n"
+        f"    return [{kernel(', formats=(chr(97),), rounds=True').replace('quantize', 'decode')}]\n",
+        "kernel acme_k:run has rounds=True, and its op is decode",
+        "only measure and quantize round",
     ),
 }
 
