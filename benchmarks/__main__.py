@@ -4,7 +4,7 @@ python -m benchmarks                                        all parts on one GPU
 python -m benchmarks linear host --quick                    two parts, fewer rounds and shapes
 torchrun --nproc-per-node 2 -m benchmarks stack             the stack of blocks under FSDP2 on two GPUs
 python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
-python -m benchmarks show                                   print stored results; needs no GPU
+python -m benchmarks show [PART ...]                        print stored results; needs no GPU
 python -m benchmarks page                                   put stored results into docs/performance.md
 """
 
@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+import lpq
 from benchmarks import casts, contenders, environment, host, linear, profiles, shapes, stack, stored
 from benchmarks.timing import QUICK, Effort
+from lpq.registry.errors import LpqError
 
 PARTS = ("casts", "linear", "host", "stack")
 STORED = ("show", "page")
@@ -30,12 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts that are asked for; the exit status is 2 where nothing can be measured."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(arguments)
-    if options.parts == ["show"]:
-        for result in stored.load(options.out).values():
-            stored.show(result)
-        return 0
-    if options.parts == ["page"]:
-        return _page(options.out)
+    if options.stored:
+        return _stored(options)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if (lack := environment.lacking(ranks)) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
@@ -73,15 +71,23 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
     options = parser.parse_args(arguments)
     options.parts = options.parts or list(PARTS)
+    options.stored = options.parts.pop(0) if options.parts[0] in STORED else None
     wrong = [part for part in options.parts if part not in PARTS]
-    if wrong and not (len(options.parts) == 1 and wrong[0] in STORED):
+    if options.stored == "page" and options.parts:
+        parser.error(f"page takes no parts, and was given {', '.join(options.parts)}")
+    if wrong:
         parser.error(f"no such part: {', '.join(wrong)}; choose from {', '.join(PARTS)}, or one of {', '.join(STORED)}")
+    for text in options.recipe or ():
+        try:
+            lpq.policy(text)
+        except LpqError as error:
+            parser.error(f"--recipe {text}: {error}")
     return options
 
 
 def _size(text: str) -> tuple[int, int]:
     rows, _, cols = text.partition("x")
-    if not (rows.isdecimal() and cols.isdecimal()):
+    if not (rows.isdecimal() and cols.isdecimal() and int(rows) and int(cols)):
         raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCOLUMNS, such as 32768x16384")
     return int(rows), int(cols)
 
@@ -112,8 +118,25 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         yield host.measure(everyone, effort, device)
 
 
-def _page(folder: Path) -> int:
-    found = stored.load(folder)
+def _stored(options: argparse.Namespace) -> int:
+    """Print stored results, or put them into the page."""
+    try:
+        found = stored.load(options.out)
+    except stored.StoredError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    if options.stored == "page":
+        return _page(found)
+    wanted = {stem: result for stem, result in found.items() if not options.parts or result["part"] in options.parts}
+    if not wanted:
+        print(f"benchmarks: {options.out} has no results of {', '.join(options.parts)}", file=sys.stderr)
+        return 2
+    for result in wanted.values():
+        stored.show(result)
+    return 0
+
+
+def _page(found: dict[str, dict[str, Any]]) -> int:
     stored.PAGE.write_text(stored.filled(stored.PAGE.read_text(), found))
     for stem, result in found.items():
         stored.plot(stored.PAGE.parent / "assets", stem, result, prefix="performance-")

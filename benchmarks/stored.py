@@ -15,6 +15,10 @@ MARK = re.compile(r"(<!-- benchmarks: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.D
 """``<!-- benchmarks: FILE WHAT -->`` … ``<!-- end -->``: WHAT is a table of that file, or ``environment``."""
 
 
+class StoredError(Exception):
+    """Results that are not there, or are none."""
+
+
 def part_of(stem: str) -> str:
     """``stack-2`` is of the part ``stack``."""
     return stem.partition("-")[0]
@@ -30,7 +34,20 @@ def save(folder: Path, stem: str, record: dict[str, Any], result: dict[str, Any]
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
     """All results of a folder by the names of their files."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    found = {path.stem: _read(path) for path in sorted(folder.glob("*.json"))}
+    if not found:
+        raise StoredError(f"{folder} has no results: `python -m benchmarks --out {folder}` measures them, on a GPU")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise StoredError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or found.get("part") not in tables.OF or "environment" not in found:
+        raise StoredError(f"{path} is no result of a benchmark: it names no part, or no machine")
+    return found
 
 
 def show(result: dict[str, Any]) -> None:

@@ -151,7 +151,10 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise OptionError(f"--device {name}: no such device; use cpu, cuda, cuda:N or auto") from None
+    if device.type == "meta":
+        raise OptionError(f"--device {name}: it holds no numbers, so that nothing runs there; use cpu, cuda or auto")
     if device.type != "cuda":
+        _use(device, name)
         return device
     seen = torch.cuda.device_count()
     if (device.index or 0) >= seen:
@@ -161,3 +164,12 @@ def pick_device(name: str) -> torch.device:
     except Exception as error:  # a driver that is too old, say: counting devices does not tell
         raise KernelError(f"--device {name}: torch cannot use CUDA here: {words(error)}; use cpu") from error
     return torch.device("cuda", current if device.index is None else device.index)
+
+
+def _use(device: torch.device, name: str) -> None:
+    """An error where torch knows a device of this type, and cannot use it."""
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # of a type that differs between types of devices
+        why = str(error).partition("\n")[0].partition(". ")[0]  # what follows is a page about torch's operators
+        raise KernelError(f"--device {name}: torch cannot use it here: {why}; use cpu, cuda or auto") from error

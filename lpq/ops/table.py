@@ -89,7 +89,7 @@ _KEY = os.environ.encodekey(ENVIRONMENT)
 @registry.cached
 def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, encoded: Any) -> Choice:
     forced = os.environ.decodevalue(encoded) if encoded is not None else None
-    allowed = _allowed(forced)
+    allowed = allowed_by(forced)
     quantizers = tuple(registry.quantizer(text) for text in operands)
     formats = tuple(registry.format_of(type(q)).name for q in quantizers)
     if op != "gemm" and len(set(formats)) == 1:
@@ -124,7 +124,8 @@ def _candidates(op: str, formats: tuple[str, ...], count: int) -> list[KernelSpe
     return sorted([*registry.kernels(op, formats), *any_pair], key=lambda kernel: -kernel.priority)
 
 
-def _allowed(forced: str | None) -> frozenset[str]:
+def allowed_by(forced: str | None) -> frozenset[str]:
+    """The backends that a value of ``LPQ_KERNELS`` lets run."""
     names = frozenset(name.strip() for name in (forced or "").split(",")) - {""}
     if not names:
         return frozenset(BACKENDS)

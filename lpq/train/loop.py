@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lpq
+from lpq.ops.table import ENVIRONMENT, allowed_by
 from lpq.train import data, report, runs
 from lpq.train.config import TrainConfig
 from lpq.train.errors import Stopped
@@ -49,6 +50,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     Where there is a process group, its processes train one sharded model together, and the first one alone prints and
     writes. ``lpq train`` makes the group that torchrun means; see ``lpq.train.launch``.
     """
+    allowed_by(os.environ.get(ENVIRONMENT))  # a backend that is none is refused before anything is written
     device = pick_device(config.device)
     ranks = Ranks(device)
     ranks.check_batch(config.batch)

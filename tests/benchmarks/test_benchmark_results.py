@@ -232,9 +232,22 @@ def test_the_recorded_command_names_no_folder() -> None:
 def test_the_size_of_casts(capsys: pytest.CaptureFixture[str]) -> None:
     assert command._options(["casts"]).size == (16384, 8192)
     assert command._options(["casts", "--size", "32768x16384"]).size == (32768, 16384)
-    with pytest.raises(SystemExit):
-        command._options(["casts", "--size", "32768"])
-    assert "'32768' is not ROWSxCOLUMNS, such as 32768x16384" in capsys.readouterr().err
+    for wrong in ("32768", "0x16384", "-1x5"):
+        with pytest.raises(SystemExit):
+            command._options(["casts", f"--size={wrong}"])
+        assert f"{wrong!r} is not ROWSxCOLUMNS, such as 32768x16384" in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_none_is_refused_before_a_gpu_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        command._options(["host", "--recipe", "fp8-current", "--recipe", "x=fp8,w=fp8,dy=fp8"]).recipe[0]
+        == "fp8-current"
+    )
+    with pytest.raises(SystemExit) as status:
+        command.main(["host", "--recipe", "fp8-curent"])
+    assert status.value.code == 2
+    assert "--recipe fp8-curent: " in (said := capsys.readouterr().err)
+    assert "fp8-current" in said
 
 
 def test_stored_results_are_shown_anywhere(
@@ -243,3 +256,39 @@ def test_stored_results_are_shown_anywhere(
     (tmp_path / "host.json").write_text(json.dumps(results["host"]))
     assert command.main(["show", "--out", str(tmp_path)]) == 0
     assert "Host time of a step at 128x128x128" in capsys.readouterr().out
+    (tmp_path / "linear.json").write_text(json.dumps(results["linear"]))
+    assert command.main(["show", "linear", "--out", str(tmp_path)]) == 0
+    assert "Host time of a step" not in (out := capsys.readouterr().out)
+    assert "Linear" in out
+    assert command.main(["show", "stack", "--out", str(tmp_path)]) == 2
+    assert "has no results of stack" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parts", [["show", "cast"], ["page", "casts"], ["show", "page"]])
+def test_what_cannot_be_shown_is_refused(parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        command.main(parts)
+    assert status.value.code == 2
+    said = capsys.readouterr().err
+    assert "no such part: " in said or "page takes no parts" in said
+
+
+@pytest.mark.parametrize("what", ["show", "page"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "has no results: `python -m benchmarks --out"),
+        ("{", "host.json cannot be read: "),
+        ("[]", "host.json is no result of a benchmark"),
+        ('{"part": "houses"}', "host.json is no result of a benchmark"),
+    ],
+)
+def test_results_that_are_not_there_or_none_are_told(
+    what: str, text: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "host.json").write_text(text)
+    before = stored.PAGE.read_text()
+    assert command.main([what, "--out", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
+    assert stored.PAGE.read_text() == before

@@ -18,6 +18,7 @@ from training import MakeConfig, shown
 
 import lpq
 from lpq.cli.explain import explain
+from lpq.ops import KernelError
 from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
 from lpq.train import TrainError, run
@@ -129,6 +130,15 @@ def test_a_run_refused_at_its_first_step_can_be_corrected(
             run(config, console)
     assert not Path(config.out).exists()
     assert len(run(config, console).outcomes[0].losses) == 2
+
+
+def test_a_backend_that_is_none_is_refused_before_anything_is_made(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPQ_KERNELS", "cdua, torch")
+    with pytest.raises(KernelError, match=r"LPQ_KERNELS=cdua, torch: unknown cdua; choose from reference, torch"):
+        run(tiny(), console)
+    assert shown(console) == ""
 
 
 @pytest.mark.parametrize(("steps", "told"), [(3, [1, 2, 3]), (25, [3, 6, 9, 12, 15, 18, 21, 24, 25])])
