@@ -21,10 +21,11 @@ from lpq import recipes, registry
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
 from lpq.core.exact import serves
 from lpq.core.gathered import Gathered
-from lpq.core.quantize import DTYPES, as_matrix
+from lpq.core.quantize import as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
+from lpq.nn.refusals import check
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
@@ -362,7 +363,7 @@ class Linear(nn.Linear):
         if self._plan is None:
             return super().forward(input)
         weight = self.weight
-        self._check(input, weight)
+        check(self, input, weight)
         x = as_matrix(input)
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):
@@ -383,47 +384,6 @@ class Linear(nn.Linear):
         )
         # Not a view to autograd: what a module returns may be changed in place.
         return y if input.dim() == 2 else torch.ops.aten._unsafe_view(y, (*input.shape[:-1], self.out_features))
-
-    def _check(self, input: Tensor, weight: Tensor) -> None:
-        """Refuse what cannot be multiplied, in words."""
-        if input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{self.title}: the input is {list(input.shape)}, its last dimension must be {self.in_features}"
-            )
-        if input.dtype not in DTYPES or weight.dtype not in DTYPES:
-            name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
-            raise TypeError(
-                f"{self.title}: the {name} is {tensor.dtype}; "
-                "float32, bfloat16 and float16 can be encoded: cast it first"
-            )
-        if hasattr(weight, "device_mesh"):
-            raise RuntimeError(
-                f"{self.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
-                "called on, whose forward gathers it, or its unshard()"
-            )
-        if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                f"{self.title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: "
-                "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
-            )
-        if self.accumulate is not None:
-            self._check_accumulation(weight)
-
-    def _check_accumulation(self, weight: Tensor) -> None:
-        if self.gathering is not None or torch.compiler.is_compiling():
-            where = "torch.compile" if self.gathering is None else "a weight that FSDP2 shards"
-            raise RuntimeError(
-                f"{self.title}: accumulate={self.accumulate!r} does not work with {where}; leave it None"
-            )
-        if self.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
-            into: Any = getattr(weight, "main_grad", None)
-            fits = isinstance(into, Tensor) and into.is_floating_point() and into.device == weight.device
-            if not fits or into.shape != weight.shape:
-                of = [getattr(into, name, None) for name in ("dtype", "shape", "device")]
-                raise RuntimeError(
-                    f"{self.title}: accumulate='main_grad', and its weight has {'none' if into is None else of}: set "
-                    "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward"
-                )
 
     # ------------------------------------------------------------------------------ being sharded
 

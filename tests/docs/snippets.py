@@ -1,9 +1,9 @@
 """The fenced blocks of README.md and docs/, and what runs each of them.
 
 A block without a title is run: Python in one namespace for the page, ``lpq …`` and ``pip install …`` lines as
-commands. A block with ``title="path"`` is a file, written before what comes after it runs. A comment before a
-block says what else there is to know: ``<!-- not run: reason -->``, ``<!-- read by lpq.recipe -->`` (or
-``lpq.policy``), ``<!-- added to class Name -->``.
+commands, with ``NAME=VALUE`` before them. A block with ``title="path"`` is a file, written before what comes after it
+runs. A comment before a block says what else there is to know: ``<!-- not run: reason -->``,
+``<!-- read by lpq.recipe -->`` (or ``lpq.policy``), ``<!-- added to class Name -->``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FENCE = re.compile(
 )
 _NOTE = re.compile(r"not run: (?P<reason>.+)|read by lpq\.(?P<reader>recipe|policy)|added to class (?P<owner>\w+)")
 _INFO = re.compile(r'(?P<language>\w*)(?: title="(?P<title>[^"]+)")?')
-KNOWN = {"python", "shell", "toml", "text"}
+KNOWN = {"python", "shell", "toml", "cpp", "text"}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,6 +79,8 @@ class Reader:
             assert make(made.to_dict()) == made
 
     def call(self, command: list[str], block: Block) -> None:
+        set_here = dict(word.split("=", 1) for word in command if re.match(r"[A-Z_]+=", word))
+        command = command[len(set_here) :]
         if command[0] == "make":
             self.succeed(["make", "--dry-run", *command[1:]], block, cwd=ROOT)
         elif command[:2] == ["pip", "install"]:
@@ -92,7 +95,7 @@ class Reader:
                 self.succeed(launch, block)  # gloo's threads now and then abort a process that has done all its work
         elif command[0] == "lpq" and command[1] in IN_A_PROCESS:
             path = os.pathsep.join(map(str, [*self.sources, self.site]))
-            self.succeed([sys.executable, "-m", *command], block, env={**os.environ, "PYTHONPATH": path})
+            self.succeed([sys.executable, "-m", *command], block, env={**os.environ, "PYTHONPATH": path, **set_here})
         elif command[0] == "lpq":
             with pytest.raises(SystemExit) as ended:
                 main(command[1:])
@@ -163,8 +166,21 @@ def test_every_snippet_runs(page: Path, reader: Reader) -> None:
 
 def test_there_are_snippets_to_run() -> None:
     run = [b for page in PAGES for b in blocks(page) if b.reason is None and b.language != "text"]
-    assert {b.language for b in run} == {"python", "shell", "toml"}
+    assert {b.language for b in run} == {"python", "shell", "toml", "cpp"}
     assert len(run) > 60
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("per_row", [0, 1])
+def test_the_cuda_source_of_the_guide_compiles(per_row: int, tmp_path: Path) -> None:
+    """What launches it runs on a GPU only."""
+    (source,) = [b for b in blocks(ROOT / "docs/plugins/index.md") if b.language == "cpp"]
+    (tmp_path / "decode.cu").write_text(source.code)
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", f"-DPER_ROW={per_row}", "decode.cu", "-o", "decode"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert b"decode" in (tmp_path / "decode").read_bytes()
 
 
 def test_no_fence_is_overlooked() -> None:

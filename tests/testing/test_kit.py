@@ -149,6 +149,21 @@ def test_a_kernel_that_is_right_for_all_passes(run: Run, op: str) -> None:
     result.assert_outcomes(passed=1, skipped=1)
 
 
+def test_kernels_in_triton_are_compared_where_triton_interprets_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where nothing can tell one of them from other functions."""
+    options = {"backend": "triton", "device": "cuda", "min_sm": 75}
+    wrong, right = (
+        broken.Plugin(broken.Int8, kernels=(dataclasses.replace(broken.cpu_kernel(name), **options),))
+        for name in ("wrong_kernel", "right_kernel")
+    )
+    monkeypatch.setattr("lpq.testing.conformance.test_kernels.triton_interprets", lambda: False)
+    run(wrong, "test_kernels_equal").assert_outcomes(skipped=2)
+    # Not by the variable: what imports Triton meanwhile would be interpreted in all tests that follow.
+    monkeypatch.setattr("lpq.testing.conformance.test_kernels.triton_interprets", lambda: True)
+    run(wrong, "test_kernels_equal").stdout.fnmatch_lines(["*triton kernel broken_formats:wrong_kernel on*differ*"])
+    run(right, "test_kernels_equal").assert_outcomes(passed=1, skipped=1)
+
+
 def test_a_kernel_that_is_not_where_its_spec_says_is_found_without_its_hardware(run: Run) -> None:
     absent = {"device": "cuda", "requires": ("a_library_that_is_not_there",)}
     for impl, words in (

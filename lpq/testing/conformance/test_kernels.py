@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -71,10 +72,11 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
     """For all options, awkward shapes, numbers of every kind, views, and with the default options every dtype; for one
     operand and both; a GEMM up to the order of its sums.
 
-    ``LPQ_KERNELS`` names the backends whose kernels are compared; unset, all are."""
+    ``LPQ_KERNELS`` names the backends whose kernels are compared; unset, all are. With ``TRITON_INTERPRET=1``, by which
+    Triton runs its kernels on a CPU, those are compared there."""
+    own = served_on(device, family.default)
     named = {name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")} - {""}
     allowed = frozenset(named or BACKENDS)
-    own = [kernel for kernel in kernels(family.default) if kernel.device == device]
     if not own:
         pytest.skip(f"{family} has no kernel for {device}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -118,6 +120,21 @@ def test_import_strings_of_kernels(family: Family) -> None:
                     continue
                 raise
             assert callable(found), f"the {kernel.op} kernel names {string!r}, which is {found!r} and cannot be called"
+
+
+def triton_interprets() -> bool:
+    """Whether Triton was asked to run its kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def served_on(device: str, quantizer: Quantizer) -> list[KernelSpec]:
+    """The kernels of a format that this type of device runs; the CPU those in Triton too, where Triton interprets."""
+    interpreted = ("triton",) if device == "cpu" and triton_interprets() else ()
+    return [
+        dataclasses.replace(kernel, device=device)
+        for kernel in kernels(quantizer)
+        if kernel.device == device or kernel.backend in interpreted
+    ]
 
 
 def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:

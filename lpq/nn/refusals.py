@@ -1,0 +1,55 @@
+"""What a layer refuses to multiply, in words, before anything is launched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lpq.core.quantize import DTYPES
+
+if TYPE_CHECKING:
+    from lpq.nn.linear import Linear
+
+
+def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
+    """An error if the layer cannot multiply this input by this weight."""
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
+    if not input.dim() or input.shape[-1] != layer.in_features:
+        raise ValueError(
+            f"{layer.title}: the input is {list(input.shape)}, its last dimension must be {layer.in_features}"
+        )
+    if input.dtype not in DTYPES or weight.dtype not in DTYPES:
+        name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
+        raise TypeError(
+            f"{layer.title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
+        )
+    if hasattr(weight, "device_mesh"):
+        raise RuntimeError(
+            f"{layer.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
+            "called on, whose forward gathers it, or its unshard()"
+        )
+    if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{layer.title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: "
+            "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
+        )
+    if layer.accumulate is not None:
+        _check_accumulation(layer, weight)
+
+
+def _check_accumulation(layer: Linear, weight: Tensor) -> None:
+    if layer.gathering is not None or torch.compiler.is_compiling():
+        where = "torch.compile" if layer.gathering is None else "a weight that FSDP2 shards"
+        raise RuntimeError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with {where}; leave it None")
+    if layer.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
+        into: Any = getattr(weight, "main_grad", None)
+        fits = isinstance(into, Tensor) and into.is_floating_point() and into.device == weight.device
+        if not fits or into.shape != weight.shape:
+            of = [getattr(into, name, None) for name in ("dtype", "shape", "device")]
+            raise RuntimeError(
+                f"{layer.title}: accumulate='main_grad', and its weight has {'none' if into is None else of}: set "
+                "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward"
+            )
