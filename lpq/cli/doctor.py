@@ -49,6 +49,7 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
                 "broken_formats": broken,
                 "broken_recipes": unbuilt,
                 "unused_kernels": unused_kernels(),
+                "kernel_cache": {"folder": str(cubins.cache_dir() or ""), "problem": cubins.why_unkept()},
             }
         )
     else:
@@ -70,6 +71,11 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
         if without := set(registry.formats()) - set(kernels) - set(broken):
             names = ", ".join(sorted(without))
             typer.echo(f"Not listed, as they have no default options: {names} (`lpq explain RECIPE` shows them).")
+        if (problem := cubins.why_unkept()) is not None:
+            where_to = f"Set {cubins.CACHE} to a folder that can be written"
+            typer.echo(
+                f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew."
+            )
         for kernel in unused_kernels():
             typer.echo(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
         for name, problem in broken.items():

@@ -70,6 +70,17 @@ def cache_dir() -> Path | None:
         return None
 
 
+def why_unkept() -> str | None:
+    """Why compiled kernels cannot be kept here; None: they can. It makes no folder."""
+    folder = cache_dir()
+    if folder is None:
+        return "this user has no home folder"
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        return f"{nearest} is no folder"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} cannot be written"
+
+
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
     """A name for what this compiles to. Sources whose text, and whose headers' texts, are equal share it."""
     digest = DIGEST(repr((OPTIONS, sorted(macros), architecture, compiler_version())).encode())

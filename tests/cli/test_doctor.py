@@ -285,6 +285,20 @@ def test_a_kernel_for_an_absent_format_is_told_and_is_no_error(install: Callable
     assert "Kernel cuda lpq_swift_plugin:gone never runs" in ended.out
 
 
+def test_a_folder_in_which_compiled_kernels_cannot_be_kept_is_told(
+    lpq: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for folder, problem in ((tmp_path / "new" / "cache", None), (tmp_path / "file" / "cache", "file is no folder")):
+        monkeypatch.setenv("LPQ_CACHE_DIR", str(folder))
+        found = doctor(lpq, "--device", "cpu")["kernel_cache"]
+        assert found["folder"] == str(folder)
+        assert found["problem"] == (problem and f"{tmp_path}/{problem}")
+        said = " ".join(lpq("doctor", "--device", "cpu").out.split())
+        assert ("Compiled CUDA kernels are not kept: " in said) == (problem is not None)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("device", "words"),
     [
