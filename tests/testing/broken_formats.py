@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -254,46 +254,18 @@ def clipping_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
     return torch.where(values.isfinite(), values.clamp(-(2.0**60), 2.0**60), values)
 
 
-Given = Sequence[Tensor | None]
+def right_quantize(*arguments: Any) -> list[Tensor]:
+    return quantize_reference(*arguments)
 
 
-def right_quantize(
-    x: Tensor,
-    stats: Given,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-) -> list[Tensor]:
-    return quantize_reference(x, stats, row, col, seed, offset, measure)
-
-
-def forgetful_quantize(
-    x: Tensor,
-    stats: Given,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-) -> list[Tensor]:
+def forgetful_quantize(*arguments: Any) -> list[Tensor]:
     """Does not return the statistics that it is asked for."""
-    return quantize_reference(x, stats, row, col, seed, offset, False)
+    return quantize_reference(*arguments[:-1], False)
 
 
-def flat_quantize(
-    x: Tensor,
-    stats: Given,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-) -> list[Tensor]:
+def flat_quantize(x: Tensor, *rest: Any) -> list[Tensor]:
     """Right for matrices whose rows lie one after the other."""
-    lies = torch.as_strided(x, x.shape, (x.shape[1], 1))
-    return quantize_reference(lies, stats, row, col, seed, offset, measure)
+    return quantize_reference(torch.as_strided(x, x.shape, (x.shape[1], 1)), *rest)
 
 
 def right_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
