@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
 
 F = TypeVar("F", bound=Callable[..., Any])
-ORDINARY = (Tensor, torch.nn.Parameter)
+ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """Included where a tracer looks on before autograd."""
 LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import operations, pairs
-from lpq.core.operators import alone
+from lpq.core.operators import ORDINARY, alone
 from lpq.core.reduce import check_shard, reduce_stats, spans
 from lpq.core.storage import Storage
 from lpq.core.tensor import QuantizedTensor, wrap_operands
@@ -143,8 +143,9 @@ def remember(
 
 def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
     """Take the reduced statistics of a step into the state. A compiler traces what the format wrote."""
-    if all(alone(t) for t in (*state.values(), *stats.values())):
-        impl = choose("remember", (side.text,), next(iter(state.values())).device).impl
+    tensors = (*state.values(), *stats.values())
+    if alone(tensors[0]) and ORDINARY.issuperset(map(type, tensors)):
+        impl = choose("remember", (side.text,), tensors[0].device).impl
         if impl is not None:
             impl(side, state, stats)
             return

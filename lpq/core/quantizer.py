@@ -36,7 +36,8 @@ class Quantizer:
 
     @property
     def stats(self) -> tuple[Stat, ...]:
-        """The statistics that ``encode`` needs. This and the properties below may be plain class attributes."""
+        """The statistics that ``encode`` needs. This and the properties below may be plain class attributes, and
+        cached ones: a layer asks for them at every step."""
         return ()
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
@@ -127,7 +128,7 @@ class Quantizer:
     def state_branches(self) -> dict[str, Quantizer]:
         """The quantizers whose state a tensor needs, by name prefix: one if both directions share all they know."""
         row, col = self.side("row"), self.side("col")
-        if row == col and row.transposable and self.col_source == "original":
+        if (row is col or row == col) and row.transposable and self.col_source == "original":
             return {"": row}
         return {"row_": row, "col_": col}
 
@@ -173,7 +174,7 @@ class Quantizer:
         for quantizer in (self, self.side("row"), self.side("col")):
             _ = quantizer.text, quantizer.storage
         for side in (self.side("row"), self.side("col")):
-            _ = side.layout, side.names
+            _ = side.layout, side.names, side.stats, side.state, side.transposable
         return self
 
     def __str__(self) -> str:

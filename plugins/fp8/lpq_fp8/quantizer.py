@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -47,18 +48,18 @@ class FP8Quantizer(Quantizer):
         if abs(self.margin) > 127:
             raise OptionError.invalid(type(self).__name__, "margin", self.margin, "from -127 to 127")
 
-    @property
+    @cached_property
     def scaled_block(self) -> Block:
         """Rows and columns that one scale covers."""
         if self.scaling == "block":
             return BLOCKS[self.block]
         return ROW if self.scaling == "row" else TENSOR
 
-    @property
+    @cached_property
     def stats(self) -> tuple[Stat, ...]:
         return STATS[self.scaled_block]
 
-    @property
+    @cached_property
     def transposable(self) -> bool:
         rows, cols = self.scaled_block
         return rows == cols
@@ -80,7 +81,7 @@ class FP8Quantizer(Quantizer):
 
     # ------------------------------------------------------------------------------ delayed scaling
 
-    @property
+    @cached_property
     def state(self) -> tuple[StateBuffer, ...]:
         if self.scaling != "delayed":
             return ()
