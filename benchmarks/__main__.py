@@ -71,6 +71,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
     options = parser.parse_args(arguments)
     options.parts = options.parts or list(PARTS)
+    if set(options.parts[1:]) & set(STORED):
+        parser.error(f"{' and '.join(STORED)} stand first, and alone or before parts: show [PART ...], or page")
     options.stored = options.parts.pop(0) if options.parts[0] in STORED else None
     wrong = [part for part in options.parts if part not in PARTS]
     if options.stored == "page" and options.parts:

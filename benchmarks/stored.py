@@ -45,8 +45,13 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise StoredError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict) or found.get("part") not in tables.OF or "environment" not in found:
-        raise StoredError(f"{path} is no result of a benchmark: it names no part, or no machine")
+    if not isinstance(found, dict) or found.get("part") not in list(tables.OF):
+        raise StoredError(f"{path} is no result of a benchmark: it names none of the parts {', '.join(tables.OF)}")
+    try:
+        environment.in_words(found["environment"])
+        tables.OF[found["part"]](found)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StoredError(f"{path} is no whole result of {found['part']}: {type(error).__name__}: {error}") from error
     return found
 
 

@@ -202,7 +202,12 @@ def quantize_reference(
     measure: bool,
 ) -> list[Tensor]:
     """The buffers of the wanted operands in the order of their layouts, the row operand's first; then, if
-    ``measure``, the statistics of ``x``. A statistic that is not given is measured."""
+    ``measure``, the statistics of ``x``.
+
+    ``stats``: those to encode with, in the order in which ``measure_reference`` returns them. They may be those of
+    other ranks or steps, and views of one memory. One that is None is measured; so are all if there is none, ``()``.
+    ``seed`` is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor.
+    """
     return distinct(quantize_as_written(x, stats, row, col, seed, offset, measure), stats, row, col)
 
 
@@ -467,11 +472,7 @@ def _gemm_fake(
 
 # ---------------------------------------------------------------------------------------------- their schemas
 
-define(
-    'measure(Tensor x, str row, str col, str layouts="") -> Tensor[]',
-    _measure,
-    _measure_fake,
-)
+define('measure(Tensor x, str row, str col, str layouts="") -> Tensor[]', _measure, _measure_fake)
 define(
     "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure, "
     'str layouts="") -> Tensor[]',

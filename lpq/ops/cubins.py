@@ -75,7 +75,10 @@ def why_unkept() -> str | None:
     folder = cache_dir()
     if folder is None:
         return "this user has no home folder"
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    except OSError as error:  # as where a folder above it may not be entered
+        return f"{folder} cannot be reached ({error.strerror or error})"
     if not nearest.is_dir():
         return f"{nearest} is no folder"
     return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} cannot be written"

@@ -35,7 +35,8 @@ from lpq.ops.errors import KernelError
 NEEDED = "cuda.core"
 """The module that a ``KernelSpec`` requires whose kernels are of this kind."""
 SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
-"""How an argument lies in its 8 bytes: a pointer, a 64-bit or 32-bit integer, a float or a double."""
+"""The letters of parameters, and how an argument lies in its 8 bytes, as ``struct`` says it: ``P`` is a pointer, ``q``
+a ``long long``, ``i`` an ``int``, ``I`` an ``unsigned int``, ``f`` a ``float``, ``d`` a ``double``."""
 MOST_THREADS = 1024
 """Of a block, on every GPU so far."""
 SUCCESS, NO_CONTEXT = 0, 201
@@ -71,6 +72,8 @@ class CudaKernel:
         """Run ``blocks`` blocks of threads on a device; none if there are no blocks. Pointers are integers."""
         if blocks == 0:
             return
+        if type(macros) is not tuple:
+            raise KernelError(f"{self.source.name}: macros={macros!r} is no tuple, such as ('FAST=1', 'WIDE')")
         loaded = self._loaded.get((device, macros)) or self._load(device, macros)
         how = loaded.how
         try:
@@ -109,8 +112,6 @@ class CudaKernel:
             )
 
     def _load(self, device: int, macros: tuple[str, ...]) -> _Loaded:
-        if isinstance(macros, str):
-            raise KernelError(f"{self.source.name}: macros={macros!r} is a string: launch it with ({macros!r},)")
         try:
             from cuda.core import Device, ObjectCode
         except ImportError as error:
@@ -189,10 +190,10 @@ def _check(what: str, source: Path, letters: str, threads: int, shared: int) -> 
     brackets = "".join(letter for letter in letters if letter in "()")
     if brackets.replace("()", "") or "()" in letters:
         raise KernelError(f"{what}: the brackets of the arguments {letters!r} do not enclose the fields of structs")
-    if not 1 <= threads <= MOST_THREADS:
-        raise KernelError(f"{what}: a block has 1 to {MOST_THREADS} threads, and not {threads}")
-    if shared < 0:
-        raise KernelError(f"{what}: shared={shared} is no number of bytes")
+    if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+        raise KernelError(f"{what}: a block has 1 to {MOST_THREADS} threads, and not {threads!r}")
+    if not isinstance(shared, int) or shared < 0:
+        raise KernelError(f"{what}: shared={shared!r} is no number of bytes")
 
 
 def _places(arguments: str) -> tuple[int, ...]:

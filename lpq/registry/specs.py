@@ -39,7 +39,8 @@ class KernelSpec:
     backend: str
     """What runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()
-    """The format it serves, or for ``gemm`` the formats of both operands; empty: the format that lists it."""
+    """The format it serves; for ``gemm`` the formats of both operands, for ``measure`` and ``quantize`` one or two,
+    those of the row operand and of the column operand. Empty: the format that lists it."""
     device: str = "cuda"
     """The type of the device it runs on."""
     min_sm: int | None = None

@@ -14,6 +14,7 @@ import torch
 
 from lpq import registry
 from lpq.cli.kernels import OPTIONAL, Served
+from lpq.ops import cubins
 from lpq.ops import table as kernel_table
 
 KERNELS = """
@@ -297,6 +298,12 @@ def test_a_folder_in_which_compiled_kernels_cannot_be_kept_is_told(
         said = " ".join(lpq("doctor", "--device", "cpu").out.split())
         assert ("Compiled CUDA kernels are not kept: " in said) == (problem is not None)
     assert not (tmp_path / "new").exists()
+
+    def closed(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", closed)
+    assert cubins.why_unkept() == f"{tmp_path}/file/cache cannot be reached (Permission denied)"
 
 
 @pytest.mark.parametrize(

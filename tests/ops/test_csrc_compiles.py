@@ -26,7 +26,8 @@ from lpq.core.pairs import Pair
 from lpq.ops import cubins, tiles
 from lpq.ops.cuda import CudaKernel
 from lpq.registry import KernelSpec
-from lpq.testing.conformance.test_kernels import arguments_of, pairs
+from lpq.testing.calls import arguments_of
+from lpq.testing.conformance.test_kernels import pairs
 from lpq.testing.options import family
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")

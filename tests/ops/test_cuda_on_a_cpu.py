@@ -119,6 +119,8 @@ def test_a_launch_that_fails_is_an_error_in_words(driver: Driver) -> None:
         ({"arguments": "P((q))"}, "do not enclose"),
         ({"arguments": "P()"}, "do not enclose"),
         ({"threads": 0}, "1 to 1024 threads, and not 0"),
+        ({"threads": "256"}, "1 to 1024 threads, and not '256'"),
+        ({"shared": 1.5}, "shared=1.5 is no number of bytes"),
         ({"threads": 2048}, "1 to 1024 threads, and not 2048"),
         ({"shared": -1}, "shared=-1 is no number of bytes"),
     ],
@@ -136,8 +138,9 @@ def test_a_launch_with_other_arguments_is_an_error_in_words(driver: Driver) -> N
     for arguments in ((0, 0), (0, 0, 0, 0), (0, 0.5, 0), (0, None, 0)):
         with pytest.raises(KernelError, match=r"amax_parts takes the arguments 'PqP' and was launched with \(0, "):
             kernel.launch(0, (), 1, *arguments)
-    with pytest.raises(KernelError, match=r"macros='FAST=1' is a string: launch it with \('FAST=1',\)"):
-        kernel.launch(0, "FAST=1", 1, 0, 0, 0)
+    for macros in ("FAST=1", ["FAST=1"]):
+        with pytest.raises(KernelError, match=r"macros=.*FAST=1.* is no tuple, such as \('FAST=1', 'WIDE'\)"):
+            kernel.launch(0, macros, 1, 0, 0, 0)
     assert driver.launches == []
 
 

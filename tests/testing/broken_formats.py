@@ -11,7 +11,13 @@ from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.core.multiplicand import Exact
-from lpq.core.operations import decode_reference, gemm_reference, quantize_reference, transpose_reference
+from lpq.core.operations import (
+    decode_reference,
+    gemm_reference,
+    measure_reference,
+    quantize_reference,
+    transpose_reference,
+)
 from lpq.registry import FormatSpec, KernelSpec, hookimpl
 from lpq.registry.errors import OptionError
 
@@ -243,6 +249,19 @@ def narrow_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
     return decode_reference(operand, torch.bfloat16).to(dtype)
 
 
+def own_dtype_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right in the dtype of the operand, which it always gives."""
+    return decode_reference(operand, operand.dtype)
+
+
+def dense_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """Right where rows begin at multiples of 2: it takes two elements at a time, and of a row what is left not."""
+    values = decode_reference(operand, dtype)
+    if len(values) > 1 and values.shape[1] % 2:
+        values[:, -1] = 0
+    return values
+
+
 def losing_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:
     """Right for finite values."""
     return decode_reference(operand, dtype).nan_to_num()
@@ -263,6 +282,37 @@ def forgetful_quantize(*arguments: Any) -> list[Tensor]:
     return quantize_reference(*arguments[:-1], False)
 
 
+def deaf_quantize(x: Tensor, stats: Any, *rest: Any) -> list[Tensor]:
+    """Measures for itself, whatever it is given."""
+    return quantize_reference(x, [None] * len(stats), *rest)
+
+
+def demanding_quantize(x: Tensor, stats: Any, row: Quantizer | None, col: Quantizer | None, *rest: Any) -> list[Tensor]:
+    """Right where each operand has a place among the statistics."""
+    needed = [stats[i] for i, side in enumerate(s for s in (row, col) if s is not None)]
+    return quantize_reference(x, needed, row, col, *rest)
+
+
+def seeded_quantize(x: Tensor, stats: Any, row: Any, col: Any, seed: Any, *rest: Any) -> list[Tensor]:
+    """Right where there is a seed, which it does not need."""
+    seed.data_ptr()
+    return quantize_reference(x, stats, row, col, seed, *rest)
+
+
+def rounding_quantize(x: Tensor, *rest: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return quantize_reference(x.to(dtype or x.dtype), *rest)
+
+
+def half_rounding_quantize(x: Tensor, *rest: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Rounds what it encodes, and measures what it did not round."""
+    made = rounding_quantize(x, *rest, dtype=dtype)
+    _, row, col, *_, measure = rest
+    if not measure:
+        return made
+    measured = measure_reference(x, row, col)
+    return made[: len(made) - len(measured)] + measured
+
+
 def flat_quantize(x: Tensor, *rest: Any) -> list[Tensor]:
     """Right for matrices whose rows lie one after the other."""
     return quantize_reference(torch.as_strided(x, x.shape, (x.shape[1], 1)), *rest)
@@ -275,6 +325,28 @@ def right_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, 
 def unbiased_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
     """Adds a bias of an even number of elements only."""
     return gemm_reference(a, b, bias if b.shape[0] % 2 == 0 else None, dtype)
+
+
+def half_biased_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """Adds a bias where sums may be fast."""
+    return gemm_reference(a, b, bias if fast_accumulate else None, dtype)
+
+
+def swapped_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """Right for products that are symmetric."""
+    return gemm_reference(b, a, None, dtype)
+
+
+def hasty_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """Writes nothing where there is nothing to sum."""
+    if not a.shape[1]:
+        return torch.empty(a.shape[0], b.shape[0], dtype=dtype)
+    return gemm_reference(a, b, bias, dtype)
+
+
+def rounded_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """Right in bf16, through which it rounds whatever is asked for."""
+    return gemm_reference(a, b, bias, torch.bfloat16).to(dtype)
 
 
 def wide_gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:

@@ -121,13 +121,22 @@ def test_kernels_are_compared_with_poisoned_outputs(run: Run) -> None:
 WRONG = {
     "hasty_kernel": ("decode", "a part of an operand*elements differ"),
     "writing_kernel": ("decode", "it changed what it was given"),
-    "narrow_kernel": ("decode", "torch.float16, normal values*elements differ"),
+    "narrow_kernel": ("decode", "normal values, to torch.float32, output 0: * elements differ"),
+    "own_dtype_kernel": ("decode", "to torch.float32, output 0: it is torch.bfloat16 and must be torch.float32"),
+    "dense_kernel": ("decode", "[[]5, 77[]] torch.bfloat16, normal values*elements differ"),
     "losing_kernel": ("decode", "one inf*elements differ"),
     "clipping_kernel": ("decode", "numbers of all sizes*elements differ"),
     "forgetful_quantize": ("quantize", "it returned 4 tensors and must return 6"),
+    "deaf_quantize": ("quantize", "those of another matrix given, output * elements differ"),
+    "demanding_quantize": ("quantize", "IndexError*"),
+    "seeded_quantize": ("quantize", "'NoneType' object has no attribute 'data_ptr'"),
     "flat_quantize": ("quantize", "a transposed matrix*elements differ"),
-    "unbiased_gemm": ("gemm", "normal values: it is not the same, by"),
+    "unbiased_gemm": ("gemm", "normal values, as torch.float32, bias True, fast_accumulate True: it is not the same"),
+    "half_biased_gemm": ("gemm", "bias True, fast_accumulate False: it is not the same, by"),
     "wide_gemm": ("gemm", "it is torch.float32 and must be torch.bfloat16"),
+    "swapped_gemm": ("gemm", "[[]512, 256[]], not [[]256, 512[]]"),
+    "hasty_gemm": ("gemm", "[[]64, 0[]] torch.bfloat16, normal values*: it must be zero"),
+    "rounded_gemm": ("gemm", "as torch.float32, bias False, fast_accumulate False: it is not the same, by"),
     "losing_exact": ("exact", "one inf: what is not finite in one is finite in the other"),
 }
 """Kernels that are right for most of what they are called with, for what operation, and what is said of each."""
@@ -138,7 +147,24 @@ def test_a_kernel_that_is_right_for_most_only_is_found(run: Run, name: str) -> N
     op, words = WRONG[name]
     result = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel(name, op),)), "test_kernels_equal")
     result.assert_outcomes(failed=1, skipped=1)
-    result.stdout.fnmatch_lines([f"*{name} on broken*{words}*"])
+    result.stdout.fnmatch_lines([f"*{words}*"])
+
+
+def test_a_kernel_that_rounds_measures_what_it_rounded(run: Run) -> None:
+    for name, failed in (("rounding_quantize", 0), ("half_rounding_quantize", 1)):
+        kernel = broken.cpu_kernel(name, "quantize", rounds=True)
+        result = run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_kernels_equal")
+        result.assert_outcomes(passed=1 - failed, failed=failed, skipped=1)
+        if failed:
+            result.stdout.fnmatch_lines(["*rounded to torch.bfloat16, its statistics asked for, output * differ*"])
+
+
+def test_a_kernel_that_is_passed_over_beside_one_that_serves_is_told(run: Run) -> None:
+    absent = broken.cpu_kernel("wrong_kernel", requires=("a_library_that_is_not_there",))
+    result = run(broken.Plugin(broken.Int8, kernels=(broken.cpu_kernel("right_kernel"), absent)), "test_kernels_equal")
+    result.assert_outcomes(passed=1, skipped=1, warnings=1)
+    words = "not compared with the reference: broken_formats:wrong_kernel: needs a_library_that_is_not_there"
+    result.stdout.fnmatch_lines([f"*{words}*"])
 
 
 @pytest.mark.parametrize("op", ["decode", "quantize", "gemm", "exact"])
