@@ -14,6 +14,7 @@ import lpq.nn
 from lpq import registry
 from lpq.core import Quantizer
 from lpq.registry import KernelSpec
+from lpq.testing.calls import on
 from lpq.testing.conformance.test_kernels import compare
 from lpq.testing.operands import encode
 
@@ -89,6 +90,18 @@ def test_operands_are_encoded_where_the_matrix_is() -> None:
     quantizer = lpq.quantizer("nvfp4(stochastic=true)")
     made = encode(quantizer, torch.empty(32, 32, device="meta"))
     assert {t.device.type for t in made.tensors()} == {"meta"}
+
+
+def test_what_a_kernel_is_called_with_keeps_its_strides_and_its_place() -> None:
+    """On a device, too: ``to`` closes the gaps of a slice, and the case would be another one."""
+    x = torch.randn(40, 100)
+    for given in (x[1:34, 3:83], x[:20].t(), x[:0], x[3, 3], x):
+        (moved,), (operand, _) = on("meta", [given]), on("meta", (encode(lpq.quantizer("fp8"), x), 3))
+        for one, other in ((moved, given), (operand.data, encode(lpq.quantizer("fp8"), x).data)):
+            assert one.is_meta
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+            assert one.storage_offset() == other.storage_offset()
+    assert x[1:34, 3:83].to("meta").stride() != x[1:34, 3:83].stride()
 
 
 def test_a_kernel_that_transposes_leaves_rows_next_to_each_other() -> None:
