@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from snippets import KNOWN, PAGES, ROOT, Block, blocks
 
 import lpq
 from lpq import registry
 from lpq.cli import main
 from lpq.cli.new_plugin import rendered
+from lpq.core import operations
+from lpq.ops import choose
 
 IN_A_PROCESS = {"check"}
 """Commands that run in a process of their own, since they run pytest; the others run here: it is faster."""
@@ -181,6 +184,23 @@ def test_the_cuda_source_of_the_guide_compiles(per_row: int, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     assert b"decode" in (tmp_path / "decode").read_bytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_the_kernels_of_the_guide_run(backend: str, reader: Reader) -> None:
+    for block in blocks(ROOT / "docs/plugins/index.md"):
+        if (block.title or "").startswith("lpq-int8/lpq_int8/"):
+            reader.write(block)
+    reader.monkeypatch.syspath_prepend(reader.folder / "lpq-int8")
+    reader.monkeypatch.setenv("LPQ_KERNELS", f"{backend},reference")
+    registry.register(importlib.import_module("lpq_int8"), name="int8")
+    for text in ("int8", "int8(per=tensor)"):
+        for direction, operand in lpq.quantizer(text).quantize(torch.randn(300, 257, device="cuda")).operands:
+            assert choose("decode", (operand.quantizer.text,), operand.data.device).backend == backend
+            made = operations.decode(operand, torch.float32)
+            assert torch.equal(made, operations.decode_reference(operand, torch.float32)), direction
 
 
 def test_no_fence_is_overlooked() -> None:

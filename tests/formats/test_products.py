@@ -323,7 +323,7 @@ def test_what_torch_refuses_of_rows_goes_through_bf16(
     [
         (16, 512, "128x128", True),
         (48, 1024, "128x128", True),
-        (16, 640, "128x128", False),  # scales that versions of torch read differently
+        (16, 640, "128x128", True),  # with scales that are filled up, to 8 for each line
         (17, 512, "128x128", False),
         (16, 640, "1x128", True),
         (16, 128, "1x128", True),
@@ -334,13 +334,22 @@ def test_which_sizes_the_scaled_matmul_has_for_blocks(
     rows: int, inner: int, block: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the page of the format says."""
-    called = []
-    monkeypatch.setattr(scaled, "_scaled_mm", lambda *arguments, **how: called.append("scaled"))
-    monkeypatch.setattr(scaled, "gemm_in_bf16", lambda *arguments: called.append("bf16"))
+    called: list[Tensor | None] = []
+    monkeypatch.setattr(scaled, "scaled_mm", lambda *arguments, **how: called.append(arguments[4]))
+    monkeypatch.setattr(scaled, "gemm_in_bf16", lambda *arguments: called.append(None))
     left = lpq.quantizer("fp8(scaling=block)").quantize(torch.randn(rows, inner), col=False).row
     right = lpq.quantizer(f"fp8(scaling=block, block={block})").quantize(torch.randn(256, inner), col=False).row
+    assert left is not None
+    assert right is not None
     scaled.gemm_of_blocks(left, right, None, torch.bfloat16, False)
-    assert called == ["scaled" if own else "bf16"]
+    (scales,) = called
+    assert (scales is not None) == own
+    if scales is not None:
+        blocks = -(-inner // 128)
+        assert torch.equal(scales[:blocks], right.scale.t())
+        filled = -(-blocks // 4) * 4
+        assert scales.stride() == ((1, filled) if block == "128x128" else (256, 1))
+        assert scales.shape[0] == (filled if block == "128x128" else blocks)
 
 
 def test_a_format_of_a_third_party_needs_one_line(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

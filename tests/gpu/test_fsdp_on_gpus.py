@@ -158,8 +158,42 @@ def _bytes_and_reductions(rank: int, device: str) -> None:
     every_collective_of_a_step(rank, SENT, device)
 
 
+# ---------------------------------------------------------------------------------- that the host does not wait
+
+
+def _the_host_does_not_wait(rank: int, device: str) -> None:
+    """Where synchronisation is an error, a step is taken as ever."""
+    stored: list[Any] = [(recipe, "quantized", _fused_masters) for recipe in ("fp8-current", "mxfp8")]
+    for recipe, weights, optimizer in [*((recipe, "high_precision", _foreach) for recipe in RECIPES), *stored]:
+        for way in ({"mixed": True}, {"checkpoint": True}, {"reshard": False}):
+            how = How(recipe, weights=weights, device=device, optimizer=optimizer, **way)
+            net = built(how)
+            steps = optimizer(net.parameters())
+            for number in range(2):  # what is compiled or looked up once
+                step(net, steps, number, how)
+            x = batch(2, how)
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                (net(x) - x).float().square().mean().backward()
+                steps.step()
+                steps.zero_grad()
+                with pytest.raises(RuntimeError, match="synchroniz"):  # were the host to wait, it would be seen
+                    x.sum().item()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize(
-    "check", [_trains_alike, _stored_weights_train_alike, _compiled, _stored_as_unsharded, _bytes_and_reductions]
+    "check",
+    [
+        _trains_alike,
+        _stored_weights_train_alike,
+        _compiled,
+        _stored_as_unsharded,
+        _bytes_and_reductions,
+        _the_host_does_not_wait,
+    ],
 )
 def test_two_gpus(check: Any) -> None:
     spawn(check, 2, "cuda", backend=BACKEND)

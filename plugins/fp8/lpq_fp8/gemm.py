@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from lpq.core import decode
 from lpq.core.exact import decoded
@@ -15,6 +16,7 @@ from lpq_fp8.storage import FP8Storage
 ALIGNED = 16
 """The sizes of a product must be multiples of this, but for the rows of the first operand."""
 BLOCK = 128
+SCALES = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
 
 
 def why_not(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
@@ -49,11 +51,15 @@ def gemm_of_blocks(
     a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
     """The same of scales of blocks, which are applied to sums in fp32: never fast."""
-    # Versions of torch differ in how scales of 128x128 lie in memory, unless their number is a multiple of 4.
-    multiple = 4 * BLOCK if "128x128" in (_kind(a.quantizer), _kind(b.quantizer)) else BLOCK
-    if _fits(a, b) and a.shape[1] % multiple == 0 and a.shape[0] % ALIGNED == 0:
-        return _scaled_mm(a, b, _block_scales(a), _block_scales(b).t(), bias, dtype, fast=False)
-    return gemm_in_bf16(a, b, bias, dtype)
+    if not _fits(a, b) or a.shape[1] % BLOCK or a.shape[0] % ALIGNED:
+        return gemm_in_bf16(a, b, bias, dtype)
+    after = bias is not None and dtype == torch.float32
+    out = scaled_mm(
+        a.data, b.data.t(),
+        _block_scales(a), SCALES[a.quantizer.block], _block_scales(b).t(), SCALES[b.quantizer.block],
+        bias=None if bias is None or after else bias.to(dtype), output_dtype=dtype,
+    )  # fmt: skip
+    return out.add_(bias) if after and bias is not None else out
 
 
 def _both_e5m2(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
@@ -88,8 +94,12 @@ def _kind(quantizer: FP8Quantizer) -> str:
 
 
 def _block_scales(operand: FP8Storage) -> Tensor:
-    """The scales as the scaled matmul reads them: of 1x128 blocks column by column, as encoding leaves them."""
-    return operand.quantizer.layout[1].laid(operand.scale)
+    """The scales as the scaled matmul reads them: of 1x128 blocks column by column, as encoding leaves them, and each
+    line of those of 128x128 filled up to a multiple of 4."""
+    scale = operand.quantizer.layout[1].laid(operand.scale)
+    if operand.quantizer.block == "1x128" or scale.shape[1] % 4 == 0:
+        return scale
+    return pad(scale, (0, -scale.shape[1] % 4))
 
 
 # ---------------------------------------------------------------------------------------------- in bf16

@@ -1,0 +1,73 @@
+"""Matrices of more than 2^31 elements: what rounds on the way, what is made for a product, and what masters become."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from casting import Case, cast, check, started
+from fuzzed import assert_same, seed
+from torch import Tensor
+
+import lpq
+from lpq.core import operations, pairs
+from lpq.core.exact import exact as exact_form
+from lpq.core.multiplicand import Multiplicand
+from lpq.distributed.casting.batched import Batched
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPE = (2**16 + 128, 2**15)
+
+
+def _matrix(dtype: torch.dtype) -> Tensor:
+    """No line of which is that of another, 2^31 elements later."""
+    rows, cols = SHAPE
+    x = torch.randn(rows, 256, device="cuda", dtype=dtype).repeat(1, cols // 256)
+    assert x.numel() > 2**31
+    return x
+
+
+@pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true)"])
+def test_rounded_on_the_way(text: str) -> None:
+    """All bytes are those of a rounded copy."""
+    quantizer = lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    x = _matrix(torch.float32)
+    made = operations.quantize(x, None, row, col, seed(), dtype=torch.bfloat16)
+    x = x.to(torch.bfloat16)
+    expected = operations.quantize(x, None, row, col, seed())
+    for one, other in zip(made[:2], expected[:2], strict=True):
+        assert one is not None
+        assert other is not None
+        assert_same(list(one.tensors()), list(other.tensors()), text)
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "nvfp4(rht=true, stochastic=true)"])
+def test_exact_forms(text: str) -> None:
+    quantizer = lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    x = _matrix(torch.bfloat16)
+    with torch.no_grad():
+        made = pairs.multiplicands(x, row, col, seed(), (True, True))
+        encoded = operations.quantize(x, None, row, col, seed())
+    assert made is not None
+    for got, operand in zip(made, encoded, strict=False):
+        assert isinstance(got, Multiplicand)
+        expected = exact_form(operand)
+        assert expected is not None
+        assert torch.equal(got.form.matrix.view(torch.int16), expected.matrix.view(torch.int16))
+
+
+@pytest.mark.parametrize("text", ["fp8", "fp8(scaling=block)", "mxfp8", "nvfp4(block=16x16)"])
+def test_master_weights(text: str) -> None:
+    """Two ranks own parts of a weight, one of which ends within a block beyond 2^31."""
+    cut, total = 2**31 + 12345, SHAPE[0] * SHAPE[1]
+    case = Case(lpq.quantizer(text), _matrix(torch.float32), [(0, cut), (cut, total)])
+    assert all(isinstance(each, Batched) for each in started([case], [case.weight()], 0).casts)
+    ranks = cast([case])
+    expected = case.expected(0)
+    for (weight,) in ranks:
+        check(weight, expected, text)
