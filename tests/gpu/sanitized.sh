@@ -37,7 +37,9 @@ for format in fp8 mxfp8 nvfp4; do
 done
 large=tests/gpu/test_kernels.py::test_small_matrices_in_the_way_of_large_ones
 exact="tests/gpu/test_multiplicands.py::test_they_are_the_exact_forms_of_encoded_operands -k bfloat16"
-for name in large exact; do
+graphs="tests/gpu/test_gemms.py::test_a_product_with_a_factor_waits_for_nothing_and_can_be_captured"
+graphs+=" tests/gpu/test_casting.py::test_a_graph_casts_what_the_masters_hold_at_its_replay[mxfp8]"
+for name in large exact graphs; do
     check memcheck "$name" "${!name}" --report-api-errors no "${skip[@]}"
     for tool in racecheck synccheck; do
         check "$tool" "$name" "${!name}" "${skip[@]}"

@@ -56,7 +56,7 @@ def gemm_of_blocks(
     after = bias is not None and dtype == torch.float32
     out = scaled_mm(
         a.data, b.data.t(),
-        _block_scales(a), SCALES[a.quantizer.block], _block_scales(b).t(), SCALES[b.quantizer.block],
+        _block_scales(a), SCALES[a.quantizer.block], _block_scales(b), SCALES[b.quantizer.block],
         bias=None if bias is None or after else bias.to(dtype), output_dtype=dtype,
     )  # fmt: skip
     return out.add_(bias) if after and bias is not None else out
@@ -94,12 +94,13 @@ def _kind(quantizer: FP8Quantizer) -> str:
 
 
 def _block_scales(operand: FP8Storage) -> Tensor:
-    """The scales as the scaled matmul reads them: of 1x128 blocks column by column, as encoding leaves them, and each
-    line of those of 128x128 filled up to a multiple of 4."""
+    """The scales as the scaled matmul reads them: of 1x128 blocks column by column, as encoding leaves them; of 128x128
+    transposed, and for each line of blocks a multiple of 4 of them."""
     scale = operand.quantizer.layout[1].laid(operand.scale)
-    if operand.quantizer.block == "1x128" or scale.shape[1] % 4 == 0:
+    if operand.quantizer.block == "1x128":
         return scale
-    return pad(scale, (0, -scale.shape[1] % 4))
+    lacking = -scale.shape[1] % 4
+    return (pad(scale, (0, lacking)) if lacking else scale).t()
 
 
 # ---------------------------------------------------------------------------------------------- in bf16

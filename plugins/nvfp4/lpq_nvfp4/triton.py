@@ -214,7 +214,9 @@ def _encode(
     store_tile(data, pack_nibbles(codes), row, col // 2, rows, packed)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["row_amax", "row_given", "col_amax", "col_given"]
+)  # which may be views of what ranks reduced
 def _quantize(
     x, row_data, row_scale, row_out, row_amax, row_given, col_data, col_scale, col_out, col_amax, col_given,
     seed, offset, rows, cols,
