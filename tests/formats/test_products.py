@@ -324,10 +324,14 @@ def test_what_torch_refuses_of_rows_goes_through_bf16(
         (16, 512, "128x128", True),
         (48, 1024, "128x128", True),
         (16, 640, "128x128", True),  # with scales that are filled up, to 8 for each line
-        (17, 512, "128x128", False),
+        (16, 144, "128x128", True),  # the last block is not whole
+        (20, 512, "128x128", True),
+        (18, 512, "128x128", False),
         (16, 640, "1x128", True),
-        (16, 128, "1x128", True),
-        (16, 192, "1x128", False),  # the last block is not whole
+        (4, 128, "1x128", True),
+        (16, 192, "1x128", True),
+        (2, 128, "1x128", False),
+        (16, 72, "1x128", False),
     ],
 )
 def test_which_sizes_the_scaled_matmul_has_for_blocks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -100,7 +100,7 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                     compare_views(kernel, row, col, device)
                 if kernel.rounds:
                     for shape in SHAPES:
-                        compare_rounded(kernel, row, col, normal(*shape), device)
+                        compare_rounded(kernel, row, col, normal(*shape), device, dtypes)
     unseen = [f"{impl}: {reason}" for impl, reason in refused.items() if impl not in served]
     if not served:
         pytest.skip("; ".join(unseen))
@@ -261,10 +261,13 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
         compare_call(kernel, arguments, on_device, f"{of}, {how}" if how else of)
 
 
-def compare_rounded(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str) -> None:
+def compare_rounded(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str,
+    dtypes: Sequence[torch.dtype],
+) -> None:  # fmt: skip
     """A kernel that rounds what it reads does what it does for a rounded copy."""
     impl = registry.resolve(kernel.impl)
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (dtype for dtype in dtypes if dtype != x.dtype):
         for how, (rounded, *rest) in calls(kernel.op, row, col, x.to(dtype)):
             rest = on(device, rest)
             expected = flat(impl(on(device, rounded), *rest))

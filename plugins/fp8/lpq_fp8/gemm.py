@@ -15,7 +15,8 @@ from lpq_fp8.storage import FP8Storage
 
 ALIGNED = 16
 """The sizes of a product must be multiples of this, but for the rows of the first operand."""
-BLOCK = 128
+SCALES_ALIGNED = 4
+"""Of scales of 1x128 each column, and of 128x128 each row, must be a multiple of this many."""
 SCALES = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
 
 
@@ -51,7 +52,8 @@ def gemm_of_blocks(
     a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
     """The same of scales of blocks, which are applied to sums in fp32: never fast."""
-    if not _fits(a, b) or a.shape[1] % BLOCK or a.shape[0] % ALIGNED:
+    uneven = a.quantizer.block == "1x128" and a.shape[0] % SCALES_ALIGNED > 0  # the rows of b are even, if it fits
+    if uneven or not _fits(a, b):
         return gemm_in_bf16(a, b, bias, dtype)
     after = bias is not None and dtype == torch.float32
     out = scaled_mm(
@@ -99,7 +101,7 @@ def _block_scales(operand: FP8Storage) -> Tensor:
     scale = operand.quantizer.layout[1].laid(operand.scale)
     if operand.quantizer.block == "1x128":
         return scale
-    lacking = -scale.shape[1] % 4
+    lacking = -scale.shape[1] % SCALES_ALIGNED
     return (pad(scale, (0, lacking)) if lacking else scale).t()
 
 
