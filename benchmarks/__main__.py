@@ -26,6 +26,7 @@ from lpq.registry.errors import LpqError
 
 PARTS = ("casts", "linear", "host", "stack")
 STORED = ("show", "page")
+SIZE = (16384, 8192)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = environment.record(_without_out(arguments), ranks)
     first = int(os.environ.get("RANK", "0")) == 0
     for part in options.parts:
-        stem = part if ranks == 1 else f"{part}-{ranks}"
+        stem = _stem(part, ranks, options)
         whole = {}
         for result in _measure(part, options):  # what ends this run early leaves what was found before
             if first:
@@ -53,6 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stored.show(whole)
             stored.plot(options.out, stem, whole)
     return 0
+
+
+def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
+    """The name of its files: results of several GPUs, or of casts of another size, stand beside the others."""
+    if ranks > 1:
+        return f"{part}-{ranks}"
+    return f"{part}-{options.size[0]}x{options.size[1]}" if part == "casts" and options.size != SIZE else part
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -67,7 +75,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="lpq and bf16 without torch.compile only")
     parser.add_argument("--profile", action="store_true", help="with host or linear: where the time of a step goes")
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
-    parser.add_argument("--size", type=_size, default=(16384, 8192), help="with casts: ROWSxCOLUMNS of the matrix")
+    parser.add_argument("--size", type=_size, default=SIZE, help="with casts: ROWSxCOLUMNS of the matrix")
     parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
     options = parser.parse_args(arguments)
     options.parts = options.parts or list(PARTS)

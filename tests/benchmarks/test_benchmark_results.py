@@ -233,6 +233,11 @@ def test_the_recorded_command_names_no_folder() -> None:
 def test_the_size_of_casts(capsys: pytest.CaptureFixture[str]) -> None:
     assert command._options(["casts"]).size == (16384, 8192)
     assert command._options(["casts", "--size", "32768x16384"]).size == (32768, 16384)
+    for size, stem in (("16384x8192", "casts"), ("32768x16384", "casts-32768x16384")):
+        options = command._options(["casts", "--size", size])
+        assert command._stem("casts", 1, options) == stem
+        assert command._stem("linear", 1, options) == "linear"
+        assert command._stem("stack", 2, options) == "stack-2"
     for wrong in ("32768", "0x16384", "-1x5"):
         with pytest.raises(SystemExit):
             command._options(["casts", f"--size={wrong}"])
