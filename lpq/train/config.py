@@ -36,7 +36,7 @@ class TrainConfig:
 
     recipe: str = option(RECIPE, "A recipe: a name that `lpq recipes` lists, the grammar, or a TOML file.")
     policy: str | None = option(None, "A policy file (TOML): recipes by layer and step, in place of --recipe.")
-    baseline: bool = option(True, "Train the same model in bf16 afterwards and compare.")
+    baseline: bool = option(True, "Train the same model in bf16 afterwards (fp32 where that is slow) and compare.")
     steps: int = option(300, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)
     seq: int = option(128, "Bytes per sequence.", least=1)

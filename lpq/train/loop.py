@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -22,7 +21,7 @@ from lpq.train import data, report, runs
 from lpq.train.config import TrainConfig
 from lpq.train.errors import Stopped
 from lpq.train.interrupt import Interrupt
-from lpq.train.machine import fast_bf16, fixed_sums, pick_device
+from lpq.train.machine import baseline_on, fast_bf16, fixed_sums, pick_device
 from lpq.train.measure import served_by
 from lpq.train.ranks import Ranks
 from lpq.train.report import Outcome, Summary
@@ -32,7 +31,6 @@ from lpq.train.trainer import Trainer
 if TYPE_CHECKING:
     from lpq.recipes import Policy
 
-BASELINE = "bf16"
 LINES = 10
 """About how many lines tell of a training where no progress bar can be shown."""
 COLUMNS = (
@@ -66,13 +64,19 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
 def compare(
     config: TrainConfig, policy: Policy, text: data.Text, ranks: Ranks, directory: Path, console: Console
 ) -> Summary:
-    """Train by ``policy`` and then in bf16, and close with what came of them."""
+    """Train by ``policy`` and then without one, and close with what came of them."""
     device = ranks.device
     where = f"{ranks.size} ranks, {device.type}" if ranks.sharded else str(device)
     console.print(f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
     jobs: dict[str, tuple[str, Policy | None]] = {"recipe": (config.title, policy)}
     if config.baseline:
-        jobs[BASELINE] = (BASELINE, plain_bf16(device, console))
+        baseline = baseline_on(device)
+        jobs[baseline] = (baseline, None)
+    if not fast_bf16(device):
+        console.print(
+            "This processor has no instructions for bf16, in which PyTorch is many times slower on it than in fp32: a "
+            "matrix is rounded to bf16 where the recipe says so, and all else, the baseline too, is in fp32."
+        )
     outcomes = []
     with Interrupt(deaf=ranks.sharded) as interrupt, fixed_sums(device, config.threads):
         for name, (title, its_policy) in jobs.items():
@@ -97,17 +101,6 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
         console.print(f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
     for number in conversion.unreached:
         console.print(f"rule {number} of the policy never holds: the rules before it win at every step", style="yellow")
-
-
-def plain_bf16(device: torch.device, console: Console) -> Policy | None:
-    """What the baseline is trained with: nothing but PyTorch's own bf16, where the device has a fast one."""
-    if fast_bf16(device):
-        return None
-    console.print(
-        "This processor has no instructions for bf16, so autocast stays off: a matrix is rounded to bf16 "
-        "where the recipe says so, and in the baseline the operands of every linear layer are."
-    )
-    return lpq.policy(BASELINE)
 
 
 def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, console: Console) -> None:

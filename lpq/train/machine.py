@@ -69,3 +69,8 @@ def fast_bf16(device: torch.device) -> bool:
         return True
     asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # absent from builds without oneDNN
     return asked is not None and bool(asked())
+
+
+def baseline_on(device: torch.device) -> str:
+    """What a recipe is compared with: PyTorch's own bf16, or fp32 where the processor has no fast bf16."""
+    return "bf16" if fast_bf16(device) else "fp32"

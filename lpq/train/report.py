@@ -106,7 +106,7 @@ def comparison(summary: Summary) -> Table:
     table.add_row("held-out loss (nats per byte)", *(f"{o.held_out_loss:.4f}" for o in outcomes))
     table.add_row("perplexity (per byte)", *(f"{o.perplexity:.3f}" for o in outcomes))
     if summary.gap is not None:
-        table.add_row("gap to bf16, of the loss", f"{summary.gap:+.2%}", "–")
+        table.add_row(f"gap to {outcomes[-1].title}, of the loss", f"{summary.gap:+.2%}", "–")
     table.add_row("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes))
     table.add_row("held for backward, per step", *(size(o.bytes_held) for o in outcomes))
     if any(o.sharded for o in outcomes) or summary.config.weights == "quantized":

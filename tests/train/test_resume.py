@@ -12,13 +12,16 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from training import MakeConfig, assert_same, saved, shown
 
 from lpq.checkpoint import CheckpointError, info
 from lpq.train import Stopped, loop, run, runs
+from lpq.train.machine import baseline_on
 from lpq.train.trainer import Trainer
 
+CPU = torch.device("cpu")
 POLICY = """
 [[rules]]
 match = "blocks.*.mlp.*"
@@ -34,7 +37,7 @@ recipe = "nvfp4"
 
 def final(directory: Path, steps: int = 6) -> dict[str, Any]:
     """The last checkpoint of both models."""
-    return {name: saved(directory / name, steps) for name in ("recipe", "bf16")}
+    return {name: saved(directory / name, steps) for name in ("recipe", baseline_on(CPU))}
 
 
 def stop_at(step: int, signum: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +101,7 @@ def test_a_signal_in_the_baseline_keeps_the_recipe_done(
     run(replace(config, baseline=False), console)
     with monkeypatch.context() as patched:
         stop_at(3, signal.SIGTERM, patched)
-        with pytest.raises(Stopped, match=r"after step 4 of 6 \(bf16\)"):
+        with pytest.raises(Stopped, match=rf"after step 4 of 6 \({baseline_on(CPU)}\)"):
             run(replace(config, resume=True, baseline=True), console)
     resumed = run(replace(config, resume=True), console)
     assert [o.held_out_loss for o in resumed.outcomes] == [o.held_out_loss for o in whole.outcomes]

@@ -21,9 +21,9 @@ from lpq.cli.explain import explain
 from lpq.ops import KernelError
 from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
-from lpq.train import TrainError, run
+from lpq.train import TrainError, loop, machine, run, trainer
 from lpq.train.data import load
-from lpq.train.machine import pick_device
+from lpq.train.machine import baseline_on, pick_device
 from lpq.train.measure import held_for_backward, served_by
 from lpq.train.model import GPT, Shape
 from lpq.train.trainer import Trainer
@@ -84,12 +84,30 @@ def test_without_matplotlib_the_plot_is_left_out_in_words(
     assert not (summary.directory / "loss.png").exists()
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_baseline_is_fp32_where_bf16_is_slow(
+    fast: bool, tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> None:
+    for module in (machine, trainer, loop):
+        monkeypatch.setattr(module, "fast_bf16", lambda device: fast)
+    seen: list[torch.dtype] = []
+    multiply = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: (seen.append((y := multiply(*args)).dtype), y)[1])
+    summary = run(tiny(steps=2), console)
+    name = "bf16" if fast else "fp32"
+    assert summary.outcomes[1].title == name
+    assert (summary.directory / name).is_dir()
+    assert f"gap to {name}" in shown(console)
+    assert ("no instructions" in shown(console)) == (not fast)
+    assert set(seen) == {torch.bfloat16 if fast else torch.float32}  # of the baseline, and of layers left alone
+
+
 def test_no_baseline_is_one_column_and_no_gap(tiny: MakeConfig, console: Console) -> None:
     summary = run(tiny(baseline=False), console)
     assert len(summary.outcomes) == 1
     assert summary.gap is None
     assert "gap" not in shown(console)
-    assert not (summary.directory / "bf16").exists()
+    assert not (summary.directory / baseline_on(CPU)).exists()
 
 
 def test_a_model_learns_and_seeds_matter(tiny: MakeConfig, console: Console) -> None:

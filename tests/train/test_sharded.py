@@ -17,8 +17,7 @@ import lpq
 from lpq.observe import Memory, memory
 from lpq.train import TrainConfig, TrainError, data, run, runs
 from lpq.train.launch import launched
-from lpq.train.loop import BASELINE
-from lpq.train.machine import fast_bf16, pick_device
+from lpq.train.machine import baseline_on, fast_bf16, pick_device
 from lpq.train.model import GPT, Shape
 from lpq.train.trainer import Trainer
 
@@ -84,7 +83,8 @@ def test_two_ranks_store_and_train_one_quantized_model(big: MakeConfig, console:
     # One rank prints, and the numbers are those of both.
     assert ended.out.count("nvfp4: 6 steps on 2 ranks, cpu") == 1
     assert ended.out.count("step 6 of 6") == 2
-    for row in ("gathered per step, forward", "gathered per step, backward", "weights of each rank", "gap to bf16"):
+    gap = f"gap to {baseline_on(CPU)}"
+    for row in ("gathered per step, forward", "gathered per step, backward", "weights of each rank", gap):
         assert ended.out.count(row) == 1
     lines = (directory / "recipe" / runs.METRICS).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -101,8 +101,7 @@ def test_two_ranks_store_and_train_one_quantized_model(big: MakeConfig, console:
     assert json.loads(lines[0])["loss"] == pytest.approx(expected, rel=close)
 
     # What it sent and held is what the memory report foretells; each of 14 states has a number of steps, too.
-    baseline = None if fast_bf16(CPU) else BASELINE  # its layers are converted where the processor has no bf16
-    for outcome, recipe in zip(summary["outcomes"], ("nvfp4", baseline), strict=True):
+    for outcome, recipe in zip(summary["outcomes"], ("nvfp4", None), strict=True):
         found, told = outcome["measured"], predicted(config, recipe, 2)
         assert (found["forward"], found["backward"]) == (told.forward, told.backward)
         assert (found["weights"], found["gradients"]) == (told.weights, told.gradients)
