@@ -75,7 +75,7 @@ def compare(
     if not fast_bf16(device):
         console.print(
             "This processor has no instructions for bf16, in which PyTorch is many times slower on it than in fp32: a "
-            "matrix is rounded to bf16 where the recipe says so, and all else, the baseline too, is in fp32."
+            "matrix is rounded to bf16 where the recipe says so, and all else is in fp32."
         )
     outcomes = []
     with Interrupt(deaf=ranks.sharded) as interrupt, fixed_sums(device, config.threads):

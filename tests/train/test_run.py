@@ -93,7 +93,7 @@ def test_the_baseline_is_fp32_where_bf16_is_slow(
     seen: list[torch.dtype] = []
     multiply = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: (seen.append((y := multiply(*args)).dtype), y)[1])
-    summary = run(tiny(steps=2), console)
+    summary = run(tiny(steps=2, recipe="mxfp8"), console)
     name = "bf16" if fast else "fp32"
     assert summary.outcomes[1].title == name
     assert (summary.directory / name).is_dir()
