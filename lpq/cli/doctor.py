@@ -13,7 +13,15 @@ import typer
 
 import lpq
 from lpq import registry
-from lpq.cli.kernels import MEANINGS, Served, pick_device, served_by_format, served_by_pair, show
+from lpq.cli.kernels import (
+    MEANINGS,
+    Served,
+    pick_device,
+    served_by_format,
+    served_by_pair,
+    served_by_quantizer,
+    show,
+)
 from lpq.cli.listing import broken_recipes, described, fault
 from lpq.cli.output import Json, as_json, table
 from lpq.ops import KernelError, cubins
@@ -21,20 +29,30 @@ from lpq.registry.errors import OptionError, suggestion, words
 
 ENVIRONMENT = ("LPQ_KERNELS", "LPQ_LOAD_PLUGINS", cubins.CACHE)
 Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
+Quantizers = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="QUANTIZER",
+        help="Quantizers whose kernels to list, as 'fp8(scaling=block)'; default: those of all formats.",
+    ),
+]
 
 
-def doctor(device: Device = "auto", json: Json = False) -> None:
+def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = False) -> None:
     """Say what this machine can run: versions, devices, plugins, and the kernel of each operation.
 
     A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 if
     anything is broken.
     """
     where = pick_device(device)
+    chosen = {str(q): q for q in map(registry.quantizer, quantizers or ())}
     plugins = [described(plugin) for plugin in registry.plugins()]
     kernels, broken = examine(where)
     unbuilt = broken_recipes(registry.plugins())
     gpus = devices()
     pairs = served_by_pair(where, kernels)
+    if chosen:
+        kernels, pairs = {name: served_by_quantizer(q, where) for name, q in chosen.items()}, []
     wrong = [p for p in plugins if p["status"] in ("broken", "missing")]
     if json:
         as_json(
@@ -63,14 +81,14 @@ def doctor(device: Device = "auto", json: Json = False) -> None:
             ((p["name"], f"{p['distribution']} {p['version']}", p["status"], p["cause"], p["remedy"]) for p in plugins),
         )
         alone = [s for found in kernels.values() for s in found]
-        show(f"Kernels on {where}, default options", ("format", "operation"), named(alone))
+        show(f"Kernels on {where}{'' if chosen else ', default options'}", ("format", "operation"), named(alone))
         if pairs:
             show(f"Kernels for two formats on {where}", ("formats", "operation"), named(pairs))
         for op in dict.fromkeys(s.op for s in alone if s.op in MEANINGS):
             typer.echo(f"{op}: {MEANINGS[op]}.")
-        if without := set(registry.formats()) - set(kernels) - set(broken):
+        if not chosen and (without := set(registry.formats()) - set(kernels) - set(broken)):
             names = ", ".join(sorted(without))
-            typer.echo(f"Not listed, as they have no default options: {names} (`lpq explain RECIPE` shows them).")
+            typer.echo(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
         if (problem := cubins.why_unkept()) is not None:
             where_to = f"Set {cubins.CACHE} to a folder that can be written"
             typer.echo(

@@ -108,15 +108,20 @@ def served_by_format(name: str, device: torch.device) -> list[Served]:
 
     What the default options do without, as a memory of past statistics, is shown with an option that needs it.
     """
-    quantizer = registry.quantizer(name)
-    found: list[Served] = []
-    for side in _sides(quantizer):
-        ops = [op for op in OPERATIONS if _does(op, side)]
-        found += [served(op, (side, side) if op == "gemm" else (side,), device) for op in ops]
+    found = served_by_quantizer(registry.quantizer(name), device)
     for op in OPERATIONS:
         if registry.kernels(op, (name,)) and op not in {s.op for s in found}:
             needy = (side for other in nearby(name) for side in _sides(other) if _does(op, side))
             found += [served(op, (side,), device) for side in islice(needy, 1)]
+    return found
+
+
+def served_by_quantizer(quantizer: Quantizer, device: torch.device) -> list[Served]:
+    """What serves each operation of its operands, of the one that is different in either direction too."""
+    found: list[Served] = []
+    for side in _sides(quantizer):
+        ops = [op for op in OPERATIONS if _does(op, side)]
+        found += [served(op, (side, side) if op == "gemm" else (side,), device) for op in ops]
     return found
 
 

@@ -466,6 +466,17 @@ def test_a_gpu_that_is_not_there_is_refused(lpq: Callable) -> None:
         assert f"--device {name}: torch sees 0 CUDA devices; use cpu or auto" in ended.err
 
 
+def test_quantizers_that_are_named_are_listed_alone(lpq: Callable) -> None:
+    found = doctor(lpq, "fp8(scaling=block)", "hybrid(row=mxfp8, col=nvfp4(rht=true))", "--device", "cpu")
+    assert found["pairs"] == []
+    operands = [text for kernel in found["kernels"] for text in kernel["operands"]]
+    assert set(operands) == {"fp8(scaling=block)", "mxfp8", "nvfp4(rht=true)"}
+    assert {k["op"] for k in found["kernels"]} >= {"measure", "quantize", "decode", "gemm", "cast"}
+    ended = lpq("doctor", "fp8(scaling=blok)", "--device", "cpu")
+    assert (ended.status, ended.out) == (2, "")
+    assert "'scaling' must be 'current' or" in ended.err
+
+
 def test_the_folder_of_compiled_kernels_is_told_where_it_was_chosen(
     lpq: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
