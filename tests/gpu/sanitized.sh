@@ -37,10 +37,9 @@ for format in fp8 mxfp8 nvfp4; do
 done
 large=tests/gpu/test_kernels.py::test_small_matrices_in_the_way_of_large_ones
 exact="tests/gpu/test_multiplicands.py::test_they_are_the_exact_forms_of_encoded_operands -k bfloat16"
-products="tests/gpu/test_gemms.py::test_what_cannot_be_represented_in_bf16_before_its_factor_can_be_after"
-products+=" tests/gpu/test_gemms.py::test_products -k block"
+factor=tests/gpu/test_gemms.py::test_what_cannot_be_represented_in_bf16_before_its_factor_can_be_after
 graphs=tests/gpu/test_casting.py::test_a_graph_casts_what_the_masters_hold_at_its_replay[mxfp8]
-for name in large exact products graphs; do
+for name in large exact factor graphs; do
     [ "$name" != graphs ] || unset PYTORCH_NO_CUDA_MEMORY_CACHING # no memory may be asked for while one is recorded
     check memcheck "$name" "${!name}" --report-api-errors no "${skip[@]}"
     for tool in racecheck synccheck; do
@@ -48,6 +47,7 @@ for name in large exact products graphs; do
     done
 done
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+check memcheck blocks "tests/gpu/test_gemms.py::test_products -k block" --report-api-errors no "${skip[@]}" # cuBLAS's kernels
 check initcheck formats tests/gpu/test_reference_on_gpu.py::test_bytes_are_those_of_the_cpu
 
 failed=0
