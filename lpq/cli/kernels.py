@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import combinations, islice, permutations
 from typing import Any
 
 import torch
@@ -126,9 +126,13 @@ def served_by_quantizer(quantizer: Quantizer, device: torch.device) -> list[Serv
 
 
 def served_by_pair(device: torch.device, formats: Container[str]) -> list[Served]:
-    """What serves the operations that have a kernel of their own for operands of two of these formats."""
+    """What serves operations on operands of two of these formats: those that have a kernel of their own, encoding both
+    where both are made tile by tile, and products where both have an exact form."""
     kernels = {(k.op, k.formats) for plugin in registry.plugins() for k in plugin.kernels}
-    pairs = [(op, names) for op, names in kernels if len(set(names)) == 2 and all(name in formats for name in names)]
+    pairs = {(op, names) for op, names in kernels if len(set(names)) == 2 and all(name in formats for name in names)}
+    having = {op: [n for n in registry.formats() if n in formats and registry.kernels(op, (n,))] for op in OPTIONAL}
+    pairs |= {("quantize", names) for names in permutations(having["tile"], 2)}
+    pairs |= {("gemm", names) for names in combinations(having["exact"], 2)}
     found: list[Served] = []
     for op, (first, last) in sorted(pairs, key=lambda pair: (OPERATIONS.index(pair[0]), pair[1])):
         row, other = registry.quantizer(first).side("row"), registry.quantizer(last)

@@ -88,7 +88,8 @@ def test_every_kernel_of_the_table_stands_under_its_operation(lpq: Callable) -> 
 def test_a_kernel_for_two_formats_is_shown(install: Callable, lpq: Callable) -> None:
     own, pair = 'op="decode", formats=("mxfp8",)', 'op="quantize", formats=("mxfp8", "nvfp4")'
     install("swift", "1.0", KERNELS.replace(own, pair))
-    (found,) = [p for p in doctor(lpq, "--device", "cpu")["pairs"] if p["operands"] == ["mxfp8", "nvfp4"]]
+    pairs = doctor(lpq, "--device", "cpu")["pairs"]
+    (found,) = [p for p in pairs if p["operands"] == ["mxfp8", "nvfp4"] and p["op"] == "quantize"]
     assert (found["op"], found["backend"], found["impl"]) == ("quantize", "torch", "lpq_swift_plugin:decode")
     assert "mxfp8 and nvfp4" in lpq("doctor", "--device", "cpu").out
 
@@ -464,6 +465,20 @@ def test_a_gpu_that_is_not_there_is_refused(lpq: Callable) -> None:
         ended = lpq("doctor", "--device", name)
         assert (ended.status, ended.out) == (1, "")
         assert f"--device {name}: torch sees 0 CUDA devices; use cpu or auto" in ended.err
+
+
+def test_two_formats_from_one_read_and_their_products_are_listed(machine: Machine, lpq: Callable) -> None:
+    pairs = json.loads(lpq("doctor", "--json", "--device", "cuda:0").out)["pairs"]
+    three = ("fp8", "mxfp8", "nvfp4")
+    quantized = {tuple(p["operands"]): p for p in pairs if p["op"] == "quantize"}
+    assert set(quantized) == {(a, b) for a in three for b in three if a != b}
+    for pair in quantized.values():
+        assert [k["impl"] for k in pair["why_not"]] == ["cuda lpq.core.pairs:quantize"]
+        assert "pip install" in pair["why_not"][0]["reason"]
+    products = {tuple(p["operands"]): p for p in pairs if p["op"] == "gemm"}
+    assert set(products) >= {("fp8", "mxfp8"), ("fp8", "nvfp4"), ("mxfp8", "nvfp4")}
+    assert {p["impl"] for p in products.values()} == {"lpq.core.exact:gemm"}
+    assert all("lpq.core.exact:gemm_with_alpha" in str(p["why_not"]) for p in products.values())
 
 
 def test_quantizers_that_are_named_are_listed_alone(lpq: Callable) -> None:

@@ -141,7 +141,7 @@ LAUNCHES = {
     ("fp8-current", HOPPER): (44, 18, 9),
     ("fp8-delayed", HOPPER): (44, 18, 12),
     ("fp8-row", HOPPER): (59, 21, 12),  # the statistics of two operands are tensors of their own
-    ("fp8-block", HOPPER): (47, 15, 6),
+    ("fp8-block", HOPPER): (44, 15, 6),
     ("mxfp8", HOPPER): (25, 13, 8),
     ("nvfp4", HOPPER): (72, 31, 14),
     ("mxfp8", BLACKWELL): (116, 21, 6),
@@ -225,7 +225,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     library = CublasLt(gpu)
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
-    for module in ("lpq_mxfp8.gemm", "lpq_nvfp4.gemm"):
+    for module in ("lpq_fp8.gemm", "lpq_mxfp8.gemm", "lpq_nvfp4.gemm"):
         monkeypatch.setattr(f"{module}.scaled_mm", scaled_in_blocks)
     monkeypatch.setattr(nn.functional, "linear", linear)
     for function in kept:
