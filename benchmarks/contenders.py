@@ -29,6 +29,7 @@ RECIPES = (
     "mxfp8-fwd-nvfp4-bwd",
     "nvfp4-fwd-mxfp8-bwd",
     "nvfp4-fwd-bf16-bwd",
+    "mxfp8-fwd-bf16-bwd",
 )
 PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine"}
 """Other libraries, and what one imports of them."""

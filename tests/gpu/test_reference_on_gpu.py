@@ -8,11 +8,21 @@ from quantizers import QUANTIZERS, as_bytes
 from torch import nn
 
 import lpq
+from lpq.ops import choose
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(params=["kernels", "reference"])
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By what is best here, or as where there is neither cuda-core nor Triton."""
+    if request.param == "reference":
+        monkeypatch.setenv("LPQ_KERNELS", "torch,reference")
+        assert choose("quantize", ("mxfp8",), torch.device("cuda", 0)).backend == "reference"
+    return str(request.param)
 
 
 def inputs() -> dict[str, torch.Tensor]:
@@ -34,7 +44,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("text", QUANTIZERS)
-def test_bytes_are_those_of_the_cpu(text: str) -> None:
+def test_bytes_are_those_of_the_cpu(text: str, served: str) -> None:
     for name, x in inputs().items():
         quantizer = lpq.quantizer(text)
         here, there = quantizer.quantize(x, seed=5), quantizer.quantize(x.cuda(), seed=5)
@@ -49,7 +59,7 @@ def test_bytes_are_those_of_the_cpu(text: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted(lpq.registry.recipes()))
-def test_recipes_train_without_a_synchronisation(recipe: str) -> None:
+def test_recipes_train_without_a_synchronisation(recipe: str, served: str) -> None:
     torch.manual_seed(0)
     model = lpq.convert(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)), recipe).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
