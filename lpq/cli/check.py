@@ -33,7 +33,7 @@ def check(
 ) -> None:
     """Run the conformance kit on formats. The exit status is 0 if all of it passed, known failures aside.
 
-    It needs pytest and hypothesis: `pip install 'lpq[check]'`.
+    It needs pytest, hypothesis and, where Triton interprets kernels, numpy: `pip install 'lpq[check]'`.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

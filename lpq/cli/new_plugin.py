@@ -37,8 +37,13 @@ def new_plugin(
         raise NewPluginError(f"{target} exists already: remove it, or choose another --dir")
     for path, text in rendered(name).items():
         file = target / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        except OSError as error:
+            raise NewPluginError(
+                f"{file} cannot be written: {error.strerror or error}; choose another --dir"
+            ) from error
     typer.echo(f"{target}: the format {name}, for now symmetric INT8. To go on:")
     typer.echo(f"  pip install -e {target}\n  lpq check {name}\n  edit {target}/lpq_{name}/format.py")
 

@@ -408,6 +408,8 @@ def gemm(
         )
     dtype = dtype or a.dtype
     first, second = a.tensors(), b.tensors()
+    if first[0].device != second[0].device:
+        raise ValueError(f"gemm: a is on {first[0].device} and b on {second[0].device}: move one to the other")
     if a.quantizer.plain and b.quantizer.plain:
         if not torch.compiler.is_compiling():
             check_there(second[0])

@@ -202,4 +202,6 @@ def _words(hint: Any) -> str:
     alternatives = get_args(hint)
     if alternatives:
         return " or ".join(_words(a) for a in alternatives)
-    return "none" if hint is type(None) else str(getattr(hint, "__name__", hint))
+    return {type(None): "none", bool: "true or false", int: "a whole number", float: "a number"}.get(hint, "") or str(
+        getattr(hint, "__name__", hint)
+    )

@@ -31,6 +31,10 @@ def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
             f"{layer.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
             "called on, whose forward gathers it, or its unshard()"
         )
+    if input.device != weight.device:
+        raise RuntimeError(
+            f"{layer.title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
+        )
     if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{layer.title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: "

@@ -23,6 +23,8 @@ RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 
 WEIGHTS = (None, "high_precision", "quantized")
 """How the weights of converted layers are stored."""
+LARGEST = 2**63
+"""What a number must be less than: a seed that PyTorch takes, and nothing infinite."""
 
 
 def option(default: Any, help: str, least: float | None = None) -> Any:
@@ -65,6 +67,8 @@ class TrainConfig:
             value, least = getattr(self, f.name), f.metadata["least"]
             if least is not None and not value >= least:
                 raise TrainOptionError(f"{f.name} = {value!r}: it must be at least {least}")
+            if least is not None and not value < LARGEST:
+                raise TrainOptionError(f"{f.name} = {value!r}: it must be less than {LARGEST}")
         if self.width % (2 * self.heads):
             raise TrainOptionError(
                 f"width = {self.width} does not give each of heads = {self.heads} an even number of elements: "

@@ -92,7 +92,8 @@ def close(summary: Summary, console: Console) -> Summary:
     console.print(kernels(summary.outcomes[0].served))
     (summary.directory / "summary.json").write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
     plotted = plot(summary, summary.directory / "loss.png")
-    console.print(f"written to {summary.directory}/: summary.json, the metrics of each step, checkpoints, {plotted}")
+    written = f"written to {summary.directory}/: summary.json, the metrics of each step, checkpoints, {plotted}"
+    console.print(written, markup=False)  # to rich a name in brackets is a style
     return summary
 
 
@@ -130,7 +131,7 @@ def memory(table: Table, measured: Sequence[Measured]) -> None:
 
 def kernels(served: Sequence[Served]) -> Table:
     """Which kernel served which GEMM."""
-    table = Table(title="what ran the GEMMs")
+    table = Table(title="what ran the GEMMs of the last step")
     for heading in ("GEMM", "operands", "kernel", "layers"):
         table.add_column(heading, justify="right" if heading == "layers" else "left")
     for s in served:

@@ -74,11 +74,15 @@ def open_directory(config: TrainConfig) -> Path:
         directory = Path(config.out) if config.out else newest()
         refuse_other_settings(config.settings(), stored_config(directory), directory)
         return directory
-    directory = Path(config.out) if config.out else _unused(config.title)
-    if (directory / CONFIG).exists():
-        raise TrainError(f"{directory} already holds a run: continue it with --resume, or name another --out")
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG).write_text(config.to_toml(), encoding="utf-8")
+    try:
+        directory = Path(config.out) if config.out else _unused(config.title)
+        if (directory / CONFIG).exists():
+            raise TrainError(f"{directory} already holds a run: continue it with --resume, or name another --out")
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CONFIG).write_text(config.to_toml(), encoding="utf-8")
+    except OSError as error:
+        where, why = config.out or f"{RUNS}/", error.strerror or error
+        raise TrainError(f"no run can be kept in {where}: {why}; name another directory with --out") from error
     return directory
 
 

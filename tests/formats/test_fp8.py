@@ -411,10 +411,10 @@ def test_an_option_that_the_scaling_does_not_use_changes_nothing() -> None:
     [
         ({"scaling": "rows"}, "'scaling' must be 'current' or 'delayed' or 'row' or 'block', not 'rows'"),
         ({"dtype": "e3m4"}, "'dtype' must be 'e4m3' or 'e5m2', not 'e3m4'"),
-        ({"pow2": "yes"}, "'pow2' must be bool or none, not 'yes'"),
+        ({"pow2": "yes"}, "'pow2' must be true or false or none, not 'yes'"),
         ({"block": "16x16"}, "'block' must be '1x128' or '128x128', not '16x16'"),
         ({"history": 0}, "'history' must be at least 1, not 0"),
-        ({"history": 1.5}, "'history' must be int, not 1.5"),
+        ({"history": 1.5}, "'history' must be a whole number, not 1.5"),
         ({"margin": 128}, "'margin' must be from -127 to 127, not 128"),
         ({"algo": "mean"}, "'algo' must be 'max' or 'most_recent', not 'mean'"),
         ({"scale": "row"}, "fp8 has no option 'scale': did you mean 'scaling'"),

@@ -29,6 +29,21 @@ def test_what_is_no_matrix_is_refused_in_words(value: object, error: type[Except
         layer(value)
 
 
+@pytest.mark.parametrize("recipe", registry.recipes())
+def test_another_device_is_refused_in_words(recipe: str) -> None:
+    """A kernel would write to the one what it reads of the other, and find it where nothing is."""
+    layer = lpq.nn.Linear(64, 32, recipe=recipe)
+    for weight, input in (("meta", "cpu"), ("cpu", "meta")):
+        with pytest.raises(RuntimeError, match=rf"32\): the input is on {input} and the weight on {weight}: move one"):
+            layer.to_empty(device=weight)(torch.randn(8, 64, device=input))
+
+
+def test_operands_on_two_devices_are_not_multiplied() -> None:
+    here, there = (lpq.quantizer("mxfp8").quantize(torch.randn(64, 64, device=d)).row for d in ("cpu", "meta"))
+    with pytest.raises(ValueError, match="a is on cpu and b on meta"):
+        lpq.gemm(here, there)
+
+
 def test_a_second_derivative_is_refused() -> None:
     x = torch.randn(4, 48, requires_grad=True)
     (dx,) = torch.autograd.grad(lpq.nn.Linear(48, 32, recipe="mxfp8")(x).square().sum(), x, create_graph=True)

@@ -7,10 +7,12 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lpq.train import TrainConfig, TrainError, resolve, runs
+from lpq.train.errors import TrainOptionError
 
 
 def stored(directory: Path, config: TrainConfig) -> TrainConfig:
@@ -130,3 +132,16 @@ def test_a_run_is_titled_by_its_recipe_or_its_file() -> None:
 def test_help_needs_no_torch() -> None:
     code = "import lpq.cli.train, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_directory_that_cannot_be_is_refused_in_words(out: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainError, match=r"no run can be kept in .*file.*; name another directory with --out"):
+        runs.open_directory(TrainConfig(out=str(tmp_path / out)))
+
+
+@pytest.mark.parametrize("options", [{"seed": 10**25}, {"lr": float("inf")}])
+def test_numbers_that_are_too_large_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(TrainOptionError, match="it must be less than 9223372036854775808"):
+        TrainConfig(**options)

@@ -203,9 +203,13 @@ def compare(
         assert second is not None
         compare_multiplicands(first, second, on(device, x), (row is not None, col is not None))
         return
-    of = f"{row} and {col}, {list(x.shape)} {x.dtype}, {name}"
+    of = f"{_named(row, col)}, {list(x.shape)} {x.dtype}, {name}"
     for how, arguments in calls(kernel.op, row, col, x):
         compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of)
+
+
+def _named(*sides: Quantizer | None) -> str:
+    return " and ".join(str(side) for side in sides if side is not None)
 
 
 def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[Any, ...], of: str) -> None:
@@ -252,7 +256,7 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
     here, there = parts(sides, "cpu"), parts(sides, device)
     if not here:
         return
-    of = f"{row} and {col}, a part of an operand"
+    of = f"{_named(row, col)}, a part of an operand"
     if kernel.op == "exact":
         compare_exact(kernel, there[0], of)
         return
@@ -273,7 +277,7 @@ def compare_rounded(
             expected = flat(impl(on(device, rounded), *rest))
             with Poisoned():  # type: ignore[no-untyped-call]
                 got = flat(impl(x.to(device), *rest, dtype=dtype))
-            what = f"{kernel.impl} on {row} and {col}, {list(x.shape)} rounded to {dtype}, {how}"
+            what = f"{kernel.impl} on {_named(row, col)}, {list(x.shape)} rounded to {dtype}, {how}"
             assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
             for i, (one, other) in enumerate(zip(got, expected, strict=True)):
                 same(one.cpu(), other.cpu(), f"{what}, output {i}")
