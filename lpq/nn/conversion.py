@@ -250,9 +250,11 @@ def _conversions(model: nn.Module) -> dict[str, Conversion]:
 def report(model: nn.Module) -> Report:
     """What ``convert`` swapped in this model, what it left alone and why; and how its weights travel as it is now."""
     parts = _conversions(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
 
     def named(part: str, entries: tuple[Entry, ...]) -> list[Entry]:
-        return [replace(entry, name=f"{part}.{entry.name}".strip(".")) for entry in entries]
+        whole = [replace(entry, name=f"{part}.{entry.name}".strip(".")) for entry in entries]
+        return [replace(entry, note=entry.note + _given_since(modules.get(entry.name))) for entry in whole]
 
     prepared = [conversion.ranks for conversion in parts.values() if conversion.weights is not None]
     notes = weight_notes(model, prepared[0]) if prepared else ()
@@ -263,6 +265,15 @@ def report(model: nn.Module) -> Report:
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),
         weights=tuple(Entry(name, "weight", note) for name, note in notes),
     )
+
+
+def _given_since(module: nn.Module | None) -> str:
+    """What a layer has been given by hand, in place of what the policy has for it."""
+    if not isinstance(module, Linear) or module.schedule is None:
+        return ""
+    if any(module.recipe == recipe for _, recipe in module.schedule.pieces):
+        return ""
+    return f"; since then {module.recipe.title if module.recipe else 'left alone'}"
 
 
 def set_step(model: nn.Module, step: int) -> None:

@@ -85,6 +85,15 @@ def test_the_report_says_what_was_swapped_and_what_was_left_and_why() -> None:
     assert type(model.head) is nn.Linear
 
 
+def test_the_report_tells_what_was_given_by_hand_since() -> None:
+    model = lpq.convert(Net(), "mxfp8")
+    model.blocks[0][0].recipe, model.blocks[1][0].recipe = "nvfp4", None
+    notes = {e.name: e.note for e in lpq.report(model).converted}
+    assert notes["blocks.0.0"] == "mxfp8; since then nvfp4"
+    assert notes["blocks.1.0"] == "mxfp8; since then left alone"
+    assert notes["blocks.2.0"] == "mxfp8"
+
+
 def test_patterns_that_match_nothing_are_reported() -> None:
     with pytest.warns(UserWarning, match=r"none matches 'layers\.\*'; .* are blocks\.0\.0, blocks\.0\.2, "):
         model = lpq.convert(Net(), {"rules": [{"match": ["layers.*"], "recipe": "mxfp8"}]})
