@@ -142,10 +142,17 @@ def convert(
     report = Report(tuple(converted), tuple(left), unmatched, unreached)
     nothing = bool(unmatched) and not converted
     if nothing:
-        linear = [entry.name for entry in left if entry.kind == "Linear"]
+        linear = [repr(entry.name) for entry in left if entry.kind == "Linear"]
         warnings.warn(
             f"lpq.convert left every layer as it was: none matches {', '.join(map(repr, unmatched))}; the linear "
             f"layers of this model are {', '.join(linear[:3]) or 'none'}{', …' if linear[3:] else ''}",
+            stacklevel=2,
+        )
+    elif not converted and any(recipe is not None for s in schedules.values() for _, recipe in s.pieces):
+        why = [f"{entry.name or 'the model'}: {entry.note}" for entry in left]
+        warnings.warn(
+            f"lpq.convert left every layer as it was: {'; '.join(why[:3]) or 'the model has no parameters'}"
+            f"{'; …' if why[3:] else ''}",
             stacklevel=2,
         )
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)

@@ -112,7 +112,7 @@ class Trainer:
         if not (math.isfinite(value := self.ranks.mean(loss)) and math.isfinite(norm)):
             raise TrainError(
                 f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
-                "--lr may train, or a recipe with more bits in the gradients; the checkpoints from before are kept"
+                "--lr may train, or a recipe with more bits in the gradients; what was saved before is kept"
             )
         self.optimizer.step()
         if probe is not None:

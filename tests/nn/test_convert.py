@@ -95,7 +95,7 @@ def test_the_report_tells_what_was_given_by_hand_since() -> None:
 
 
 def test_patterns_that_match_nothing_are_reported() -> None:
-    with pytest.warns(UserWarning, match=r"none matches 'layers\.\*'; .* are blocks\.0\.0, blocks\.0\.2, "):
+    with pytest.warns(UserWarning, match=r"none matches 'layers\.\*'; .* are 'blocks\.0\.0', 'blocks\.0\.2', "):
         model = lpq.convert(Net(), {"rules": [{"match": ["layers.*"], "recipe": "mxfp8"}]})
     assert lpq.report(model).unmatched == ("layers.*",)
     assert "no layer matches the pattern 'layers.*'" in str(lpq.report(model))
@@ -379,9 +379,18 @@ def test_it_is_refused_whatever_became_of_the_model_in_between(weights: Any, bet
         early.step()
 
 
+def test_a_model_of_which_nothing_can_be_converted_is_warned_of() -> None:
+    own = type("Own", (nn.Linear,), {})
+    with pytest.warns(UserWarning, match=r"left every layer as it was: 0: a subclass of nn\.Linear, .*; 1: no plugin"):
+        lpq.convert(nn.Sequential(own(8, 8), nn.LayerNorm(8)), "mxfp8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lpq.convert(nn.Sequential(own(8, 8)), {"rules": [{"match": "*", "recipe": "skip"}]})
+
+
 def test_a_policy_that_matches_nothing_is_warned_of() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
-    with pytest.warns(UserWarning, match=r"left every layer as it was: none matches 'blocks\.\*'; .* are 0, 1, 2, …"):
+    with pytest.warns(UserWarning, match=r"left every layer .*: none matches 'blocks\.\*'; .* are '0', '1', '2', …"):
         lpq.convert(model, {"rules": [{"match": "blocks.*", "recipe": "mxfp8"}]})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
