@@ -115,6 +115,7 @@ def _compiled(rank: int) -> None:
     for way, by_inductor in (({}, other), ({"checkpoint": True}, one), ({"reshard": False}, None)):
         for recipe in (one, other):
             backend = "inductor" if recipe == by_inductor else "aot_eager"
+            torch._dynamo.reset()  # it keeps a few programs for a function, and each backend has its own
             _trains_as_with_ordinary_gathers(How(recipe, compile=True, backend=backend, **way))
 
 

@@ -447,7 +447,7 @@ def test_options_and_their_text() -> None:
     assert str(lpq.quantizer(everything)) == everything
     with pytest.raises(OptionError, match="'1x16' or '16x16'"):
         lpq.quantizer("nvfp4(block=1x32)")
-    with pytest.raises(OptionError, match="bool"):
+    with pytest.raises(OptionError, match="true or false"):
         lpq.quantizer("nvfp4", rht=1)
 
 
