@@ -50,9 +50,9 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
     kernels, broken = examine(where)
     unbuilt = broken_recipes(registry.plugins())
     gpus = devices()
-    pairs = served_by_pair(where, kernels)
+    pairs = [] if chosen else served_by_pair(where, kernels)
     if chosen:
-        kernels, pairs = {name: served_by_quantizer(q, where) for name, q in chosen.items()}, []
+        kernels = {name: served_by_quantizer(q, where) for name, q in chosen.items()}
     wrong = [p for p in plugins if p["status"] in ("broken", "missing")]
     if json:
         as_json(

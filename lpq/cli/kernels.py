@@ -130,9 +130,12 @@ def served_by_pair(device: torch.device, formats: Container[str]) -> list[Served
     where both are made tile by tile, and products where both have an exact form."""
     kernels = {(k.op, k.formats) for plugin in registry.plugins() for k in plugin.kernels}
     pairs = {(op, names) for op, names in kernels if len(set(names)) == 2 and all(name in formats for name in names)}
-    having = {op: [n for n in registry.formats() if n in formats and registry.kernels(op, (n,))] for op in OPTIONAL}
-    pairs |= {("quantize", names) for names in permutations(having["tile"], 2)}
-    pairs |= {("gemm", names) for names in combinations(having["exact"], 2)}
+    tiled, exact = (
+        [name for name in registry.formats() if name in formats and registry.kernels(op, (name,))]
+        for op in ("tile", "exact")
+    )
+    pairs |= {("quantize", names) for names in permutations(tiled, 2)}
+    pairs |= {("gemm", names) for names in combinations(exact, 2)}
     found: list[Served] = []
     for op, (first, last) in sorted(pairs, key=lambda pair: (OPERATIONS.index(pair[0]), pair[1])):
         row, other = registry.quantizer(first).side("row"), registry.quantizer(last)

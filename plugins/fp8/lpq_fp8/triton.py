@@ -69,7 +69,8 @@ def _encode(
     store_tile(data, cast_float8(x * spread(factor, high, wide), x, E5M2), row, col, rows, cols)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_amax", "col_amax"])  # which may be views of what ranks reduced
+# Statistics may be views of what ranks reduced: one program for them wherever they lie.
+@triton.jit(do_not_specialize_on_alignment=["row_amax", "col_amax"])
 def _quantize(
     x, row_data, row_scale, row_amax, row_measured, col_data, col_scale, col_amax, col_measured, rows, cols,
     ROW_HIGH: tl.constexpr, ROW_WIDE: tl.constexpr, ROW_E5M2: tl.constexpr, ROW_LARGEST: tl.constexpr,

@@ -50,7 +50,8 @@ def _encode(x, row, col, rows, cols, data, scale, given, measured, E5M2: tl.cons
     store_tile(data, cast_float8(values, values, E5M2), row, col, rows, cols)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_given", "col_given"])  # which may be views of what ranks reduced
+# Statistics may be views of what ranks reduced: one program for them wherever they lie.
+@triton.jit(do_not_specialize_on_alignment=["row_given", "col_given"])
 def _quantize(
     x, row_data, row_scale, row_given, row_measured, col_data, col_scale, col_given, col_measured, rows, cols,
     ROW_E5M2: tl.constexpr, COL_E5M2: tl.constexpr, TILE: tl.constexpr,

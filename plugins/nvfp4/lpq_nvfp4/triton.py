@@ -214,9 +214,8 @@ def _encode(
     store_tile(data, pack_nibbles(codes), row, col // 2, rows, packed)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["row_amax", "row_given", "col_amax", "col_given"]
-)  # which may be views of what ranks reduced
+# Statistics may be views of what ranks reduced: one program for them wherever they lie.
+@triton.jit(do_not_specialize_on_alignment=["row_amax", "row_given", "col_amax", "col_given"])
 def _quantize(
     x, row_data, row_scale, row_out, row_amax, row_given, col_data, col_scale, col_out, col_amax, col_given,
     seed, offset, rows, cols,
