@@ -5,7 +5,7 @@
 // LPQ_STATS: amaxes of blocks are given or wanted.
 //
 // A block of threads takes several of `count` tiles one after the other, since to find the factors that it looks up
-// takes as long as a tenth of a tile: where the operands have factors of their own that pays.
+// takes as long as a tenth of a tile. Of both operands it fetches the next tile while it works on one.
 #include "sides.cuh"
 
 #ifdef LPQ_SQUARE
@@ -23,8 +23,8 @@ constexpr bool SHARED = true;
 #else
 constexpr bool SHARED = false;
 #endif
-#if defined(LPQ_ROW) && defined(LPQ_COL) && !defined(LPQ_SHARED)
-constexpr bool FETCHES = true;  // the next tile while a block works on one
+#if defined(LPQ_ROW) && (defined(LPQ_COL) || defined(LPQ_SHARED))
+constexpr bool FETCHES = true;
 #else
 constexpr bool FETCHES = false;
 #endif

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from casting import (
     FORMATS,
     ODD,
@@ -27,13 +28,14 @@ from casting import (
     values,
 )
 from quantizers import SIDES
+from ranks import spawn
 from test_fragments import SPANS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
 from lpq.core import QuantizedTensor
 from lpq.distributed.casting.batched import Batched
-from lpq.distributed.masters import cast_master_weights, finish_gather
+from lpq.distributed.masters import Pieces, cast_master_weights, finish_gather
 from lpq.ops import fragments
 from lpq.ops.cuda import CudaKernel
 from lpq.testing.conformance.test_kernels import Poisoned
@@ -162,6 +164,48 @@ def test_a_graph_casts_what_the_masters_hold_at_its_replay(text: str) -> None:
         for state, other_state in zip(states, remembered, strict=True):
             for name in state or {}:
                 assert torch.equal(as_bytes(state[name]), as_bytes(other_state[name])), (text, step, name)
+
+
+def _recorded_with_its_reduction(rank: int, text: str) -> None:
+    rng = random.Random(7)  # of all ranks
+    cases = [_moved(case(text, 2, rng, shape=shape)) for shape in SHAPES]
+    quantizer, offsets = cases[0].quantizer, [one.spans[rank][0] for one in cases]
+    parts = [one.part(rank).clone() for one in cases]
+    states, whole = ([quantizer.new_state("cuda") or None for _ in cases] for _ in range(2))
+    weights, graph, stream = [one.weight() for one in cases], torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def run(into: list[QuantizedTensor], own: Any) -> Pieces:
+        return cast_master_weights(into, parts, offsets, dist.group.WORLD, states=own, seed=SEED)
+
+    with torch.cuda.stream(stream):  # what is compiled or looked up once
+        run([one.weight() for one in cases], copy.deepcopy(states))
+    torch.cuda.synchronize()
+    # NCCL's own threads ask for its events meanwhile.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        pieces = run(weights, states)
+    for step in range(3):
+        for part, one in zip(parts, cases, strict=True):
+            one.master.copy_(values(tuple(one.master.shape), rng))
+            part.copy_(one.part(rank))
+        for weight, one in zip(weights, cases, strict=True):
+            for buffer, bad in zip(buffers(weight), buffers(one.weight()), strict=True):
+                buffer.copy_(bad)
+        graph.replay()
+        for piece in pieces:
+            for source, span in enumerate(cases[piece.weight].spans):
+                begin, end = piece.span(*span)
+                sent = piece.own.clone() if source == rank else torch.empty_like(piece.buffer[begin:end])
+                dist.broadcast(sent.view(torch.uint8), source)
+                piece.buffer[begin:end] = sent
+        finish_gather(pieces)
+        for i, (weight, one, state) in enumerate(zip(weights, cases, whole, strict=True)):
+            check(weight, one.expected(i, state), (text, step, i))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("text", ["fp8(scaling=delayed, history=3)", "mxfp8", "hybrid(row=nvfp4(rht=true), col=mxfp8)"])
+def test_a_graph_records_the_reduction_between_two_gpus(text: str) -> None:
+    spawn(_recorded_with_its_reduction, 2, text, backend="cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.parametrize("text", ["fp8(scaling=delayed, history=3)", "hybrid(row=fp8(scaling=delayed), col=mxfp8)"])

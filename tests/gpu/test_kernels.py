@@ -209,8 +209,9 @@ def test_many_tiles(backend: str, text: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("backend", "text"), [on("cuda", text) for text in QUANTIZERS["cuda"]], indirect=["backend"])
 def test_small_matrices_in_the_way_of_large_ones(backend: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By broad tiles."""
+    """By broad tiles, several of which a block of threads takes in turn."""
     monkeypatch.setattr(tiles, "MANY_TILES", 1)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 1)
     row, col = sides(text, True, True)
     for shape in ((256, 256), (512, 768), (1024, 256), (384, 256)):
         for name, x in inputs(*shape, torch.bfloat16, ("normal", "nan", "infinite", "zeros", "wide range")):

@@ -61,6 +61,38 @@ def test_exact_forms(text: str) -> None:
         assert torch.equal(got.form.matrix.view(torch.int16), expected.matrix.view(torch.int16))
 
 
+@pytest.mark.parametrize("text", ["nvfp4(stochastic=true)", "nvfp4(block=16x16, stochastic=true)"])
+def test_random_bits(text: str) -> None:
+    """Elements from 2^31 on have those that the reference draws for a shard of the matrix that begins there."""
+    quantizer = lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    x = _matrix(torch.bfloat16)
+    found = operations.measure(x, row, col)
+    stats = [
+        amax if stat.block == (None, None) else None
+        for amax, (stat, _) in zip(found, operations.declared(row, col), strict=True)
+    ]
+    made = operations.quantize(x, stats, row, col, seed())
+    first, last = SHAPE[0] - 128, SHAPE[0]
+    assert first * SHAPE[1] >= 2**31
+    expected = operations.quantize_reference(x[first:].clone(), stats, row, col, seed(), first, measure=False)
+    (row_data, row_scale, _), (col_data, col_scale, _) = expected[:3], expected[3:]
+    of_row, of_col = made[0], made[1]
+    assert of_row is not None
+    assert of_col is not None
+    high = 16 if "16x16" in text else 1
+    assert_same(
+        [
+            of_row.data[first:last],
+            of_row.scale[first // high :],
+            of_col.data[:, first // 2 :],
+            of_col.scale[:, first // 16 :],
+        ],
+        [row_data, row_scale, col_data, col_scale],
+        text,
+    )
+
+
 @pytest.mark.parametrize("text", ["fp8", "fp8(scaling=block)", "mxfp8", "nvfp4(block=16x16)"])
 def test_master_weights(text: str) -> None:
     """Two ranks own parts of a weight, one of which ends within a block beyond 2^31."""

@@ -123,7 +123,7 @@ def _run(
         shape = broad(x, dtype, shape)
     count = tiles(rows, cols, shape)
     together = 128  # rows of tiles that a block of threads takes in turn
-    if row is not None and col is not None and not shared:
+    if row is not None and col is not None:
         together = 512 if col.rht else 256
     QUANTIZE[shape].launch(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
