@@ -76,6 +76,9 @@ class _LinearConverter:
         return Linear.adopt(module, recipe) if type(module) is nn.Linear else None
 
 
+OWN = _LinearConverter()
+
+
 def convert(
     model: nn.Module,
     policy: PolicyLike,
@@ -120,8 +123,8 @@ def convert(
     converted: list[Entry] = []
     left: list[Entry] = []
     for name, schedule in schedules.items():
-        if any(name.startswith(f"{entry.name}.") for entry in converted if entry.name):
-            continue  # inside a module that a plugin took as a whole
+        if converted and converted[-1].name and name.startswith(f"{converted[-1].name}."):
+            continue  # inside a module that a plugin took as a whole: what is inside follows it
         module = model.get_submodule(name)
         kind = "Linear" if isinstance(module, Linear) else type(module).__name__
         made, note = _convert_module(module, name, schedule)
@@ -217,7 +220,7 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
         return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
     if first is None:
         return None, NO_RECIPE
-    made: nn.Module | None = registry.convert_module(module, name, first, own=_LinearConverter())
+    made: nn.Module | None = registry.convert_module(module, name, first, own=OWN)
     if made is None:
         if isinstance(module, nn.Linear):
             return None, "a subclass of nn.Linear, whose forward may be its own"

@@ -7,7 +7,7 @@ it gives them there), or else a quantizer; with parentheses, as in ``mxfp8()``, 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -94,15 +94,20 @@ def _check_key(key: str) -> None:
 
 
 def _check_complete(given: Container[Operand]) -> None:
-    missing: list[str] = []
-    for gemm in GEMMS:
-        absent = [str(operand) for operand in OPERANDS if operand.gemm == gemm and operand not in given]
-        missing += [gemm] if len(absent) == 2 else absent
-    if missing:
+    if missing := min((_absent(given, keys) for keys in (GEMMS, TENSORS)), key=len):
         raise RecipeError(
             f"nothing is said of {' and '.join(missing)}: add {', '.join(f'{key}=…' for key in missing)} "
             "with the name of a recipe or a quantizer"
         )
+
+
+def _absent(given: Container[Operand], keys: Sequence[str]) -> list[str]:
+    """What speaks of all operands that are not given: some of these keys, and operands of which the other is given."""
+    absent: list[str] = []
+    for key in keys:
+        own = [str(operand) for operand in OPERANDS if operand.belongs_to(key) and operand not in given]
+        absent += [key] if len(own) == 2 else own
+    return absent
 
 
 def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:

@@ -54,6 +54,7 @@ class Registry:
                 self._sources.setdefault(name, [])
         self._plugins: dict[str, PluginInfo] = {}
         self._lock = threading.RLock()
+        self._last: object = None
         self._format_of: dict[type, FormatSpec] = {}
         self.caches: dict[object, Callable[..., Any]] = {}
 
@@ -131,11 +132,11 @@ class Registry:
         return self._format_of.get(cls)
 
     def convert_module(self, module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
-        """Call ``lpq_convert_module`` of all usable plugins, and of ``own``."""
+        """Call ``lpq_convert_module`` of all usable plugins, and of ``own``, which stays registered for other calls."""
         self.plugins()
         hook = self._manager.hook.lpq_convert_module
         with self._lock:
-            self._manager.register(own)
+            self._ask_last(own)
             try:
                 return hook(module=module, fqn=fqn, recipe=recipe)
             except PluginError:
@@ -148,8 +149,16 @@ class Registry:
                 what = f"the module {fqn!r}" if fqn else "the model itself"
                 cause = f"its lpq_convert_module raised {words(error)}, for {what} ({type(module).__name__})"
                 raise source.error(cause, source.other_version) from error
-            finally:
-                self._manager.unregister(own)
+
+    def _ask_last(self, own: object) -> None:
+        """To register it takes longer than to convert a module."""
+        if own is self._last:
+            return
+        if self._last is not None:
+            self._manager.unregister(self._last)
+        if own is not None:
+            self._manager.register(own)
+        self._last = own
 
     def register(self, plugin: object, name: str) -> PluginInfo:
         """Take a module, or any object with hooks, as plugin ``name``; it replaces an earlier one."""
@@ -166,6 +175,7 @@ class Registry:
             return info
 
     def _forget(self, name: str) -> None:
+        self._ask_last(None)  # or what is registered after it would come after it
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
         self._sources.pop(name, None)
@@ -182,6 +192,11 @@ class Registry:
         for owner in owners:
             if (error := self.plugin(owner).error) is not None:
                 raise error.with_traceback(None)
+        if kind == "formats" and name in self.recipes():
+            raise UnknownFormat(
+                f"{name!r} is a recipe and no format: it is written without parentheses, where a recipe or a GEMM "
+                "is meant"
+            )
         known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
         unknown = UnknownFormat if kind == "formats" else UnknownRecipe
         raise unknown(

@@ -8,6 +8,7 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pluggy
 import pytest
 import torch
 
@@ -222,6 +223,31 @@ def test_a_plugin_converts_before_lpq_does(site) -> None:
     for _ in range(2):
         assert registry.convert_module("attention", "block.0", "bf16", own=Own()) == "acme block.0"
         assert registry.convert_module("linear", "block.1", "bf16", own=Own()) == "own linear bf16"
+
+
+def test_lpqs_own_is_asked_last_and_registered_once(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To register it takes longer than to convert a module, of which a model has thousands."""
+    registered: list[object] = []
+    register = pluggy.PluginManager.register
+
+    def counted(self: pluggy.PluginManager, plugin: object, name: str | None = None) -> str | None:
+        registered.append(plugin)
+        return register(self, plugin, name)
+
+    monkeypatch.setattr(pluggy.PluginManager, "register", counted)
+    own = Own()
+    for _ in range(3):
+        assert registry.convert_module("linear", "block.1", "bf16", own=own) == "own linear bf16"
+    assert registered.count(own) == 1
+
+    class Late:
+        @registry.hookimpl(trylast=True)
+        def lpq_convert_module(self, fqn: str) -> str | None:
+            return "late" if fqn == "block.0" else None
+
+    registry.register(Late(), name="late")
+    assert registry.convert_module("linear", "block.0", "bf16", own=own) == "late"
+    assert registry.convert_module("linear", "block.1", "bf16", own=own) == "own linear bf16"
 
 
 def test_threads_load_a_plugin_once(site) -> None:
