@@ -47,9 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in options.parts:
         stem = _stem(part, ranks, options)
         whole = {}
-        for result in _measure(part, options):  # what ends this run early leaves what was found before
-            if first:
-                whole = stored.save(options.out, stem, record, result)
+        with torch.autograd.set_multithreading_enabled(not options.one_thread):
+            for result in _measure(part, options):  # what ends this run early leaves what was found before
+                if first:
+                    whole = stored.save(options.out, stem, record, result)
         if first:
             stored.show(whole)
             stored.plot(options.out, stem, whole)
@@ -57,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
-    """The name of its files: results of several GPUs, or of casts of another size, stand beside the others."""
-    if ranks > 1:
-        return f"{part}-{ranks}"
-    return f"{part}-{options.size[0]}x{options.size[1]}" if part == "casts" and options.size != SIZE else part
+    """The name of its files: results of several GPUs, of casts of another size and of one thread stand beside others."""
+    if part == "casts":
+        return part if options.size == SIZE else f"{part}-{options.size[0]}x{options.size[1]}"
+    return "-".join([part, *([str(ranks)] if ranks > 1 else []), *(["one-thread"] if options.one_thread else [])])
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -75,6 +76,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true", help="lpq and bf16 without torch.compile only")
     parser.add_argument("--profile", action="store_true", help="with host or linear: where the time of a step goes")
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
+    parser.add_argument("--one-thread", action="store_true", help="all but casts: backward in the thread that calls it")
     parser.add_argument("--size", type=_size, default=SIZE, help="with casts: ROWSxCOLUMNS of the matrix")
     parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
     options = parser.parse_args(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,10 @@ def test_the_size_of_casts(capsys: pytest.CaptureFixture[str]) -> None:
         assert command._stem("casts", 1, options) == stem
         assert command._stem("linear", 1, options) == "linear"
         assert command._stem("stack", 2, options) == "stack-2"
+    options = command._options(["linear", "--one-thread"])
+    assert [command._stem(part, ranks, options) for part, ranks in (("linear", 1), ("stack", 2), ("casts", 1))] == [
+        "linear-one-thread", "stack-2-one-thread", "casts"
+    ]  # fmt: skip
     for wrong in ("32768", "0x16384", "-1x5"):
         with pytest.raises(SystemExit):
             command._options(["casts", f"--size={wrong}"])
@@ -300,3 +305,24 @@ def test_results_that_are_not_there_or_none_are_told(
     assert command.main([what, "--out", str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
     assert stored.PAGE.read_text() == before
+
+
+@pytest.mark.parametrize("one_thread", [False, True])
+def test_backward_may_run_in_the_thread_that_calls_it(
+    one_thread: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: list[bool] = []
+
+    def measured(part: str, options: Any) -> Iterator[dict[str, Any]]:
+        found.append(torch._C._is_multithreading_enabled())
+        yield {"shapes": [], "copy_speed": 1.0}
+
+    monkeypatch.setattr(command.environment, "lacking", lambda ranks: None)
+    monkeypatch.setattr(command.environment, "record", lambda arguments, ranks: {"command": ""})
+    monkeypatch.setattr(command, "_measure", measured)
+    monkeypatch.setattr(command.stored, "show", lambda result: None)
+    monkeypatch.setattr(command.stored, "plot", lambda *where: None)
+    assert command.main(["linear", "--out", str(tmp_path), *(["--one-thread"] if one_thread else [])]) == 0
+    assert found == [not one_thread]
+    assert torch._C._is_multithreading_enabled()
+    assert [path.name for path in tmp_path.iterdir()] == [f"linear{'-one-thread' if one_thread else ''}.json"]
