@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
-    """The name of its files: results of several GPUs, of casts of another size and of one thread stand beside others."""
+    """The name of its files: results of several GPUs, of another size and of one thread stand beside others."""
     if part == "casts":
         return part if options.size == SIZE else f"{part}-{options.size[0]}x{options.size[1]}"
     return "-".join([part, *([str(ranks)] if ranks > 1 else []), *(["one-thread"] if options.one_thread else [])])
