@@ -16,6 +16,7 @@ from lpq import registry
 from lpq.cli.kernels import (
     MEANINGS,
     Served,
+    check_environment,
     pick_device,
     served_by_format,
     served_by_pair,
@@ -25,9 +26,10 @@ from lpq.cli.kernels import (
 from lpq.cli.listing import broken_recipes, described, fault
 from lpq.cli.output import Json, as_json, table
 from lpq.ops import KernelError, cubins
+from lpq.ops.table import ENVIRONMENT
 from lpq.registry.errors import OptionError, suggestion, words
 
-ENVIRONMENT = ("LPQ_KERNELS", "LPQ_LOAD_PLUGINS", cubins.CACHE)
+VARIABLES = (ENVIRONMENT, "LPQ_LOAD_PLUGINS", cubins.CACHE)
 Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
 Quantizers = Annotated[
     list[str] | None,
@@ -45,6 +47,7 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
     anything is broken.
     """
     where = pick_device(device)
+    check_environment()
     chosen = {str(q): q for q in map(registry.quantizer, quantizers or ())}
     plugins = [described(plugin) for plugin in registry.plugins()]
     kernels, broken = examine(where)
@@ -184,4 +187,4 @@ def devices() -> list[dict[str, Any]]:
 
 def environment() -> dict[str, str]:
     """The variables that lpq reads, where they are set."""
-    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}

@@ -9,7 +9,7 @@ import typer
 
 import lpq
 from lpq.cli.doctor import Device
-from lpq.cli.kernels import Served, pick_device, served, show
+from lpq.cli.kernels import Served, check_environment, pick_device, served, show
 from lpq.cli.output import Json, as_json, table
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.recipes import Recipe
@@ -29,6 +29,7 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
     """
     refuse_rules(recipe, f"it is for `lpq train --policy {recipe}`; explain the recipe of one of its rules")
     made, where = lpq.recipe(recipe), pick_device(device)
+    check_environment()
     gemms = {gemm: described(made, gemm) for gemm in GEMMS}
     runs: dict[str, Served] = {
         gemm: served("gemm", tuple(q.side(o.side) for o, q in made.operands.items() if o.gemm == gemm), where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, islice, permutations
@@ -14,7 +15,7 @@ from lpq import registry
 from lpq.cli.output import table
 from lpq.core.quantizer import Quantizer
 from lpq.ops import KernelError, choose
-from lpq.ops.table import ENVIRONMENT
+from lpq.ops.table import ENVIRONMENT, allowed_by
 from lpq.registry import OPERATIONS
 from lpq.registry.errors import OptionError, words
 from lpq.testing.options import nearby
@@ -69,6 +70,11 @@ class Served:
             **asdict(self),
             "why_not": [{"impl": impl, "reason": reason} for impl, reason in self.why_not],
         }
+
+
+def check_environment() -> None:
+    """Refuse a misspelt backend in ``LPQ_KERNELS`` once, and not beside every operation."""
+    allowed_by(os.environ.get(ENVIRONMENT))
 
 
 def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Served:

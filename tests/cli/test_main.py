@@ -94,6 +94,16 @@ def test_a_recipe_that_the_allowed_kernels_cannot_run_is_status_1(
         assert "LPQ_KERNELS=cuda leaves no kernel for gemm of fp8 and fp8 on cpu" in ended.out
 
 
+@pytest.mark.parametrize("command", [("doctor",), ("doctor", "--json"), ("explain", "mxfp8")])
+def test_a_misspelt_backend_is_told_once(
+    command: tuple[str, ...], lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPQ_KERNELS", "tritn")
+    ended = lpq(*command)
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err == "lpq: LPQ_KERNELS=tritn: unknown tritn; choose from reference, torch, triton, cuda\n"
+
+
 @pytest.mark.parametrize("arguments", [("no-such-command",), ("formats", "--no-such-option"), ("explain",)])
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...], lpq: Callable) -> None:
     ended = lpq(*arguments)
