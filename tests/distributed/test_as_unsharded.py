@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from dataclasses import replace
 
 import torch
 from operands import same
@@ -10,6 +12,7 @@ from ranks import spawn
 from stored import OPTIMIZERS, RECIPES, W8, Way, converted, parts, same_parts, sharded, train
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import Optimizer
 
 from lpq.core import QuantizedTensor
 from lpq.core.write import overwrite
@@ -43,16 +46,27 @@ class Mixed(nn.Sequential):
         return computed
 
 
+@functools.cache
+def _alone(way: Way) -> tuple[nn.Sequential, nn.Sequential, list[float], Optimizer]:
+    """A model before and after it was trained unsharded, its losses and its optimizer."""
+    net = converted(way.recipe, way.bf16)
+    before = copy.deepcopy(net)
+    losses, optimizer = train(Mixed(net, way.recipe) if way.mixed else net, way)
+    return before, net, losses, optimizer
+
+
 def _as_unsharded(way: Way) -> list[float]:
-    torch.compiler.reset()
-    alone = converted(way.recipe, way.bf16)
-    before = copy.deepcopy(alone)
-    losses, their = train(Mixed(alone, way.recipe) if way.mixed else alone, way)
+    if way.compile:
+        torch.compiler.reset()
+    same_numbers = replace(way, checkpoint=False, reshard=True, offload=False)
+    if way.compile == "aot_eager":  # it only traces
+        same_numbers = replace(same_numbers, compile=None)
+    before, alone, losses, their = _alone(same_numbers)
     ours = converted(way.recipe, way.bf16)
     if way.checkpoint:
         for i, block in enumerate(ours):
             ours[i] = checkpoint_wrapper(block)
-        way = Way(**{**vars(way), "checkpoint": False})
+        way = replace(way, checkpoint=False)
     sharded(ours, way.reshard, way.offload, way.mixed)
     weights = [b.up.weight for b in ours] + [b.down.weight for b in ours]
     assert all(isinstance(w._local_tensor, QuantizedTensor) for w in weights)
