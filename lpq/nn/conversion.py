@@ -15,6 +15,7 @@ from lpq.core.quantize import DTYPES
 from lpq.nn.linear import Accumulate, Linear
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.recipes import RecipeError
+from lpq.registry.errors import LpqError
 
 if TYPE_CHECKING:
     from lpq.recipes import Policy, PolicyLike, Recipe, Schedule
@@ -73,7 +74,7 @@ class _LinearConverter:
 
     @registry.hookimpl(trylast=True)
     def lpq_convert_module(self, module: Any, fqn: str, recipe: Recipe) -> Any:
-        return Linear.adopt(module, recipe) if type(module) is nn.Linear else None
+        return Linear.adopt(module, recipe) if type(module) is nn.Linear and "forward" not in vars(module) else None
 
 
 OWN = _LinearConverter()
@@ -222,9 +223,16 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
         return None, NO_RECIPE
     made: nn.Module | None = registry.convert_module(module, name, first, own=OWN)
     if made is None:
+        if type(module) is nn.Linear:
+            return None, "an nn.Linear whose forward was replaced on the object"
         if isinstance(module, nn.Linear):
             return None, "a subclass of nn.Linear, whose forward may be its own"
         return None, f"no plugin converts {type(module).__name__}"
+    if not isinstance(made, nn.Module):
+        raise LpqError(
+            f"a plugin's lpq_convert_module returned {made!r} for {name or 'the model'} ({type(module).__name__}), and "
+            "that is no torch.nn.Module: have it return the converted module, or None (`lpq plugins` lists the plugins)"
+        )
     if isinstance(made, Linear):
         made.recipe, made.schedule = schedule.at(0), schedule
     return made, str(schedule)
@@ -247,13 +255,17 @@ def _close_shortcuts(model: nn.Module) -> None:
 
 def _conversions(model: nn.Module) -> dict[str, Conversion]:
     """That of the model or, where it was converted in parts by several calls, those of its parts, by their names."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     found: dict[str, Conversion] = {}
     for name, module in model.named_modules():
         record = module.__dict__.get(RECORD)
         if isinstance(record, Conversion) and not any(name.startswith(f"{part}." if part else "") for part in found):
             found[name] = record
     if not found:
-        raise ValueError("the model was not converted: call lpq.convert(model, …) first")
+        raise ValueError(
+            "the model was not converted: call lpq.convert(model, …) first; of one that was, pass the whole and no part"
+        )
     return found
 
 
@@ -266,10 +278,17 @@ def report(model: nn.Module) -> Report:
         whole = [replace(entry, name=f"{part}.{entry.name}".strip(".")) for entry in entries]
         return [replace(entry, note=entry.note + _given_since(modules.get(entry.name))) for entry in whole]
 
+    def still(entry: Entry) -> Entry:
+        """With what became of a converted module that is not there any more."""
+        if entry.name in modules and type(modules[entry.name]) is not nn.Linear:
+            return entry
+        became = "replaced by an ordinary nn.Linear" if entry.name in modules else "taken out of the model"
+        return replace(entry, note=f"{entry.note}; since then {became}")
+
     prepared = [conversion.ranks for conversion in parts.values() if conversion.weights is not None]
     notes = weight_notes(model, prepared[0]) if prepared else ()
     return Report(
-        converted=tuple(e for part, c in parts.items() for e in named(part, c.report.converted)),
+        converted=tuple(still(e) for part, c in parts.items() for e in named(part, c.report.converted)),
         left=tuple(e for part, c in parts.items() for e in named(part, c.report.left)),
         unmatched=tuple(pattern for c in parts.values() for pattern in c.report.unmatched),
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),

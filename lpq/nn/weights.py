@@ -105,7 +105,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
 
     gathering = Gathering(model)
     for name, layer, shared in list(_layers(model)):
-        if shared or hasattr(layer.weight, "device_mesh"):
+        if shared or _is_computed(layer) or hasattr(layer.weight, "device_mesh"):
             continue
         layer.gathering = gathering
         weight = layer.weight.detach()
@@ -144,6 +144,8 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
         site = sharded.get(layer)
         if shared:
             yield name, f"{_form(layer.weight)}: the weight belongs to several modules"
+        elif _is_computed(layer):
+            yield name, "in high precision: the weight is no parameter but computed from others, as by pruning"
         elif layer.gathering is None:
             continue
         elif site is not None:  # the layer itself may have the gathered weight at present
@@ -186,6 +188,11 @@ def _note(layer: Linear, weight: Tensor, ranks: int | None, refusal: str | None)
     shares = [sent / (2 * rows * cols) for sent in sent_bytes(quantizer, rows, cols, weight.dtype)]
     how = "stored and gathered" if kept is not None else "gathered"
     return f"{how} as {quantizer}: {shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
+
+
+def _is_computed(layer: Linear) -> bool:
+    """Whether a hook sets the weight before each forward, as ``torch.nn.utils``' pruning and ``weight_norm`` do."""
+    return "weight" not in layer._parameters
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Linear, bool]]:

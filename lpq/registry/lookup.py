@@ -30,7 +30,7 @@ from lpq.registry.errors import (
     suggestion,
     words,
 )
-from lpq.registry.loader import HERE, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
+from lpq.registry.loader import HERE, HOOKS, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
 from lpq.registry.specs import FormatSpec, KernelSpec, RecipeSpec
 
 LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
@@ -166,8 +166,12 @@ class Registry:
             for source in self._sources.get(name, ()):
                 if source.distribution != HERE:
                     raise source.error("it is installed, and its name cannot be taken", "choose another name")
+            made = Source(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
+            if isinstance(plugin, type) and any(inspect.isfunction(vars(plugin).get(hook)) for hook in HOOKS):
+                remedy = f"register an object of it, as {plugin.__name__}(), or make its hooks static methods"
+                raise made.error(f"{plugin.__name__} is a class whose hooks take self", remedy)
             self._forget(name)
-            self._sources[name] = [Source(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)]
+            self._sources[name] = [made]
             info = self.plugin(name)
             if info.error is not None:
                 self._forget(name)
@@ -194,8 +198,8 @@ class Registry:
                 raise error.with_traceback(None)
         if kind == "formats" and name in self.recipes():
             raise UnknownFormat(
-                f"{name!r} is a recipe and no format: it is written without parentheses, where a recipe or a GEMM "
-                "is meant"
+                f"{name!r} is a recipe and no format: it stands alone, or after a key of a recipe, and without "
+                f"parentheses; `lpq explain {name}` shows the quantizers that it stands for"
             )
         known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
         unknown = UnknownFormat if kind == "formats" else UnknownRecipe

@@ -1,0 +1,124 @@
+"""Layers, plugins and models that are not as usual: each is converted rightly, left alone with a reason, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lpq
+from lpq import registry
+from lpq.registry.errors import LpqError, PluginError
+
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+
+
+def _pruned(layer: nn.Linear) -> None:
+    from torch.nn.utils import prune
+
+    prune.l1_unstructured(layer, "weight", 0.5)  # type: ignore[no-untyped-call]
+
+
+def _normed(layer: nn.Linear) -> None:
+    with pytest.warns(FutureWarning):
+        torch.nn.utils.weight_norm(layer)
+
+
+def _spectral(layer: nn.Linear) -> None:
+    torch.nn.utils.spectral_norm(layer)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+@pytest.mark.parametrize("computed", [_pruned, _normed, _spectral])
+def test_a_weight_that_is_computed_stays_in_high_precision(computed: Callable[[nn.Linear], None], weights: Any) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        computed(model[0])
+        return model
+
+    keys = list(made().state_dict())
+    expected = lpq.convert(made(), "mxfp8")[0](X)
+    model = lpq.convert(made(), "mxfp8", weights=weights)
+    notes = {entry.name: entry.note for entry in lpq.report(model).weights}
+    assert notes["0"] == "in high precision: the weight is no parameter but computed from others, as by pruning"
+    assert "mxfp8" in notes["1"]
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model[0](X), expected)
+    model(X).square().mean().backward()
+    assert all(p.grad is not None for p in model[0].parameters())
+
+
+def test_a_forward_that_was_replaced_on_the_object_is_left_alone() -> None:
+    """It would go on as it was, whatever the class of the layer."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    before = model[0].forward
+    model[0].forward = lambda x: before(x)  # type: ignore[method-assign]
+    lpq.convert(model, "nvfp4")
+    report = lpq.report(model)
+    assert [entry.name for entry in report.converted] == ["1"]
+    assert [(e.name, e.note) for e in report.left] == [("0", "an nn.Linear whose forward was replaced on the object")]
+    assert type(model[0]) is nn.Linear
+
+
+def test_the_report_tells_what_is_not_there_any_more() -> None:
+    model = lpq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), "nvfp4")
+    model[0] = nn.Linear(64, 64)
+    del model[2]
+    assert [(entry.name, entry.note) for entry in lpq.report(model).converted] == [
+        ("0", "nvfp4; since then replaced by an ordinary nn.Linear"),
+        ("1", "nvfp4"),
+        ("2", "nvfp4; since then taken out of the model"),
+    ]
+
+
+def test_what_is_no_model_has_no_report() -> None:
+    with pytest.raises(TypeError, match=r"a model is a torch\.nn\.Module, not int"):
+        lpq.report(3)  # type: ignore[arg-type]
+    model = lpq.convert(nn.Sequential(nn.Sequential(nn.Linear(64, 64))), "mxfp8")
+    with pytest.raises(ValueError, match="of one that was, pass the whole and no part"):
+        lpq.report(model[0])
+
+
+class Odd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.fixture
+def refreshed() -> Iterator[None]:
+    yield
+    registry.refresh()
+
+
+@pytest.mark.usefixtures("refreshed")
+def test_a_conversion_to_what_is_no_module_is_refused() -> None:
+    class Plugin:
+        @registry.hookimpl
+        def lpq_convert_module(self, module: nn.Module) -> object:
+            return 3 if isinstance(module, Odd) else None
+
+    registry.register(Plugin(), name="odd")
+    with pytest.raises(LpqError, match=r"returned 3 for 1 \(Odd\), and that is no torch.nn.Module"):
+        lpq.convert(nn.Sequential(nn.Linear(64, 64), Odd()), "mxfp8")
+
+
+@pytest.mark.usefixtures("refreshed")
+def test_a_class_is_a_plugin_if_its_hooks_are_static() -> None:
+    class Plugin:
+        @registry.hookimpl
+        def lpq_convert_module(self, module: nn.Module) -> None: ...
+
+    class Static:
+        @staticmethod
+        @registry.hookimpl
+        def lpq_convert_module(module: nn.Module) -> None: ...
+
+    with pytest.raises(PluginError, match=r"hooks take self. Remedy: register an object of it, as Plugin\(\)"):
+        registry.register(Plugin, name="odd")
+    assert "odd" not in {plugin.name for plugin in registry.plugins()}
+    registry.register(Static, name="static")
+    registry.register(Plugin(), name="odd")
