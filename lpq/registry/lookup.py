@@ -167,7 +167,9 @@ class Registry:
                 if source.distribution != HERE:
                     raise source.error("it is installed, and its name cannot be taken", "choose another name")
             made = Source(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
-            if isinstance(plugin, type) and any(inspect.isfunction(vars(plugin).get(hook)) for hook in HOOKS):
+            if isinstance(plugin, type) and any(
+                inspect.isfunction(inspect.getattr_static(plugin, hook, None)) for hook in HOOKS
+            ):
                 remedy = f"register an object of it, as {plugin.__name__}(), or make its hooks static methods"
                 raise made.error(f"{plugin.__name__} is a class whose hooks take self", remedy)
             self._forget(name)

@@ -140,11 +140,10 @@ STORED = [
     ({"nested": True}, {}),
     ({"mixed": True}, {"mixed": True, "reshard": False}),
     ({"mixed": True, "checkpoint": True}, {"mixed": True}),
-    ({"compile": True, "backend": "aot_eager"}, {"compile": True, "backend": "aot_eager", "reshard": False}),
+    ({"compile": True}, {"compile": True, "reshard": False}),
     ({"compile": True, "checkpoint": True}, {"compile": True, "checkpoint": True, "reshard": False}),
 ]
-"""Ways of running a model whose weights are stored quantized that train alike. By Inductor, which takes its time, with
-checkpoints alone; without them, test_as_unsharded.py has it."""
+"""Ways of running a model whose weights are stored quantized that train alike."""
 
 
 def _stored(rank: int) -> None:

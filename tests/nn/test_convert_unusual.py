@@ -112,13 +112,17 @@ def test_a_class_is_a_plugin_if_its_hooks_are_static() -> None:
         @registry.hookimpl
         def lpq_convert_module(self, module: nn.Module) -> None: ...
 
+    class Heir(Plugin): ...
+
     class Static:
         @staticmethod
         @registry.hookimpl
         def lpq_convert_module(module: nn.Module) -> None: ...
 
-    with pytest.raises(PluginError, match=r"hooks take self. Remedy: register an object of it, as Plugin\(\)"):
-        registry.register(Plugin, name="odd")
+    for plugin in (Plugin, Heir):
+        remedy = rf"hooks take self. Remedy: register an object of it, as {plugin.__name__}\(\)"
+        with pytest.raises(PluginError, match=remedy):
+            registry.register(plugin, name="odd")
     assert "odd" not in {plugin.name for plugin in registry.plugins()}
     registry.register(Static, name="static")
     registry.register(Plugin(), name="odd")
