@@ -78,6 +78,8 @@ CASES = [
     ),
     Case("fp8 current", "fp8", "measure", 0.92),
     Case("fp8 row", "fp8(scaling=row)", "measure", 0.92),
+    Case("fp8 block 1x128", "fp8(scaling=block)", "measure", 0.92),
+    Case("fp8 block 128x128", "fp8(scaling=block, block=128x128)", "measure", 0.92),
     Case("nvfp4 RHT", "nvfp4(rht=true)", "measure", 0.70),
     Case("fp8 current", "fp8", "transpose", 0.85),
     Case("fp8 block 128x128", "fp8(scaling=block, block=128x128)", "transpose", 0.85),
@@ -85,6 +87,7 @@ CASES = [
     Case("mxfp8", "mxfp8", "decode", 0.85),
     Case("fp8 current", "fp8", "decode", 0.85),
     Case("nvfp4 1x16", "nvfp4", "decode", 0.85),
+    Case("nvfp4 RHT", "nvfp4(rht=true)", "decode", 0.85),
 ]
 
 
@@ -96,7 +99,10 @@ def measure(case: Case, inputs: list[Tensor], busy: Callable[[], object]) -> dic
     row = quantizer.side("row") if case.sides != "col" else None
     col = quantizer.side("col") if case.sides in ("col", "both", "measure") else None
     if case.sides in ("transpose", "decode"):
-        encoded = [storage for x in inputs if (storage := operations.quantize(x, None, row, None, seed)[0]) is not None]
+        if quantizer.rotation is not None:  # which only column operands have
+            row, col = None, quantizer.side("col")
+        pairs = [operations.quantize(x, None, row, col, seed)[:2] for x in inputs]
+        encoded = [operand for pair in pairs for operand in pair if isinstance(operand, Storage)]
         operation = case.sides
         texts: tuple[str, ...] = (quantizer.text,)
         kept: list[object] = [None] * len(inputs)  # so that a result is not written to where the one before lies

@@ -1,12 +1,35 @@
-// NVFP4 as LPQ_OUTPUT, rounded once, in the basis in which it is stored. LPQ_SQUARE: blocks of 16x16 in place of 1x16.
+// NVFP4 as LPQ_OUTPUT, rounded once, in the basis in which it is stored, or with LPQ_ROTATED with the random Hadamard
+// transform undone. LPQ_SQUARE: blocks of 16x16 in place of 1x16.
 // Without an amax: elements times block scales times 2^-11. They have 6 bits at most, so that rounded to bf16 they are exact.
 // How far scales are apart is said of those of lines below each other and of blocks side by side.
 #include "decode.cuh"
+#include "rotation.cuh"
 
-// E2M1 in fp32: its bits are the top bits of an fp16 whose exponent is 14 too low.
-__device__ __forceinline__ float decode_e2m1(u32 codes, int i) {
-    const u32 code = codes >> (4 * i);
-    return half_value((code & 7) << 9 | (code & 8) << 12) * 16384.0f;
+// Eight elements of E2M1 in fp32, times 2^-14: their bits are the top bits of an fp16 whose exponent is 14 too low.
+__device__ __forceinline__ void decode_e2m1(u32 codes, float (&v)[8]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {  // of elements j and j + 4 at once
+        const u32 code = codes >> (4 * j), halves = (code << 9 & 0x0e000e00u) | (code << 12 & 0x80008000u);
+        v[j] = half_value(halves), v[j + 4] = half_value(halves >> 16);
+    }
+}
+
+#ifdef LPQ_ROTATED
+constexpr bool ROTATED = true;
+#else
+constexpr bool ROTATED = false;
+#endif
+
+// Half of a group of 16 columns, of which the next lane or the one before has the other half, times H and signs. All threads
+// of the warp call this.
+__device__ __forceinline__ void unrotate(bool upper, float (&v)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)  // their sum or their difference: the product is exact
+        v[j] = fmaf(v[j], upper ? -1.0f : 1.0f, __shfl_xor_sync(~0u, v[j], 1));
+    nvfp4::hadamard8(v);
+    const u32 minus = nvfp4::MINUS >> (upper ? 8 : 0);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(v[j], minus >> j & 1 ? -1.0f : 1.0f);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
@@ -16,11 +39,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
     const Tile t(rows, cols, blockIdx.x);
     const i64 blocks = (cols + 15) / 16;
     const float a = amax ? *amax : 2688.0f / 2048, shift = a > 1.0f ? 4096.0f : 1.0f;
-    const float first = __fdiv_rn(a, shift), second = __fmul_rn(shift, (float)(1.0 / 2688.0));
+    const float first = __fdiv_rn(a, shift), last = __fmul_rn(shift, (float)(1.0 / 2688.0));
+    // A quarter of H is exact, and part of the last factor, unless the result is subnormal.
+    const bool tiny = ROTATED && a < 8.0779357e-28f;  // 2^-90
+    const float second = ROTATED && !tiny ? 0.25f * last : last;
     u32 codes[ROWS] = {}, scales[ROWS] = {};
+    const bool stored = ROTATED ? t.col < blocks * 16 : t.wide;  // padding that is rotated counts
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        if (i >= t.high || !t.wide) continue;
+        if (i >= t.high || !stored) continue;
 #ifdef LPQ_SQUARE
         const i64 row = (t.row + i) / 16;
 #else
@@ -31,12 +58,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<64>) decode_tiles(
     }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        if (i >= t.high || !t.wide) continue;
-        const float s = decode<E4M3>(scales[i]);
+        if (!ROTATED && (i >= t.high || !t.wide)) continue;
+        const float s = decode<E4M3>(scales[i]) * 16384.0f;
         float v[8];
+        decode_e2m1(codes[i], v);
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-            v[j] = __fmul_rn(__fmul_rn(__fmul_rn(decode_e2m1(codes[i], j), s), first), second);
-        store_values(out, t.row + i, t.col, cols, v);
+        for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(__fmul_rn(__fmul_rn(v[j], s), first), second);
+        if (tiny)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) v[j] *= 0.25f;
+        if (ROTATED) unrotate(threadIdx.x & 1, v);
+        if (i < t.high) store_values(out, t.row + i, t.col, cols, v);
     }
 }

@@ -7,12 +7,12 @@
 #include "decode.cuh"
 #include "e2m1.cuh"
 #include "philox.cuh"
+#include "rotation.cuh"
 #include "side.cuh"
 
 namespace nvfp4 {
 
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
-constexpr u32 MINUS = 0xd7e8;  // the signs of the random Hadamard transform: bit i is set where row i of 16 is negated
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
 
 struct Parameters {
@@ -53,14 +53,7 @@ __device__ __forceinline__ void rotate(const Tile& t, const u32 (&w)[ROWS][WORDS
         }
 #pragma unroll
         for (int h = 0; h < PER_WORD; ++h) {
-#pragma unroll
-            for (int apart = 4; apart >= 1; apart /= 2)
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (!(i & apart)) {
-                        const float a = column[h][i], b = column[h][i + apart];
-                        column[h][i] = __fadd_rn(a, b), column[h][i + apart] = __fsub_rn(a, b);
-                    }
+            hadamard8(column[h]);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 asm("cvt.rn.bf16x2.f32 %0, %1, %2;"

@@ -5,7 +5,7 @@ from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 CUDA = "lpq_fp8.cuda"
 KERNELS = (
     KernelSpec.cuda("quantize", f"{CUDA}:quantize", why_not=f"{CUDA}:why_not", rounds=True),
-    KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:measure_why_not", rounds=True),
+    KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:why_not", rounds=True),
     *(KernelSpec.cuda(op, f"lpq_fp8.views:{op}") for op in ("transpose", "decode")),
     KernelSpec.cuda("tile", "lpq_fp8.tile:tile"),
     KernelSpec.cuda("remember", "lpq_fp8.history:remember", why_not="lpq_fp8.history:why_not"),

@@ -35,6 +35,7 @@ from lpq_fp8.storage import ELEMENTS
 ONE_SCALE = tile_kernels("fp8/square.cu", "quantize", "PPPPPPIPPfI")
 VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPfII")
 LINES = tile_kernels("fp8/vector.cu", "amax", "PPP")
+BLOCKS = tile_kernels("fp8/blocks.cu", "amax", "PPP")
 BLOCK = 128
 
 
@@ -200,13 +201,6 @@ def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None,
 # ---------------------------------------------------------------------------------- measuring alone
 
 
-def measure_why_not(first: FP8Quantizer, second: FP8Quantizer | None = None) -> str | None:
-    """The amaxes of blocks alone are left to the reference: whoever needs them reduces them over ranks."""
-    if "block" in (first.scaling, (second or first).scaling):
-        return "measures the matrix or its rows, not blocks"
-    return why_not(first, second)
-
-
 def measure(
     x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
@@ -217,7 +211,30 @@ def measure(
     side = row or col
     assert side is not None
     dtype = dtype or x.dtype
+    if side.scaling == "block":
+        return _measure_blocks(x, row, col, side.transposable, dtype)
     return [amax_finish(amax_parts(x, dtype))] if side.transposable else measure_lines(x, row, col, dtype)
+
+
+def _measure_blocks(
+    x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, square: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    """Those of blocks, which a weight that is sharded across them needs. Square ones are measured once for both."""
+    rows, cols = x.shape
+    sides = ((row, rows, cols), (None if square and row is not None else col, cols, rows))
+    found = [
+        x.new_empty((-(-high // BLOCK) if square else high, -(-wide // BLOCK)), dtype=torch.float32)
+        for side, high, wide in sides
+        if side is not None
+    ]
+    of_rows, of_cols = found[0] if row is not None else None, found[-1] if sides[1][0] is not None else None
+    shape = broad(x, dtype, SQUARE)
+    BLOCKS[shape].launch(
+        x.get_device(),
+        reading(x.dtype, dtype) + covering(shape, is_whole(x, rows, cols, shape)) + _macros(None, None, square, False),
+        tiles(rows, cols, shape), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
+    )  # fmt: skip
+    return found
 
 
 # ---------------------------------------------------------------------------------- what the sources take

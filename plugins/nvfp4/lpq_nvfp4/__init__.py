@@ -9,7 +9,7 @@ KERNELS = (
         for op in ("measure", "quantize")
     ),
     KernelSpec.cuda("transpose", "lpq_nvfp4.views:transpose"),
-    KernelSpec.cuda("decode", "lpq_nvfp4.views:decode", why_not="lpq_nvfp4.views:decode_why_not"),
+    KernelSpec.cuda("decode", "lpq_nvfp4.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}") for op in ("tile", "exact_tile")),
     KernelSpec.cuda("cast", "lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not"),
     KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda"),

@@ -8,7 +8,6 @@ from torch import Tensor
 from lpq.core import Storage
 from lpq.core.operations import decode_reference, transpose_reference
 from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_nibbles
-from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.storage import NVFP4Storage
 
 DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]
@@ -23,20 +22,17 @@ def transpose(operand: NVFP4Storage) -> Storage:
     return NVFP4Storage(data=data, scale=scale, amax=amax).bind(operand.quantizer, (cols, rows), operand.dtype)
 
 
-def decode_why_not(quantizer: NVFP4Quantizer) -> str | None:
-    """A rotated operand is rarely decoded: a product takes it as it is."""
-    return "does not undo a rotation" if quantizer.rht else None
-
-
 def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> Tensor:
-    """The matrix that the operand stands for; of a rotated one, what is stored. ``unit``: without its amax, elements
+    """The matrix that the operand stands for. ``unit``: what is stored, rotated if it is, without its amax: elements
     times block scales times 2^-11, which bf16 holds exactly."""
     rows, cols = operand.shape
     if dtype not in OUTPUTS or not rows or not cols:
         return decode_reference(operand, dtype)
     data, scale = operand.data.contiguous(), operand.scale
     out = data.new_empty((rows, cols), dtype=dtype)
-    macros = OUTPUTS[dtype], *(["LPQ_SQUARE"] if operand.quantizer.block == "16x16" else [])
+    side = operand.quantizer
+    switches = {"LPQ_SQUARE": side.block == "16x16", "LPQ_ROTATED": side.rht and not unit}
+    macros = OUTPUTS[dtype], *(name for name, on in switches.items() if on)
     DECODE.launch(
         data.get_device(), macros + covering(LOW, is_whole(data, rows, cols, LOW)), tiles(rows, cols, LOW),
         data.data_ptr(), scale.data_ptr(), 0 if unit else operand.amax.data_ptr(), out.data_ptr(),

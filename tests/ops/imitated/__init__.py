@@ -1,0 +1,133 @@
+"""CUDA kernels on a CPU: sources, compiled by g++ with a header that imitates the GPU, launched on a CPU's tensors.
+
+It shows what a kernel computes: not how fast, and not what only a GPU does wrong. Threads of a block take turns where
+they wait for each other, the first of them first or the last, so that a wait which is missing shows in one of the two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lpq.ops import cubins
+from lpq.ops.cuda import CudaKernel
+
+HEADER = Path(__file__).with_name("cuda.h")
+OPTIONS = ["-std=c++17", "-Og", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-frounding-math", "-fvisibility=hidden"]
+Macros = tuple[str, ...]
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def found() -> bool:
+    """Whether there is a compiler for it."""
+    return shutil.which("g++") is not None
+
+
+@functools.cache
+def folder() -> Path:
+    """Where C++ is written to, for as long as this process runs: with the compiled header, and what csrc includes."""
+    _KEPT.append(tempfile.TemporaryDirectory(prefix="lpq-imitated-"))
+    to = Path(_KEPT[-1].name)
+    for source in cubins.csrc().glob("**/*.cuh"):
+        copy = to / source.relative_to(cubins.csrc())
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(translated(source.read_text()))
+    shutil.copy(HEADER, to)
+    _compile(["-x", "c++-header", str(to / HEADER.name)], to / f"{HEADER.name}.gch")
+    return to
+
+
+def _compile(what: list[str], out: Path) -> None:
+    done = subprocess.run(["g++", *OPTIONS, *what, "-o", str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, f"{what}:\n{done.stderr[:4000]}"
+
+
+@functools.cache
+def library(source: Path, macros: Macros, name: str) -> ctypes.CDLL:
+    """A kernel of a source, compiled."""
+    to = folder()
+    stem = hashlib.sha256(repr((str(source), macros, name)).encode()).hexdigest()[:16]
+    whole, out = to / f"{stem}.cpp", to / f"{stem}.so"
+    defined = "".join("#define {} {}\n".format(*cubins._macro(macro)) for macro in macros)
+    for header in cubins.csrc().resolve().glob("**/*.cuh"):  # a macro may name one by its path
+        defined = defined.replace(f'"{header}"', f'"{to / header.relative_to(cubins.csrc().resolve())}"')
+    # In a namespace without a name all is this file's own, so that shared memory can have a section of its own.
+    whole.write_text(
+        f'#include "{HEADER.name}"\n{defined}namespace {{\n{translated(source.read_text())}\n}}\n'
+        'extern "C" __attribute__((visibility("default")))\n'
+        "int launch_it(char* arguments, const int* places, unsigned blocks, int threads, int backwards) {\n"
+        f"    return imitated::launch<{name}>(arguments, places, blocks, threads, backwards);\n}}\n"
+    )
+    _compile([f"-I{to}", f"-I{to / 'common'}", f"-I{to / source.parent.name}", str(whole)], out)
+    return ctypes.CDLL(str(out))
+
+
+def launch(kernel: CudaKernel, macros: Macros, blocks: int, arguments: tuple[float, ...], *, backwards: bool) -> None:
+    """As ``CudaKernel.launch``, on a CPU's tensors."""
+    if blocks == 0:
+        return
+    run = library(kernel.source.resolve(), macros, kernel.name).launch_it
+    packed = ctypes.create_string_buffer(kernel._slots.pack(*arguments), kernel._slots.size)
+    places = (ctypes.c_int * len(kernel._places))(*kernel._places)
+    stuck = run(packed, places, ctypes.c_uint(blocks), kernel.threads, int(backwards))
+    assert not stuck, f"{kernel.source.name}: threads of {kernel.name} {macros} wait for others for ever"
+
+
+# ---------------------------------------------------------------------------------------------- from CUDA to C++
+
+
+def translated(text: str) -> str:
+    """A source with calls in place of its asm statements and of dynamic shared memory."""
+    text = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* \2 = (\1*)imitated::dynamic;", text)
+    out, at = [], 0
+    for statement in re.finditer(r"\basm(?: volatile)?\(", text):
+        end = _closing(text, statement.end())
+        instruction, results, arguments = [*_split(text[statement.end() : end], ":"), "", ""][:3]
+        given = ", ".join(f"imitated::bits_of({operand})" for operand in _operands(arguments))
+        taken = "".join(f" imitated::set({operand}, out_[{i}]);" for i, operand in enumerate(_operands(results)))
+        call = f"do {{ const uint64_t in_[8] = {{{given}}}; uint64_t out_[8];"
+        call += f" imitated::run({instruction}, out_, in_);{taken} }} while (0)"
+        out += [text[at : statement.start()], "" if instruction.strip() == '""' else call]
+        at = end + 1
+    return "".join([*out, text[at:]])
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket is closed that was opened before ``start``."""
+    depth, quoted = 1, False
+    for i in range(start, len(text)):
+        if text[i] == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += {"(": 1, ")": -1}.get(text[i], 0)
+            if depth == 0:
+                return i
+    raise ValueError("an asm statement without an end")
+
+
+def _split(text: str, by: str) -> Iterator[str]:
+    """The parts between characters that stand neither in brackets nor in quotes."""
+    depth, quoted, start = 0, False, 0
+    for i, character in enumerate(text):
+        if character == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += {"(": 1, ")": -1}.get(character, 0)
+            if character == by and depth == 0:
+                yield text[start:i]
+                start = i + 1
+    yield text[start:]
+
+
+def _operands(text: str) -> Iterator[str]:
+    """The expressions of ``"=r"(a), "f"(b)``."""
+    for part in _split(text, ","):
+        if "(" in part:
+            yield part[part.index("(") + 1 : part.rindex(")")]

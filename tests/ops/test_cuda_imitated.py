@@ -1,0 +1,219 @@
+"""Every CUDA kernel gives the bytes of the reference where a CPU imitates the GPU (``imitated``)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import imitated
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq import registry
+from lpq.core import Quantizer
+from lpq.core.operations import quantize_reference
+from lpq.core.pairs import Pair
+from lpq.ops import tiles
+from lpq.ops.cuda import CudaKernel
+from lpq.registry import KernelSpec
+from lpq.testing.calls import DTYPES, RAGGED, matrices, of_all_sizes
+from lpq.testing.conformance.test_kernels import FEW, SIZES, SUMS, VIEWED, Poisoned, compare, compare_views, pairs
+from lpq.testing.expect import same
+from lpq.testing.operands import SEED, encode, normal
+from lpq.testing.options import family
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
+]
+OPS = ("measure", "quantize", "decode", "transpose", "exact", "remember")
+"""Operations whose kernels take one tensor, on whatever device it is."""
+BY_TILES = ("fp8", "fp8(scaling=block)", "fp8(scaling=row)", "mxfp8", "nvfp4", "nvfp4(rht=true, stochastic=true)")
+BROAD = ("fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4")
+TURNS = itertools.cycle((False, True))
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are imitated, every second one backwards, on a GPU of two multiprocessors."""
+
+    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        imitated.launch(self, macros, blocks, arguments, backwards=next(TURNS))
+
+    monkeypatch.setattr(CudaKernel, "launch", launch)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
+
+
+def on_cuda(op: str, name: str) -> KernelSpec | None:
+    """The CUDA kernel of a format for an operation."""
+    found = (k for plugin in registry.plugins() for k in plugin.kernels if name in k.formats)
+    return next((k for k in found if k.op == op and k.backend == "cuda"), None)
+
+
+QUANTIZERS = [
+    pytest.param(quantizer.text, i, id=quantizer.text)
+    for name in registry.formats()
+    if on_cuda("quantize", name) is not None
+    for i, quantizer in enumerate(family(name).quantizers)
+]
+
+
+def few(i: int, op: str, sides: tuple[Quantizer | None, Quantizer | None]) -> Iterator[tuple[str, Tensor]]:
+    """Matrices for operands of the quantizer of this number, of which the first has the default options.
+
+    Every new kind of tile takes a second to compile: so the others are tried on fewer, and one operand alone with every
+    second quantizer.
+    """
+    alone = op in ("quantize", "measure") and None in sides
+    if i == 0:
+        yield from matrices(DTYPES[:1] if alone else DTYPES, FEW)
+    elif not alone or (sides[0] is None) == bool(i % 2):
+        yield SIZES, of_all_sizes(torch.bfloat16)
+        x = normal(*RAGGED)
+        x[3, 70], x[20, 5] = torch.inf, torch.nan
+        yield "one infinite, one NaN", x
+        if not alone:
+            yield "whole tiles", normal(128, 256)
+
+
+@pytest.mark.parametrize(("text", "i"), QUANTIZERS)
+def test_kernels_equal_the_reference(text: str, i: int) -> None:
+    """In all options, for all operations."""
+    quantizer = lpq.quantizer(text)
+    served = set()
+    for op in OPS:
+        kernel = on_cuda(op, registry.format_of(type(quantizer)).name)
+        for row, col in pairs(kernel, quantizer) if kernel is not None else ():
+            assert kernel is not None
+            sides = tuple(side for side in (row, col) if side is not None)
+            if kernel.why_not is not None and registry.resolve(kernel.why_not)(*sides) is not None:
+                continue
+            served.add(op)
+            for name, x in few(i, op, (row, col)):
+                if op not in SUMS or name != SIZES:
+                    compare(kernel, row, col, x, "cpu", name)
+            if op in VIEWED:
+                compare_views(kernel, row, col, "cpu")
+    assert served >= {"quantize", "decode"}
+
+
+def tile_side(text: str, direction: str, op: str = "tile") -> object:
+    quantizer = lpq.quantizer(text)
+    kernel = on_cuda(op, registry.format_of(type(quantizer)).name)
+    assert kernel is not None
+    return registry.resolve(kernel.impl)(quantizer.side(direction), direction)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("first", "second"), [p for p in itertools.permutations(BY_TILES, 2) if p[0][:5] != p[1][:5]])
+def test_two_formats_from_one_read(first: str, second: str) -> None:
+    pair = Pair(tile_side(first, "row"), tile_side(second, "col"))  # type: ignore[arg-type]
+    row, col, seed = lpq.quantizer(first).side("row"), lpq.quantizer(second).side("col"), torch.tensor(SEED)
+    whole = first == "mxfp8" or second == "mxfp8"  # it takes a second more for each pair
+    for x in (of_all_sizes(torch.bfloat16), normal(*RAGGED), *([normal(256, 128)] if whole else [])):
+        expected = quantize_reference(x, [], row, col, seed, 0, False)
+        with Poisoned():  # type: ignore[no-untyped-call]
+            got = pair.quantize(x, [], row, col, seed, 0, False)
+        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+            same(one, other, f"{first} with {second}, {list(x.shape)}, output {i}")
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true, stochastic=true)"])
+def test_exact_forms_that_are_made_at_once(text: str) -> None:
+    """Are to the bit those of encoded operands."""
+    quantizer = lpq.quantizer(text)
+    name = registry.format_of(type(quantizer)).name
+    exact = next(k for k in registry.kernels("exact", (name,)) if k.backend == "torch")
+    made = Pair(*(tile_side(text, direction, "exact_tile") for direction in ("row", "col")))  # type: ignore[arg-type]
+    row, col, seed = quantizer.side("row"), quantizer.side("col"), torch.tensor(SEED)
+    for x in (normal(48, 80), normal(256, 128)):
+        with Poisoned():  # type: ignore[no-untyped-call]
+            both = made.made(x, (), row, col, seed, 0, False)
+        for got, side, direction in zip(both, (row, col), ("row", "col"), strict=True):
+            operand = encode(side, x if direction == "row" else x.t().contiguous(), direction=direction, seed=SEED)
+            form = registry.resolve(exact.impl)(operand)
+            wanted = [form.matrix] if form.factor is None else [form.matrix, form.factor]
+            for one, other in zip(got.buffers, wanted, strict=True):
+                same(one, other, f"{direction} of {text}, {list(x.shape)}")
+
+
+@pytest.mark.parametrize("text", BROAD)
+def test_tiles_of_large_matrices(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "MANY_TILES", 1)
+    quantizer = lpq.quantizer(text)
+    name = registry.format_of(type(quantizer)).name
+    x = normal(512, 256)
+    x[300, 100], x[5, 200] = torch.inf, torch.nan
+    for op in ("quantize", "measure", "transpose"):
+        kernel = on_cuda(op, name)
+        if kernel is not None and (op != "transpose" or quantizer.transposable):
+            row, col = quantizer.side("row"), quantizer.side("col")
+            compare(kernel, row, None if op == "transpose" else col, x, "cpu", "broad tiles")
+            if op == "quantize":
+                compare(kernel, row, None, x, "cpu", "broad tiles")
+
+
+# ---------------------------------------------------------------------------------------------- the imitation itself
+
+
+def kernel_of(folder: Path, body: str) -> CudaKernel:
+    source = folder / "own.cu"
+    source.write_text(
+        '#include "numbers.cuh"\n'
+        'extern "C" __global__ void own(unsigned* out) {\n'
+        "    __shared__ unsigned shared[64];\n"
+        f"    {body}\n"
+        "}\n"
+    )
+    return CudaKernel(source, "own", "P", threads=64)
+
+
+def run(kernel: CudaKernel, backwards: bool) -> list[int]:
+    out = torch.full((64,), -1, dtype=torch.int32)
+    imitated.launch(kernel, (), 1, (out.data_ptr(),), backwards=backwards)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_threads_wait_and_talk(backwards: bool, tmp_path: Path) -> None:
+    told = kernel_of(tmp_path, "out[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 16);")
+    assert run(told, backwards) == [i ^ 16 for i in range(64)]
+    (tmp_path / "b").mkdir()
+    waits = "shared[threadIdx.x] = threadIdx.x; __syncthreads(); out[threadIdx.x] = shared[63 - threadIdx.x];"
+    assert run(kernel_of(tmp_path / "b", waits), backwards) == list(range(63, -1, -1))
+
+
+def test_a_wait_that_is_missing_is_noticed(tmp_path: Path) -> None:
+    kernel = kernel_of(tmp_path, "shared[threadIdx.x] = threadIdx.x; out[threadIdx.x] = shared[threadIdx.x & 1];")
+    assert run(kernel, backwards=False) == [0, 1] * 32, "which threads come first is not what is imitated"
+    assert run(kernel, backwards=True) != [0, 1] * 32
+
+
+def test_what_nobody_wrote_is_noticed(tmp_path: Path) -> None:
+    assert set(run(kernel_of(tmp_path, "out[threadIdx.x] = shared[threadIdx.x];"), False)) == {0xA5A5A5A5 - (1 << 32)}
+
+
+def test_threads_that_wait_for_ever_are_noticed(tmp_path: Path) -> None:
+    kernel = kernel_of(tmp_path, "if (threadIdx.x % 2) __syncthreads(); __syncwarp();")
+    with pytest.raises(AssertionError, match="wait for others for ever"):
+        run(kernel, backwards=False)
+
+
+def test_a_kernel_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the comparison that all kernels pass."""
+    quantizer = lpq.quantizer("mxfp8")
+    kernel = on_cuda("quantize", "mxfp8")
+    assert kernel is not None
+    original = imitated.translated
+
+    def changed(text: str) -> str:
+        return original(text).replace("store_row(t, p.data, i, low, high)", "store_row(t, p.data, i, low, high ^ 1)")
+
+    monkeypatch.setattr(imitated, "translated", changed)
+    monkeypatch.setattr(imitated, "folder", imitated.folder.__wrapped__)
+    imitated.library.cache_clear()
+    with pytest.raises(AssertionError):
+        compare(kernel, quantizer.side("row"), None, normal(*RAGGED), "cpu")
+    imitated.library.cache_clear()
