@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import imitated
 import pytest
 import torch
+from casting import case, cast, check
+from emulated import real
 from torch import Tensor
 
 import lpq
@@ -16,7 +19,8 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.core.operations import quantize_reference
 from lpq.core.pairs import Pair
-from lpq.ops import tiles
+from lpq.distributed.casting import batched
+from lpq.ops import products, tiles, uploads
 from lpq.ops.cuda import CudaKernel
 from lpq.registry import KernelSpec
 from lpq.testing.calls import DTYPES, RAGGED, matrices, of_all_sizes
@@ -33,18 +37,25 @@ OPS = ("measure", "quantize", "decode", "transpose", "exact", "remember")
 """Operations whose kernels take one tensor, on whatever device it is."""
 BY_TILES = ("fp8", "fp8(scaling=block)", "fp8(scaling=row)", "mxfp8", "nvfp4", "nvfp4(rht=true, stochastic=true)")
 BROAD = ("fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4")
+CAST = (
+    "fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4",
+    "nvfp4(block=16x16)",
+)  # fmt: skip
 TURNS = itertools.cycle((False, True))
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are imitated, every second one backwards, on a GPU of two multiprocessors."""
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Launches are imitated, every second one backwards, on a GPU of two multiprocessors. What was launched."""
+    names = set()
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        names.add(self.name)
         imitated.launch(self, macros, blocks, arguments, backwards=next(TURNS))
 
     monkeypatch.setattr(CudaKernel, "launch", launch)
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
+    return names
 
 
 def on_cuda(op: str, name: str) -> KernelSpec | None:
@@ -80,7 +91,7 @@ def few(i: int, op: str, sides: tuple[Quantizer | None, Quantizer | None]) -> It
 
 
 @pytest.mark.parametrize(("text", "i"), QUANTIZERS)
-def test_kernels_equal_the_reference(text: str, i: int) -> None:
+def test_kernels_equal_the_reference(text: str, i: int, launched: set[str]) -> None:
     """In all options, for all operations."""
     quantizer = lpq.quantizer(text)
     served = set()
@@ -98,6 +109,7 @@ def test_kernels_equal_the_reference(text: str, i: int) -> None:
             if op in VIEWED:
                 compare_views(kernel, row, col, "cpu")
     assert served >= {"quantize", "decode"}
+    assert {"quantize", "decode_tiles"} <= launched
 
 
 def tile_side(text: str, direction: str, op: str = "tile") -> object:
@@ -108,7 +120,7 @@ def tile_side(text: str, direction: str, op: str = "tile") -> object:
 
 
 @pytest.mark.parametrize(("first", "second"), [p for p in itertools.permutations(BY_TILES, 2) if p[0][:5] != p[1][:5]])
-def test_two_formats_from_one_read(first: str, second: str) -> None:
+def test_two_formats_from_one_read(first: str, second: str, launched: set[str]) -> None:
     pair = Pair(tile_side(first, "row"), tile_side(second, "col"))  # type: ignore[arg-type]
     row, col, seed = lpq.quantizer(first).side("row"), lpq.quantizer(second).side("col"), torch.tensor(SEED)
     whole = first == "mxfp8" or second == "mxfp8"  # it takes a second more for each pair
@@ -118,6 +130,7 @@ def test_two_formats_from_one_read(first: str, second: str) -> None:
             got = pair.quantize(x, [], row, col, seed, 0, False)
         for i, (one, other) in enumerate(zip(got, expected, strict=True)):
             same(one, other, f"{first} with {second}, {list(x.shape)}, output {i}")
+    assert "pair" in launched
 
 
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true, stochastic=true)"])
@@ -153,6 +166,33 @@ def test_tiles_of_large_matrices(text: str, monkeypatch: pytest.MonkeyPatch) -> 
             compare(kernel, row, None if op == "transpose" else col, x, "cpu", "broad tiles")
             if op == "quantize":
                 compare(kernel, row, None, x, "cpu", "broad tiles")
+
+
+@pytest.mark.parametrize("text", CAST)
+def test_fragments_of_masters(text: str, launched: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of several ranks at once, by the tables that CUDA kernels read."""
+    monkeypatch.setattr(batched, "kernels_of", lambda side, device: real(side))
+    rng = random.Random(3)
+    cases = [case(text, 3, rng, shape=shape) for shape in ((40, 130), (33, 7), (128, 64), (17, 256))]
+    for rank, weights in enumerate(cast(cases)):
+        for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
+            check(weight, one.expected(i), (text, rank, one.spans))
+    told = {"tell"} if text.startswith("nvfp4") else set()  # of nibbles a byte may be of two ranks
+    assert launched == {"measure", "scales", "codes", "turn"} | told
+
+
+def test_words_of_the_host() -> None:
+    """More than one launch carries."""
+    numbers = torch.randn(2 * uploads.WORDS + 5)
+    assert torch.equal(uploads.write_words(numbers, torch.device("cpu")), numbers)
+
+
+def test_factors_of_a_product() -> None:
+    left, right, out = torch.tensor(3.0), torch.tensor(0.7), torch.full((2,), torch.nan)
+    for pointers, expected in (((left, right), 3.0 * 0.25 * right), ((None, right), 0.25 * right)):
+        given = (0 if t is None else t.data_ptr() for t in pointers)
+        products.SCALARS.launch(0, (), 1, *given, 0.25, out.data_ptr())
+        assert out.tolist() == [float(expected), 0.0]
 
 
 # ---------------------------------------------------------------------------------------------- the imitation itself
