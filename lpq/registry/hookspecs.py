@@ -39,5 +39,10 @@ def lpq_convert_module(module: Any, fqn: str, recipe: Any) -> Any:
     """Return the low-precision form of ``module``, or None to leave it to the next plugin.
 
     ``fqn`` is the module's dotted name in the model and ``recipe`` the ``lpq.recipes.Recipe`` that the policy
-    gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` is asked last.
+    gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` is asked last. All modules are asked
+    about before any is replaced, so that a hook which raises leaves the model as it was.
+
+    Layers of lpq inside of what is returned that have this very recipe follow the policy from then on: at another step,
+    and when the model is converted again. Where there are none, the module keeps its recipe, and to give it another one
+    is refused.
     """
