@@ -206,7 +206,7 @@ def _schedule(policy: Policy, aliases: list[str], steps: int | None) -> Schedule
         if policy.schedule(other, steps) != schedule:
             raise RecipeError(
                 f"{first!r} and {other!r} are one and the same module, and the policy gives them different recipes: "
-                f"{schedule}; {policy.schedule(other, steps)}"
+                f"{schedule}; {policy.schedule(other, steps)}. Have one rule match both"
             )
     return schedule
 

@@ -30,6 +30,13 @@ def policy(source: PolicyLike) -> Policy:
     """
     if isinstance(source, Policy):
         return source
+    if source == SKIP:
+        raise RecipeError(
+            f"{SKIP!r} is no recipe: in a rule of a policy it leaves layers alone. A model that is to stay as it is "
+            "need not be converted"
+        )
+    if isinstance(source, list | tuple):
+        raise RecipeError(f"rules go into a table: {{{RULES!r}: […]}}, and this is {source!r}")
     path = toml.path(source)
     table = toml.read(path) if path else source
     if not isinstance(table, Mapping) or not _has_rules(table):
@@ -76,5 +83,7 @@ def _rule(entry: object, folder: Path) -> Rule:
 
 def _check_keys(table: Mapping[str, object], known: tuple[str, ...]) -> None:
     for key in table:
+        if key in KEYS and known == (RULES,):
+            raise RecipeError(f"a rule goes into a list: {{{RULES!r}: [{{'match': …, 'recipe': …}}]}}")
         if key not in known:
             raise RecipeError(f"unknown key {key!r}: {suggestion(str(key), known)}")

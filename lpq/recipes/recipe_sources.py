@@ -7,6 +7,7 @@ it gives them there), or else a quantizer; with parentheses, as in ``mxfp8()``, 
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,13 @@ def _recipe(source: object, within: tuple[str, ...]) -> Recipe:
         with place(str(path)):
             return _from_items(_flat(table), path.stem, within)
     if isinstance(source, str) and "=" in source.partition("(")[0]:
+        first = source.partition("=")[0]
+        if "," in first:
+            base = first.partition(",")[0].strip()
+            raise RecipeError(
+                f"{base!r} stands without a key in {source.strip()!r}. A recipe that is another one but for some "
+                f"operands says what each gets, as in 'x={base}, w={base}, dy=…' or 'fprop={base}, dgrad=…, wgrad=…'"
+            )
         return _from_items(split_items(source), source.strip(), within)
     value = _value(source, within)
     if isinstance(value, Recipe):
@@ -89,6 +97,10 @@ def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple
 def _check_key(key: str) -> None:
     if key == "rules":
         raise RecipeError("this is a policy, since it has rules: lpq.policy takes it")
+    if set(key) & set("*?["):
+        raise RecipeError(
+            f"{key!r} is a pattern of layers: {{'rules': [{{'match': {key!r}, 'recipe': …}}]}} is a policy"
+        )
     if key not in KEYS:
         raise RecipeError(f"unknown key {key!r}: {suggestion(key, KEYS)}")
 
@@ -117,7 +129,13 @@ def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:
     if not isinstance(value, str):
         raise RecipeError(f"expected the name of a recipe or a quantizer, not {value!r}")
     name = value.strip()
+    if not name:
+        raise RecipeError(
+            "a recipe needs a name, and this is empty: `lpq plugins` lists them; 'bf16' is high precision"
+        )
     if not NAME.fullmatch(name):
+        if os.path.isfile(name):
+            raise RecipeError(f"{name} is a file: one in TOML ends in .toml, or is given as a pathlib.Path")
         return cast("Quantizer", registry.quantizer(name))
     try:
         spec = registry.recipe_spec(name)

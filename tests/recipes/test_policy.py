@@ -327,6 +327,25 @@ def test_mistakes_in_a_file_are_told_with_their_place(tmp_path: Path, text: str,
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("skip", "'skip' is no recipe: in a rule of a policy it leaves layers alone"),
+        ([{"match": "*", "recipe": "mxfp8"}], r"rules go into a table: \{'rules': \[…\]\}, and this is \["),
+        ({"match": ["*"], "recipe": "mxfp8"}, r"a rule goes into a list: \{'rules': \[\{'match': …, 'recipe': …\}\]\}"),
+    ],
+    ids=str,
+)
+def test_what_is_nearly_a_policy_is_told(source: object, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        lpq.policy(source)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text('[[rules]]\nmatch = "*"\nrecipe = "mxfp8"', encoding="utf-8-sig")
+    assert lpq.policy(tmp_path / "policy.toml") == lpq.policy("mxfp8")
+
+
 def test_a_missing_file_is_told() -> None:
     with pytest.raises(RecipeError, match=r"nowhere\.toml cannot be read: No such file"):
         lpq.policy("nowhere.toml")
