@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lpq.recipes import Policy, PolicyLike, Recipe, Schedule
 
 RECORD = "lpq_conversion"
-TAKEN = "lpq_schedule"
-"""In what a plugin made of a module: what the policy has for it."""
+TAKEN = "lpq_recipe"
+"""In what a plugin made of a module: the title of the recipe that it was made for."""
 NO_RECIPE = "the policy gives it no recipe"
 
 
@@ -72,28 +72,14 @@ class Conversion:
 
 
 class _LinearConverter:
-    """lpq's own answer to the hook, asked after every plugin's: itself for what it takes when all have answered."""
+    """lpq's own answer to the hook, asked after every plugin's."""
 
     @registry.hookimpl(trylast=True)
     def lpq_convert_module(self, module: Any, fqn: str, recipe: Recipe) -> Any:
-        return self if type(module) is nn.Linear and "forward" not in vars(module) else None
+        return Linear.adopt(module, recipe) if type(module) is nn.Linear and "forward" not in vars(module) else None
 
 
 OWN = _LinearConverter()
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What becomes of one module."""
-
-    name: str
-    module: nn.Module
-    schedule: Schedule
-    made: nn.Module | None
-    """What takes its place, which may be itself; None: it is left alone."""
-    note: str
-    own: bool = False
-    """It becomes a ``Linear`` of lpq, which no plugin wanted to make of it."""
 
 
 def convert(
@@ -139,18 +125,23 @@ def convert(
     prepared = _prepared(model, weights, ranks)
     converted: list[Entry] = []
     left: list[Entry] = []
-    for step in _plan(model, schedules):
-        name, module = step.name, step.module
-        entry = Entry(name, "Linear" if isinstance(module, Linear) else type(module).__name__, step.note)
-        _give(step)
-        if step.made is not None:
-            converted.append(entry)
-            if step.made is not module and not name:
-                model = step.made  # a plugin took the whole model
-            elif step.made is not module:
-                _replace(model, names[name], step.made)
+    for name, schedule in schedules.items():
+        if converted and converted[-1].name and name.startswith(f"{converted[-1].name}."):
+            continue  # inside a module that a plugin took as a whole: what is inside follows it
+        module = model.get_submodule(name)
+        kind = "Linear" if isinstance(module, Linear) else type(module).__name__
+        made, note = _convert_module(module, name, schedule)
+        if made is not None:
+            converted.append(Entry(name, kind, note))
+            if isinstance(made, Linear):
+                made.place = name
+            if not name:
+                model = made  # which is the whole model
+                break
+            if made is not module:
+                _replace(model, names[name], made)
         elif next(module.parameters(recurse=False), None) is not None:
-            left.append(entry)
+            left.append(Entry(name, kind, note))
     _close_shortcuts(model)
     every = [alias for aliases in names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
@@ -175,6 +166,8 @@ def convert(
         if isinstance(module, Linear):
             module.accumulate = accumulate
     if weights is not None:
+        own = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Linear) and m.schedule is not None}
+        check_weights(model, weights, ranks, own)  # of layers, too, that are there since a plugin made them
         prepare_weights(model, weights, ranks)
     if weights == "quantized" and not nothing and (reason := why_none_stored(model, ranks)) is not None:
         warnings.warn(f"lpq.convert(…, weights='quantized') stored no weight quantized: {reason}", stacklevel=2)
@@ -224,89 +217,44 @@ def _check_dtypes(model: nn.Module, schedules: Mapping[str, Schedule]) -> None:
             )
 
 
-def _plan(model: nn.Module, schedules: Mapping[str, Schedule]) -> list[_Step]:
-    """What becomes of each module. Plugins are asked here; until all have answered, nothing is changed."""
-    plan: list[_Step] = []
-    inside = None
-    for name, schedule in schedules.items():
-        if inside is not None and name.startswith(inside):
-            continue  # of a module that was taken as a whole: what is inside follows it
-        module = model.get_submodule(name)
-        answer, note = _answer(module, name, schedule)
-        made = module if answer is OWN else answer
-        plan.append(_Step(name, module, schedule, made, note, answer is OWN))
-        if made is not None:
-            inside = f"{name}." if name else None
-        if made is not None and made is not module and not name:
-            break
-    return plan
-
-
-def _answer(module: nn.Module, name: str, schedule: Schedule) -> tuple[Any, str]:
-    """What takes a module's place, or None, or lpq's own converter; and its recipe, or why it has none."""
-    first = _first(schedule)
+def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:
+    """The module in low precision, or None; and its recipe, or why it has none."""
+    first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
     if isinstance(module, Linear):
-        return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
-    made = registry.convert_module(module, name, first, own=OWN) if first is not None else None
-    if made is OWN:
-        return OWN, str(schedule)
-    what = f"{name or 'the model'} ({type(module).__name__})"
-    if made is None and (before := vars(module).get(TAKEN)) is not None:
-        if before != schedule and not _followers(module, before):
-            raise RecipeError(
-                f"{what} was made by a plugin for the recipe {before}. It has no lpq.nn.Linear inside that could take "
-                f"another one, {schedule}, and no plugin converts it again: convert a model that was not converted yet"
-            )
+        module.recipe, module.schedule = schedule.at(0), schedule
         return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
     if first is None:
         return None, NO_RECIPE
+    made: nn.Module | None = registry.convert_module(module, name, first, own=OWN)
     if made is None:
         if type(module) is nn.Linear:
             return None, "an nn.Linear whose forward was replaced on the object"
         if isinstance(module, nn.Linear):
             return None, "a subclass of nn.Linear, whose forward may be its own"
+        if TAKEN in vars(module):
+            return None, f"a plugin made it for {vars(module)[TAKEN]}, and none converts it again"
         return None, f"no plugin converts {type(module).__name__}"
     if not isinstance(made, nn.Module):
         raise LpqError(
-            f"a plugin's lpq_convert_module returned {made!r} for {what}, and "
+            f"a plugin's lpq_convert_module returned {made!r} for {name or 'the model'} ({type(module).__name__}), and "
             "that is no torch.nn.Module: have it return the converted module, or None (`lpq plugins` lists the plugins)"
         )
-    if len(schedule.pieces) > 1 and not _followers(made, None, first):
-        raise RecipeError(
-            f"{what}: the policy gives it several recipes, {schedule}. What a plugin makes of it, a "
-            f"{type(made).__name__}, has no lpq.nn.Linear with the first one inside that could take the others: give "
-            "it one recipe for the whole run"
-        )
-    return made, str(schedule)
-
-
-def _first(schedule: Schedule) -> Recipe | None:
-    return next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
-
-
-def _followers(module: nn.Module, before: Schedule | None, recipe: Recipe | None = None) -> dict[str, Linear]:
-    """The layers in what a plugin made that have what the policy has for the whole: what they were given before or, if
-    that is nothing yet, its recipe. Others the plugin has given a recipe of their own."""
-    layers = ((name, m) for name, m in module.named_modules() if isinstance(m, Linear) and m.schedule == before)
-    return {name: layer for name, layer in layers if before is not None or layer.recipe == recipe}
-
-
-def _give(step: _Step) -> None:
-    """Give what a module became, or its layers if a plugin made it, what the policy has for it."""
-    module, schedule = step.made or step.module, step.schedule
-    if step.own:
-        module = Linear.adopt(cast("nn.Linear", module), None)
-    if isinstance(module, Linear):
-        layers = {"": module}
-    elif step.made is not None or TAKEN in vars(module):
-        layers = _followers(module, vars(module).get(TAKEN), _first(schedule))
-        vars(module)[TAKEN] = schedule
-    else:
-        return
-    for name, layer in layers.items():
+    if isinstance(made, Linear):
+        made.recipe, made.schedule = schedule.at(0), schedule
+        return made, str(schedule)
+    vars(made)[TAKEN] = first.title
+    followers = {
+        n: m for n, m in made.named_modules() if isinstance(m, Linear) and m.recipe == first and not m.schedule
+    }
+    for inner, layer in followers.items():
+        layer.place = f"{name}.{inner}".strip(".")
         layer.recipe, layer.schedule = schedule.at(0), schedule
-        if step.made is not None:
-            layer.place = ".".join(part for part in (step.name, name) if part)
+    if followers or len(schedule.pieces) == 1:
+        return made, str(schedule)
+    return (
+        made,
+        f"{first.title}, and nothing later: there is no lpq.nn.Linear of that recipe inside to follow the policy",
+    )
 
 
 def _replace(model: nn.Module, aliases: list[str], made: nn.Module) -> None:
@@ -351,7 +299,8 @@ def report(model: nn.Module) -> Report:
 
     def still(entry: Entry) -> Entry:
         """With what became of a converted module that is not there any more."""
-        if entry.name in modules and type(modules[entry.name]) is not nn.Linear:
+        module = modules.get(entry.name)
+        if module is not None and (type(module) is not nn.Linear or TAKEN in vars(module)):
             return entry
         became = "replaced by an ordinary nn.Linear" if entry.name in modules else "taken out of the model"
         return replace(entry, note=f"{entry.note}; since then {became}")

@@ -39,10 +39,9 @@ def lpq_convert_module(module: Any, fqn: str, recipe: Any) -> Any:
     """Return the low-precision form of ``module``, or None to leave it to the next plugin.
 
     ``fqn`` is the module's dotted name in the model and ``recipe`` the ``lpq.recipes.Recipe`` that the policy
-    gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` is asked last. All modules are asked
-    about before any is replaced, so that a hook which raises leaves the model as it was.
+    gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` is asked last.
 
-    Layers of lpq inside of what is returned that have this very recipe follow the policy from then on: at another step,
-    and when the model is converted again. Where there are none, the module keeps its recipe, and to give it another one
-    is refused.
+    Layers of lpq inside of what is returned that have this very recipe follow the rules that end at a step. Where there
+    are none, the report says that the module keeps its recipe. When the model is converted again, layers of lpq inside
+    are given what the policy has for their own names.
     """

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import imitated
@@ -20,7 +21,7 @@ from lpq.core import Quantizer
 from lpq.core.operations import quantize_reference
 from lpq.core.pairs import Pair
 from lpq.distributed.casting import batched
-from lpq.ops import products, tiles, uploads
+from lpq.ops import cubins, products, tiles, uploads
 from lpq.ops.cuda import CudaKernel
 from lpq.registry import KernelSpec
 from lpq.testing.calls import DTYPES, RAGGED, matrices, of_all_sizes
@@ -41,17 +42,18 @@ CAST = (
     "fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4",
     "nvfp4(block=16x16)",
 )  # fmt: skip
-TURNS = itertools.cycle((False, True))
+TURNS: dict[object, Iterator[bool]] = defaultdict(lambda: itertools.cycle((False, True)))
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Launches are imitated, every second one backwards, on a GPU of two multiprocessors. What was launched."""
+    """Launches are imitated, every second one of a kernel backwards, on a GPU of two multiprocessors; their names."""
     names = set()
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
         names.add(self.name)
-        imitated.launch(self, macros, blocks, arguments, backwards=next(TURNS))
+        turns = TURNS[... if ... in TURNS else (self.source, macros, self.name)]
+        imitated.launch(self, macros, blocks, arguments, backwards=next(turns))
 
     monkeypatch.setattr(CudaKernel, "launch", launch)
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
@@ -108,7 +110,7 @@ def test_kernels_equal_the_reference(text: str, i: int, launched: set[str]) -> N
                     compare(kernel, row, col, x, "cpu", name)
             if op in VIEWED:
                 compare_views(kernel, row, col, "cpu")
-    assert served >= {"quantize", "decode"}
+    assert served >= {"quantize", "measure", "decode"}
     assert {"quantize", "decode_tiles"} <= launched
 
 
@@ -225,10 +227,40 @@ def test_threads_wait_and_talk(backwards: bool, tmp_path: Path) -> None:
     assert run(kernel_of(tmp_path / "b", waits), backwards) == list(range(63, -1, -1))
 
 
-def test_a_wait_that_is_missing_is_noticed(tmp_path: Path) -> None:
-    kernel = kernel_of(tmp_path, "shared[threadIdx.x] = threadIdx.x; out[threadIdx.x] = shared[threadIdx.x & 1];")
-    assert run(kernel, backwards=False) == [0, 1] * 32, "which threads come first is not what is imitated"
-    assert run(kernel, backwards=True) != [0, 1] * 32
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_wait_that_is_missing_is_noticed(backwards: bool, tmp_path: Path) -> None:
+    """Also where the threads of a warp have waited for each other."""
+    body = "shared[threadIdx.x] = threadIdx.x; __syncwarp(); out[threadIdx.x] = shared[63 - threadIdx.x];"
+    assert run(kernel_of(tmp_path, body), backwards) != list(range(63, -1, -1))
+
+
+COPY = """
+    __shared__ uint4 piece;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(&piece)), "l"(out));
+    {wait}
+    out[4 + threadIdx.x % 60] = piece.x;
+"""
+
+
+def test_a_copy_is_there_when_it_was_waited_for(tmp_path: Path) -> None:
+    assert (
+        run(kernel_of(tmp_path, COPY.format(wait='asm volatile("cp.async.wait_all;" ::: "memory");')), False)[4] == -1
+    )
+    (tmp_path / "b").mkdir()
+    assert run(kernel_of(tmp_path / "b", COPY.format(wait="")), False)[4] == 0xA5A5A5A5 - (1 << 32)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("__stcs((uint4*)(out + 1), make_uint4(0, 0, 0, 0));", "not aligned"),
+        ("__ldcs((const uint2*)(out + 1));", "not aligned"),
+        ("extern __shared__ uint4 dynamic[]; dynamic[0] = make_uint4(1, 2, 3, 4);", "more shared memory is written"),
+    ],
+)
+def test_what_a_gpu_refuses_is_told(body: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        run(kernel_of(tmp_path, body), False)
 
 
 def test_what_nobody_wrote_is_noticed(tmp_path: Path) -> None:
@@ -237,23 +269,58 @@ def test_what_nobody_wrote_is_noticed(tmp_path: Path) -> None:
 
 def test_threads_that_wait_for_ever_are_noticed(tmp_path: Path) -> None:
     kernel = kernel_of(tmp_path, "if (threadIdx.x % 2) __syncthreads(); __syncwarp();")
-    with pytest.raises(AssertionError, match="wait for others for ever"):
+    with pytest.raises(RuntimeError, match="threads wait for others for ever"):
         run(kernel, backwards=False)
 
 
-def test_a_kernel_that_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the comparison that all kernels pass."""
-    quantizer = lpq.quantizer("mxfp8")
-    kernel = on_cuda("quantize", "mxfp8")
-    assert kernel is not None
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[str], str]], None]]:
+    """Sources are compiled as some function changes them."""
     original = imitated.translated
 
-    def changed(text: str) -> str:
-        return original(text).replace("store_row(t, p.data, i, low, high)", "store_row(t, p.data, i, low, high ^ 1)")
+    def change(by: Callable[[str], str]) -> None:
+        imitated.library.cache_clear()
+        monkeypatch.setattr(imitated, "translated", lambda text: original(by(text)))
+        monkeypatch.setattr(imitated, "folder", imitated.folder.__wrapped__)
 
-    monkeypatch.setattr(imitated, "translated", changed)
-    monkeypatch.setattr(imitated, "folder", imitated.folder.__wrapped__)
+    yield change
     imitated.library.cache_clear()
-    with pytest.raises(AssertionError):
-        compare(kernel, quantizer.side("row"), None, normal(*RAGGED), "cpu")
-    imitated.library.cache_clear()
+
+
+Change = Callable[[Callable[[str], str]], None]
+
+
+def assert_noticed(op: str, text: str, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the comparison that all kernels pass."""
+    monkeypatch.setitem(TURNS, ..., itertools.repeat(backwards))
+    quantizer = lpq.quantizer(text)
+    kernel = on_cuda(op, registry.format_of(type(quantizer)).name)
+    assert kernel is not None
+    with pytest.raises(AssertionError, match=r"output \d: .* differ"):
+        compare(kernel, quantizer.side("row"), quantizer.side("col"), normal(150, 200), "cpu")
+
+
+def test_a_kernel_that_is_wrong_is_noticed(changed: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(lambda text: text.replace("store_row(t, p.data, i, low, high)", "store_row(t, p.data, i, low, high ^ 1)"))
+    assert_noticed("quantize", "mxfp8", False, monkeypatch)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(
+    ("op", "text", "file", "which"),
+    [
+        ("measure", "fp8(scaling=block)", "blocks.cu", 0),
+        ("quantize", "fp8(scaling=block)", "vector.cu", 3),
+        *(("quantize", text, "quantize.cu", which) for text in ("mxfp8", "nvfp4") for which in (0, 1)),
+    ],
+)
+def test_a_wait_that_is_left_out_of_a_kernel_is_noticed(
+    op: str, text: str, file: str, which: int, backwards: bool, changed: Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = registry.format_of(type(lpq.quantizer(text))).name
+    source, wait = (cubins.csrc() / name / file).read_text(), "__syncthreads();"
+    parts = source.split(wait)
+    without = wait.join(parts[: which + 1]) + ";" + wait.join(parts[which + 1 :])
+    assert len(without) == len(source) - len(wait) + 1
+    changed(lambda text: without if text == source else text)
+    assert_noticed(op, text, backwards, monkeypatch)

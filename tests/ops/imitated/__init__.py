@@ -1,7 +1,10 @@
 """CUDA kernels on a CPU: sources, compiled by g++ with a header that imitates the GPU, launched on a CPU's tensors.
 
-It shows what a kernel computes: not how fast, and not what only a GPU does wrong. Threads of a block take turns where
-they wait for each other, the first of them first or the last, so that a wait which is missing shows in one of the two.
+It shows what a kernel computes: not how fast, and not all that can go wrong on a GPU. Each warp runs as far as it comes
+without the others, the first of them first or the last, so that many a wait which is missing shows; so do copies that
+are not waited for, pieces that are not aligned, and shared memory that was not asked for. Not seen are: a kernel that
+does not wait for the one before, threads of one warp that wait in different places, what lies outside of a tensor, and
+what GPUs before Hopper compute instead of its instructions.
 """
 
 from __future__ import annotations
@@ -46,24 +49,26 @@ def folder() -> Path:
 
 def _compile(what: list[str], out: Path) -> None:
     done = subprocess.run(["g++", *OPTIONS, *what, "-o", str(out)], capture_output=True, text=True)
-    assert done.returncode == 0, f"{what}:\n{done.stderr[:4000]}"
+    if done.returncode:
+        raise RuntimeError(f"{what}:\n{done.stderr[:4000]}")
 
 
 @functools.cache
 def library(source: Path, macros: Macros, name: str) -> ctypes.CDLL:
     """A kernel of a source, compiled."""
     to = folder()
-    stem = hashlib.sha256(repr((str(source), macros, name)).encode()).hexdigest()[:16]
+    text = translated(source.read_text())
+    stem = hashlib.sha256(repr((text, macros, name)).encode()).hexdigest()[:16]
     whole, out = to / f"{stem}.cpp", to / f"{stem}.so"
     defined = "".join("#define {} {}\n".format(*cubins._macro(macro)) for macro in macros)
     for header in cubins.csrc().resolve().glob("**/*.cuh"):  # a macro may name one by its path
         defined = defined.replace(f'"{header}"', f'"{to / header.relative_to(cubins.csrc().resolve())}"')
     # In a namespace without a name all is this file's own, so that shared memory can have a section of its own.
     whole.write_text(
-        f'#include "{HEADER.name}"\n{defined}namespace {{\n{translated(source.read_text())}\n}}\n'
+        f'#include "{HEADER.name}"\n{defined}namespace {{\n{text}\n}}\n'
         'extern "C" __attribute__((visibility("default")))\n'
-        "int launch_it(char* arguments, const int* places, unsigned blocks, int threads, int backwards) {\n"
-        f"    return imitated::launch<{name}>(arguments, places, blocks, threads, backwards);\n}}\n"
+        "const char* launch_it(char* at, const int* to, unsigned blocks, int threads, int shared, int backwards) {\n"
+        f"    return imitated::launch<{name}>(at, to, blocks, threads, shared, backwards);\n}}\n"
     )
     _compile([f"-I{to}", f"-I{to / 'common'}", f"-I{to / source.parent.name}", str(whole)], out)
     return ctypes.CDLL(str(out))
@@ -74,10 +79,12 @@ def launch(kernel: CudaKernel, macros: Macros, blocks: int, arguments: tuple[flo
     if blocks == 0:
         return
     run = library(kernel.source.resolve(), macros, kernel.name).launch_it
+    run.restype = ctypes.c_char_p
     packed = ctypes.create_string_buffer(kernel._slots.pack(*arguments), kernel._slots.size)
     places = (ctypes.c_int * len(kernel._places))(*kernel._places)
-    stuck = run(packed, places, ctypes.c_uint(blocks), kernel.threads, int(backwards))
-    assert not stuck, f"{kernel.source.name}: threads of {kernel.name} {macros} wait for others for ever"
+    wrong = run(packed, places, ctypes.c_uint(blocks), kernel.threads, kernel.shared, int(backwards))
+    if wrong is not None:
+        raise RuntimeError(f"{kernel.source.name}: {kernel.name} {macros}: {wrong.decode()}")
 
 
 # ---------------------------------------------------------------------------------------------- from CUDA to C++

@@ -41,6 +41,15 @@ extern "C" char __start_lpq_shared[] __attribute__((weak)), __stop_lpq_shared[] 
 
 constexpr int THREADS = 1024, STACK = 128 << 10;
 
+// What a GPU would not do, if anything.
+static const char* wrong;
+
+inline bool aligned(const void* at, size_t to) {
+    if ((uintptr_t)at % to == 0) return true;
+    wrong = "a piece is read or written that is not aligned";
+    return false;
+}
+
 // What some threads wait for each other at: each time all of them have come it opens.
 struct Gate {
     int came = 0;
@@ -52,6 +61,8 @@ struct Fiber {
     const unsigned* waits_for = nullptr;  // until this is no longer `seen`
     unsigned seen = 0;
     bool done = false;
+    struct Copy { char* to; const void* from; } copies[16];  // of 16 bytes each, on their way to shared memory
+    int copying = 0;
 };
 
 // What lanes say to each other, the last time and the time before: who is late still reads that.
@@ -86,8 +97,24 @@ inline void start() {
     swapcontext(&self().context, &scheduler);
 }
 
-// A block: threads take turns where they wait, the first of them first or the last. False: they wait for ever.
-inline bool run_block(int threads, bool backwards) {
+// All threads of a warp as far as they come without the others.
+inline bool run_warp(int first, bool backwards) {
+    bool moved = false;
+    for (bool again = true; again;) {
+        again = false;
+        for (int i = 0; i < 32; ++i) {
+            const int thread = first + (backwards ? 31 - i : i);
+            Fiber& fiber = fibers[thread];
+            if (thread >= (int)blockDim.x || fiber.done || (fiber.waits_for && *fiber.waits_for == fiber.seen)) continue;
+            threadIdx.x = thread, fiber.waits_for = nullptr, moved = again = true;
+            swapcontext(&scheduler, &fiber.context);
+        }
+    }
+    return moved;
+}
+
+// A block: warps take turns where they wait, the first of them first or the last.
+inline void run_block(int threads, bool backwards) {
     for (char* at = __start_lpq_shared; at < __stop_lpq_shared; ++at) *at = (char)0xa5;
     memset(dynamic, 0xa5, sizeof dynamic);
     for (Warp& warp : warps) warp.gate = Gate();
@@ -96,24 +123,18 @@ inline bool run_block(int threads, bool backwards) {
     alive = threads;
     for (int i = 0; i < threads; ++i) {
         Fiber& fiber = fibers[i];
-        fiber.done = false, fiber.waits_for = nullptr;
+        fiber.done = false, fiber.waits_for = nullptr, fiber.copying = 0;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = stacks + (size_t)i * STACK, fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, start, 0);
     }
-    while (alive) {
-        bool moved = false;
-        for (int i = 0; i < threads; ++i) {
-            const int thread = backwards ? threads - 1 - i : i;
-            Fiber& fiber = fibers[thread];
-            if (fiber.done || (fiber.waits_for && *fiber.waits_for == fiber.seen)) continue;
-            threadIdx.x = thread, fiber.waits_for = nullptr, moved = true;
-            swapcontext(&scheduler, &fiber.context);
-        }
-        if (!moved) return false;
+    const int count = (threads + 31) / 32;
+    for (bool moved = true; alive && moved;) {
+        moved = false;
+        for (int i = 0; i < count; ++i) moved |= run_warp(32 * (backwards ? count - 1 - i : i), backwards);
     }
-    return true;
+    if (alive) wrong = "threads wait for others for ever";
 }
 
 // What another lane of the warp has; all 32 call it.
@@ -138,15 +159,20 @@ void call_packed(void (*)(A...)) { call<A...>(KERNEL, packed, starts, std::index
 template <auto KERNEL>
 void invoke() { call_packed<KERNEL>(KERNEL); }
 
+// Null, or what is wrong.
 template <auto KERNEL>
-int launch(char* bytes, const int* places, unsigned blocks, int threads, int backwards) {
+const char* launch(char* bytes, const int* places, unsigned blocks, int threads, int shared, int backwards) {
+    wrong = nullptr;
     packed = bytes, starts = places, body = invoke<KERNEL>;
     gridDim = {blocks, 1, 1}, blockDim = {(unsigned)threads, 1, 1};
     for (unsigned block = 0; block < blocks; ++block) {
         blockIdx = {backwards ? blocks - 1 - block : block, 0, 0};
-        if (!run_block(threads, backwards)) return 1;
+        run_block(threads, backwards);
+        for (size_t i = shared; i < sizeof dynamic; ++i)
+            if (dynamic[i] != (char)0xa5) wrong = "more shared memory is written than was asked for";
+        if (wrong) return wrong;
     }
-    return 0;
+    return nullptr;
 }
 
 // ------------------------------------------------------------------------------------------ numbers
@@ -229,9 +255,17 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((uint64_t)high << 32 | low) << (shift & 31) >> 32);
 }
 
-template <class T> inline T __ldcs(const T* from) { return *from; }
-template <class T> inline T __ldg(const T* from) { return *from; }
-template <class T> inline void __stcs(T* to, T value) { *to = value; }
+template <class T> inline T __ldg(const T* from) {
+    T value;
+    imitated::aligned(from, sizeof value);
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+template <class T> inline T __ldcs(const T* from) { return __ldg(from); }
+template <class T> inline void __stcs(T* to, T value) {
+    imitated::aligned(to, sizeof value);
+    memcpy(to, &value, sizeof value);
+}
 template <class T> inline T atomicMax(T* to, T value) { const T old = *to; *to = max(old, value); return old; }
 inline size_t __cvta_generic_to_shared(const void* at) { return (const char*)at - imitated::dynamic; }
 
@@ -263,8 +297,12 @@ inline void run(const char* text, uint64_t* out, const uint64_t* in) {
     const auto number = [&](int i) { return as<float>((uint32_t)in[i]); };
     const auto is = [&](const char* name) { return strncmp(text, name, strlen(name)) == 0; };
     const uint32_t a = (uint32_t)in[0], b = (uint32_t)in[1], c = (uint32_t)in[2];
-    if (is("griddepcontrol") || is("cp.async.wait_all")) return;
-    if (is("cvt.rn.bf16x2.f32")) out[0] = to_bf16(number(has(text, "%1, %1") ? 0 : 1)) | to_bf16(number(0)) << 16;
+    if (is("griddepcontrol")) return;
+    if (is("cp.async.wait_all")) {
+        Fiber& fiber = self();
+        for (int i = 0; i < fiber.copying; ++i) memcpy(fiber.copies[i].to, fiber.copies[i].from, 16);
+        fiber.copying = 0;
+    } else if (is("cvt.rn.bf16x2.f32")) out[0] = to_bf16(number(has(text, "%1, %1") ? 0 : 1)) | to_bf16(number(0)) << 16;
     else if (is("cvt.rn.f16x2.f32")) out[0] = to_fp16(number(1)) | to_fp16(number(0)) << 16;
     else if (is("cvt.rz.f16x2.f32")) out[0] = to_fp16(number(1), true) | to_fp16(number(0), true) << 16;
     else if (is("cvt.rn.satfinite.e4m3x2.f32")) out[0] = to_e4m3(number(1)) | to_e4m3(number(0)) << 8;
@@ -276,7 +314,7 @@ inline void run(const char* text, uint64_t* out, const uint64_t* in) {
     } else if (has(text, "cvt.rn.f16x2.e5m2x2")) {
         out[0] = (a & 0xff) << 8 | (a & 0xff00) << 16;
         out[1] = (a >> 16 & 0xff) << 8 | (a >> 16 & 0xff00) << 16;
-    } else if (is("fma.rn.bf16x2"))
+    } else if (is("fma.rn.bf16x2") && (c & 0x7fff7fff) == 0)  // a product, which fp32 holds
         out[0] = to_bf16(fma(from_bf16(a & 0xffff), from_bf16(b & 0xffff), from_bf16(c & 0xffff))) |
                  to_bf16(fma(from_bf16(a >> 16), from_bf16(b >> 16), from_bf16(c >> 16))) << 16;
     else if (is("max.u16x2")) out[0] = halves(a, b, [](uint32_t p, uint32_t q) { return max(p, q); });
@@ -284,12 +322,18 @@ inline void run(const char* text, uint64_t* out, const uint64_t* in) {
     else if (is("max.NaN.xorsign.abs.bf16x2")) out[0] = halves(a, b, [](uint32_t p, uint32_t q) { return larger(p, q, 0x7f80); });
     else if (is("max.NaN.xorsign.abs.f16x2")) out[0] = halves(a, b, [](uint32_t p, uint32_t q) { return larger(p, q, 0x7c00); });
     else if (is("lop3.b32") && has(text, "0xca")) out[0] = (a & b) | (~a & c);
-    else if (is("ld.global.nc")) for (int i = 0; i < 4; ++i) out[i] = ((const uint32_t*)in[0])[i];
-    else if (has(text, "cache_hint.u32")) *(uint32_t*)in[0] = b;
-    else if (has(text, "cache_hint.v2.u32")) *(uint2*)in[0] = make_uint2(b, c);
-    else if (has(text, "cache_hint.v4.u32")) *(uint4*)in[0] = make_uint4(b, c, (uint32_t)in[3], (uint32_t)in[4]);
-    else if (is("cp.async.cg.shared.global")) *(uint4*)(dynamic + (int32_t)in[0]) = *(const uint4*)in[1];
-    else if (is("bar.sync")) arrive(gates[in[0]], (int)in[1]);
+    else if (is("ld.global.nc")) {
+        const uint4 v = __ldg((const uint4*)in[0]);
+        out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+    } else if (has(text, "cache_hint.u32")) __stcs((unsigned*)in[0], b);
+    else if (has(text, "cache_hint.v2.u32")) __stcs((uint2*)in[0], make_uint2(b, c));
+    else if (has(text, "cache_hint.v4.u32")) __stcs((uint4*)in[0], make_uint4(b, c, (uint32_t)in[3], (uint32_t)in[4]));
+    else if (is("cp.async.cg.shared.global")) {
+        Fiber& fiber = self();
+        char* to = dynamic + (int32_t)in[0];
+        if (aligned(to, 16) && aligned((const void*)in[1], 16)) fiber.copies[fiber.copying++ % 16] = {to, (const void*)in[1]};
+        if (fiber.copying > 16) wrong = "more copies are on their way than are imitated";
+    } else if (is("bar.sync")) arrive(gates[in[0]], (int)in[1]);
     else {
         fprintf(stderr, "tests/ops/imitated/cuda.h does not know the instruction %s\n", text);
         abort();
