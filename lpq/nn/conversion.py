@@ -225,6 +225,7 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
         return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
     if first is None:
         return None, NO_RECIPE
+    was = type(module)
     made: nn.Module | None = registry.convert_module(module, name, first, own=OWN)
     if made is None:
         if type(module) is nn.Linear:
@@ -249,12 +250,12 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
     for inner, layer in followers.items():
         layer.place = f"{name}.{inner}".strip(".")
         layer.recipe, layer.schedule = schedule.at(0), schedule
-    if followers or len(schedule.pieces) == 1:
-        return made, str(schedule)
-    return (
-        made,
-        f"{first.title}, and nothing later: there is no lpq.nn.Linear of that recipe inside to follow the policy",
-    )
+    note = str(schedule)
+    if not followers and len(schedule.pieces) > 1:
+        note = f"{first.title}, and nothing later: there is no lpq.nn.Linear of that recipe inside to follow the policy"
+    if type(made) is not was:
+        note += f"; it is a {type(made).__module__}.{type(made).__qualname__} now"
+    return made, note
 
 
 def _replace(model: nn.Module, aliases: list[str], made: nn.Module) -> None:

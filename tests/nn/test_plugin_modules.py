@@ -83,7 +83,7 @@ def test_layers_inside_follow_the_rules_that_end(plugin: Any) -> None:
     assert torch.equal(copy.deepcopy(made)(X), made(X))
     assert [(e.name, e.note) for e in lpq.report(made).converted] == [
         ("0", "nvfp4 until step 10, then mxfp8"),
-        ("1", "nvfp4 until step 10, then mxfp8"),
+        ("1", "nvfp4 until step 10, then mxfp8; it is a test_plugin_modules.Layers now"),
     ]
 
 

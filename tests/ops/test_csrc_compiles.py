@@ -126,13 +126,16 @@ def asked_for() -> dict[Path, set[Macros]]:
                 for name in set(kernel.formats) & set(plugin.formats):
                     with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
                         call(kernel, name)
-            elif kernel.op in ("tile", "exact_tile"):
+            elif kernel.op == "exact_tile":
                 for name in set(kernel.formats) & set(plugin.formats):
-                    call_beside_all(kernel, name)
+                    call_beside_its_own(kernel, name)
             elif kernel.op == "cast":
                 for name in set(kernel.formats) & set(plugin.formats):
                     for source, macros in of_fragments(kernel, name):
                         found.setdefault(source, set()).add(macros)
+        for many in MANY:
+            patch.setattr(tiles, "MANY_TILES", many)
+            call_pairs()
     return found
 
 
@@ -162,23 +165,38 @@ def call(kernel: KernelSpec, name: str) -> None:
                 impl(x, [], *arguments[2:6], dtype is not torch.bfloat16)
 
 
-def call_beside_all(kernel: KernelSpec, name: str) -> None:
-    """Every operand of a format that is made tile by tile, beside the default one of every other such format; its exact
-    form beside its own default alone.
+def call_pairs() -> None:
+    """Every operand that is made tile by tile, and every two formats of these.
 
-    Dtypes, and whether statistics are wanted, take turns: what they are compiled to, each format's own kernels show.
+    What an operand is compiled to does not depend on the one beside it, which is another one in each direction. Dtypes,
+    and whether statistics are wanted, take turns: what they are compiled to, each format's own kernels show.
     """
     inputs = itertools.cycle(itertools.product(DTYPES, (False, True)))
-    for quantizer, other in itertools.product(family(name).quantizers, SIDES if kernel.op == "tile" else (name,)):
-        for row, col in ((quantizer, registry.quantizer(other)), (registry.quantizer(other), quantizer)):
-            kernels = kernel if row is quantizer else SIDES[other], kernel if col is quantizer else SIDES[other]
-            sides = row.side("row"), col.side("col")
-            made = [
-                registry.resolve(k.impl)(side, direction)
-                for k, side, direction in zip(kernels, sides, ("row", "col"), strict=True)
-            ]
-            dtype, measure = next(inputs)
-            Pair(*made).quantize(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
+    defaults = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]
+    every = [(kernel, quantizer) for name, kernel in SIDES.items() for quantizer in family(name).quantizers]
+    beside = every[len(every) // 2 :] + every[: len(every) // 2]
+    for row, col in [*itertools.product(defaults, defaults), *zip(every, beside, strict=True)]:
+        call_pair(row, col, *next(inputs))
+
+
+def call_beside_its_own(kernel: KernelSpec, name: str) -> None:
+    """Every exact form of a format beside its default."""
+    inputs = itertools.cycle(itertools.product(DTYPES, (False, True)))
+    default = SIDES[name], registry.quantizer(name)
+    for quantizer in family(name).quantizers:
+        call_pair((kernel, quantizer), default, *next(inputs))
+        call_pair(default, (kernel, quantizer), *next(inputs))
+
+
+def call_pair(
+    row: tuple[KernelSpec, Quantizer], col: tuple[KernelSpec, Quantizer], dtype: torch.dtype, measure: bool
+) -> None:
+    sides = row[1].side("row"), col[1].side("col")
+    made = [
+        registry.resolve(k.impl)(side, which)
+        for (k, _), side, which in zip((row, col), sides, ("row", "col"), strict=True)
+    ]
+    Pair(*made).quantize(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
 
 
 def refuses(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> bool:
