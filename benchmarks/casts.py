@@ -80,6 +80,8 @@ CASES = [
     Case("fp8 row", "fp8(scaling=row)", "measure", 0.92),
     Case("fp8 block 1x128", "fp8(scaling=block)", "measure", 0.92),
     Case("fp8 block 128x128", "fp8(scaling=block, block=128x128)", "measure", 0.92),
+    Case("nvfp4 1x16", "nvfp4", "measure", 0.92),
+    Case("nvfp4 16x16", "nvfp4(block=16x16)", "measure", 0.92),
     Case("nvfp4 RHT", "nvfp4(rht=true)", "measure", 0.70),
     Case("fp8 current", "fp8", "transpose", 0.85),
     Case("fp8 block 128x128", "fp8(scaling=block, block=128x128)", "transpose", 0.85),

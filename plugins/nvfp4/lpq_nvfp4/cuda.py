@@ -30,7 +30,7 @@ from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
 
 QUANTIZE = tile_kernels("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqI")
-AMAXES = tile_kernels("nvfp4/amaxes.cu", "amaxes", "PPPI")[SQUARE]
+AMAXES = tile_kernels("nvfp4/amaxes.cu", "amaxes", "PPPPPI")[SQUARE]
 AT_ONCE = 4
 """How many blocks of threads a multiprocessor runs, which take several tiles in turn where there are more."""
 
@@ -47,11 +47,25 @@ def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str 
 def measure(
     x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The amaxes of the wanted operands and of their blocks."""
+    """The amaxes of the wanted operands and of their blocks. Of a shared pair only the row's are measured."""
     dtype = dtype or x.dtype
     if x.numel() == 0 or (row is not None and row.rht):
         return measure_reference(x.to(dtype), row, col)
-    return _run(x.contiguous(), dtype, [], row, col, None, 0, encode=False, measure=True)
+    if row is not None and row == col and row.transposable:
+        col = None
+    x = x.contiguous()
+    rows, cols = x.shape
+    of_rows = x.new_empty(_blocks(row, rows, cols), dtype=torch.float32) if row is not None else None
+    of_cols = x.new_empty(_blocks(col, cols, rows), dtype=torch.float32) if col is not None else None
+    side = row or col
+    assert side is not None
+    rotated = col is not None and col.rht
+    parts = _amaxes(x, dtype, not side.rht, rotated, of_rows, of_cols, square=side.block == "16x16")
+    found: list[Tensor] = []
+    for of_operand, of_blocks in zip((parts[0], parts[rotated]), (of_rows, of_cols), strict=True):
+        if of_operand is not None and of_blocks is not None:
+            found += (amax_finish(of_operand), of_blocks)
+    return found
 
 
 def quantize(
@@ -69,7 +83,7 @@ def quantize(
     cut = col is not None and col.stochastic and offset % GROUP
     if x.numel() == 0 or cut or (row is not None and row.rht):
         return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
-    return _run(x.contiguous(), dtype, list(stats), row, col, seed, offset, encode=True, measure=measure)
+    return _run(x.contiguous(), dtype, list(stats), row, col, seed, offset, measure=measure)
 
 
 def _run(
@@ -81,10 +95,9 @@ def _run(
     seed: Tensor | None,
     offset: int,
     *,
-    encode: bool,
     measure: bool,
 ) -> list[Tensor]:
-    """Encoded operands, if wanted, then their statistics, if wanted. Of a shared pair only the row's are measured."""
+    """Encoded operands, then their statistics, if wanted. Of a shared pair only the row's are measured."""
     shared = row is not None and row == col and row.transposable
     first = (stats[0], stats[1]) if stats else (None, None)
     second = first if row is None or len(stats) < 4 else (stats[2], stats[3])
@@ -104,9 +117,8 @@ def _run(
             amaxes += (0, 0, 0, 0)
             continue
         parts = rotated if side.rht else plain
-        if encode:
-            out += fresh(x, side, high, wide)
-        pointers += (t.data_ptr() for t in out[-3:]) if encode else (0, 0, 0)
+        out += fresh(x, side, high, wide)
+        pointers += (t.data_ptr() for t in out[-3:])
         wanted = None
         if measure and not (shared and measured):
             assert parts is not None
@@ -148,18 +160,40 @@ def _blocks(side: NVFP4Quantizer, high: int, wide: int) -> tuple[int, int]:
 
 def parts_of(x: Tensor, dtype: torch.dtype, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor | None]:
     """Magnitudes of which the largest is the amax of the matrix, and that of its rotated columns."""
-    if not rotated:
-        return (amax_parts(x, dtype) if plain else None), None
+    if rotated:
+        return _amaxes(x, dtype, plain, rotated)
+    return (amax_parts(x, dtype) if plain else None), None
+
+
+def _amaxes(
+    x: Tensor,
+    dtype: torch.dtype,
+    plain: bool,
+    rotated: bool,
+    of_rows: Tensor | None = None,
+    of_cols: Tensor | None = None,
+    *,
+    square: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same; and those of the blocks of the operands, to where they are wanted."""
     rows, cols = x.shape
     count = tiles(rows, cols, SQUARE)
     parts = at_once(count, AT_ONCE, x.get_device())
-    found = [x.new_empty((parts,), dtype=torch.float32) for _ in range(1 + plain)]
-    of_plain = found[1] if plain else None
+    of_plain = x.new_empty((parts,), dtype=torch.float32) if plain else None
+    of_rotated = x.new_empty((parts,), dtype=torch.float32) if rotated else None
+    macros = _switches(rotated, square, of_rows is not None or of_cols is not None)
     AMAXES.launch(
-        x.get_device(), reading(x.dtype, dtype) + covering(SQUARE, is_whole(x, rows, cols, SQUARE)), parts,
-        x.data_ptr(), pointer(of_plain), found[0].data_ptr(), count, rows, cols,
+        x.get_device(),
+        reading(x.dtype, dtype) + covering(SQUARE, is_whole(x, rows, cols, SQUARE)) + macros, parts,
+        x.data_ptr(), *map(pointer, (of_plain, of_rotated, of_rows, of_cols)), count, rows, cols,
     )  # fmt: skip
-    return of_plain, found[0]
+    return of_plain, of_rotated
+
+
+@cache
+def _switches(rotated: bool, square: bool, stats: bool) -> tuple[str, ...]:
+    switches = {"LPQ_SQUARE": square, "LPQ_ROTATED": rotated, "LPQ_STATS": stats}
+    return tuple(name for name, on in switches.items() if on)
 
 
 @cache
@@ -171,7 +205,5 @@ def _macros(
     assert side is not None
     sides = (("LPQ_ROW", row), ("LPQ_COL", col))
     wanted = [f"{name}={2 if side.stochastic else 1}" for name, side in sides if side is not None]
-    rotated = col is not None and col.rht
-    square = side.block == "16x16"
-    switches = {"LPQ_SQUARE": square, "LPQ_ROTATED": rotated, "LPQ_SHARED": shared, "LPQ_STATS": stats}
-    return (*wanted, *(name for name, on in switches.items() if on)), LOW if col is None else SQUARE
+    switches = _switches(col is not None and col.rht, side.block == "16x16", stats)
+    return (*wanted, *(["LPQ_SHARED"] if shared else []), *switches), LOW if col is None else SQUARE
