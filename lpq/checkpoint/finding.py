@@ -62,6 +62,11 @@ def steps_in(directory: Path) -> list[tuple[int, str, Path]]:
     return sorted(found, key=lambda entry: (-entry[0], ("", REPLACED, PARTIAL).index(entry[1])))
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory is a checkpoint, and not one of a run or of anything else."""
+    return (path / MANIFEST).exists() or (path / ".metadata").exists()
+
+
 def _candidates(path: Path) -> list[Path]:
     """Where to look: the path itself, or the checkpoints of the run that is there."""
     if path.is_file():
@@ -69,7 +74,7 @@ def _candidates(path: Path) -> list[Path]:
             f"{path} is a file, and a checkpoint is a directory: give that, or load a file of one model with "
             "lpq.checkpoint.import_file"
         )
-    if path.is_dir() and not ((path / MANIFEST).exists() or (path / ".metadata").exists()):
+    if path.is_dir() and not is_checkpoint(path):
         return [found for _, _, found in steps_in(path)]
     beside = [path, path.with_name(path.name + REPLACED), path.with_name(path.name + PARTIAL)]
     return [p for p in beside if p.exists()][:1]

@@ -50,7 +50,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
         job.append(_prepare(found, refused, seen, optimizer, any_policy))
         return [match.encoded for match in job[0].matches[:1]]
 
-    with ranks.saying(what):
+    with ranks.saying(what), seen.recipes_stay_on_error():
         ranks.alike(prepare, "the ranks read different files under that name, or hold different models")
     (plan,) = job
     with ranks.saying(f"{what}, and the model is partly overwritten"), warnings.catch_warnings():
@@ -111,19 +111,22 @@ def _prepare(path: Path, refused: tuple[str, ...], model: Model, given: Optimize
         model.restore_recipes(said)
     reader = Reader(path)
     saved = reader.saved()
-    masters = {name: key for name in said.quantized if (key := master_name(name.removeprefix(PREFIX))) in saved}
     tensors, _ = model.state()
+    names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
+    # A weight of a layer that is in several places has a master, and a place in an optimizer, by one of its names.
+    one = {name: names[id(tensors[name])] if name in tensors else name.removeprefix(PREFIX) for name in said.quantized}
+    masters = {name: key for name in said.quantized if (key := master_name(one[name])) in saved}
     memories = model.memories()
     ours = {name for name in saved if name.startswith(PREFIX)}
-    weights = [name.removeprefix(PREFIX) for name in said.quantized]
-    frozen = {PREFIX + name for name in untrained(beside["optimizer"], weights)}
+    unknown = untrained(beside["optimizer"], [*one.values()])
+    frozen = {name for name in said.quantized if one[name] in unknown}
     found = match(tensors, saved, said.quantized, masters=masters, frozen=frozen)
     check_complete(found, ours, said.quantized, may_lack=memories, may_ignore=said.memories)
+    model.check_extra_state(beside["model"])
     fresh = {name: memories[name] for name in found.absent if name in memories}
     matches, loaded = [found], list[Loaded]()
     if given is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
-        names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
-        stored = {name.removeprefix(PREFIX) for name in masters}
+        stored = {one[name] for name in masters}
         wanted, loaded = OptimizerState(given, names).join(beside["optimizer"], saved, stored)
         matches.append(more := match(wanted, saved, said.quantized))
         check_complete(more, saved.keys() - ours, said.quantized, (), masters.values(), "optimizer")

@@ -18,6 +18,7 @@ from torch import Tensor
 from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.optimizer import Saved
 from lpq.checkpoint.tensors import decode, described, encode, held, parts, plain_like, stored_like, touched
+from lpq.core.quantize import DTYPES
 
 
 @dataclass
@@ -76,6 +77,10 @@ def match(
         elif mine is not None and theirs is None:
             shape, dtype = saved[name]
             _check_shape(name, shape, tensor.shape)
+            if dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{shown(name)} was saved in {dtype}, and no format encodes that: cast it to float32 first"
+                )
             values = plain_like(name, tensor, dtype)
             found.targets[name] = values
             found.to_encode.append((tensor, values))

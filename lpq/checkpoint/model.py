@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lpq.checkpoint.description import Description, formats_of, origins
-from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.tensors import described, held
 from lpq.core import QuantizedTensor
 from lpq.nn import Linear
@@ -38,9 +39,17 @@ class Model:
         tensors: dict[str, Tensor] = {}
         extra: dict[str, Any] = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
-            found = extra if key.rpartition(".")[2] == EXTRA_STATE else tensors
+            found = extra if is_extra(key) else tensors
             found[PREFIX + _plain(key)] = value
         return tensors, extra
+
+    def check_extra_state(self, saved: Collection[str]) -> None:
+        """Make sure that what modules return from ``get_extra_state`` was saved, and has a place."""
+        mine = self.state()[1].keys()
+        if lacking := [shown(name) for name in mine if name not in saved]:
+            raise CheckpointError(f"it has nothing for these states of modules: {listed(lacking)}")
+        if left := [shown(name) for name in saved if name not in mine]:
+            raise CheckpointError(f"it has states of modules for which the model has no place: {listed(left)}")
 
     def set_extra_state(self, extra: Mapping[str, Any]) -> None:
         """Give modules back what they returned from ``get_extra_state``."""
@@ -50,8 +59,8 @@ class Model:
                 module.set_extra_state(extra[key])
 
     def layers(self) -> Iterator[tuple[str, Linear]]:
-        """The layers of lpq by name."""
-        for name, module in self.module.named_modules():
+        """The layers of lpq by name; one that is in several places by each of its names."""
+        for name, module in self.module.named_modules(remove_duplicate=False):
             if isinstance(module, Linear):
                 yield _plain(name), module
 
@@ -60,7 +69,7 @@ class Model:
         return {
             PREFIX + _joined(name, key): buffer
             for name, layer in self.layers()
-            for key, buffer in layer.named_buffers(recurse=False)
+            for key, buffer in layer.memories().items()
         }
 
     def conversions(self) -> dict[str, Conversion]:
@@ -117,11 +126,30 @@ class Model:
                 "load(…, any_policy=True) to go on under the model's own"
             )
 
+    @contextmanager
+    def recipes_stay_on_error(self) -> Iterator[None]:
+        """Where this fails layers get the recipes back that they had, with what their quantizers remember."""
+        before = [(layer, layer.recipe, layer.memories()) for _, layer in self.layers()]
+        try:
+            yield
+        except BaseException:
+            for layer, recipe, memories in before:
+                if layer.recipe != recipe:
+                    layer.recipe = recipe
+                    for name, memory in memories.items():
+                        setattr(layer, name, memory)
+            raise
+
     @torch.no_grad()
     def forget(self, memories: Mapping[str, Tensor]) -> None:
         """Start these memories anew."""
         for memory in memories.values():
             memory.zero_()
+
+
+def is_extra(name: str) -> bool:
+    """Whether a state dict has under that name what a module returned from ``get_extra_state``."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _stored_formats(tensor: Tensor) -> set[str]:

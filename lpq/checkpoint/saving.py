@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.files import PARTIAL
-from lpq.checkpoint.finding import DESCRIPTION, EXTRA, step_name
+from lpq.checkpoint.finding import DESCRIPTION, EXTRA, is_checkpoint, step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.optimizer import Optimizers, OptimizerState
@@ -138,6 +138,7 @@ def _prepare(
         return str(target.absolute()), hashlib.sha256(small[DESCRIPTION]).hexdigest(), memories if ranks.many else {}
 
     def begin() -> None:
+        _check_place(target, step)
         target.parent.mkdir(parents=True, exist_ok=True)
         if (left := target.with_name(target.name + PARTIAL)).exists():
             shutil.rmtree(left)
@@ -159,6 +160,17 @@ def _prepare(
         state["model"][name.removeprefix("model.")] = combined
     ranks.first(begin)
     return state, Writer(target, small, keep)
+
+
+def _check_place(target: Path, step: int | None) -> None:
+    """Make sure that what the checkpoint will replace, if anything, is one."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file, and a checkpoint is a directory: give another path")
+    if step is None and target.exists() and any(target.iterdir()) and not is_checkpoint(target):
+        raise CheckpointError(
+            f"{target} is there, and is no checkpoint that could be replaced: give step= to save one in it, or another "
+            "directory"
+        )
 
 
 def _nested(flat: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

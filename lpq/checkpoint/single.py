@@ -22,7 +22,7 @@ from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
-from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.model import PREFIX, Model, is_extra
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import chunk, described, held, parts, whole
 from lpq.core import QuantizedTensor
@@ -120,7 +120,8 @@ def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict
     quantized = dict(description.quantized)
     available: dict[str, Tensor] = {}
     for name, value in saved.items():
-        if isinstance(value, Tensor):  # a state dict that was saved as it is has quantized tensors in it
+        if isinstance(value, Tensor) and not is_extra(name):
+            # A state dict that was saved as it is has quantized tensors in it.
             quantized.update({name: entry} if (entry := described(value)) is not None else {})
             available.update(parts(name, value))
     description.require(description.stored)
@@ -134,7 +135,9 @@ def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict
             del quantized[name]
     found = match(tensors, saved_of(available), quantized, cast=True)
     check_complete(found, available, quantized, may_lack=seen.memories(), may_ignore=description.memories)
-    return description, available, {n: v for n, v in saved.items() if not isinstance(v, Tensor)}, found
+    extra = {name: value for name, value in saved.items() if is_extra(name)}
+    seen.check_extra_state(extra)
+    return description, available, extra, found
 
 
 def _opened(source: Path) -> dict[str, Any]:

@@ -102,6 +102,8 @@ class _Written(list[WriteResult]):
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint, its manifest first: what is left of it if that ends half-way is none."""
-    if path.exists():
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)

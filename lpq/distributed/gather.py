@@ -43,7 +43,7 @@ class Layer(Protocol):
     def weight_state(self) -> Mapping[str, Tensor] | None:
         """What the quantizer remembers of the weight across steps."""
 
-    def memories(self) -> list[Tensor]:
+    def memories(self) -> dict[str, Tensor]:
         """All that the layer's quantizers remember across steps."""
 
 

@@ -144,7 +144,8 @@ class _Steps:
             for gather in gathering.written_by(params):
                 site = gather.site
                 gather.measure(reductions)
-                reductions.add(gather.layer.memories(), site.group, site.replicas)  # replicas saw other inputs
+                memories = [*gather.layer.memories().values()]
+                reductions.add(memories, site.group, site.replicas)  # replicas saw other inputs
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Do that now, if the step wrote to no stored weights."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lpq import recipes, registry
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
@@ -80,7 +79,13 @@ class HeldWeight:
 
     row: Storage
     col: Storage
+    weight: Tensor
+    quantizer: Quantizer
     version: int
+
+    def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
+        """Whether that is the weight still, and how it is encoded."""
+        return self.weight is weight and self.quantizer == quantizer and self.version == weight._version
 
 
 class _Multiply(torch.autograd.Function):
@@ -127,11 +132,23 @@ class _Multiply(torch.autograd.Function):
         ctx.stats = len(x_stats), len(w_stats)
         ctx.dtypes = x.dtype, weight.dtype, bias.dtype if bias is not None else None
         ctx.accumulates = (weight, accumulate) if accumulate is not None else None
+        # Of its buffers autograd does not count what is written: that happens inside of operators.
+        watched = needs_dx and isinstance(weight, QuantizedTensor) and not torch.compiler.is_compiling()
+        ctx.stored = (weight, weight._version) if watched else None
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
+                "Leave that out, or have the policy leave the layer in high precision"
+            )
+        if ctx.stored is not None and ctx.stored[0]._version != ctx.stored[1]:
+            raise RuntimeError(
+                f"a weight of {[*ctx.stored[0].shape]} that is stored quantized was written to after forward, and "
+                "backward needs it as it was: write to it after backward"
+            )
         plan: Plan = ctx.plan
         saved = list(ctx.saved_tensors)
         x_col, saved = _take(ctx.kept_x, saved)
@@ -395,9 +412,9 @@ class Linear(nn.Linear):
         """What the quantizer remembers of the weight across steps."""
         return self._states().get("w")
 
-    def memories(self) -> list[Tensor]:
-        """All that the layer's quantizers remember across steps."""
-        return [memory for state in self._states().values() for memory in state.values()]
+    def memories(self) -> dict[str, Tensor]:
+        """All that the layer's quantizers remember across steps, by the names of the buffers."""
+        return {name: getattr(self, name) for name in self._state_names()}
 
     def reset_parameters(self) -> None:
         """Initialise as ``nn.Linear`` does, also a weight that is sharded and stored quantized."""
@@ -441,17 +458,19 @@ class Linear(nn.Linear):
             if state is not None:
                 remember(self._plan.w, state, stats)
         assert col is not None
-        self._held = HeldWeight(row, col, self.weight._version)
+        self._held = HeldWeight(row, col, self.weight, self._plan.w, self.weight._version)
 
     def release_weight(self) -> None:
         self._held = None
 
     def _held_weight(self) -> HeldWeight | None:
         held = self._held
-        if held is not None and not torch.compiler.is_compiling() and held.version != self.weight._version:
+        if held is None or torch.compiler.is_compiling():
+            return held
+        if self._plan is not None and not held.is_of(self.weight, self._plan.w):
             raise RuntimeError(
-                f"{self.title}: the weight was changed while its encoded form is held; "
-                "leave lpq.hold_weights before the optimizer's step"
+                f"{self.title}: the weight was changed while its encoded form is held, or has another format now; "
+                "leave lpq.hold_weights before the optimizer's step, and before another recipe"
             )
         return held
 

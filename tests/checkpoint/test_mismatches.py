@@ -27,6 +27,18 @@ def plain(rows: int = 64, dtype: torch.dtype = torch.float32, **options: Any) ->
     return nn.Sequential(nn.Linear(32, rows, dtype=dtype, **options))
 
 
+class Counted(nn.Linear):
+    """A layer with a state of its own beside its tensors."""
+
+    seen = torch.tensor(0)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = state
+
+
 CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
     (lambda: stored("mxfp8"), lambda: stored("nvfp4"), "0.weight was saved as mxfp8, and the model stores it as nvfp4"),
     (lambda: stored("nvfp4"), lambda: stored("nvfp4(rht=true)"), r"saved as nvfp4, .* stores it as nvfp4\(rht=true\)"),
@@ -45,7 +57,23 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
     (lambda: plain(bias=False), plain, "it has nothing for these tensors of the model: 0.bias"),
     (plain, lambda: stored("mxfp8").to("meta"), r"0.weight is on the meta device"),
     (plain, lambda: plain(device="meta"), r"0.weight is on the meta device.*to_empty"),
+    (lambda: plain(dtype=torch.float64), lambda: stored("mxfp8"), "0.weight was saved in torch.float64, and no format"),
+    (lambda: nn.Linear(32, 64), lambda: Counted(32, 64), "it has nothing for these states of modules: _extra_state"),
+    (lambda: Counted(32, 64), lambda: nn.Linear(32, 64), "states of modules for which the model has no place: _extra"),
 ]
+
+
+def test_a_state_that_is_a_tensor_is_imported(tmp_path: Path) -> None:
+    counted, other = Counted(32, 64), Counted(32, 64)
+    counted.seen = torch.tensor(7)
+    torch.save(counted.state_dict(), tmp_path / "state.pt")
+    checkpoint.import_file(tmp_path / "state.pt", other)
+    assert other.seen == 7
+    other.seen = torch.tensor(1)
+    checkpoint.import_file(checkpoint.export_file(tmp_path / "file.pt", counted), other)
+    assert other.seen == 7
+    with pytest.raises(CheckpointError, match="states of modules for which the model has no place: _extra_state"):
+        checkpoint.import_file(tmp_path / "state.pt", nn.Linear(32, 64))
 
 
 @pytest.mark.parametrize(("saved", "given", "words"), CASES)

@@ -197,6 +197,36 @@ def test_layers_made_by_hand_must_have_the_recipes_that_they_had(tmp_path: Path)
         checkpoint.load(tmp_path, nn.Sequential(lpq.nn.Linear(8, 8, recipe="nvfp4")))
 
 
+def test_buffers_of_users_are_no_memories(tmp_path: Path) -> None:
+    net, other = gpt(), gpt()
+    checkpoint.save(tmp_path / "without", net)
+    for found, value in ((net, 3.0), (other, 1.0)):
+        found[0].register_buffer("temperature", torch.tensor([value]))
+    with pytest.raises(CheckpointError, match=r"it has nothing for these tensors of the model: 0\.temperature"):
+        checkpoint.load(tmp_path / "without", other)
+    assert other[0].temperature == 1
+    checkpoint.load(checkpoint.save(tmp_path / "with", net), other)
+    assert other[0].temperature == 3
+    checkpoint.export_file(tmp_path / "decoded.pt", net, decode=True)
+    assert torch.load(tmp_path / "decoded.pt", weights_only=True)["model"]["0.temperature"] == 3
+
+
+def test_loading_that_fails_leaves_recipes_and_memories(tmp_path: Path) -> None:
+    rules = [{"match": ["*"], "recipe": "fp8-delayed", "until": 2}, {"match": ["*"], "recipe": "mxfp8"}]
+    later, net = gpt({"rules": rules}, 10), gpt({"rules": rules}, 10)
+    adam, sgd = torch.optim.Adam(later.parameters()), torch.optim.SGD(net.parameters(), lr=0.1)
+    train(later, adam, range(3, 4))
+    checkpoint.save(tmp_path, later, adam)
+    train(net, sgd, range(1))
+    before = {name: memory.clone() for name, memory in net[0].memories().items()}
+    assert any(memory.any() for memory in before.values())
+    with pytest.raises(CheckpointError):
+        checkpoint.load(tmp_path, net, sgd)
+    assert net[0].recipe.title == "fp8-delayed"
+    assert all(torch.equal(memory, before[name]) for name, memory in net[0].memories().items())
+    train(net, sgd, range(1, 2))
+
+
 def test_modules_bring_state_of_their_own(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, nn.Sequential(nn.Linear(4, 4), Counter(7)))
     net = nn.Sequential(nn.Linear(4, 4), Counter(0))

@@ -52,6 +52,31 @@ def edit(path: Path) -> None:
     path.write_bytes(raw.replace(torch.tensor([20.0]).numpy().tobytes(), torch.tensor([21.0]).numpy().tobytes(), 1))
 
 
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    """A run's directory, when ``step=`` is forgotten; another one; a file."""
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else" / "notes.txt").touch()
+    (tmp_path / "file").touch()
+    saved(tmp_path / "run", 1, 2)
+    before = sorted(tmp_path.rglob("*"))
+    for name, words in (("run", "give step= to save one in it"), ("else", "give step="), ("file", "file is a file")):
+        with pytest.raises(CheckpointError, match=words):
+            checkpoint.save(tmp_path / name, model(3.0))
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "empty").mkdir()
+    for number in (1.0, 2.0):
+        assert checkpoint.load(checkpoint.save(tmp_path / "empty", model(number)), model(0.0)).step is None
+
+
+def test_of_a_link_to_a_checkpoint_the_link_is_removed(tmp_path: Path) -> None:
+    (archived,) = saved(tmp_path / "archive", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / archived.name).symlink_to(archived)
+    checkpoint.save(tmp_path / "run", model(2.0), step=2, keep=1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
+    assert checkpoint.load(archived, model(0.0)).step == 1
+
+
 FILES = ("__0_0.distcp", ".metadata", "lpq.json", "extra.pt")
 DAMAGE: list[tuple[Callable[[Path], None], str, str]] = [
     *((truncate, name, "so it is truncated") for name in FILES),

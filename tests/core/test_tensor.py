@@ -157,6 +157,13 @@ def test_joining_the_pieces_gives_the_whole(text: str, row: bool, col: bool) -> 
             assert same(torch.cat(t.split(128, dim), dim), t)
 
 
+@pytest.mark.parametrize(("one", "other", "dim"), [((2, 32, 64), (2, 64, 64), 0), ((4, 32, 64), (2, 64, 64), -1)])
+def test_what_has_other_sizes_beside_is_not_joined(one: tuple[int, ...], other: tuple[int, ...], dim: int) -> None:
+    pieces = [lpq.quantizer("mxfp8").quantize(torch.randn(shape)) for shape in (one, other)]
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat(pieces, dim)
+
+
 @every
 @sides
 def test_copies_own_their_bytes(text: str, row: bool, col: bool) -> None:

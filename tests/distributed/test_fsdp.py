@@ -71,7 +71,7 @@ def _on_own_data(how: How, together: bool) -> tuple[list[float], nn.Sequential]:
     losses = []
     for number in range(4):
         losses.append(step(net, optimizer, number, how))
-        memories = [m for layer in net.modules() if isinstance(layer, lpq.nn.Linear) for m in layer.memories()]
+        memories = [m for layer in net.modules() if isinstance(layer, lpq.nn.Linear) for m in layer.memories().values()]
         for memory in memories if together else ():
             dist.all_reduce(memory, op=dist.ReduceOp.MAX)
     return losses, net

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 import lpq
 from lpq import registry
@@ -46,9 +49,45 @@ def test_operands_on_two_devices_are_not_multiplied() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     x = torch.randn(4, 48, requires_grad=True)
-    (dx,) = torch.autograd.grad(lpq.nn.Linear(48, 32, recipe="mxfp8")(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    y = lpq.nn.Linear(48, 32, recipe="mxfp8")(x).sum()  # of which dx does not depend on x: nobody would notice
+    with pytest.raises(RuntimeError, match="create_graph=True: a layer with a recipe has no second derivative"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-current", "bf16"])
+@pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w.copy_(2 * w.detach()), lambda w: w[:32].zero_()])
+def test_a_stored_weight_that_is_written_to_before_backward_is_refused(recipe: str, write: Any) -> None:
+    layer = lpq.convert(nn.Sequential(nn.Linear(64, 64)), recipe, weights="quantized")[0]
+    y = layer(torch.randn(4, 64, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    with torch.no_grad():
+        write(layer.weight)
+    with pytest.raises(RuntimeError, match=r"of \[64, 64\] that is stored quantized was written to after forward"):
+        y.backward()
+
+
+def test_a_held_weight_that_is_another_now_is_refused() -> None:
+    layer = lpq.nn.Linear(64, 32, recipe="fp8-current")
+    x, old = torch.randn(4, 64), layer.weight
+
+    def recipe() -> None:
+        layer.recipe = "mxfp8"
+
+    def weight() -> None:
+        layer.weight = nn.Parameter(torch.randn(32, 64))
+
+    for change in (recipe, weight):
+        layer.recipe, layer.weight = "fp8-current", old
+        with lpq.hold_weights(layer):
+            layer(x)
+            change()
+            with pytest.raises(RuntimeError, match="the weight was changed while its encoded form is held, or has ano"):
+                layer(x)
+    with lpq.hold_weights(layer):  # of the same format another recipe may have the weight, or none
+        layer.recipe = "x=mxfp8(), w=fp8(), dy=mxfp8()"
+        layer(x)
+        layer.recipe = None
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize("recipe", registry.recipes())
