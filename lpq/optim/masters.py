@@ -175,23 +175,48 @@ class MasterWeights(Optimizer):
         """The wrapped optimizer's state of each parameter and, beside it, its master."""
         begun = bool(self.state)
         self._show_state()
-        saved = super().state_dict()
-        for state in saved["state"].values():  # and not after each step: it takes 10 µs for each that is sharded
+        for state in self.state.values():  # and not after each step: it takes 10 µs for each that is sharded
             if MASTER in state:
                 state[MASTER] = state[MASTER].detach()
-        if not begun:  # masters alone are no state that is begun: torch's get_optimizer_state_dict begins the rest
-            self.state.clear()
-        return saved
+        try:
+            return super().state_dict()  # whose hooks may give anything
+        finally:
+            if not begun:  # masters alone are no state that is begun: torch's get_optimizer_state_dict begins the rest
+                self.state.clear()
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, or torch's ``get_optimizer_state_dict``, where parameters have names. The
-        weights are not touched: they are in the model's state."""
+        weights are not touched: they are in the model's state. Where it does not fit, nothing is loaded."""
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            given = before(self, state_dict)
+            state_dict = state_dict if given is None else given
+        rest, masters = self._apart(state_dict)
+        self.optimizer.load_state_dict(rest)
+        with torch.no_grad():
+            for weight, master in masters.items():
+                local(self.masters[weight]).copy_(local(master))
+                self.seen(weight)
+        for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        if self.optimizer.state:
+            self._show_state()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
+        """A state as the wrapped optimizer takes it, and the master in it of each weight; an error if it is of other
+        parameters."""
+        found, expected = ([len(g["params"]) for g in gs] for gs in (state_dict["param_groups"], self.param_groups))
+        if found != expected:
+            raise ValueError(
+                f"the state has groups of {found} parameters, and the optimizer of {expected}: make its groups as they "
+                "were when the state was saved"
+            )
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        pairs, inner = list(self._pairs()), dict(state_dict["state"])
-        if len(keys) != len(pairs):
-            self.optimizer.load_state_dict(state_dict)  # which says so
-        for key, (weight, _) in zip(keys, pairs, strict=True):
+        inner = dict(state_dict["state"])
+        masters: dict[Tensor, Tensor] = {}
+        for key, (weight, own) in zip(keys, self._pairs(), strict=True):
             if weight not in self.masters:
                 continue
             state = dict(inner.pop(key, {}))
@@ -203,13 +228,14 @@ class MasterWeights(Optimizer):
                     f"{_whose(weight)}the state has no master for parameter {key}, a {list(weight.shape)} weight: it "
                     "was saved without masters. Load the weights without the optimizer, then make MasterWeights"
                 )
-            local(self.masters[weight]).copy_(local(master))
-            self.seen(weight)
-        self.optimizer.load_state_dict({**state_dict, "state": inner})
-        for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
-        if self.optimizer.state:
-            self._show_state()
+            if (saved := _shape(master)) != (here := _shape(own)):
+                raise ValueError(
+                    f"{_whose(weight)}the state has a master of shape {saved} for parameter {key}, a weight of shape "
+                    f"{here}: load what was saved of the same parameters in the same order, sharded as they are here. "
+                    "lpq.checkpoint goes by names and shards anew"
+                )
+            masters[weight] = master
+        return {**state_dict, "state": inner}, masters
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter with the tensor that the wrapped optimizer updates for it."""
@@ -219,6 +245,12 @@ class MasterWeights(Optimizer):
 
 def _whose(weight: Tensor) -> str:
     return cast("QuantizedTensor", local(weight)).whose
+
+
+def _shape(tensor: Tensor) -> str:
+    """Of the whole and, where that is another, of this rank's part."""
+    whole, part = list(tensor.shape), list(local(tensor).shape)
+    return f"{whole}" if part == whole else f"{whole} ({part} on this rank)"
 
 
 def _versions(weight: Tensor) -> list[int]:

@@ -2,7 +2,7 @@
 
 The entry-point name owns its namespace, and the longest that fits a name comes first, so a lookup imports one
 plugin. What is derived from the registry and remembered goes through ``cached``: ``refresh`` and ``register``
-empty that.
+empty that. Any thread may ask and register at any time: an answer is of before or after, and never of in between.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Registry:
         self._lock = threading.RLock()
         self._last: object = None
         self._format_of: dict[type, FormatSpec] = {}
-        self.caches: dict[object, Callable[..., Any]] = {}
 
     def plugin(self, name: str) -> PluginInfo:
         """The plugin with this entry-point name. It is imported on the first call."""
@@ -72,12 +71,14 @@ class Registry:
 
     def plugins(self) -> tuple[PluginInfo, ...]:
         """All plugins, lpq's own first; those that cannot be used carry their error."""
-        found = [self.plugin(name) for name in sorted(self._sources)]
+        with self._lock:
+            found = [self.plugin(name) for name in sorted(self._sources)]
         return tuple(sorted(found, key=lambda plugin: not plugin.builtin))
 
     def formats(self) -> dict[str, FormatSpec]:
         """All formats that can be used, by name."""
-        return {name: self.format(name) for plugin in self.plugins() for name in plugin.formats}
+        with self._lock:
+            return {name: self.format(name) for plugin in self.plugins() for name in plugin.formats}
 
     def format(self, name: str) -> FormatSpec:
         """The format of this name."""
@@ -85,7 +86,8 @@ class Registry:
 
     def recipes(self) -> dict[str, RecipeSpec]:
         """All recipes of plugins that can be used, by name."""
-        return {name: self.recipe(name) for plugin in self.plugins() for name in plugin.recipes}
+        with self._lock:
+            return {name: self.recipe(name) for plugin in self.plugins() for name in plugin.recipes}
 
     def recipe(self, name: str) -> RecipeSpec:
         """The recipe of this name."""
@@ -102,10 +104,11 @@ class Registry:
 
     def load_class(self, name: str, role: Literal["quantizer", "storage"]) -> Any:
         """The quantizer or storage class of a format, imported."""
-        plugin = self._provider(name, "formats")
+        with self._lock:
+            plugin = self._provider(name, "formats")
+            source = self._source(plugin.name)
         spec = plugin.formats[name]
         string = getattr(spec, role)
-        source = self._source(plugin.name)
         try:
             found = resolve(string)
         except ImportStringError as error:
@@ -120,12 +123,15 @@ class Registry:
             if not _frozen(found):
                 cause = f"format {name} has quantizer={string!r}, which is a dataclass that is not frozen"
                 raise source.error(cause, f"declare {found.__qualname__} with @dataclass(frozen=True)")
-            self._format_of.setdefault(found, spec)
+            with self._lock:
+                if self._plugins.get(plugin.name) is plugin:  # and was not replaced while the class was imported
+                    self._format_of.setdefault(found, spec)
         return found
 
     def at_fault(self, name: str, cause: str, remedy: str) -> PluginError:
         """The error of the plugin that brings this format."""
-        return self._source(self._provider(name, "formats").name).error(cause, remedy)
+        with self._lock:
+            return self._source(self._provider(name, "formats").name).error(cause, remedy)
 
     def loaded_as(self, cls: type) -> FormatSpec | None:
         """The format as whose quantizer this class was loaded by name; None: it was not."""
@@ -178,6 +184,7 @@ class Registry:
             if info.error is not None:
                 self._forget(name)
                 raise info.error.with_traceback(None)
+            _REMEMBERED.clear()  # what its own hooks asked for was found without it
             return info
 
     def _forget(self, name: str) -> None:
@@ -187,28 +194,29 @@ class Registry:
         self._sources.pop(name, None)
         self._plugins.pop(name, None)
         self._format_of.clear()
-        self.caches.clear()
+        _REMEMBERED.clear()
 
     def _provider(self, name: str, kind: Kind) -> PluginInfo:
         """The plugin with this format or recipe. Only plugins whose namespace fits the name are imported."""
-        owners = sorted((owner for owner in self._sources if owns(owner, name, kind)), key=len, reverse=True)
-        for owner in owners:
-            if name in getattr(self.plugin(owner), kind):
-                return self.plugin(owner)
-        for owner in owners:
-            if (error := self.plugin(owner).error) is not None:
-                raise error.with_traceback(None)
-        if kind == "formats" and name in self.recipes():
-            raise UnknownFormat(
-                f"{name!r} is a recipe and no format: it stands alone, or after a key of a recipe, and without "
-                f"parentheses; `lpq explain {name}` shows the quantizers that it stands for"
+        with self._lock:
+            owners = sorted((owner for owner in self._sources if owns(owner, name, kind)), key=len, reverse=True)
+            for owner in owners:
+                if name in getattr(self.plugin(owner), kind):
+                    return self.plugin(owner)
+            for owner in owners:
+                if (error := self.plugin(owner).error) is not None:
+                    raise error.with_traceback(None)
+            if kind == "formats" and name in self.recipes():
+                raise UnknownFormat(
+                    f"{name!r} is a recipe and no format: it stands alone, or after a key of a recipe, and without "
+                    f"parentheses; `lpq explain {name}` shows the quantizers that it stands for"
+                )
+            known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
+            unknown = UnknownFormat if kind == "formats" else UnknownRecipe
+            raise unknown(
+                f"there is no {kind[:-1]} {name!r} here: {suggestion(name, known)} "
+                "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
             )
-        known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
-        unknown = UnknownFormat if kind == "formats" else UnknownRecipe
-        raise unknown(
-            f"there is no {kind[:-1]} {name!r} here: {suggestion(name, known)} "
-            "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
-        )
 
     def _source(self, name: str) -> Source:
         """The one distribution that provides a plugin; an error, if there is none or more than one."""
@@ -248,10 +256,20 @@ def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> 
     return next((code[ran] for ran in reversed(frames) if ran in code), None)
 
 
+_MAKING = threading.RLock()
+_REMEMBERED: dict[object, Callable[..., Any]] = {}
+"""The functions that are ``cached``, each with what it found."""
+
+
 @functools.cache
+def _made() -> Registry:
+    return Registry()
+
+
 def default() -> Registry:
     """The registry of this process, made on first use."""
-    return Registry()
+    with _MAKING:  # threads that ask at once would make one each, and what is registered in all but one would be lost
+        return _made()
 
 
 def refresh() -> None:
@@ -260,7 +278,9 @@ def refresh() -> None:
     For notebooks, after a ``pip install``. A module that was imported stays imported.
     """
     importlib.invalidate_caches()
-    default.cache_clear()
+    with _MAKING:
+        _made.cache_clear()
+    _REMEMBERED.clear()
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
@@ -268,10 +288,9 @@ def cached(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
-        caches = default().caches
-        found = caches.get(function)
+        found = _REMEMBERED.get(function)
         if found is None:
-            found = caches[function] = functools.cache(function)
+            found = _REMEMBERED[function] = functools.cache(function)
         result: T = found(*args, **kwargs)  # type: ignore[arg-type]
         return result
 

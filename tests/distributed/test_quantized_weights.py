@@ -287,6 +287,16 @@ def _without_masters_in_the_state(rank: int) -> None:
         MasterWeights(ordinary)
 
 
+def _a_master_that_is_not_sharded(rank: int) -> None:
+    net = sharded(converted("fp8-current"))
+    optimizer = MasterWeights(AdamW(net.parameters(), lr=1e-2))
+    saved = optimizer.state_dict()
+    state = next(state for state in saved["state"].values() if "master" in state)
+    state["master"] = state["master"].full_tensor()
+    with pytest.raises(ValueError, match=r"^0\.up\.weight: the state has a master of shape \[.*\] on this rank\)"):
+        optimizer.load_state_dict(saved)
+
+
 def _nothing_saves_the_group(rank: int) -> None:
     """Of a shard, of the parameter, of the whole state: what comes back has no group, and says so at a write."""
     net = sharded(converted("fp8-current"))
@@ -356,5 +366,6 @@ def _two_ranks(rank: int, folder: str) -> None:
     _continued(rank)
     _by_torchs_own_functions(rank, folder)
     _without_masters_in_the_state(rank)
+    _a_master_that_is_not_sharded(rank)
     _nothing_saves_the_group(rank)
     _received(rank)
