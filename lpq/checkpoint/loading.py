@@ -112,11 +112,13 @@ def _prepare(path: Path, refused: tuple[str, ...], model: Model, given: Optimize
     reader = Reader(path)
     saved = reader.saved()
     tensors, _ = model.state()
+    memories = model.memories()
+    if any_policy:  # what another recipe remembers of more steps or fewer, this one cannot
+        saved = {name: what for name, what in saved.items() if name not in memories or what[0] == memories[name].shape}
     names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
     # A weight of a layer that is in several places has a master, and a place in an optimizer, by one of its names.
     one = {name: names[id(tensors[name])] if name in tensors else name.removeprefix(PREFIX) for name in said.quantized}
     masters = {name: key for name in said.quantized if (key := master_name(one[name])) in saved}
-    memories = model.memories()
     ours = {name for name in saved if name.startswith(PREFIX)}
     unknown = untrained(beside["optimizer"], [*one.values()])
     frozen = {name for name in said.quantized if one[name] in unknown}

@@ -16,11 +16,10 @@ from lpq.checkpoint.tensors import described, held
 from lpq.core import QuantizedTensor
 from lpq.nn import Linear
 from lpq.nn.conversion import RECORD, Conversion
+from lpq.nn.names import plain_name
 from lpq.recipes import Policy, Recipe
 
 PREFIX = "model."
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What compiling a module, or checkpointing its activations, puts into the names of its parameters."""
 EXTRA_STATE = "_extra_state"
 
 
@@ -40,7 +39,7 @@ class Model:
         extra: dict[str, Any] = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
             found = extra if is_extra(key) else tensors
-            found[PREFIX + _plain(key)] = value
+            found[PREFIX + plain_name(key)] = value
         return tensors, extra
 
     def check_extra_state(self, saved: Collection[str]) -> None:
@@ -62,7 +61,7 @@ class Model:
         """The layers of lpq by name; one that is in several places by each of its names."""
         for name, module in self.module.named_modules(remove_duplicate=False):
             if isinstance(module, Linear):
-                yield _plain(name), module
+                yield plain_name(name), module
 
     def memories(self) -> dict[str, Tensor]:
         """The buffers in which quantizers remember something across steps."""
@@ -74,7 +73,7 @@ class Model:
 
     def conversions(self) -> dict[str, Conversion]:
         """What ``lpq.convert`` left on the module that it got, or on several."""
-        records = ((_plain(name), m.__dict__.get(RECORD)) for name, m in self.module.named_modules())
+        records = ((plain_name(name), m.__dict__.get(RECORD)) for name, m in self.module.named_modules())
         return {name: record for name, record in records if isinstance(record, Conversion)}
 
     def describe(self, tensors: Mapping[str, Tensor], step: int | None) -> Description:
@@ -166,16 +165,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _plain(name: str) -> str:
-    """A name without what wrappers put into it."""
-    name += "."
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removesuffix(".")
-
-
 def _joined(module: str, name: str) -> str:
-    return _plain(f"{module}.{name}" if module else name)
+    return plain_name(f"{module}.{name}" if module else name)
 
 
 def _text(recipe: Recipe | None) -> str | None:

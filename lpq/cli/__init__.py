@@ -6,8 +6,10 @@ its words on stderr: status 2 for a name, an option or a value that does not exi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 import typer
@@ -94,6 +96,8 @@ def root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; what ``lpq`` and ``python -m lpq`` call."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another, and nothing is lost
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="lpq")
     except LpqError as error:

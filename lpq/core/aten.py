@@ -329,11 +329,12 @@ for _like in (aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, a
 @implements(aten.cat.default)
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     first = tensors[0]
-    if not all(_joins(first, t, dim) for t in tensors):
+    if not all(_joins(first, t) for t in tensors):
         return NotImplemented
     dim = dim % first.dim()
     along = 1 if dim == first.dim() - 1 else 0
-    if along == 0 and dim != 0:
+    others = {t.shape[:dim] + t.shape[dim + 1 :] for t in tensors}
+    if (along == 0 and dim != 0) or len(others) > 1:
         return NotImplemented
     rows, cols = [t.stored[0] for t in tensors], [t.stored[1] for t in tensors]
     row = Storage.cat(rows, along) if rows[0] is not None else None
@@ -345,11 +346,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     return first.with_operands(row, col, torch.Size(shape), first.dtype)
 
 
-def _without(shape: torch.Size, dim: int) -> torch.Size:
-    return shape[:dim] + shape[dim + 1 :]
-
-
-def _joins(first: Any, other: Any, dim: int) -> bool:
+def _joins(first: Any, other: Any) -> bool:
     return (
         isinstance(first, QuantizedTensor)
         and isinstance(other, QuantizedTensor)
@@ -357,7 +354,6 @@ def _joins(first: Any, other: Any, dim: int) -> bool:
         and _natural(first)
         and _natural(other)
         and (first.dim(), first.dtype) == (other.dim(), other.dtype)
-        and _without(first.shape, dim % first.dim()) == _without(other.shape, dim % first.dim())
         and [(d, s.quantizer) for d, s in first.sides] == [(d, s.quantizer) for d, s in other.sides]
     )
 

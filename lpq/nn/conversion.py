@@ -13,6 +13,7 @@ from torch import nn
 from lpq import recipes, registry
 from lpq.core.quantize import DTYPES
 from lpq.nn.linear import Accumulate, Linear
+from lpq.nn.names import plain_name
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
@@ -143,12 +144,12 @@ def convert(
         elif next(module.parameters(recurse=False), None) is not None:
             left.append(Entry(name, kind, note))
     _close_shortcuts(model)
-    every = [alias for aliases in names.values() for alias in aliases]
+    every = [plain_name(alias) for aliases in names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     report = Report(tuple(converted), tuple(left), unmatched, unreached)
     nothing = bool(unmatched) and not converted
     if nothing:
-        linear = [repr(entry.name) for entry in left if entry.kind == "Linear"]
+        linear = [repr(entry.name) if entry.name else "the model itself" for entry in left if entry.kind == "Linear"]
         warnings.warn(
             f"lpq.convert left every layer as it was: none matches {', '.join(map(repr, unmatched))}; the linear "
             f"layers of this model are {', '.join(linear[:3]) or 'none'}{', …' if linear[3:] else ''}",
@@ -193,7 +194,7 @@ def _prepared(model: nn.Module, weights: Weights | None, ranks: int | None) -> t
 
 
 def _schedule(policy: Policy, aliases: list[str], steps: int | None) -> Schedule:
-    first, *others = aliases
+    first, *others = map(plain_name, aliases)
     schedule = policy.schedule(first, steps)
     for other in others:
         if policy.schedule(other, steps) != schedule:

@@ -336,6 +336,9 @@ class Linear(nn.Linear):
             from lpq.distributed.shard import in_place_of
 
             state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])
+        for name in self._state_names():
+            if prefix + name in state_dict and state_dict[prefix + name].shape != getattr(self, name).shape:
+                del state_dict[prefix + name]  # another recipe's, which remembers more steps or fewer
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing: list[str] = args[2]
         unexpected: list[str] = args[3]

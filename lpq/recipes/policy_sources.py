@@ -24,7 +24,7 @@ def policy(source: PolicyLike) -> Policy:
 
     - a mapping: ``{"rules": [{"match": "lm_head", "recipe": "skip"}, {"match": "*", "recipe": "nvfp4"}]}``;
       ``match`` may be a list of patterns, and ``until`` ends a rule, before a step or at a fraction of a run
-    - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``
+    - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``; or its text
     - anything that ``lpq.recipe`` takes: that recipe for all layers
     - a policy, which is returned as it is
     """
@@ -38,7 +38,7 @@ def policy(source: PolicyLike) -> Policy:
     if isinstance(source, list | tuple):
         raise RecipeError(f"rules go into a table: {{{RULES!r}: […]}}, and this is {source!r}")
     path = toml.path(source)
-    table = toml.read(path) if path else source
+    table = toml.read(path) if path else toml.parsed(source)
     if not isinstance(table, Mapping) or not _has_rules(table):
         return Policy((Rule(("*",), recipe(source)),))
     if path is None:

@@ -34,7 +34,7 @@ def recipe(source: RecipeLike) -> Recipe:
     - the name of a recipe, ``"nvfp4"``, or a quantizer for every operand, ``"mxfp8(dtype=e5m2)"``
     - the grammar: ``"fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"``
     - a mapping with the same keys, nested or not: ``{"fprop": "mxfp8", "dgrad": {"dy": "mxfp8", "w": …}, …}``
-    - a TOML file with such a table: a ``Path``, or a string that ends in ``.toml``
+    - a TOML file with such a table: a ``Path``, or a string that ends in ``.toml``; or its text
     - a recipe, which is returned as it is
     """
     return _recipe(source, ())
@@ -42,6 +42,7 @@ def recipe(source: RecipeLike) -> Recipe:
 
 def _recipe(source: object, within: tuple[str, ...]) -> Recipe:
     """``within``: the named recipes that are being made, of which this is a part."""
+    source = toml.parsed(source)
     if isinstance(source, Mapping):
         return _from_items(_flat(source), None, within)
     if path := toml.path(source):

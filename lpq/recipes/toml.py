@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ def read(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not TOML: {error}") from error
+
+
+def parsed(source: object) -> object:
+    """The table that text of TOML holds, of one line or several that end; anything else as it is."""
+    if isinstance(source, str) and "\n" in source:
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(source)
+    return source
 
 
 def written(table: Mapping[str, object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,3 +131,10 @@ def test_the_installed_script_is_this_command() -> None:
     done = subprocess.run([sys.executable, "-m", "lpq", "formats"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "mxfp8" in done.stdout
+
+
+def test_a_terminal_that_lacks_a_character_shows_another() -> None:
+    command = [sys.executable, "-m", "lpq", "explain", "nvfp4"]
+    ended = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert ended.returncode == 0, ended.stderr
+    assert b"?" in ended.stdout

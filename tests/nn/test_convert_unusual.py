@@ -126,3 +126,31 @@ def test_a_class_is_a_plugin_if_its_hooks_are_static() -> None:
     assert "odd" not in {plugin.name for plugin in registry.plugins()}
     registry.register(Static, name="static")
     registry.register(Plugin(), name="odd")
+
+
+def test_policies_name_layers_as_if_nothing_wrapped_them() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    policy = {"rules": [{"match": "1", "recipe": "skip"}, {"match": "[03]", "recipe": "mxfp8"}]}
+    net = nn.Sequential(nn.Linear(64, 64), checkpoint_wrapper(nn.Linear(64, 64)), checkpoint_wrapper(nn.GELU()))
+    report = lpq.report(lpq.convert(torch.compile(net, backend="eager"), policy))
+    assert [entry.name for entry in report.converted] == ["_orig_mod.0"]
+    assert report.unmatched == ()
+
+
+def test_what_another_recipe_remembers_of_more_steps_is_dropped(tmp_path: Any) -> None:
+    def net(history: int) -> nn.Module:
+        recipe = f"x=fp8(scaling=delayed, history={history}), w=fp8(), dy=fp8()"
+        return lpq.convert(nn.Sequential(nn.Linear(64, 64)), recipe)
+
+    long, short = net(8), net(4)
+    for model in (long, short):
+        model(X).sum().backward()
+    state = dict(long.state_dict())
+    short.load_state_dict(state)
+    assert "0.x_amax_history" in state
+    assert torch.equal(short[0].weight, long[0].weight)
+    assert not short[0].x_amax_history.any()
+    short(X).sum().backward()
+    lpq.checkpoint.load(lpq.checkpoint.save(tmp_path, long), short, any_policy=True)
+    assert not short[0].x_amax_history.any()

@@ -355,3 +355,11 @@ def test_recipe_takes_no_policy() -> None:
     with pytest.raises(RecipeError, match=r"lpq\.policy takes it"):
         lpq.recipe(lpq.policy(PAPER).to_dict())
     assert isinstance(lpq.recipe("mxfp8"), Recipe)
+
+
+def test_text_of_toml_is_read() -> None:
+    policy = lpq.policy(PAPER)
+    assert lpq.policy(policy.to_toml()) == policy
+    assert lpq.recipe(NVFP4.to_toml()) == NVFP4
+    assert lpq.policy(NVFP4.to_toml()) == lpq.policy("nvfp4")
+    assert lpq.recipe("fprop=mxfp8,\n dgrad=mxfp8,\n wgrad=mxfp8") == MXFP8
