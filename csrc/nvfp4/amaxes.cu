@@ -3,23 +3,8 @@
 //
 // LPQ_ROTATED: of the column operand, which is rotated. LPQ_STATS: those of blocks are wanted. LPQ_SQUARE: blocks of 16x16 in
 // place of 1x16.
+#include "options.cuh"
 #include "sides.cuh"
-
-#ifdef LPQ_ROTATED
-constexpr bool ROTATED = true;
-#else
-constexpr bool ROTATED = false;
-#endif
-#ifdef LPQ_STATS
-constexpr bool STATS = true;
-#else
-constexpr bool STATS = false;
-#endif
-#ifdef LPQ_SQUARE
-constexpr bool SQUARE = true;
-#else
-constexpr bool SQUARE = false;
-#endif
 
 static_assert(nvfp4::halves_are_16_apart<true>, "tiles are too wide");
 

@@ -3,6 +3,7 @@
 // Without an amax: elements times block scales times 2^-11. They have 6 bits at most, so that rounded to bf16 they are exact.
 // How far scales are apart is said of those of lines below each other and of blocks side by side.
 #include "decode.cuh"
+#include "options.cuh"
 #include "rotation.cuh"
 
 // Eight elements of E2M1 in fp32, times 2^-14: their bits are the top bits of an fp16 whose exponent is 14 too low.
@@ -13,12 +14,6 @@ __device__ __forceinline__ void decode_e2m1(u32 codes, float (&v)[8]) {
         v[j] = half_value(halves), v[j + 4] = half_value(halves >> 16);
     }
 }
-
-#ifdef LPQ_ROTATED
-constexpr bool ROTATED = true;
-#else
-constexpr bool ROTATED = false;
-#endif
 
 // Half of a group of 16 columns, of which the next lane or the one before has the other half, times H and signs. All threads
 // of the warp call this.

@@ -6,23 +6,9 @@
 //
 // A block of threads takes several of `count` tiles one after the other, since to find the factors that it looks up
 // takes as long as a tenth of a tile. Of both operands it fetches the next tile while it works on one.
+#include "options.cuh"
 #include "sides.cuh"
 
-#ifdef LPQ_SQUARE
-constexpr bool SQUARE = true;
-#else
-constexpr bool SQUARE = false;
-#endif
-#ifdef LPQ_ROTATED
-constexpr bool ROTATED = true;
-#else
-constexpr bool ROTATED = false;
-#endif
-#ifdef LPQ_SHARED
-constexpr bool SHARED = true;
-#else
-constexpr bool SHARED = false;
-#endif
 #if defined(LPQ_ROW) && (defined(LPQ_COL) || defined(LPQ_SHARED))
 constexpr bool FETCHES = true;
 #else

@@ -9,7 +9,7 @@ function that it is: PyTorch's dispatcher costs the host more than all that lpq 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from lpq.core.layout import Stat
 from lpq.core.multiplicand import operand_of
 from lpq.core.operators import alone, define, distinct, layouts
 from lpq.core.philox import RandomBits
+from lpq.core.quantizer import Quantizer, encoded_by, measured_by
 from lpq.core.seeds import draw_seeds
 from lpq.core.storage import Storage, check_there
 from lpq.ops import Choice, KernelError, choose
-
-if TYPE_CHECKING:
-    from lpq.core.quantizer import Quantizer
 
 
 def _quantizer(text: str) -> Quantizer | None:
@@ -74,8 +72,7 @@ def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -
 def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
     if x.numel() == 0:
         return [s.zeros(x.shape[0], x.shape[1], x.device) for s in side.stats]
-    stats = side.measure(x) if side.stats else {}
-    return [stats[s.name] for s in side.stats]
+    return measured_by(side, x) if side.stats else []
 
 
 def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
@@ -177,11 +174,11 @@ def _with_plain(
     """``quantize`` where one operand at least is an ordinary matrix, which has no statistics."""
     plain_row = row if row is not None and row.plain else None
     plain_col = col if col is not None and col.plain else None
-    row_storage = _encode_side(plain_row, x, {}, None) if plain_row is not None else None
+    row_storage = encoded_by(plain_row, x, {}, None) if plain_row is not None else None
     if row_storage is not None and shared(plain_row, plain_col):
         col_storage: Storage | None = transpose_reference(row_storage)  # one cast serves both
     else:
-        col_storage = _encode_side(plain_col, x.t(), {}, None) if plain_col is not None else None
+        col_storage = encoded_by(plain_col, x.t(), {}, None) if plain_col is not None else None
     row, col = (None if plain_row else row), (None if plain_col else col)
     if row is None and col is None:
         return row_storage, col_storage, []
@@ -227,7 +224,7 @@ def quantize_as_written(
     encoded = None
     if row is not None:
         bits = RandomBits(seed, 0, (offset, 0)) if row.stochastic and seed is not None else None
-        encoded = _encode_side(row, x, _named(row, known), bits)
+        encoded = encoded_by(row, x, _named(row, known), bits)
         out += encoded.tensors()
     if col is not None:
         if encoded is not None and shared(row, col):
@@ -235,18 +232,12 @@ def quantize_as_written(
         else:
             bits = RandomBits(seed, 1, (0, offset)) if col.stochastic and seed is not None else None
             named = _named(col, known[len(known) - len(col.stats) :])
-            out += _encode_side(col, x.t(), named, bits).tensors()
+            out += encoded_by(col, x.t(), named, bits).tensors()
     return out + (measured if measure else [])
 
 
 def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]:
     return {s.name: cast("Tensor", t) for s, t in zip(side.stats, stats, strict=False)}
-
-
-def _encode_side(side: Quantizer, x: Tensor, stats: dict[str, Tensor], bits: RandomBits | None) -> Storage:
-    storage = side.encode(x, stats) if bits is None else side.encode_stochastic(x, stats, bits)
-    rows, cols = x.shape
-    return storage.bind(side, (rows, cols), x.dtype)
 
 
 def _encoded(

@@ -181,6 +181,29 @@ class Quantizer:
         return self.text
 
 
+def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
+    """What the format's ``measure`` finds, in the order of ``stats``."""
+    found = quantizer.measure(x) or {}
+    if lacking := [stat.name for stat in quantizer.stats if stat.name not in found]:
+        raise TypeError(
+            f"{quantizer}: {type(quantizer).__name__}.measure returned no {lacking[0]!r}, which stats declares: return "
+            "a dict of all of them"
+        )
+    return [found[stat.name] for stat in quantizer.stats]
+
+
+def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:
+    """What the format's ``encode`` makes of a matrix, or ``encode_stochastic`` where there are random bits."""
+    storage = quantizer.encode(x, stats) if bits is None else quantizer.encode_stochastic(x, stats, bits)
+    if not isinstance(storage, Storage):
+        method = f"{type(quantizer).__name__}.{'encode' if bits is None else 'encode_stochastic'}"
+        raise TypeError(
+            f"{quantizer}: {method} returned {type(storage).__name__} and no storage: return "
+            f"{quantizer.storage.__name__}({', '.join(f'{name}=…' for name in quantizer.names)})"
+        )
+    return storage.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
+
+
 def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return any(value is a or (type(value) is type(a) and value == a) for a in get_args(hint))

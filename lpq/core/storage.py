@@ -51,7 +51,9 @@ class Storage:
 
     def transposed(self) -> Self:
         """The operand of the transposed matrix, without the original. Only for a transposable quantizer."""
-        raise NotImplementedError(f"{self.quantizer} is not transposable")
+        raise NotImplementedError(
+            f"{self.quantizer} is not transposable; a quantizer that says so needs {type(self).__name__}.transposed()"
+        )
 
     # ------------------------------------------------------------------------------ what every format has
 

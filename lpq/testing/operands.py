@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpq.core import Quantizer, RandomBits, Storage
 from lpq.core.operations import measure_reference
-from lpq.core.quantizer import Direction
+from lpq.core.quantizer import Direction, encoded_by
 from lpq.recipes import Recipe, recipe
 
 SEED = 1234
@@ -47,12 +47,10 @@ def encode(
 ) -> Storage:
     """One operand, as the format's ``encode`` (or ``encode_stochastic``) returns it."""
     stats = measure(side, x) if stats is None else stats
+    bits = None
     if side.stochastic:
         bits = RandomBits(torch.tensor(seed, device=x.device), DIRECTIONS.index(direction), offset)
-        storage = side.encode_stochastic(x, stats, bits)
-    else:
-        storage = side.encode(x, stats)
-    return storage.bind(side, (x.shape[0], x.shape[1]), x.dtype)
+    return encoded_by(side, x, stats, bits)
 
 
 def unit(side: Quantizer, dim: int) -> int:

@@ -59,6 +59,25 @@ class MissingBuffer(Int8):
         return Int8Storage(data=made.data, scales=made.scale)
 
 
+class ReturnsNothing(Int8):
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        super().encode(x, stats)
+        return None  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class MeasuresNothing(Int8):
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        super().measure(x)
+        return None  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class SaysTransposable(Int8):
+    transposable = True
+
+
+@dataclass(frozen=True)
 class Dithers(Int8):
     """Random, without saying so."""
 

@@ -35,6 +35,18 @@ MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
         "test_encode_fills_the_declared_buffers",
         "Int8Storage.layout declares [[]'data', 'scale'[]]; encode set [[]'data', 'scales'[]]",
     ),
+    broken.ReturnsNothing: (
+        "test_encode_fills_the_declared_buffers",
+        "broken: ReturnsNothing.encode returned NoneType and no storage: return Int8Storage(data=…, scale=…)",
+    ),
+    broken.MeasuresNothing: (
+        "test_encode_is_pure",
+        "broken: MeasuresNothing.measure returned no 'amax', which stats declares: return a dict of all of them",
+    ),
+    broken.SaysTransposable: (
+        "test_transposed_is_the_operand_of_the_transpose",
+        "broken is not transposable; a quantizer that says so needs Int8Storage.transposed()",
+    ),
     broken.Dithers: ("test_encode_is_pure", "encoding the same matrix a second time, buffer 'data'"),
     broken.ChangesItsInput: ("test_encode_is_pure", "encode changed its input"),
     broken.RankLocal: ("test_a_shard_is_its_piece_of_the_whole", "encoded with the reduced statistics"),

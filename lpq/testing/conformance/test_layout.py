@@ -61,7 +61,7 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
     """Names and shapes of all statistics; fp32 and not negative, since they are combined as such."""
     name = type(side).__name__
     for dtype in (torch.float32, torch.bfloat16):
-        measured = side.measure(normal(*shape, dtype=dtype))
+        measured = side.measure(normal(*shape, dtype=dtype)) or {}
         declared = [stat.name for stat in side.stats]
         assert set(measured) == set(declared), f"{name}.stats declares {declared}; measure returned {list(measured)}"
         for stat in side.stats:
