@@ -43,6 +43,7 @@ for name in large exact factor graphs; do
     [ "$name" != graphs ] || unset PYTORCH_NO_CUDA_MEMORY_CACHING # no memory may be asked for while one is recorded
     check memcheck "$name" "${!name}" --report-api-errors no "${skip[@]}"
     for tool in racecheck synccheck; do
+        [ "$tool $name" != "racecheck factor" ] || continue # it reports cuBLAS's kernels, of split contractions
         check "$tool" "$name" "${!name}" "${skip[@]}"
     done
 done
