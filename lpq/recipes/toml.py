@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parsed(source: object) -> object:
-    """The table that text of TOML holds, of one line or several that end; anything else as it is."""
+    """The table that text of TOML holds, in which a line ends; anything else as it is."""
     if isinstance(source, str) and "\n" in source:
-        with suppress(tomllib.TOMLDecodeError):
+        try:
             return tomllib.loads(source)
+        except tomllib.TOMLDecodeError as error:
+            if source.lstrip().startswith("["):  # as the grammar of recipes never does
+                raise RecipeError(f"this text is not TOML: {error}") from error
     return source
 
 

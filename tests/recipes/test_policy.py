@@ -363,3 +363,5 @@ def test_text_of_toml_is_read() -> None:
     assert lpq.recipe(NVFP4.to_toml()) == NVFP4
     assert lpq.policy(NVFP4.to_toml()) == lpq.policy("nvfp4")
     assert lpq.recipe("fprop=mxfp8,\n dgrad=mxfp8,\n wgrad=mxfp8") == MXFP8
+    with pytest.raises(RecipeError, match=r"this text is not TOML: .* line 2"):
+        lpq.policy("[[rules]]\nmatch = *\n")
