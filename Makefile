@@ -37,8 +37,8 @@ $(READY_FOR_CUDA): $(READY)
 test-gpu: $(READY_FOR_CUDA)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-test-sanitized: $(READY_FOR_CUDA)  ## run every CUDA kernel on small matrices under compute-sanitizer
-	PYTHON=$(BIN)/python tests/gpu/sanitized.sh $(ARGS)
+test-sanitized: $(READY_FOR_CUDA)  ## run every CUDA kernel on small matrices under compute-sanitizer (ARGS="--list")
+	$(BIN)/python tests/gpu/sanitized.py $(ARGS)
 
 lint: $(READY)  ## ruff: lint and format
 	$(BIN)/ruff check .
