@@ -46,6 +46,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _VIEWS:
             return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
         return result
+    if torch.Tag.inplace_view in func.tags:
+        raise TypeError(f"{func} would change the shape of a QuantizedTensor in place: take what a view of it gives")
     if func._schema.is_mutable:
         return _write(func, args, kwargs)
     return _read(func, args, kwargs)
@@ -372,7 +374,8 @@ def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
             return target
         target.tell_if_rounded_twice(source)
         source = source.dequantize(torch.float32)
-    _write_all([target], [source.to(target.device).expand(target.shape)])
+    kept = source.dtype if source.dtype in DTYPES else target.dtype  # of others torch casts what it copies as well
+    _write_all([target], [source.to(target.device, kept).expand(target.shape)])
     return target
 
 

@@ -17,9 +17,11 @@ class Draft:
     until the next step begins.
     """
 
-    __slots__ = ("matrix", "step", "unless")
+    __slots__ = ("matrix", "step", "unless", "writes")
 
     def __init__(self) -> None:
+        self.writes = 0
+        """How often the buffers were written to; autograd's count does not grow by what goes through ``.data``."""
         self.begin(None)
 
     def begin(self, step: Step | None) -> None:

@@ -241,6 +241,9 @@ class QuantizedTensor(Gathered, Tensor):
             plain[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
             self.copy_(plain)
 
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise BufferError(f"{self.whose}this tensor is stored as {self.quantizer}: hand on what dequantize() gives")
+
     def share_memory_(self) -> QuantizedTensor:
         for _, storage in self.sides:
             for buffer in storage.tensors():

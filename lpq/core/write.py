@@ -110,6 +110,7 @@ def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
 
 def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None, unless: Tensor | None = None) -> None:
     """Put the buffers of these operands in place of those that the target has; not where ``unless`` is not zero."""
+    target.draft.writes += 1
     for old, new in zip(target.stored, (row, col), strict=True):
         if old is not None and new is not None:
             for buffer, written in zip(old.tensors(), new.tensors(), strict=True):

@@ -256,4 +256,5 @@ def _shape(tensor: Tensor) -> str:
 def _versions(weight: Tensor) -> list[int]:
     """What changes when the weight is written to, as a whole or one of its buffers."""
     stored = cast("QuantizedTensor", local(weight))
-    return [t._version for t in (weight, stored, *(b for _, s in stored.sides for b in s.tensors()))]
+    counts = [t._version for t in (weight, stored, *(b for _, s in stored.sides for b in s.tensors()))]
+    return [*counts, stored.draft.writes]

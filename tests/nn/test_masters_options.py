@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -146,6 +147,33 @@ def test_a_copy_goes_on_as_the_original_does(pickled: bool, fused: bool) -> None
             assert torch.equal(p, q)
     for m, n in zip(optimizer.masters.values(), other.masters.values(), strict=True):
         assert torch.equal(m, n)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.data.clamp_(-0.01, 0.01),
+        lambda p: p.data[:32].zero_(),
+        lambda p: p.data.t().mul_(2),
+        lambda p: torch._foreach_zero_([p.data]),
+        lambda p: p.data.copy_(torch.ones(p.shape)),
+    ],
+)
+def test_what_is_written_through_data_is_not_undone_in_silence(write: Callable[[Any], object]) -> None:
+    """Autograd does not count it; averages and clipping of weights are written so."""
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 64, bias=False)), "mxfp8", weights="quantized")
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def step() -> None:
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+
+    step()
+    write(model[0].weight)  # type: ignore[index]
+    with pytest.raises(RuntimeError, match=r"^0\.weight: a \[64, 64\] weight was written to since its master was made"):
+        step()
+    optimizer.take(model[0].weight)  # type: ignore[index]
+    step()
 
 
 def test_a_copy_knows_that_a_weight_was_written_to() -> None:

@@ -1,0 +1,73 @@
+"""What is assigned to a quantized tensor is cast as torch casts it; what would change its shape in place is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq.testing.operands import normal
+
+TEXTS = ("mxfp8", "nvfp4", "fp8", "fp8(scaling=row)", "identity")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "value",
+    [0, 3, True, torch.tensor(2), torch.tensor(1.5, dtype=torch.float64), torch.ones(64, dtype=torch.int32)],
+    ids=str,
+)
+def test_numbers_of_any_dtype_can_be_assigned(text: str, value: int | bool | Tensor) -> None:
+    """The parts are whole blocks, of which a part, or all, is a view."""
+    for index in (slice(0, 32), slice(None), ..., slice(3, 5)):
+        stored, plain = lpq.quantizer(text).quantize(normal(64, 64)), torch.zeros(64, 64)
+        stored[index], plain[index] = value, value
+        assert torch.allclose(stored.dequantize()[index], plain[index], rtol=0.2)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool], ids=str)
+def test_tensors_of_any_dtype_can_be_copied(text: str, dtype: torch.dtype) -> None:
+    source = (normal(64, 64) * 4).to(dtype)
+    stored = lpq.quantizer(text).quantize(normal(64, 64))
+    stored.copy_(source)
+    assert torch.equal(stored.dequantize(), lpq.quantizer(text).quantize(source.float()).dequantize())
+
+
+def test_a_checkpoint_in_fp64_loads_into_stored_weights() -> None:
+    saved = torch.nn.Linear(64, 32).double()
+    layer = lpq.convert(torch.nn.Linear(64, 32), "mxfp8", weights="quantized")
+    layer.load_state_dict(saved.state_dict())
+    weight = layer.weight.detach()
+    assert isinstance(weight, lpq.QuantizedTensor)
+    assert torch.equal(weight.dequantize(), lpq.quantizer("mxfp8").quantize(saved.weight.detach().float()).dequantize())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.squeeze_(),
+        lambda t: t.t_(),
+        lambda t: t.transpose_(0, 1),
+        lambda t: t.resize_(3, 3),
+        lambda t: t.as_strided_((3,), (1,)),
+    ],
+)
+def test_its_shape_does_not_change_in_place(change: Callable[[Tensor], Tensor]) -> None:
+    t = lpq.quantizer("mxfp8").quantize(normal(64, 64))
+    with pytest.raises(TypeError, match="would change the shape of a QuantizedTensor in place"):
+        change(t)
+
+
+def test_other_libraries_get_no_memory_of_it() -> None:
+    """It has none of the values that it stands for."""
+    t = lpq.quantizer("mxfp8").quantize(normal(64, 64))
+    for taken in (torch.from_dlpack, np.from_dlpack):
+        with pytest.raises(BufferError, match=r"stored as mxfp8: hand on what dequantize\(\) gives"):
+            taken(t)  # type: ignore[operator]
+    assert torch.equal(torch.from_dlpack(t.dequantize()), t.dequantize())
