@@ -24,7 +24,7 @@ from lpq.core.quantize import as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
-from lpq.nn.refusals import check
+from lpq.nn.refusals import check, check_memories
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
@@ -398,6 +398,8 @@ class Linear(nn.Linear):
         if self._plan.stochastic:
             seeds = dict(zip(TENSORS, draw_seeds(x, weight, len(TENSORS)).unbind(), strict=True))
         states = self._states()
+        if states:
+            check_memories(self, states)
         measured = self._gathered("w" in states)
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
             x, weight, self.bias, self._plan, dtype, states, seeds, self._held_weight(), measured, self.accumulate

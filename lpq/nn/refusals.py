@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lpq.core.quantize import DTYPES
 
@@ -29,7 +31,7 @@ def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh"):
         raise RuntimeError(
             f"{layer.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
-            "called on, whose forward gathers it, or its unshard()"
+            "called on, whose forward gathers it, or its unshard(). Tensor parallelism is not supported"
         )
     if input.device != weight.device:
         raise RuntimeError(
@@ -42,6 +44,21 @@ def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
         )
     if layer.accumulate is not None:
         _check_accumulation(layer, weight)
+
+
+def check_memories(layer: Linear, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """An error if DistributedDataParallel puts what one rank remembers in place of what the others do: they would clamp
+    whatever is larger."""
+    replica: Any = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
+    if replica is None or not replica.will_sync_module_buffers() or replica.process_group.size() == 1:
+        return
+    own = {id(memory) for of_tensor in memories.values() for memory in of_tensor.values()}
+    if any(id(buffer) in own for buffer in replica.modules_buffers):
+        raise RuntimeError(
+            f"{layer.title}: DistributedDataParallel copies what rank 0 remembers for delayed scaling to all ranks "
+            "before each forward, and what is larger on them would be clamped: make it with broadcast_buffers=False "
+            "(from PyTorch 2.13 on forward_sync_buffers=False)"
+        )
 
 
 def _check_accumulation(layer: Linear, weight: Tensor) -> None:
