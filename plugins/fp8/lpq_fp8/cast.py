@@ -13,6 +13,5 @@ MEASURE, SCALES, CODES = cast_kernels("fp8/cast.cu")
 @cache
 def cast(side: FP8Quantizer) -> CastKernels:
     """The kernels for operands of this quantizer."""
-    pow2 = side.scaling == "block" if side.pow2 is None else side.pow2
-    macros = f"LPQ_CODE={side.dtype.upper()}", f"LPQ_POW2={int(pow2)}"
+    macros = f"LPQ_CODE={side.dtype.upper()}", f"LPQ_POW2={int(side.pow2_scales)}"
     return CastKernels(MEASURE, SCALES, CODES, macros, turned=(8, 32) if side.transposable else ())

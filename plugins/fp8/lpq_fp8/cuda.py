@@ -8,7 +8,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lpq.core.elements import FLT_MAX
 from lpq.core.operations import measure_reference, quantize_reference
 from lpq.ops.tiles import (
     LOW,
@@ -116,7 +115,7 @@ def _one_scale(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
         tiles(rows, cols, shape), x.data_ptr(),
         pointer(row_data), pointer(row_scale), pointer(col_data), pointer(col_scale), pointer(amaxes), count,
-        pointer(known), pointer(measured), largest_scale_of(dtype, side), pow2_of(side), rows, cols,
+        pointer(known), pointer(measured), side.largest_scale(dtype), side.pow2_scales, rows, cols,
     )  # fmt: skip
     return [*out, *(t for t in (known, measured) if t is not None)]
 
@@ -157,14 +156,14 @@ def _lines(
         out += (data, scale)
         buffers.append((data, scale, next(rest), amaxes))
     (rd, rs, rg, rm), (cd, cs, cg, cm) = buffers
-    pow2 = blocks and all(pow2_of(q) for q in (row, col) if q is not None)
+    pow2 = blocks and all(q.pow2_scales for q in (row, col) if q is not None)
     shape = _shape(x, dtype, row, col, pow2)
     macros = _macros(row.dtype if row else None, col.dtype if col else None, False, blocks)
     macros += _options(pow2, blocks and any(t is not None for t in (rg, cg, rm, cm)))
     VECTOR[shape].launch(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
         tiles(rows, cols, shape), x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm)),
-        largest_scale_of(dtype, side), pow2_of(row), pow2_of(col), rows, cols,
+        side.largest_scale(dtype), *(q is not None and q.pow2_scales for q in (row, col)), rows, cols,
     )  # fmt: skip
     return out + measured if measure else out
 
@@ -238,16 +237,6 @@ def _measure_blocks(
 
 
 # ---------------------------------------------------------------------------------- what the sources take
-
-
-def pow2_of(side: FP8Quantizer | None) -> bool:
-    if side is None:
-        return False
-    return side.scaling == "block" if side.pow2 is None else side.pow2
-
-
-def largest_scale_of(dtype: torch.dtype, side: FP8Quantizer) -> float:
-    return torch.finfo(dtype).max if side.scaling == "block" else FLT_MAX
 
 
 @cache

@@ -110,7 +110,7 @@ def _block_scales(operand: FP8Storage) -> Tensor:
 
 def exact_why_not(quantizer: FP8Quantizer) -> str | None:
     """An element is exact in bf16. So is its product with a block's scale, if that is a power of two."""
-    if quantizer.scaling == "block" and quantizer.pow2 is False:
+    if quantizer.scaling == "block" and not quantizer.pow2_scales:
         return "the scales of its blocks are no powers of two: what it decodes to is not exact in bf16"
     return None
 

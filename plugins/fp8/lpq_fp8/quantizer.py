@@ -56,6 +56,15 @@ class FP8Quantizer(Quantizer):
         return ROW if self.scaling == "row" else TENSOR
 
     @cached_property
+    def pow2_scales(self) -> bool:
+        """Whether scales are powers of two."""
+        return self.scaling == "block" if self.pow2 is None else self.pow2
+
+    def largest_scale(self, dtype: torch.dtype) -> float:
+        """What the scale of a tensor in this dtype is where it would be infinite."""
+        return torch.finfo(dtype).max if self.scaling == "block" else FLT_MAX
+
+    @cached_property
     def stats(self) -> tuple[Stat, ...]:
         return STATS[self.scaled_block]
 
@@ -68,14 +77,13 @@ class FP8Quantizer(Quantizer):
         return {"amax": reference.measure(x, self.scaled_block)}
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> FP8Storage:
-        blockwise = self.scaling == "block"
         data, scale = reference.encode(
             x,
             stats["amax"],
             self.scaled_block,
             ELEMENTS[self.dtype],
-            largest_scale=torch.finfo(x.dtype).max if blockwise else FLT_MAX,
-            pow2=blockwise if self.pow2 is None else self.pow2,
+            largest_scale=self.largest_scale(x.dtype),
+            pow2=self.pow2_scales,
         )
         return FP8Storage(data=data, scale=scale)
 

@@ -9,7 +9,7 @@ from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
 from lpq.ops.tiles import TALL, pointer
-from lpq_fp8.cuda import BLOCK, largest_scale_of, measure_lines, pow2_of, scales_of
+from lpq_fp8.cuda import BLOCK, measure_lines, scales_of
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import ELEMENTS
 
@@ -38,7 +38,7 @@ def _matrix(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
             known = torch.empty_like(scale)
         parameters = (
             data.data_ptr(), scale.data_ptr(), pointer(amaxes), amaxes.numel() if amaxes is not None else 0,
-            pointer(known), pointer(measured), largest_scale_of(job.x.dtype, quantizer), pow2_of(quantizer),
+            pointer(known), pointer(measured), quantizer.largest_scale(job.x.dtype), quantizer.pow2_scales,
         )  # fmt: skip
         return Made((data, scale), [t for t in (known, measured) if t is not None], parameters)
 
@@ -63,12 +63,12 @@ def _lines(quantizer: FP8Quantizer, direction: Direction) -> TileSide:
         measured = job.x.new_empty(scale.shape, dtype=torch.float32) if blocks and job.measure else None
         parameters = (
             data.data_ptr(), scale.data_ptr(), pointer(given if given is not None else job.found), pointer(measured),
-            largest_scale_of(job.x.dtype, quantizer), pow2_of(quantizer),
+            quantizer.largest_scale(job.x.dtype), quantizer.pow2_scales,
         )  # fmt: skip
         wanted = (measured if blocks else job.found) if job.measure else None
         return Made((data, scale), () if wanted is None else (wanted,), parameters)
 
-    flags = [blocks, blocks and pow2_of(quantizer)]
+    flags = [blocks, blocks and quantizer.pow2_scales]
     struct = (
         f"fp8::{direction.capitalize()}Lines<{','.join([quantizer.dtype.upper(), *(str(f).lower() for f in flags)])}>"
     )

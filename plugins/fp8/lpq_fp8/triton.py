@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lpq.core import Storage
-from lpq.core.elements import FLT_MAX
 from lpq.core.operations import (
     declared,
     decode_reference,
@@ -146,12 +145,11 @@ measured_before = measure
 def _constants(name: str, x: Tensor, side: FP8Quantizer | None) -> dict[str, object]:
     """The options of an operand as constants of the kernel; any, of one that is not wanted."""
     side = side or FP8Quantizer()
-    blockwise = side.scaling == "block"
     return {
         **sizes(name, side.scaled_block),
         f"{name}_E5M2": side.dtype == "e5m2",
-        f"{name}_LARGEST": torch.finfo(x.dtype).max if blockwise else FLT_MAX,
-        f"{name}_POW2": blockwise if side.pow2 is None else side.pow2,
+        f"{name}_LARGEST": side.largest_scale(x.dtype),
+        f"{name}_POW2": side.pow2_scales,
     }
 
 
