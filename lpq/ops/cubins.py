@@ -24,8 +24,15 @@ from lpq.ops.errors import KernelError
 CACHE = "LPQ_CACHE_DIR"
 OPTIONS = {"std": "c++17", "fma": False}
 """How every source is compiled. fp32 is IEEE's: no product is fused with a sum, nothing is flushed to zero."""
-INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*("[^"\n]+"|<[^>\n]+>|\w+)', re.MULTILINE)
-DEFINE = re.compile(rb"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
+INCLUDE = re.compile(rb'^[ \t]*(?:#|%:)[ \t]*include[ \t]*("[^"\n]+"|<[^>\n]+>|\w+)', re.MULTILINE)
+DEFINE = re.compile(rb"^[ \t]*(?:#|%:)[ \t]*define[ \t]+(\w+)", re.MULTILINE)
+CONTINUED = re.compile(rb"\\[ \t]*\r?\n")
+COMMENT = re.compile(
+    rb"""(include[ \t]*<[^>\n]+>|R"([^()\\\s]{0,16})\(.*?\)\2"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
+    rb"""|/\*.*?\*/|//[^\n]*""",
+    re.DOTALL,
+)
+"""What may hold the signs of a comment and is none, as its first group; or a comment."""
 DIGEST = hashlib.sha256
 DIGEST_SIZE = DIGEST().digest_size
 
@@ -103,7 +110,7 @@ def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
     texts = {}
     for path in found:  # grows while it is walked
         texts[path] = _text(path)
-        for match in INCLUDE.findall(texts[path]):
+        for match in INCLUDE.findall(_directives(texts[path])):
             name = os.fsdecode(match)
             name = handed.get(name, name)
             if name[0] not in '"<':
@@ -115,12 +122,17 @@ def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
                     seen.add(header.resolve())
                     found.append(header)
     for path, text in texts.items():
-        for name in unknown.intersection(map(os.fsdecode, DEFINE.findall(text))):
+        for name in unknown.intersection(map(os.fsdecode, DEFINE.findall(_directives(text)))):
             raise KernelError(
                 f"{path} defines {name}, by which {source} includes a header: include it by its name, or hand {name} "
                 f"over with the macros of the launch"
             )
     return texts
+
+
+def _directives(text: bytes) -> bytes:
+    """A source as its directives are read: lines that go on are joined, and a comment is a space."""
+    return COMMENT.sub(lambda found: found[1] or b" ", CONTINUED.sub(b"", text))
 
 
 def _text(path: Path) -> bytes:

@@ -170,13 +170,37 @@ def test_a_header_that_a_macro_names_belongs_to_the_key(source: Path, tmp_path: 
     assert [path.name for path in cubins._with_includes(source, ())] == ["mine.cu"]
 
 
-@pytest.mark.parametrize("include", ['#include "mine.cuh"', "#include <mine.cuh>", " # include\t<mine.cuh> // mine"])
+@pytest.mark.parametrize(
+    "include",
+    [
+        '#include "mine.cuh"',
+        "#include <mine.cuh>",
+        " # include\t<mine.cuh> // mine",
+        '/**/ #include "mine.cuh"',
+        '#include /**/ "mine.cuh"',
+        '#/* two\nlines */include "mine.cuh"',
+        '/* two\n// lines */ #include "mine.cuh"',
+        '#\\\ninclude "mine.cuh"',
+        '#include \\ \r\n"mi\\\nne.cuh"',
+        '%:include "mine.cuh"',
+        '// it\'s "\n#include "mine.cuh"',
+        'const char* of = "/*", c = \'"\', *more = R"(" /*)";\n#include "mine.cuh"',
+        '#include "..//plugin/mine.cuh"',
+        "#include <..//plugin/mine.cuh>",
+    ],
+)
 def test_a_header_that_changes_is_compiled_anew(source: Path, compiled: list[object], include: str) -> None:
     source.write_text(f"{include}\n#include <cuda_fp16.h>\n")
     assert cubins.cubin(source, (), "sm_90a") == b"code 1"
     assert cubins.cubin(source, (), "sm_90a") == b"code 1"
     source.with_name("mine.cuh").write_text("#define ONE 2\n")
     assert cubins.cubin(source, (), "sm_90a") == b"code 2"
+
+
+@pytest.mark.parametrize("comment", ['// \\\n#include "mine.cuh"', '/*\n#include "mine.cuh"\n// */'])
+def test_a_comment_includes_nothing(source: Path, comment: str) -> None:
+    source.write_text(comment)
+    assert list(cubins._with_includes(source, ())) == [source]
 
 
 def test_whichever_header_the_compiler_takes_belongs_to_the_key(source: Path) -> None:
@@ -194,7 +218,7 @@ def test_a_header_that_the_source_names_by_a_macro_is_refused(source: Path, defi
     source.write_text('#include "uses.cuh"\n#include "names.cuh"\n')
     source.with_name("uses.cuh").write_text("#include HEADER\n")
     names = source.with_name("names.cuh")
-    names.write_text(f"#ifndef HEADER\n#  define HEADER {define}\n#endif\n")
+    names.write_text(f"#ifndef HEADER\n%:  define /**/ HEADER {define}\n#endif\n")
     with pytest.raises(KernelError, match=rf"{names} defines HEADER, by which {source} includes"):
         cubins._with_includes(source, ())
     paths = cubins._with_includes(source, ("HEADER=<mine.cuh>",))
