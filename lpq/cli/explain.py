@@ -13,7 +13,7 @@ from lpq.cli.kernels import Served, check_environment, pick_device, served, show
 from lpq.cli.output import Json, as_json, table
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.recipes import Recipe
-from lpq.recipes.gemms import GEMMS, TENSORS
+from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS
 from lpq.train.sources import refuse_rules
 
 SIDES: tuple[Direction, Direction] = ("row", "col")
@@ -31,10 +31,7 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
     made, where = lpq.recipe(recipe), pick_device(device)
     check_environment()
     gemms = {gemm: described(made, gemm) for gemm in GEMMS}
-    runs: dict[str, Served] = {
-        gemm: served("gemm", tuple(q.side(o.side) for o, q in made.operands.items() if o.gemm == gemm), where)
-        for gemm in GEMMS
-    }
+    runs: dict[str, Served] = {gemm: served("gemm", product, where) for gemm, product in made.products.items()}
     for tensor in TENSORS:
         runs |= encoding(made, tensor, where)
     tell(made, where, gemms, runs, json=json)
@@ -67,7 +64,8 @@ def tell(
 
 def described(recipe: Recipe, gemm: str) -> dict[str, Any]:
     """The operands of one GEMM, in order, and the quantizer of each."""
-    return {f"{o.tensor}.{o.side}": q.side(o.side).text for o, q in recipe.operands.items() if o.gemm == gemm}
+    names = (f"{operand.tensor}.{operand.side}" for operand in OPERANDS if operand.gemm == gemm)
+    return {name: side.text for name, side in zip(names, recipe.products[gemm], strict=True)}
 
 
 def encoding(recipe: Recipe, tensor: str, device: torch.device) -> dict[str, Served]:

@@ -61,11 +61,7 @@ class Plan:
         fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
         tensors = (recipe.x, recipe.w, recipe.dy)
         stochastic = any(q.side(d).stochastic for q in tensors for d in DIRECTIONS)
-        x, w, dy = tensors
-        products: list[Product] = [
-            (x.side("row"), w.side("row")), (dy.side("row"), w.side("col")), (dy.side("col"), x.side("col"))
-        ]  # fmt: skip
-        of = [product if any(map(_made_exactly, product)) else None for product in products]
+        of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
         return cls(*tensors, (fast[0] is not False, fast[1] is True, fast[2] is True), stochastic, *of)
 
     def __post_init__(self) -> None:

@@ -81,8 +81,8 @@ class Recipe:
                 raise RecipeError(f"{name} must be a Gemm, not {gemm!r}: lpq.recipe takes strings")
         if not isinstance(self.name, str | None):
             raise RecipeError(f"name must be a string, not {self.name!r}")
-        for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True):
-            _check_bases((a, self.operands[a].side(a.side)), (b, self.operands[b].side(b.side)))
+        for name, product in self.products.items():
+            _check_bases(name, product)
         for tensor in TENSORS:  # what cannot be joined is found now, not when a layer asks
             with place(tensor):
                 getattr(self, tensor)
@@ -96,6 +96,12 @@ class Recipe:
         """The quantizer of each operand, as given: the operand is its side ``Operand.side``."""
         quantizers = (q for gemm in (self.fprop, self.dgrad, self.wgrad) for q in (gemm.a, gemm.b))
         return dict(zip(OPERANDS, quantizers, strict=True))
+
+    @cached_property
+    def products(self) -> Mapping[str, tuple[Quantizer, Quantizer]]:
+        """For each GEMM what encodes its two operands: those sides of their quantizers."""
+        sides = {operand: quantizer.side(operand.side) for operand, quantizer in self.operands.items()}
+        return {a.gemm: (sides[a], sides[b]) for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)}
 
     @cached_property
     def x(self) -> Quantizer:
@@ -179,14 +185,16 @@ def explicit(quantizer: Quantizer) -> str:
     return quantizer.text if quantizer.text.endswith(")") else f"{quantizer.text}()"
 
 
-def _check_bases(a: tuple[Operand, Quantizer], b: tuple[Operand, Quantizer]) -> None:
+def _check_bases(gemm: str, product: tuple[Quantizer, Quantizer]) -> None:
     """Refuse to multiply a rotated matrix by one that is not rotated alike: only equal rotations cancel."""
-    if a[1].rotation == b[1].rotation:
+    if product[0].rotation == product[1].rotation:
         return
+    a, b = (operand for operand in OPERANDS if operand.gemm == gemm)
     first, second = (
-        f"{o.tensor}.{o.side} = {q} is {f'rotated by {q.rotation}' if q.rotation else 'not rotated'}" for o, q in (a, b)
+        f"{o.tensor}.{o.side} = {q} is {f'rotated by {q.rotation}' if q.rotation else 'not rotated'}"
+        for o, q in zip((a, b), product, strict=True)
     )
     raise RecipeError(
-        f"{a[0].gemm} cannot multiply its operands: {first}, {second}. "
-        f"Give both the same rotation or neither, by another quantizer for {a[0]} or {b[0]}."
+        f"{gemm} cannot multiply its operands: {first}, {second}. "
+        f"Give both the same rotation or neither, by another quantizer for {a} or {b}."
     )

@@ -17,6 +17,7 @@ from lpq.distributed.shard import WeightShard, plain
 from lpq.nn import Linear
 from lpq.observe import Collective, collectives, gathered_bytes, held_bytes
 from lpq.ops import choose
+from lpq.recipes.gemms import GEMMS
 from lpq.train.ranks import Ranks
 
 
@@ -148,16 +149,11 @@ def served_by(model: nn.Module, device: torch.device) -> list[Served]:
     return [Served(*what, layers) for what, layers in sorted(counted.items(), key=lambda item: GEMMS.index(item[0][0]))]
 
 
-GEMMS = ("fprop", "dgrad", "wgrad")
-
-
 def _gemms(layer: nn.Linear, device: torch.device) -> dict[str, tuple[str, str, tuple[str, ...]]]:
     recipe = layer.recipe if isinstance(layer, Linear) else None
     if recipe is None:
         return dict.fromkeys(GEMMS, ("left to PyTorch", "torch", ()))
-    x, w, dy = recipe.x, recipe.w, recipe.dy
-    pairs = ((x.side("row"), w.side("row")), (dy.side("row"), w.side("col")), (dy.side("col"), x.side("col")))
-    return {gemm: _served(*pair, device) for gemm, pair in zip(GEMMS, pairs, strict=True)}
+    return {gemm: _served(*product, device) for gemm, product in recipe.products.items()}
 
 
 def _served(a: Quantizer, b: Quantizer, device: torch.device) -> tuple[str, str, tuple[str, ...]]:

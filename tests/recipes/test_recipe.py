@@ -114,6 +114,17 @@ def test_joining_two_operands_keeps_both(recipe: Recipe) -> None:
             assert whole.col_source == quantizer.col_source
 
 
+@settings(max_examples=60, deadline=None)
+@given(RECIPES)
+def test_products_are_of_the_sides_of_tensors(recipe: Recipe) -> None:
+    x, w, dy = recipe.x, recipe.w, recipe.dy
+    assert recipe.products == {
+        "fprop": (x.side("row"), w.side("row")),
+        "dgrad": (dy.side("row"), w.side("col")),
+        "wgrad": (dy.side("col"), x.side("col")),
+    }
+
+
 @pytest.mark.parametrize("text", QUANTIZERS)
 def test_one_quantizer_for_both_operands_stays_itself(text: str) -> None:
     gemm = uniform(text)
