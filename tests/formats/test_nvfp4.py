@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lpq_nvfp4 import reference
+from lpq_nvfp4 import cuda, reference
 from lpq_nvfp4.cuda import fresh
 from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
 from torch import Tensor
@@ -346,6 +346,21 @@ def test_quantize_takes_the_offset_of_a_shard(options: str) -> None:
     lost = q.quantize(x[16:32], seed=4)
     assert not torch.equal(lost.row.data, whole.row.data[16:32]), "without its offset a shard must differ"
     assert not torch.equal(lost.col.data, whole.col.data[:, 8:16])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("offset", [0, 5, 16])
+def test_a_kernel_leaves_random_bits_of_cut_groups_to_the_reference(
+    options: str, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else."""
+    monkeypatch.setattr(cuda, "_run", lambda *_, **how: ["launched"])
+    monkeypatch.setattr(cuda, "quantize_reference", lambda *_: ["left"])
+    row, col = (quantizer(options).side(direction) for direction in ("row", "col"))
+    for wanted in ((row, None), (None, col), (row, col)):
+        made = cuda.quantize(normal(32, 32), [], *wanted, torch.tensor(1), offset, False)
+        cut = offset == 5 and wanted[1] is not None and "stochastic=true" in options
+        assert made == ["left" if cut else "launched"], wanted
 
 
 def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:

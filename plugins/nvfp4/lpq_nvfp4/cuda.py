@@ -78,7 +78,8 @@ def quantize(
     measure: bool,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """As the reference. The column operand's random bits come in groups of rows, which a shard must not cut."""
+    """As the reference, which is called itself where there is nothing to launch for, or where the first row of a shard
+    cuts a group of 16 that the random bits of a column operand come in. No layer asks for that."""
     dtype = dtype or x.dtype
     cut = col is not None and col.stochastic and offset % GROUP
     if x.numel() == 0 or cut or (row is not None and row.rht):

@@ -241,7 +241,8 @@ def quantize(
     offset: int,
     measure: bool,
 ) -> list[Tensor]:
-    """As the reference. The column operand's random bits come in groups of rows, which a shard must not cut."""
+    """As the reference, which is called itself where there is nothing to launch for, or where the first row of a shard
+    cuts a group of 16 that the random bits of a column operand come in. No layer asks for that."""
     cut = _stochastic(col, seed) and offset % GROUP
     if x.numel() == 0 or cut:
         return quantize_reference(x, stats, row, col, seed, offset, measure)
