@@ -194,6 +194,13 @@ def test_a_file_is_short_and_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(text)), "a module says in its docstring what it is for"
 
 
+@pytest.mark.parametrize("path", files("csrc/**/*.cu", "csrc/**/*.cuh"), ids=short)
+def test_a_cuda_source_is_short_and_says_what_it_is_for(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 500
+    assert text.startswith("// "), "a source says in its first line what it is for"
+
+
 def test_the_median_file_is_no_longer_than_about_150_lines() -> None:
     lengths = sorted(len(p.read_text().splitlines()) for p in files("lpq/**/*.py", "plugins/**/*.py"))
     assert lengths[len(lengths) // 2] <= 150

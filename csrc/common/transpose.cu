@@ -1,7 +1,7 @@
 // The transpose of a matrix of bytes, and of one of nibbles whose rows are padded to 16.
 //
 // A block of threads takes 256 rows of LPQ_WIDE bytes, or twice LPQ_WIDE rows of 256 nibbles; a thread 16 bytes of 8 rows.
-#include "tile.cuh"
+#include "transposed.cuh"
 
 static_assert(THREADS == 2 * WIDE, "as many threads as there are 16 bytes of 8 rows");
 

@@ -4,6 +4,7 @@
 #pragma once
 #include "scale.cuh"
 #include "side.cuh"
+#include "transposed.cuh"
 
 namespace fp8 {
 

@@ -7,6 +7,7 @@
 #pragma once
 #include "decode.cuh"
 #include "side.cuh"
+#include "transposed.cuh"
 
 namespace mxfp8 {
 

@@ -9,6 +9,7 @@
 #include "philox.cuh"
 #include "rotation.cuh"
 #include "side.cuh"
+#include "transposed.cuh"
 
 namespace nvfp4 {
 
