@@ -102,8 +102,9 @@ def assert_captured(text: str) -> None:
 
 
 def _made(quantizer: Quantizer, x: Tensor, seed: Tensor) -> list[Tensor]:
-    """Both operands, what they decode to, and their transposes where they have some."""
-    made: list[Tensor] = []
+    """The statistics of both operands, the operands, what they decode to, and their transposes where they have some."""
+    row, col = (side if side.stats else None for side in (quantizer.side("row"), quantizer.side("col")))
+    made = operations.measure(x, row, col) if row is not None or col is not None else []
     for _, operand in quantizer.quantize(x, seed=seed).operands:
         made += [*operand.tensors(), operations.decode(operand, torch.bfloat16)]
         if operand.quantizer.transposable:

@@ -20,6 +20,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 SHAPE = (2**16 + 128, 2**15)
+MEASURED = [
+    "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "nvfp4", "nvfp4(rht=true)", "nvfp4(block=16x16)",
+]  # fmt: skip
 
 
 def _matrix(dtype: torch.dtype) -> Tensor:
@@ -43,6 +46,21 @@ def test_rounded_on_the_way(text: str) -> None:
         assert one is not None
         assert other is not None
         assert_same(list(one.tensors()), list(other.tensors()), text)
+
+
+@pytest.mark.parametrize("text", MEASURED)
+def test_statistics(text: str) -> None:
+    """Those of the last rows are what these have alone, and the largest is found where it lies last."""
+    quantizer = lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    x = _matrix(torch.bfloat16)
+    x[-1, -1] = 1e4
+    of_all, of_end = (operations.measure(part, row, col) for part in (x, x[-128:].clone()))
+    for (stat, dim), found, expected in zip(operations.declared(row, col), of_all, of_end, strict=True):
+        if stat.block != (None, None):
+            assert found.numel() > expected.numel()
+            found = found.narrow(dim, found.shape[dim] - expected.shape[dim], expected.shape[dim])
+        assert_same([found], [expected], f"{text}, {stat.name} along {dim}")
 
 
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "nvfp4(rht=true, stochastic=true)"])
