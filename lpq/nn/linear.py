@@ -456,7 +456,7 @@ class Linear(nn.Linear):
         state = self._states().get("w")
         with torch.no_grad():
             row, col, stats = weight_operands(self._plan.w, self.weight, state=state)
-            if state is not None:
+            if state is not None and stats:  # of one that is stored quantized nothing is measured
                 remember(self._plan.w, state, stats)
         assert col is not None
         self._held = HeldWeight(row, col, self.weight, self._plan.w, self.weight._version)
