@@ -339,14 +339,22 @@ def set_step(model: nn.Module, step: int) -> None:
 
 @contextmanager
 def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
-    """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside."""
+    """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside.
+
+    Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not look, on leaving.
+    Inside of another ``hold_weights`` those that it holds stay its own.
+    """
     layers = [m for m in model.modules() if isinstance(m, Linear)]
     if not layers:
         raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")
+    own = [layer for layer in layers if layer.held is None]
     try:
-        for layer in layers:
+        for layer in own:
             layer.hold_weight()
         yield model
+        if not any(held.refused for layer in own if (held := layer.held) is not None):  # else a pass has said it
+            for layer in own:
+                layer.held_weight()
     finally:
-        for layer in layers:
+        for layer in own:
             layer.release_weight()

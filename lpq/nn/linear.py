@@ -69,7 +69,7 @@ class Plan:
             quantizer.ready()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class HeldWeight:
     """A weight encoded once for several passes."""
 
@@ -78,6 +78,8 @@ class HeldWeight:
     weight: Tensor
     quantizer: Quantizer
     version: int
+    refused: bool = False
+    """Whether a pass has raised the error that it is out of date."""
 
     def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
         """Whether that is the weight still, and how it is encoded."""
@@ -398,7 +400,7 @@ class Linear(nn.Linear):
             check_memories(self, states)
         measured = self._gathered("w" in states)
         y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
-            x, weight, self.bias, self._plan, dtype, states, seeds, self._held_weight(), measured, self.accumulate
+            x, weight, self.bias, self._plan, dtype, states, seeds, self.held_weight(), measured, self.accumulate
         )
         # Not a view to autograd: what a module returns may be changed in place.
         return y if input.dim() == 2 else torch.ops.aten._unsafe_view(y, (*input.shape[:-1], self.out_features))
@@ -464,11 +466,18 @@ class Linear(nn.Linear):
     def release_weight(self) -> None:
         self._held = None
 
-    def _held_weight(self) -> HeldWeight | None:
+    @property
+    def held(self) -> HeldWeight | None:
+        """The encoded weight, from ``hold_weight`` to ``release_weight``, whether it is out of date or not."""
+        return self._held
+
+    def held_weight(self) -> HeldWeight | None:
+        """The same, refused if it is out of date. A compiled pass does not look."""
         held = self._held
         if held is None or torch.compiler.is_compiling():
             return held
         if self._plan is not None and not held.is_of(self.weight, self._plan.w):
+            held.refused = True
             raise RuntimeError(
                 f"{self.title}: the weight was changed while its encoded form is held, or has another format now; "
                 "leave lpq.hold_weights before the optimizer's step, and before another recipe"

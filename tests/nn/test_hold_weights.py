@@ -24,3 +24,47 @@ def test_a_stored_weight_whose_format_remembers_is_held() -> None:
         y.sum().backward()
     assert torch.equal(y, expected)
     assert not module.w_amax_history.any()  # nothing was measured of it
+
+
+CHANGED = r"Linear\(64, 32\): the weight was changed while its encoded form is held, or has another format now"
+
+
+def test_a_compiled_layer_whose_held_weight_was_changed_is_refused_on_leaving() -> None:
+    torch._dynamo.reset()
+    module, x = layer("fp8-current"), torch.randn(4, 64)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=CHANGED), lpq.hold_weights(module), torch.no_grad():
+        compiled(x)
+        module.weight.mul_(2)
+        compiled(x)  # which multiplies the weight as it was: what is compiled does not look
+    assert torch.equal(compiled(x), module(x))  # it is held no more
+
+
+def test_leaving_says_nothing_beside_another_error() -> None:
+    module = layer("mxfp8")
+    with pytest.raises(KeyError, match="mine"), lpq.hold_weights(module), torch.no_grad():
+        module.weight.mul_(2)
+        raise KeyError("mine")
+    with lpq.hold_weights(module), torch.no_grad():
+        module.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            module(torch.randn(4, 64))  # which has said it
+    module(torch.randn(4, 64))
+
+
+def test_inside_of_another_hold_weights_the_outer_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lpq.nn import linear
+
+    model, x = nn.Sequential(layer("mxfp8"), nn.Linear(32, 64), layer("mxfp8")), torch.randn(4, 64)
+    calls: list[int] = []
+    original = linear.weight_operands
+    monkeypatch.setattr(linear, "weight_operands", lambda *a, **k: calls.append(1) or original(*a, **k))
+    with lpq.hold_weights(model[2]):
+        for _ in range(2):
+            with lpq.hold_weights(model):
+                model(x)
+        assert len(calls) == 3  # the last layer's once
+        model(x)
+        assert len(calls) == 4
+    model(x)
+    assert len(calls) == 6
