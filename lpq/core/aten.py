@@ -144,7 +144,7 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
 def _split(t: QuantizedTensor, size: int, dim: int = 0) -> Any:
     length = t.shape[dim]
     sizes = [min(size, length - at) for at in range(0, length, size)] if size else []
-    return _split_with_sizes(t, sizes or [length], dim)
+    return _split_with_sizes(t, sizes or [min(size, 0)], dim)  # torch refuses these, but for nothing in none
 
 
 @implements(aten.split_with_sizes.default)

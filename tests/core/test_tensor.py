@@ -164,6 +164,20 @@ def test_what_has_other_sizes_beside_is_not_joined(one: tuple[int, ...], other: 
         torch.cat(pieces, dim)
 
 
+@pytest.mark.filterwarnings("ignore::lpq.core.PrecisionWarning")
+@pytest.mark.parametrize("size", [0, -1])
+def test_pieces_of_no_size_are_refused_as_torch_does(size: int) -> None:
+    t = make("mxfp8", True, True)
+    with pytest.raises(RuntimeError) as expected:
+        t.dequantize().split(size)
+    with pytest.raises(RuntimeError) as found:
+        t.split(size)
+    assert str(found.value) == str(expected.value)
+    (empty,) = t[:0].split(0)
+    assert isinstance(empty, QuantizedTensor)
+    assert empty.shape == (0, COLS)
+
+
 @every
 @sides
 def test_copies_own_their_bytes(text: str, row: bool, col: bool) -> None:
