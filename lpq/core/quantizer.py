@@ -8,6 +8,7 @@ random bits and kernels are the core's business. A quantizer holds no tensor, no
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
@@ -147,6 +148,8 @@ class Quantizer:
             value, hint = getattr(self, field.name), hints[field.name]
             if not _fits(value, hint):
                 raise OptionError.invalid(type(self).__name__, field.name, value, _words(hint))
+            if type(value) in (int, float) and (hint is float or float in get_args(hint)):
+                object.__setattr__(self, field.name, float(value) + 0.0)  # 3 and 3.0, or 0.0 and -0.0, are one text
 
     @cached_property
     def text(self) -> str:
@@ -215,7 +218,7 @@ def _fits(value: object, hint: Any) -> bool:
     if hint is int:
         return type(value) is int
     if hint is float:
-        return type(value) in (int, float)
+        return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
     return not isinstance(hint, type) or isinstance(value, hint)
 
 

@@ -102,7 +102,13 @@ def _call(quantizer: Any) -> Call:
     for field in dataclasses.fields(quantizer):
         value = getattr(quantizer, field.name)
         default_value = field.default_factory() if callable(field.default_factory) else field.default
-        if type(value) is type(default_value) and value == default_value:
+        if _same(value, default_value):
             continue
         options.append((field.name, _call(value) if dataclasses.is_dataclass(value) else value))
     return Call(format_of(type(quantizer)).name, tuple(options))
+
+
+def _same(value: Any, default_value: Any) -> bool:
+    """Whether that is the default. A whole number that is the default of a number is kept as a float."""
+    kept_as_float = type(value) is float and type(default_value) is int
+    return (type(value) is type(default_value) or kept_as_float) and bool(value == default_value)
