@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
+from lpq.core.given import unfit_bias
 from lpq.core.layout import Stat
 from lpq.core.multiplicand import operand_of
 from lpq.core.operators import alone, define, distinct, layouts
@@ -401,6 +402,8 @@ def gemm(
     first, second = a.tensors(), b.tensors()
     if first[0].device != second[0].device:
         raise ValueError(f"gemm: a is on {first[0].device} and b on {second[0].device}: move one to the other")
+    if bias is not None and (getattr(bias, "shape", None) != (b.shape[0],) or bias.device != first[0].device):
+        raise unfit_bias(bias, b.shape[0], first[0].device)
     if a.quantizer.plain and b.quantizer.plain:
         if not torch.compiler.is_compiling():
             check_there(second[0])

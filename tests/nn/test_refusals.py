@@ -47,6 +47,22 @@ def test_operands_on_two_devices_are_not_multiplied() -> None:
         lpq.gemm(here, there)
 
 
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "identity"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_bias_that_does_not_fit_is_refused_in_words(text: str, device: str) -> None:
+    """A kernel would read behind the end of a short one, and the reference adds whatever can be broadcast."""
+    a, b = (lpq.quantizer(text).quantize(torch.randn(rows, 64, device=device)).row for rows in (48, 32))
+    for shape in ((1,), (), (31,), (48,), (48, 32), (1, 32)):
+        with pytest.raises(ValueError, match=r"gemm: the bias is \[.*\], and b has 32 rows: .* shape \[32\]"):
+            lpq.gemm(a, b, bias=torch.zeros(shape, device=device))
+    elsewhere = "meta" if device == "cpu" else "cpu"
+    with pytest.raises(ValueError, match=rf"the bias is on {elsewhere} and the operands are on {device}: move one"):
+        lpq.gemm(a, b, bias=torch.zeros(32, device=elsewhere))
+    with pytest.raises(TypeError, match="the bias is a list: it must be a tensor, or None"):
+        lpq.gemm(a, b, bias=[0.0] * 32)
+    assert lpq.gemm(a, b, bias=torch.zeros(32, device=device)).shape == (48, 32)
+
+
 def test_a_second_derivative_is_refused() -> None:
     x = torch.randn(4, 48, requires_grad=True)
     y = lpq.nn.Linear(48, 32, recipe="mxfp8")(x).sum()  # of which dx does not depend on x: nobody would notice

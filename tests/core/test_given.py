@@ -1,0 +1,82 @@
+"""What a caller gives to Quantizer.quantize beside the tensor: kernels get it as pointers, so it is checked before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq.core import QuantizedTensor
+
+RANDOM = lpq.quantizer("nvfp4(stochastic=true)")
+DELAYED = lpq.quantizer("fp8(scaling=delayed, history=4)")
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+
+
+def codes(t: QuantizedTensor) -> Tensor:
+    assert t.row is not None
+    return t.row.data
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [torch.tensor(7), *(torch.tensor(7, dtype=d) for d in (torch.int32, torch.uint8, torch.int16)), 7 + (1 << 64)],
+    ids=repr,
+)
+def test_the_bits_are_those_of_the_number(seed: Any) -> None:
+    assert torch.equal(codes(RANDOM.quantize(X, seed=seed)), codes(RANDOM.quantize(X, seed=7)))
+
+
+def test_a_seed_follows_the_tensor() -> None:
+    t = RANDOM.quantize(X.to("meta"), seed=torch.tensor(7))
+    assert t.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("seed", "said"),
+    [
+        (5.7, "5.7"),
+        ("5", "'5'"),
+        (True, "True"),
+        (torch.tensor(5.0), r"torch.float32 of shape \[\]"),
+        (torch.tensor(True), r"torch.bool of shape \[\]"),
+        (torch.tensor([5]), r"torch.int64 of shape \[1\]"),
+        (np.float64(5.7), ".*5.7"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("quantizer", [RANDOM, lpq.quantizer("mxfp8")], ids=str)
+def test_what_is_no_seed_is_refused_in_words(quantizer: Any, seed: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=rf"the seed is {said}.*: pass an int, or a 0-dimensional tensor of integers"):
+        quantizer.quantize(X, seed=seed)
+
+
+def _without(name: str) -> dict[str, Any]:
+    return {n: t for n, t in DELAYED.new_state().items() if n != name}
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        (_without("amax_history"), ValueError, r"state has no amax_history: pass what fp8\(.*\)\.new_state\(\) made"),
+        ({"other": torch.zeros(())}, ValueError, "state has no "),
+        (_without("amax_history") | {"amax_history": torch.zeros(7, 7)}, ValueError, "amax_history is of another shape"),
+        ({n: t.double() for n, t in DELAYED.new_state().items()}, TypeError, r"is torch\.float64, .* torch\.float32"),
+        (DELAYED.new_state("meta"), ValueError, "is on meta, and what is encoded on cpu: move one of them"),
+        (_without("amax_history") | {"amax_history": [0.0] * 4}, TypeError, "amax_history is a list: it must be a ten"),
+    ],
+)
+def test_what_is_no_state_is_refused_in_words(state: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DELAYED.quantize(X, state=state)
+
+
+def test_a_state_may_have_more_than_is_needed() -> None:
+    state = DELAYED.new_state() | {"other": torch.zeros(3)}
+    DELAYED.quantize(X, state=state)
+    assert state["amax_history"][0] == X.abs().max()
+    lpq.quantizer("mxfp8").quantize(X, state=state)  # which remembers nothing
