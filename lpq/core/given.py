@@ -5,8 +5,76 @@ Kernels get it as pointers, and would read whatever lies there. What layers make
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lpq.core.quantizer import Quantizer
+
+INTEGERS = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+)  # fmt: skip
+
+
+def is_seed(seed: object) -> bool:
+    """Whether that is a seed, or None: kernels read 64 bits, and would round with those of whatever else it is."""
+    if isinstance(seed, Tensor):
+        return seed.dim() == 0 and seed.dtype in INTEGERS
+    return seed is None or (isinstance(seed, int) and not isinstance(seed, bool))
+
+
+def check_seed(seed: object) -> None:
+    """Refuse what is no seed."""
+    if not is_seed(seed):
+        what = f"{seed.dtype} of shape {list(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
+        raise TypeError(f"the seed is {what}: pass an int, or a 0-dimensional tensor of integers")
+
+
+def signed(seed: int) -> int:
+    """The number of 64 bits with a sign that has the lowest 64 bits of a seed."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
+    """A seed as kernels read it."""
+    check_seed(seed)
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor):
+        return seed.to(device, torch.int64)
+    return torch.tensor(signed(seed), dtype=torch.int64, device=device)
+
+
+def state_of(
+    quantizer: Quantizer, state: Mapping[str, Tensor], device: torch.device, what: str = "state", of: str = "the tensor"
+) -> dict[str, Tensor]:
+    """What the quantizer needs of a state; empty if it remembers nothing. ``what`` messages call it, and ``of`` what
+    is encoded."""
+    branches = quantizer.state_branches().items()
+    needed = {prefix + buffer.name: buffer.shape for prefix, side in branches for buffer in side.state}
+    if missing := [name for name in needed if name not in state]:
+        raise ValueError(
+            f"{what} has no {', '.join(missing)}: pass what {quantizer}.new_state() made, or None to encode with the "
+            f"statistics of {of}"
+        )
+    for name, shape in needed.items():
+        if fault := _unfit_buffer(state[name], shape, device):
+            raise ValueError(f"{what}: {name} {fault}: pass what {quantizer}.new_state(device) made")
+    return {name: state[name] for name in needed}
+
+
+def _unfit_buffer(buffer: object, shape: Sequence[int], device: torch.device) -> str:
+    """What is wrong with a buffer of a state; empty if nothing is."""
+    if not isinstance(buffer, Tensor):
+        return f"is a {type(buffer).__name__} and no tensor"
+    if buffer.shape != tuple(shape):
+        return f"is of shape {list(buffer.shape)} and not {list(shape)}"
+    if buffer.dtype != torch.float32:
+        return f"is {buffer.dtype} and not torch.float32"
+    return f"is on {buffer.device}, and what is encoded on {device}" if buffer.device != device else ""
 
 
 def unfit_bias(bias: object, rows: int, device: torch.device) -> Exception:

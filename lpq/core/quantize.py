@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import operations, pairs
+from lpq.core.given import as_seed, state_of
 from lpq.core.operators import ORDINARY, alone
 from lpq.core.reduce import check_shard, reduce_stats, spans
 from lpq.core.storage import Storage
@@ -167,7 +168,7 @@ def quantize_tensor(
     if not (row or col):
         raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")
     check_input(x)
-    state = state or None
+    state = (state_of(quantizer, state, x.device) or None) if state else None
     with torch.no_grad():
         matrix = as_matrix(x)
         if quantizer.side("row").plain or quantizer.side("col").plain:
@@ -200,10 +201,3 @@ def as_matrix(x: Tensor) -> Tensor:
     for size in x.shape[:-1]:
         rows *= size
     return x.reshape(rows, cols)
-
-
-def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
-    if seed is None or isinstance(seed, Tensor):
-        return seed
-    signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-    return torch.tensor(signed, dtype=torch.int64, device=device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lpq
 from lpq.core import QuantizedTensor
+from lpq.distributed import cast_master_weights
 
 RANDOM = lpq.quantizer("nvfp4(stochastic=true)")
 DELAYED = lpq.quantizer("fp8(scaling=delayed, history=4)")
@@ -64,10 +65,22 @@ def _without(name: str) -> dict[str, Any]:
     [
         (_without("amax_history"), ValueError, r"state has no amax_history: pass what fp8\(.*\)\.new_state\(\) made"),
         ({"other": torch.zeros(())}, ValueError, "state has no "),
-        (_without("amax_history") | {"amax_history": torch.zeros(7, 7)}, ValueError, "amax_history is of another shape"),
-        ({n: t.double() for n, t in DELAYED.new_state().items()}, TypeError, r"is torch\.float64, .* torch\.float32"),
-        (DELAYED.new_state("meta"), ValueError, "is on meta, and what is encoded on cpu: move one of them"),
-        (_without("amax_history") | {"amax_history": [0.0] * 4}, TypeError, "amax_history is a list: it must be a ten"),
+        (
+            _without("amax_history") | {"amax_history": torch.zeros(7, 7)},
+            ValueError,
+            r"state: amax_history is of shape \[7, 7\] and not",
+        ),
+        (
+            {n: t.double() for n, t in DELAYED.new_state().items()},
+            ValueError,
+            r"is torch\.float64 and not torch\.float32",
+        ),
+        (
+            DELAYED.new_state("meta"),
+            ValueError,
+            r"is on meta, and what is encoded on cpu: pass what .*\.new_state\(device\)",
+        ),
+        (_without("amax_history") | {"amax_history": [0.0] * 4}, ValueError, "amax_history is a list and no tensor"),
     ],
 )
 def test_what_is_no_state_is_refused_in_words(state: Any, error: type[Exception], words: str) -> None:
@@ -80,3 +93,14 @@ def test_a_state_may_have_more_than_is_needed() -> None:
     DELAYED.quantize(X, state=state)
     assert state["amax_history"][0] == X.abs().max()
     lpq.quantizer("mxfp8").quantize(X, state=state)  # which remembers nothing
+
+
+@pytest.mark.parametrize("seed", [5.7, torch.tensor([5]), torch.tensor(5.0)], ids=repr)
+def test_a_cast_of_masters_refuses_the_same(seed: Any) -> None:
+    weight, master = RANDOM.quantize(X), X.flatten()
+    with pytest.raises(TypeError, match=r"the seed is .*: pass an int, or a 0-dimensional tensor of integers"):
+        cast_master_weights([weight], [master], [0], None, seed=seed)
+    weight, state = DELAYED.quantize(X), {n: t.double() for n, t in DELAYED.new_state().items()}
+    for wrong, words in ((state, r"is torch\.float64 and not"), (DELAYED.new_state("meta"), "is on meta, and what")):
+        with pytest.raises(ValueError, match=rf"^states\[0\]: \w+ {words}"):
+            cast_master_weights([weight], [master], [0], None, states=[wrong])

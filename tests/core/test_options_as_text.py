@@ -35,9 +35,7 @@ class Acme:
     @registry.hookimpl
     def lpq_register_formats() -> FormatSpec:
         quantizer, storage = (f"{__name__}:{c.__name__}" for c in (AcmeQuantizer, AcmeStorage))
-        return FormatSpec(
-            name="acme", summary="for this test", quantizer=quantizer, storage=storage, effective_bits=32
-        )
+        return FormatSpec(name="acme", summary="for this test", quantizer=quantizer, storage=storage, effective_bits=32)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import QuantizedTensor, Quantizer
+from lpq.core.given import check_seed, is_seed, signed, state_of
 from lpq.distributed.casting.fragments import Span
 from lpq.distributed.casting.kinds import Item
 from lpq.ops.uploads import on_device
@@ -34,14 +35,14 @@ def items_of(
         raise ValueError(f"cast_master_weights: {counts}: pass one of each for every weight")
     for i, weight in enumerate(weights):
         _check_weight(i, weight, weights[0].device)
-    seeds = _seeds(seed, len(weights), weights[0].device) if weights else []
+    seeds = _seeds(seed if is_seed(seed) else None, len(weights), weights[0].device) if weights else []
     items: list[Item] = []
     for i, weight in enumerate(weights):
         state = states[i] if states is not None else None
         fault: Exception | None = None
         try:
             _check_seed(i, weight.quantizer, seed)
-            remembered = _memory(i, weight.quantizer, state)
+            remembered = _memory(i, weight, state)
             values, span = _fragment(i, weight, masters[i], offsets[i], ranks)
         except (TypeError, ValueError) as error:
             if ranks == 1:
@@ -59,8 +60,7 @@ def _seeds(seed: Tensor | int | None, count: int, device: torch.device) -> Seque
         return [None] * count
     if isinstance(seed, Tensor):
         return (seed.to(device, torch.int64) + torch.arange(count, device=device)).unbind()
-    signed = [(seed + i + (1 << 63)) % (1 << 64) - (1 << 63) for i in range(count)]
-    return on_device(signed, torch.int64, device).unbind()
+    return on_device([signed(seed + i) for i in range(count)], torch.int64, device).unbind()
 
 
 def _check_weight(i: int, weight: QuantizedTensor, device: torch.device) -> None:
@@ -87,6 +87,7 @@ def _check_weight(i: int, weight: QuantizedTensor, device: torch.device) -> None
 
 
 def _check_seed(i: int, quantizer: Quantizer, seed: Tensor | int | None) -> None:
+    check_seed(seed)
     if seed is None and (quantizer.side("row").stochastic or quantizer.side("col").stochastic):
         raise ValueError(
             f"weights[{i}]: {quantizer} rounds stochastically, and all ranks must draw the same random bits: "
@@ -94,24 +95,18 @@ def _check_seed(i: int, quantizer: Quantizer, seed: Tensor | int | None) -> None
         )
 
 
-def _memory(i: int, quantizer: Quantizer, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
+def _memory(i: int, weight: QuantizedTensor, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
     """What is remembered of a weight, or None if that is nothing."""
-    needed = quantizer.new_state("meta") if state else {}
-    if not state or not needed:
+    quantizer = weight.quantizer
+    remembered = state_of(quantizer, state, weight.device, f"states[{i}]", "the masters") if state else {}
+    if not remembered:
         return None
-    if missing := [name for name in needed if name not in state]:
-        raise ValueError(
-            f"states[{i}] has no {', '.join(missing)}: pass what {quantizer}.new_state() made, or None to encode "
-            "with the statistics of the masters"
-        )
-    if wrong := [name for name, like in needed.items() if state[name].shape != like.shape]:
-        raise ValueError(f"states[{i}]: {', '.join(wrong)} is of another shape than what {quantizer}.new_state() makes")
     if quantizer.col_source == "row" and quantizer.side("col").state:
         raise ValueError(
             f"states[{i}]: {quantizer.side('col')} would remember statistics of what the row operand decodes to, "
             "which are known after the gather only: pass None to encode with the statistics of the masters"
         )
-    return {name: state[name] for name in needed}
+    return remembered
 
 
 def _fragment(i: int, weight: QuantizedTensor, master: Tensor | None, offset: int, ranks: int) -> tuple[Tensor, Span]:
