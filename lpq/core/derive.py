@@ -1,4 +1,5 @@
-"""A column operand that follows from the row operand, so that only one of the two is kept or sent."""
+"""What the two sides of a quantizer say together: whether there are random bits in what it encodes, and whether a
+column operand follows from the row operand, so that only one of the two is kept or sent."""
 
 from __future__ import annotations
 
@@ -11,6 +12,11 @@ from lpq.core.storage import Storage
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
+
+
+def rounds_stochastically(quantizer: Quantizer) -> bool:
+    """Whether either operand is rounded with random bits."""
+    return quantizer.side("row").stochastic or quantizer.side("col").stochastic
 
 
 def derives_col(quantizer: Quantizer) -> bool:

@@ -18,7 +18,7 @@ from lpq.core.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lpq.core.quantizer import Direction, Quantizer
+    from lpq.core.quantizer import Quantizer
 
 
 class _Part:
@@ -71,7 +71,8 @@ def write(
     in_turn: list[_Part] = []
     kept = {id(target): skip for target, skip in zip(targets, unless or (), strict=False)}
     for target, value in zip(targets, values, strict=True):
-        row, col = (target.quantizer.side(d) if held is not None else None for d, held in _sides(target))
+        sides = {direction: target.quantizer.side(direction) for direction, _ in target.sides}
+        row, col = sides.get("row"), sides.get("col")
         if col is not None and target.quantizer.col_source == "row":
             in_turn.append(_Part(target, _as_kept(target, value), target.quantizer.side("row"), None))
         else:
@@ -88,10 +89,6 @@ def write(
         overwrite(part.target, *part.encode(), kept.get(id(part.target)))
     for part, first in zip(cols, encoded, strict=True):
         overwrite(part.target, first, part.encode()[1], kept.get(id(part.target)))
-
-
-def _sides(target: QuantizedTensor) -> list[tuple[Direction, Storage | None]]:
-    return [("row", target.stored[0]), ("col", target.stored[1])]
 
 
 def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lpq.core import QuantizedTensor
+from lpq.core.derive import rounds_stochastically
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ def attach(parameter: Tensor) -> None:
         return
     quantizer = part.quantizer
     replicas = mesh.size() // mesh.size(sharded[0])
-    if replicas > 1 and (quantizer.side("row").stochastic or quantizer.side("col").stochastic):
+    if replicas > 1 and rounds_stochastically(quantizer):
         raise ValueError(
             f"{part.whose}a {list(parameter.shape)} weight is stored as {quantizer}, which rounds stochastically: its "
             f"{replicas} replicas would be rounded with different random bits and part. Store it with another "

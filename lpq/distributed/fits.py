@@ -11,14 +11,14 @@ from functools import cache
 import torch
 
 from lpq.core import Quantizer
-from lpq.core.derive import derives_col
+from lpq.core.derive import derives_col, rounds_stochastically
 
 
 @cache  # asked before every gather
 def why_not(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
     """Why shards of a weight of so many rows cannot be encoded when it is gathered; None if they can."""
-    row, col = quantizer.side("row"), quantizer.side("col")
-    if row.stochastic or col.stochastic:
+    col = quantizer.side("col")
+    if rounds_stochastically(quantizer):
         return f"{quantizer} rounds stochastically, and each rank would draw random bits of its own"
     if quantizer.col_source == "row" and col.state:
         return f"{col} would have to remember statistics of what the row operand decodes to"

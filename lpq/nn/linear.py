@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lpq import recipes, registry
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
+from lpq.core.derive import rounds_stochastically
 from lpq.core.exact import serves
 from lpq.core.gathered import Gathered
 from lpq.core.quantize import as_matrix
@@ -60,7 +61,7 @@ class Plan:
         """The plan that a recipe makes. Gradients are summed exactly unless it says otherwise."""
         fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
         tensors = (recipe.x, recipe.w, recipe.dy)
-        stochastic = any(q.side(d).stochastic for q in tensors for d in DIRECTIONS)
+        stochastic = any(map(rounds_stochastically, tensors))
         of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
         return cls(*tensors, (fast[0] is not False, fast[1] is True, fast[2] is True), stochastic, *of)
 

@@ -72,5 +72,5 @@ def test_numbers_that_are_equal_are_one_text(first: dict[str, float], second: di
 def test_whole_numbers_and_truths_stay_what_they_are() -> None:
     assert type(AcmeQuantizer(steps=3).steps) is int
     for wrong in ({"steps": 3.0}, {"alpha": True}, {"alpha": "3"}, {"alpha": 10**400}):
-        with pytest.raises(OptionError, match="AcmeQuantizer: option '(steps|alpha)' must be a"):
+        with pytest.raises(OptionError, match=r"AcmeQuantizer: option '(steps|alpha)' must be a"):
             AcmeQuantizer(**wrong)

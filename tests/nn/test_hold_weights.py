@@ -33,18 +33,28 @@ def test_a_compiled_layer_whose_held_weight_was_changed_is_refused_on_leaving() 
     torch._dynamo.reset()
     module, x = layer("fp8-current"), torch.randn(4, 64)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match=CHANGED), lpq.hold_weights(module), torch.no_grad():
-        compiled(x)
-        module.weight.mul_(2)
-        compiled(x)  # which multiplies the weight as it was: what is compiled does not look
+
+    def steps() -> None:
+        with lpq.hold_weights(module), torch.no_grad():
+            compiled(x)
+            module.weight.mul_(2)
+            compiled(x)  # which multiplies the weight as it was: what is compiled does not look
+
+    with pytest.raises(RuntimeError, match=CHANGED):
+        steps()
     assert torch.equal(compiled(x), module(x))  # it is held no more
 
 
 def test_leaving_says_nothing_beside_another_error() -> None:
     module = layer("mxfp8")
-    with pytest.raises(KeyError, match="mine"), lpq.hold_weights(module), torch.no_grad():
-        module.weight.mul_(2)
-        raise KeyError("mine")
+
+    def fails() -> None:
+        with lpq.hold_weights(module), torch.no_grad():
+            module.weight.mul_(2)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fails()
     with lpq.hold_weights(module), torch.no_grad():
         module.weight.mul_(2)
         with pytest.raises(RuntimeError, match=CHANGED):

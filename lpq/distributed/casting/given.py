@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import QuantizedTensor, Quantizer
+from lpq.core.derive import rounds_stochastically
 from lpq.core.given import check_seed, is_seed, signed, state_of
 from lpq.distributed.casting.fragments import Span
 from lpq.distributed.casting.kinds import Item
@@ -88,7 +89,7 @@ def _check_weight(i: int, weight: QuantizedTensor, device: torch.device) -> None
 
 def _check_seed(i: int, quantizer: Quantizer, seed: Tensor | int | None) -> None:
     check_seed(seed)
-    if seed is None and (quantizer.side("row").stochastic or quantizer.side("col").stochastic):
+    if seed is None and rounds_stochastically(quantizer):
         raise ValueError(
             f"weights[{i}]: {quantizer} rounds stochastically, and all ranks must draw the same random bits: "
             "pass seed=, the same on all ranks and another one in each step"

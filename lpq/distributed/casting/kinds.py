@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import QuantizedTensor, Quantizer
-from lpq.core.derive import derives_col
+from lpq.core.derive import derives_col, rounds_stochastically
 from lpq.core.quantizer import Direction
 from lpq.distributed.casting.fragments import Grid, Span, layout, reach
 from lpq.distributed.casting.traits import traits
@@ -76,7 +76,7 @@ class Kind:
 
     @cached_property
     def stochastic(self) -> bool:
-        return self.quantizer.side("row").stochastic or self.quantizer.side("col").stochastic
+        return rounds_stochastically(self.quantizer)
 
     def in_parts(self, ranks: int) -> bool:
         """Whether fragments can be encoded one by one, and that tells the ranks less than all elements would."""

@@ -1,0 +1,32 @@
+"""Whether a quantizer rounds with random bits is asked of both its sides, in one place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lpq
+from lpq.core.derive import rounds_stochastically
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("mxfp8", False),
+        ("nvfp4(rht=true)", False),
+        ("nvfp4(stochastic=true)", True),
+        ("hybrid(row=mxfp8, col=nvfp4(stochastic=true))", True),
+        ("hybrid(row=nvfp4(stochastic=true), col=mxfp8)", True),
+        ("hybrid(row=mxfp8, col=fp8)", False),
+    ],
+)
+def test_either_side_counts(text: str, expected: bool) -> None:
+    assert rounds_stochastically(lpq.quantizer(text)) is expected
+
+
+def test_nobody_else_asks_both_sides() -> None:
+    folder = Path(lpq.__file__).parent
+    found = [p for p in folder.rglob("*.py") if re.search(r"\.side\([^)]*\)\.stochastic", p.read_text())]
+    assert found == [folder / "core" / "derive.py"]
