@@ -1,4 +1,4 @@
-"""lpq: low-precision training and calibration for PyTorch in which a number format is a plugin.
+"""lpq: low-precision training for PyTorch in which a number format is a plugin.
 
 The public names are imported when they are first used (PEP 562): ``import lpq`` imports no torch and no plugin.
 """
