@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import typer
@@ -15,6 +15,7 @@ import lpq
 from lpq import observe
 from lpq.cli.output import Json, as_json, table
 from lpq.cli.shapes import SHAPES, Shape, Transformer
+from lpq.nn.weights import Weights
 from lpq.observe import Memory
 from lpq.observe.footprint import BF16
 from lpq.recipes import Recipe
@@ -24,7 +25,6 @@ from lpq.train.sources import refuse_rules
 Name = Annotated[str, typer.Argument(metavar="SHAPE", help=f"The shape of the model: {', '.join(SHAPES)}.")]
 Source = Annotated[str, typer.Option("--recipe", help="The recipe of the blocks: a name, the grammar, or a TOML file.")]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks share the model out.")]
-Weights = Literal["high_precision", "quantized"]
 
 PLAIN = "bf16"
 WAYS: dict[str, Weights | None] = {PLAIN: None, "gathered quantized": "high_precision", "stored quantized": "quantized"}

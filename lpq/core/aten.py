@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lpq.core.operators import written
 from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.storage import Storage
 from lpq.core.tensor import PrecisionWarning, QuantizedTensor, Window
@@ -431,12 +432,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     A draft is in fp32, and some operators want one dtype of all: so the others are cast where their tensor has another.
     """
-    schema = func._schema.arguments
-    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
-    mutated: dict[int, Tensor] = {}
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            mutated.update((id(v), v) for v in (value if isinstance(value, list | tuple) else [value]))
+    mutated = {id(value): value for value in written(func, args, kwargs)}
     drafts = {i: t for i, t in mutated.items() if isinstance(t, QuantizedTensor) and t.draft.open}
     unless = kwargs.get("found_inf")
     skipping = [t.draft for t in drafts.values() if t.draft.matrix is None or t.draft.unless is unless]

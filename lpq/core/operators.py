@@ -1,8 +1,9 @@
-"""Operators of ``torch.library`` around the bodies of operations, and when a body may be called without one."""
+"""Operators of ``torch.library`` around the bodies of operations, when a body may be called without one, and what any
+operator writes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from zlib import crc32
@@ -108,6 +109,15 @@ def distinct(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Qua
         out.append(tensor.clone() if _memory(tensor) in seen else tensor)
         seen.add(_memory(tensor))
     return out
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that an operator writes to, those in lists one by one."""
+    schema = func._schema.arguments
+    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    for argument, value in given:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from value if isinstance(value, list | tuple) else [value]
 
 
 def _memory(tensor: Tensor) -> int:

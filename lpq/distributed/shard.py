@@ -7,7 +7,6 @@ state dict it is saved as an ordinary tensor, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lpq.core import QuantizedTensor
 from lpq.core.gathered import Gathered
 from lpq.core.inference import normal_tensors
+from lpq.core.operators import written
 from lpq.distributed.attach import local
 
 aten = torch.ops.aten
@@ -63,9 +63,9 @@ class WeightShard(Gathered, Tensor):
         args, kwargs = tree_map_only(WeightShard, unwrap, (args, kwargs or {}))
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
-            for written in _written(func, args, kwargs):
-                if id(written) in shards:
-                    shards[id(written)].writes[0] += 1
+            for value in written(func, args, kwargs):
+                if id(value) in shards:
+                    shards[id(value)].writes[0] += 1
         if func.is_view:  # what is written to it is written to the weight
             (whole,) = shards.values()
             return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)
@@ -132,12 +132,3 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
 def plain(tensor: Tensor) -> Tensor:
     """The same data as an ordinary tensor."""
     return tensor.held if isinstance(tensor, WeightShard) else tensor
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterable[Any]:
-    """The arguments that an operator writes to."""
-    schema = func._schema.arguments
-    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
-    for argument, value in given:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from value if isinstance(value, list | tuple) else [value]

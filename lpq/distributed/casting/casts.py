@@ -17,7 +17,7 @@ from lpq.core import Storage
 from lpq.core.quantize import recall
 from lpq.core.quantizer import Direction
 from lpq.distributed.casting import batches
-from lpq.distributed.casting.fragments import Grid, Span, layout
+from lpq.distributed.casting.fragments import Grid, Span
 from lpq.distributed.casting.kinds import Item, Kind
 
 NOTHING = torch.iinfo(torch.int32).min
@@ -159,7 +159,7 @@ class Whole(OfOneKind):
             used = [s if k is None else k[taken] for s, k in zip(stats, known, strict=True)]
             made = batches.encode(x[taken], used, kind.row, kind.col, self._seeds(part), together=together)
             for direction, side in kind.sides:
-                count = len(layout(side))
+                count = len(side.layout)
                 write(self._encoded(direction, part), enumerate(made[:count]))
                 made = made[count:]
         self._remember([torch.cat(same) for same in zip(*measured, strict=True)])

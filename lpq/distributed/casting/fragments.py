@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lpq.core import Buffer, Quantizer, Stat
+from lpq.core import Quantizer
 from lpq.core.layout import Covering, blocks
 from lpq.core.quantizer import Direction
 
@@ -103,20 +103,8 @@ def alignment(row: Quantizer | None, col: Quantizer | None) -> int:
     units: list[int | None] = []
     for side, dim in ((row, 0), (col, 1)):
         if side is not None:
-            units += [b.unit(dim) for b in layout(side)] + [s.block[dim] for s in side.stats]
+            units += [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
     return math.lcm(*(unit for unit in units if unit is not None))
-
-
-def layout(side: Quantizer) -> tuple[Buffer, ...]:
-    """The buffers of an operand of this quantizer."""
-    return side.layout
-
-
-def stat_grids(row: Quantizer | None, col: Quantizer | None, rows: int, cols: int) -> list[Grid]:
-    """The statistics of these operands, in the order of ``operations.declared``."""
-    sides: list[tuple[Direction, Quantizer | None]] = [("row", row), ("col", col)]
-    stats: list[tuple[Direction, Stat]] = [(d, s) for d, side in sides if side is not None for s in side.stats]
-    return [Grid(stat, direction, rows, cols) for direction, stat in stats]
 
 
 @dataclass(frozen=True)

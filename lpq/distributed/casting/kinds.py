@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq.core import QuantizedTensor, Quantizer
 from lpq.core.derive import derives_col, rounds_stochastically
 from lpq.core.quantizer import Direction
-from lpq.distributed.casting.fragments import Grid, Span, layout, reach
+from lpq.distributed.casting.fragments import Grid, Span, reach
 from lpq.distributed.casting.traits import traits
 
 HEAD = 4
@@ -60,7 +60,7 @@ class Kind:
 
     def coded(self, direction: Direction, side: Quantizer) -> dict[int, Grid]:
         """The buffers of an operand that depend on the elements, by their place in the layout."""
-        return {j: Grid(layout(side)[j], direction, self.rows, self.cols) for j in traits(side).coded}
+        return {j: Grid(side.layout[j], direction, self.rows, self.cols) for j in traits(side).coded}
 
     @cached_property
     def reach(self) -> int:

@@ -15,7 +15,7 @@ from lpq.core import Storage
 from lpq.core.quantizer import Direction
 from lpq.distributed.casting import batches
 from lpq.distributed.casting.casts import NOTHING, OfOneKind, Piece, Views, as_bits, copy, held, write
-from lpq.distributed.casting.fragments import Grid, Window, alignment, layout, windows
+from lpq.distributed.casting.fragments import Grid, Window, alignment, windows
 from lpq.distributed.casting.kinds import HEAD, Item, Kind
 from lpq.ops.uploads import on_device
 
@@ -75,7 +75,7 @@ class InParts(OfOneKind):
         for direction, side in kind.sides:
             own, at = stats[at : at + len(side.stats)], at + len(side.stats)
             coded = kind.coded(direction, side)
-            wanted = [j for j in range(len(layout(side))) if j not in coded]
+            wanted = [j for j in range(len(side.layout)) if j not in coded]
             shape = (kind.rows, kind.cols) if direction == "row" else (kind.cols, kind.rows)
             for part in self._batches(range(len(self.items)) if wanted else ()):
                 taken = [stat[part[0] : part[-1] + 1] for stat in own]
@@ -95,7 +95,7 @@ class InParts(OfOneKind):
         )  # fmt: skip
         operands: dict[Direction, list[Tensor]] = {}
         for direction, side in kind.sides:
-            count = len(layout(side))
+            count = len(side.layout)
             operands[direction], made = made[:count], made[count:]
         for direction, j, grid, buffers in self.buffers:
             codes = grid.lay(operands[direction][j]).flatten(1)

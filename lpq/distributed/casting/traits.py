@@ -17,7 +17,7 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.core.operations import transpose_reference
 from lpq.distributed.casting import batches
-from lpq.distributed.casting.fragments import Grid, layout, reach
+from lpq.distributed.casting.fragments import Grid, reach
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Trial:
     """Two matrices of a few blocks, the last of them ragged, and what encoding them one after the other gives."""
 
     def __init__(self, side: Quantizer) -> None:
-        units = [(b.unit(0), b.unit(1)) for b in layout(side)] + [s.block for s in side.stats]
+        units = [(b.unit(0), b.unit(1)) for b in side.layout] + [s.block for s in side.stats]
         rows, cols = (2 * max(unit[dim] or 1 for unit in units) + 3 for dim in (0, 1))
         self.side = side
         generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ class _Trial:
         combined = [torch.maximum(a, b) for a, b in zip(*measured, strict=True)]
         if not _all_same(combined, self.stats):
             return False
-        grids = {j: Grid(layout(self.side)[j], "row", rows, cols) for j in self.coded}
+        grids = {j: Grid(self.side.layout[j], "row", rows, cols) for j in self.coded}
         first, second = self.encode(head), self.encode(tail)
         for j, grid in grids.items():
             whole, upto, on = self.buffers[j], grid.before(max(0, cut - reach(grids.values()))), grid.before(cut)
