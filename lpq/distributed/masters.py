@@ -18,7 +18,7 @@ from torch import Tensor
 from lpq.core import QuantizedTensor
 from lpq.distributed.casting.agreement import Agreement
 from lpq.distributed.casting.batched import Batched, serves
-from lpq.distributed.casting.casts import Cast, Piece, Views, Whole
+from lpq.distributed.casting.casts import Cast, OnEveryRank, Piece, Views
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.casting.kinds import Item, Kind
 from lpq.distributed.casting.parts import InParts
@@ -95,7 +95,7 @@ def casts(kinds: Mapping[Kind, Sequence[Item]], rank: int, ranks: int) -> list[C
     found: list[Cast] = [Batched(batched, rank, ranks)] if batched else []
     for kind, items in kinds.items():
         if kind not in batched:
-            found.append(InParts(kind, items, rank) if kind.in_parts(ranks) else Whole(kind, items))
+            found.append(InParts(kind, items, rank) if kind.in_parts(ranks) else OnEveryRank(kind, items))
     return found
 
 

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lpq
 from lpq import registry
 from lpq.core import QuantizedTensor
-from lpq.distributed.casting.casts import Whole
+from lpq.distributed.casting.casts import OnEveryRank
 from lpq.distributed.casting.shares import DIGIT
 from lpq.distributed.casting.shares import whole as add_up
 from lpq.distributed.casting.traits import traits
@@ -465,6 +465,6 @@ def test_one_rank_of_a_group_casts_alone() -> None:
     weight = one.weight()
     pieces = cast_master_weights([weight], [one.part(0)], [0], None)
     assert len(pieces) == 0
-    assert all(isinstance(each, Whole) for each in pieces.casts)
+    assert all(isinstance(each, OnEveryRank) for each in pieces.casts)
     finish_gather(pieces)
     check(weight, one.expected(0), "alone")

@@ -137,7 +137,7 @@ class OfOneKind(Cast):
         remember(self.kind, self.items, measured)
 
 
-class Whole(OfOneKind):
+class OnEveryRank(OfOneKind):
     """Each rank is told all elements, and encodes everything. There is nothing to gather."""
 
     def tell(self, told: Views) -> None:

@@ -81,12 +81,10 @@ class Grid:
             return laid.reshape(-1)
         return (laid if self.direction == "row" else laid.transpose(1, 2)).contiguous()
 
-    def cut(self, laid: Tensor, window: Window) -> list[Tensor]:
-        """Of a stack of this grid for many weights: what covers the rows of a window, weight by weight."""
-        lines = blocks(window.height, self.step[0])
-        return [
-            laid[i, self.line(top) : self.line(top) + lines] for i, top in zip(window.which, window.tops, strict=True)
-        ]
+    def cut(self, laid: Tensor, band: Band) -> list[Tensor]:
+        """Of a stack of this grid for many weights: what covers the rows of a band, weight by weight."""
+        lines = blocks(band.height, self.step[0])
+        return [laid[i, self.line(top) : self.line(top) + lines] for i, top in zip(band.which, band.tops, strict=True)]
 
 
 def reach(grids: Iterable[Grid]) -> int:
@@ -108,7 +106,7 @@ def alignment(row: Quantizer | None, col: Quantizer | None) -> int:
 
 
 @dataclass(frozen=True)
-class Window:
+class Band:
     """Fragments that are encoded together, each in ``height`` whole rows of its weight that cover it."""
 
     which: tuple[int, ...]
@@ -118,11 +116,11 @@ class Window:
     height: int
 
 
-def windows(spans: Sequence[Span], rows: int, cols: int, unit: int, most: int, *, level: bool) -> Iterator[Window]:
-    """Windows over fragments of weights ``[rows, cols]``, of whole units of rows; none over an empty fragment.
+def bands(spans: Sequence[Span], rows: int, cols: int, unit: int, most: int, *, level: bool) -> Iterator[Band]:
+    """Bands over fragments of weights ``[rows, cols]``, of whole units of rows; none over an empty fragment.
 
-    A window that holds a last, ragged unit ends where the weight ends, as what pads a buffer is not what zeros are
-    encoded as. ``most`` elements are in one window, or one weight's. ``level``: all begin at the same row.
+    A band that holds a last, ragged unit ends where the weight ends, as what pads a buffer is not what zeros are
+    encoded as. ``most`` elements are in one band, or one weight's. ``level``: all begin at the same row.
     """
     inner: list[tuple[int, int, int]] = []
     ragged: list[tuple[int, int, int]] = []
@@ -144,4 +142,4 @@ def windows(spans: Sequence[Span], rows: int, cols: int, unit: int, most: int, *
         count = max(1, most // (height * cols))
         for at in range(0, len(found), count):
             which = tuple(i for i, _, _ in found[at : at + count])
-            yield Window(which, tuple(tops[at : at + count]), height)
+            yield Band(which, tuple(tops[at : at + count]), height)

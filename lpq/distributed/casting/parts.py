@@ -15,7 +15,7 @@ from lpq.core import Storage
 from lpq.core.quantizer import Direction
 from lpq.distributed.casting import batches
 from lpq.distributed.casting.casts import NOTHING, OfOneKind, Piece, Views, as_bits, copy, held, write
-from lpq.distributed.casting.fragments import Grid, Window, alignment, windows
+from lpq.distributed.casting.fragments import Band, Grid, alignment, bands
 from lpq.distributed.casting.kinds import HEAD, Item, Kind
 from lpq.ops.uploads import on_device
 
@@ -31,20 +31,20 @@ class InParts(OfOneKind):
         self.rank = rank
         self.buffers = coded_buffers(kind, items, self.rows)
         spans, unit = [item.span for item in items], alignment(kind.row, kind.col)
-        found = windows(spans, kind.rows, kind.cols, unit, batches.MOST, level=kind.stochastic)
-        self.stacks = [(window, self._stack(window)) for window in found]
+        found = bands(spans, kind.rows, kind.cols, unit, batches.MOST, level=kind.stochastic)
+        self.stacks = [(band, self._stack(band)) for band in found]
 
     def pieces(self) -> list[Piece]:
         return pieces_of(self.items, self.buffers)
 
     def tell(self, told: Views) -> None:
         kind, stacks = self.kind, told[self.kind]
-        for window, flat in self.stacks:
-            x, together = self._matrices(window, flat), self._together(window.which)
+        for band, flat in self.stacks:
+            x, together = self._matrices(band, flat), self._together(band.which)
             measured = batches.measure(x, kind.row, kind.col, together=together)
             for grid, stack, stat in zip(kind.stats, stacks, measured, strict=False):
                 laid = grid.lay(stat).abs()  # a NaN may have a sign, which would make it the least
-                copy(grid.cut(stack.view(torch.float32), window), laid.unbind())
+                copy(grid.cut(stack.view(torch.float32), band), laid.unbind())
         if kind.reach:
             self._tell_ends(stacks[-1])
 
@@ -54,10 +54,10 @@ class InParts(OfOneKind):
         measured = [grid.lift(stack) for grid, stack in zip(kind.stats, reduced, strict=True)]
         used = [m if k is None else k for m, k in zip(measured, self._known(), strict=True)]
         self._follow(used)
-        for window, flat in self.stacks:
+        for band, flat in self.stacks:
             if kind.reach:
-                self._fill(window, flat, stacks[-1])
-            self._encode(window, flat, used)
+                self._fill(band, flat, stacks[-1])
+            self._encode(band, flat, used)
         self.stacks = []
         self._remember(measured)
 
@@ -82,16 +82,15 @@ class InParts(OfOneKind):
                 made = batches.follow(side, taken, shape, len(part), wanted, self.device, together=kind.together)
                 write(self._encoded(direction, part), zip(wanted, made, strict=True))
 
-    def _encode(self, window: Window, flat: Tensor, stats: Sequence[Tensor]) -> None:
-        """Write the codes of the fragments in a window."""
+    def _encode(self, band: Band, flat: Tensor, stats: Sequence[Tensor]) -> None:
+        """Write the codes of the fragments in a band."""
         kind = self.kind
         cut = [
-            grid.lift(torch.stack(grid.cut(grid.lay(stat), window)))
-            for grid, stat in zip(kind.stats, stats, strict=True)
+            grid.lift(torch.stack(grid.cut(grid.lay(stat), band))) for grid, stat in zip(kind.stats, stats, strict=True)
         ]
         made = batches.encode(
-            self._matrices(window, flat), cut, kind.row, kind.col, self._seeds(window.which), window.tops[0],
-            together=self._together(window.which),
+            self._matrices(band, flat), cut, kind.row, kind.col, self._seeds(band.which), band.tops[0],
+            together=self._together(band.which),
         )  # fmt: skip
         operands: dict[Direction, list[Tensor]] = {}
         for direction, side in kind.sides:
@@ -101,7 +100,7 @@ class InParts(OfOneKind):
             codes = grid.lay(operands[direction][j]).flatten(1)
             targets: list[Tensor] = []
             sources: list[Tensor] = []
-            for n, (i, top) in enumerate(zip(window.which, window.tops, strict=True)):
+            for n, (i, top) in enumerate(zip(band.which, band.tops, strict=True)):
                 start, stop = grid.holding(self.items[i].span[0]), grid.before(self.items[i].span[1])
                 above = grid.holding(top * kind.cols)
                 targets.append(buffers[i][start:stop])
@@ -110,20 +109,20 @@ class InParts(OfOneKind):
 
     # ------------------------------------------------------------------------------ the elements
 
-    def _stack(self, window: Window) -> Tensor:
-        """The rows that a window covers, with zeros for what other ranks own, one matrix after the other; and one
+    def _stack(self, band: Band) -> Tensor:
+        """The rows that a band covers, with zeros for what other ranks own, one matrix after the other; and one
         element more."""
-        cols, size = self.kind.cols, window.height * self.kind.cols
-        flat = torch.zeros(len(window.which) * size + 1, dtype=torch.float32, device=self.device)
+        cols, size = self.kind.cols, band.height * self.kind.cols
+        flat = torch.zeros(len(band.which) * size + 1, dtype=torch.float32, device=self.device)
         targets: list[Tensor] = []
-        for n, (i, top) in enumerate(zip(window.which, window.tops, strict=True)):
+        for n, (i, top) in enumerate(zip(band.which, band.tops, strict=True)):
             start, stop = (n * size + place - top * cols for place in self.items[i].span)
             targets.append(flat[start:stop])
-        copy(targets, [self.items[i].values for i in window.which])
+        copy(targets, [self.items[i].values for i in band.which])
         return flat
 
-    def _matrices(self, window: Window, flat: Tensor) -> Tensor:
-        return flat[:-1].view(len(window.which), window.height, self.kind.cols)
+    def _matrices(self, band: Band, flat: Tensor) -> Tensor:
+        return flat[:-1].view(len(band.which), band.height, self.kind.cols)
 
     def _tell_ends(self, ends: Tensor) -> None:
         """The first and the last elements of this rank's fragments, as many as may share a code with others."""
@@ -140,18 +139,18 @@ class InParts(OfOneKind):
                 sources += [bits[:count], bits[-count:]]
         copy(targets, sources)
 
-    def _fill(self, window: Window, flat: Tensor, ends: Tensor) -> None:
+    def _fill(self, band: Band, flat: Tensor, ends: Tensor) -> None:
         """Put in the elements of other ranks, as far as they are known."""
-        cols, reach, size = self.kind.cols, self.kind.reach, window.height * self.kind.cols
-        said = torch.stack([ends[i] for i in window.which])
+        cols, reach, size = self.kind.cols, self.kind.reach, band.height * self.kind.cols
+        said = torch.stack([ends[i] for i in band.which])
         place = said[..., :HEAD].long()
         start, stop = place[..., 0] * cols + place[..., 1], place[..., 2] * cols + place[..., 3]
         first_and_last = torch.stack((start, stop - reach), -1)[..., None]
         at = first_and_last + torch.arange(reach, device=self.device)
         owned = (at >= start[..., None, None]) & (at < stop[..., None, None])
-        tops = on_device([top * cols for top in window.tops], torch.int64, self.device)
+        tops = on_device([top * cols for top in band.tops], torch.int64, self.device)
         inside = at - tops.view(-1, 1, 1, 1)
-        offset = torch.arange(len(window.which), device=self.device).view(-1, 1, 1, 1) * size
+        offset = torch.arange(len(band.which), device=self.device).view(-1, 1, 1, 1) * size
         spare = len(flat) - 1
         to = torch.where(owned & (inside >= 0) & (inside < size), inside + offset, spare)
         flat.scatter_(0, to.flatten(), said[..., HEAD:].flatten().view(torch.float32))
