@@ -50,7 +50,9 @@ def fixed_sums(device: torch.device, threads: int) -> Iterator[None]:
 
     On a CPU the order follows from the number of threads; 0 leaves it to PyTorch. On a GPU PyTorch must be asked.
     """
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads_before = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if threads:
         torch.set_num_threads(threads)
     if device.type == "cuda":
@@ -59,8 +61,8 @@ def fixed_sums(device: torch.device, threads: int) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1])
+        torch.set_num_threads(threads_before)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def fast_bf16(device: torch.device) -> bool:

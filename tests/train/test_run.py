@@ -23,7 +23,7 @@ from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
 from lpq.train import TrainError, loop, machine, run, trainer
 from lpq.train.data import load
-from lpq.train.machine import baseline_on, pick_device
+from lpq.train.machine import baseline_on, fixed_sums, pick_device
 from lpq.train.measure import held_for_backward, served_by
 from lpq.train.model import GPT, Shape
 from lpq.train.trainer import Trainer
@@ -302,3 +302,21 @@ def test_the_number_of_threads_is_the_run_s_alone(
         run(tiny(f"{threads} threads", threads=threads, steps=1, baseline=False), console)
     assert seen == [1, 3, before]
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+@pytest.mark.parametrize(("deterministic", "warn_only"), [(False, False), (True, False), (True, True)])
+def test_sums_are_asked_for_as_before_once_a_run_has_ended(
+    name: str, deterministic: bool, warn_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # it would stay
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    try:
+        with fixed_sums(torch.device(name), 0):
+            assert asked() == ((deterministic, warn_only) if name == "cpu" else (True, False))
+        assert asked() == (deterministic, warn_only)
+    finally:
+        torch.use_deterministic_algorithms(False)
