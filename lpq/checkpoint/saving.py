@@ -70,7 +70,11 @@ def save_async(
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         ranks.all(lambda: writer.copy(state))
         group = dist.new_group(backend="gloo") if ranks.many else None
-        future = dcp.async_save(state, storage_writer=writer, process_group=group)
+        try:
+            future = dcp.async_save(state, storage_writer=writer, process_group=group)
+        except BaseException:
+            _destroy(group)
+            raise
     return Saving(target, cast("Future[Any]", future), ranks, group)
 
 
@@ -92,10 +96,15 @@ class Saving:
             with self._ranks.saying(_failed(self.path)):
                 self._future.result()
         finally:
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-                self._group = None
+            _destroy(self._group)
+            self._group = None
         return self.path
+
+
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    """What ``save_async`` made, if there are ranks to talk to."""
+    if group is not None:
+        dist.destroy_process_group(group)
 
 
 def _target(directory: Path, step: int | None, keep: int | None) -> Path:

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from checkpointed import Net, as_bytes, model_differences, optimizer_differences, optimizer_of, shard
 from ranks import processes, spawn
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import lpq
 from lpq import checkpoint
-from lpq.checkpoint import CheckpointError, CheckpointWarning, writing
+from lpq.checkpoint import CheckpointError, CheckpointWarning, saving, writing
 
 SMALL = {"tensor": "fp8", "mx": "mxfp8"}
 
@@ -155,8 +156,8 @@ def _training_goes_on_while_it_is_written(rank: int, folder: Path) -> None:
     slow, real = time.sleep, writing.files.digest
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing.files, "digest", lambda path: (slow(0.5), real(path))[1])
-        saving = checkpoint.save_async(folder / "async", net, optimizer, step=4, extra={"rank": rank})
-        assert not saving.done()
+        begun = checkpoint.save_async(folder / "async", net, optimizer, step=4, extra={"rank": rank})
+        assert not begun.done()
         other = _net(2)
         with torch.no_grad():
             for tensor, value in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
@@ -170,13 +171,30 @@ def _training_goes_on_while_it_is_written(rank: int, folder: Path) -> None:
             dist.all_reduce(total)
             assert total == 1 + 2 * i
         assert not (folder / "async" / "step-00000004").exists()
-        assert saving.wait() == folder / "async" / "step-00000004"
+        assert begun.wait() == folder / "async" / "step-00000004"
     fresh = _net(2)
     optimizer = optimizer_of(fresh, None)
     assert checkpoint.load(folder / "async", fresh, optimizer).extra == {"rank": 0}
     truth = Net(1, 64, SMALL)
     assert model_differences(fresh, truth) == {}
     assert optimizer_differences(optimizer, optimizer_of(truth, 1)) == {}
+
+
+def _saving_that_cannot_begin_leaves_no_group(rank: int, folder: Path) -> None:
+    groups = len(distributed_c10d._world.pg_map)
+    net = _net(1)
+    made = []
+
+    def refuse(*_: object, process_group: dist.ProcessGroup, **options: object) -> None:
+        made.append(len(distributed_c10d._world.pg_map))
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving.dcp, "async_save", refuse)
+        with pytest.raises(CheckpointError, match=r"could not be saved.*can't start new thread"):
+            checkpoint.save_async(folder / "unbegun", net)
+    assert made[0] > groups
+    assert len(distributed_c10d._world.pg_map) == groups
 
 
 def _ranks_remember_differently(rank: int, folder: Path) -> None:
@@ -305,6 +323,7 @@ def _all(rank: int, folder: Path) -> None:
     _one_rank_finds_damage_in_one_file(rank, folder)
     _one_rank_has_another_model(rank, folder)
     _training_goes_on_while_it_is_written(rank, folder)
+    _saving_that_cannot_begin_leaves_no_group(rank, folder)
     _ranks_remember_differently(rank, folder)
     _quantized_of_a_checkpoint_in_high_precision(rank, folder)
     _shards_that_cut_blocks_are_refused(rank, folder)
