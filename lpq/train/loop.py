@@ -7,7 +7,8 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,9 @@ from lpq.train.errors import Stopped
 from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, fast_bf16, fixed_sums, pick_device
 from lpq.train.measure import served_by
-from lpq.train.ranks import Ranks
 from lpq.train.report import Outcome, Summary
 from lpq.train.sources import policy_of
+from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -50,23 +51,22 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     """
     allowed_by(os.environ.get(ENVIRONMENT))  # a backend that is none is refused before anything is written
     device = pick_device(config.device)
-    ranks = Ranks(device)
-    ranks.check_batch(config.batch)
-    console = (console or Console()) if ranks.first else Console(quiet=True)
+    team = Team(device)
+    team.check_batch(config.batch)
+    console = (console or Console()) if team.first else Console(quiet=True)
     policy = policy_of(config)
     text = data.load(config.data, config.seq)
-    with runs.opened(config) if ranks.first else nullcontext() as opened:
-        directory = ranks.on_first(lambda: opened)
-        assert directory is not None
-        return compare(config, policy, text, ranks, directory, console)
+    with ExitStack() as stack:
+        directory = team.on_first(lambda: stack.enter_context(runs.opened(config)))
+        return compare(config, policy, text, team, directory, console)
 
 
 def compare(
-    config: TrainConfig, policy: Policy, text: data.Text, ranks: Ranks, directory: Path, console: Console
+    config: TrainConfig, policy: Policy, text: data.Text, team: Team, directory: Path, console: Console
 ) -> Summary:
     """Train by ``policy`` and then without one, and close with what came of them."""
-    device = ranks.device
-    where = f"{ranks.size} ranks, {device.type}" if ranks.sharded else str(device)
+    device = team.device
+    where = f"{team.size} ranks, {device.type}" if team.sharded else str(device)
     console.print(f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
     jobs: dict[str, tuple[str, Policy | None]] = {"recipe": (config.title, policy)}
     if config.baseline:
@@ -78,17 +78,17 @@ def compare(
             "matrix is rounded to bf16 where the recipe says so, and all else is in fp32."
         )
     outcomes = []
-    with Interrupt(deaf=ranks.sharded) as interrupt, fixed_sums(device, config.threads):
+    with Interrupt(deaf=team.sharded) as interrupt, fixed_sums(device, config.threads):
         for name, (title, its_policy) in jobs.items():
-            trainer = Trainer(config, text, its_policy, device)
-            if its_policy is policy and ranks.first:
-                tell_conversion(trainer, directory, console)
+            trainer = Trainer(config, text, its_policy, team)
+            if its_policy is policy:
+                team.on_first(partial(tell_conversion, trainer, directory, console))
             train(trainer, directory / name, title, interrupt, console)
             metrics = directory / name / runs.METRICS
-            seconds = ranks.on_first(lambda path=metrics: median(r["seconds"] for r in records(path)))  # type: ignore[misc]
+            seconds = team.on_first(lambda path=metrics: median(r["seconds"] for r in records(path)))  # type: ignore[misc]
             outcomes.append(Outcome.of(title, trainer, seconds, served_by(trainer.model, device)))
     summary = Summary(config, where, directory, tuple(outcomes))
-    return report.close(summary, console) if ranks.first else summary
+    return report.close(summary, console) if team.first else summary
 
 
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
@@ -105,17 +105,18 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
 
 def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, console: Console) -> None:
     """Take ``trainer`` from its last checkpoint in ``directory``, if there is one, to the last step."""
-    config, ranks = trainer.config, trainer.ranks
+    config, team = trainer.config, trainer.team
     saved = -1
     if trainer.resume(directory, lambda line: console.print(line, style="yellow", soft_wrap=True)):
         saved = trainer.step
         console.print(f"{title}: resumed after step {trainer.step}")
     told = math.ceil(config.steps / LINES)
     bars = Progress(*COLUMNS, console=console, disable=not console.is_terminal)
-    writer = metrics(directory / runs.METRICS, trainer.step) if ranks.first else nullcontext(lambda record: None)
-    with writer as write, bars as progress:
+    path = directory / runs.METRICS
+    team.on_first(lambda: keep(path, trainer.step))
+    with metrics(path) if team.first else nullcontext(lambda record: None) as write, bars as progress:
         bar = progress.add_task(title, total=config.steps, completed=trainer.step, loss="")
-        while not (signum := ranks.largest(interrupt.signum or 0)) and trainer.step < config.steps:
+        while not (signum := team.largest(interrupt.signum or 0)) and trainer.step < config.steps:
             record = trainer.advance()
             write(record)
             progress.update(bar, completed=trainer.step, loss=f"{record['loss']:.3f}")
@@ -128,23 +129,27 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
     if signum:
         raise Stopped(
             f"stopped after step {trainer.step} of {config.steps} ({title}), which is saved; "
-            f"go on with: {again(ranks)} --resume --out {shlex.quote(str(directory.parent))}",
+            f"go on with: {again(team)} --resume --out {shlex.quote(str(directory.parent))}",
             signum,
         )
 
 
-def again(ranks: Ranks) -> str:
+def again(team: Team) -> str:
     """The command that was given, without its options."""
-    return f"torchrun --nproc-per-node {ranks.size} -m lpq train" if ranks.sharded else "lpq train"
+    return f"torchrun --nproc-per-node {team.size} -m lpq train" if team.sharded else "lpq train"
 
 
-@contextmanager
-def metrics(path: Path, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A writer of one JSON line a step, behind the lines of the ``done`` steps that a resumed run keeps."""
+def keep(path: Path, done: int) -> None:
+    """Have a file for the lines of the steps, with those of the ``done`` steps that a resumed run keeps."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     lines = path.read_bytes().splitlines(keepends=True)
     os.truncate(path, sum(map(len, lines[:done])))  # what is kept is never written again, so no kill can lose it
+
+
+@contextmanager
+def metrics(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A writer of one JSON line a step, behind those that were kept."""
     with path.open("a", encoding="utf-8", buffering=1) as file:  # a line reaches the file when it ends
         yield lambda record: print(json.dumps(record), file=file)
 

@@ -18,7 +18,7 @@ from lpq.nn import Linear
 from lpq.observe import Collective, collectives, gathered_bytes, held_bytes
 from lpq.ops import choose
 from lpq.recipes.gemms import GEMMS
-from lpq.train.ranks import Ranks
+from lpq.train.team import Team
 
 
 @dataclass
@@ -82,12 +82,12 @@ class Measured:
 class Probe:
     """Measures one step."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-        self.model, self.optimizer, self.ranks = model, optimizer, ranks
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
+        self.model, self.optimizer, self.team = model, optimizer, team
         self._held = Held()
         self._seen: tuple[list[Collective], list[Collective]] = ([], [])
-        if ranks.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(ranks.device)
+        if team.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(team.device)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -104,24 +104,24 @@ class Probe:
     @contextmanager
     def _watch(self, phase: int) -> Iterator[None]:
         with ExitStack() as stack:
-            if self.ranks.sharded:
+            if self.team.sharded:
                 seen = stack.enter_context(collectives())
                 stack.callback(lambda: self._seen[phase].extend(seen))
             yield
 
     def measured(self) -> Measured:
         """What was seen; to be asked between the optimizer's step and ``zero_grad``."""
-        device, parameters = self.ranks.device, list(self.model.parameters())
+        device, parameters = self.team.device, list(self.model.parameters())
         states = self.optimizer.state_dict()["state"].values()
         state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
         gradients = [p.grad for p in parameters if p.grad is not None]
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         held, weights, reduced, optimizer, peak = (
-            self.ranks.largest(size)
+            self.team.largest(size)
             for size in (self._held.bytes, *(sum(map(held_bytes, t)) for t in (parameters, gradients, state)), peak)
         )
         forward, backward = map(gathered_bytes, self._seen)
-        return Measured(self.ranks.size, held, forward, backward, weights, reduced, optimizer, peak or None)
+        return Measured(self.team.size, held, forward, backward, weights, reduced, optimizer, peak or None)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from lpq.train.errors import TrainError
 from lpq.train.machine import fast_bf16
 from lpq.train.measure import Measured, Probe
 from lpq.train.model import GPT, Shape
-from lpq.train.ranks import Ranks
+from lpq.train.team import Team
 
 if TYPE_CHECKING:
     from lpq.nn.weights import Weights
@@ -47,10 +47,9 @@ KEEP = 2
 class Trainer:
     """A model, its optimizer and where they are; without a policy the model stays plain PyTorch."""
 
-    def __init__(self, config: TrainConfig, text: Text, policy: Policy | None, device: torch.device) -> None:
-        self.config, self.text, self.policy, self.device = config, text, policy, device
-        self.ranks = Ranks(device)
-        self.ranks.check_batch(config.batch)
+    def __init__(self, config: TrainConfig, text: Text, policy: Policy | None, team: Team) -> None:
+        self.config, self.text, self.policy = config, text, policy
+        self.team, self.device = team, team.device
         self.step = 0
         """Steps done."""
         self.losses: list[float] = []
@@ -58,7 +57,7 @@ class Trainer:
         self.measured: Measured | None = None
         """What the first step held and sent."""
         torch.manual_seed(config.seed)
-        self.model = GPT(Shape(config.layers, config.heads, config.width)).to(device)
+        self.model = GPT(Shape(config.layers, config.heads, config.width)).to(self.device)
         stored = policy is not None and config.weights == "quantized"
         initial = {name: value.clone() for name, value in self.model.state_dict().items()} if stored else {}
         self._prepare()
@@ -76,21 +75,21 @@ class Trainer:
 
     def _prepare(self) -> None:
         """Convert, compile and shard the model, in this order; it is the same on every rank."""
-        config, ranks, model = self.config, self.ranks, self.model
+        config, team, model = self.config, self.team, self.model
         if self.policy is not None:
             stored = config.weights == "quantized"
-            weights: Weights | None = "quantized" if stored else "high_precision" if ranks.sharded else None
-            lpq.convert(model, self.policy, steps=config.steps, weights=weights, ranks=ranks.size)
+            weights: Weights | None = "quantized" if stored else "high_precision" if team.sharded else None
+            lpq.convert(model, self.policy, steps=config.steps, weights=weights, ranks=team.size)
         if config.compile:  # in place: the names in the state dict stay
-            for part in model.blocks if ranks.sharded else [model]:
+            for part in model.blocks if team.sharded else [model]:
                 part.compile()
-        if ranks.sharded:
-            ranks.shard(model)
+        if team.sharded:
+            team.shard(model)
             self._seed()
 
     def _seed(self) -> None:
         """Have each rank round with random bits of its own."""
-        torch.manual_seed(random.Random(f"{self.config.seed}/{self.step}/{self.ranks.rank}").getrandbits(63))
+        torch.manual_seed(random.Random(f"{self.config.seed}/{self.step}/{self.team.rank}").getrandbits(63))
 
     def advance(self) -> dict[str, float]:
         """Do one step; return what there is to tell of it."""
@@ -101,15 +100,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batch = self.text.batch(self.config.seed, self.step, self.config.batch, self.config.seq)
-        first = self.measured is None or self.measured.ranks != self.ranks.size
-        probe = Probe(self.model, self.optimizer, self.ranks) if first else None
+        first = self.measured is None or self.measured.ranks != self.team.size
+        probe = Probe(self.model, self.optimizer, self.team) if first else None
         with probe.forward() if probe is not None else nullcontext():
             loss = self.loss(*batch)
         with probe.backward() if probe is not None else nullcontext():
             loss.backward()  # type: ignore[no-untyped-call]
         total = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
-        if not (math.isfinite(value := self.ranks.mean(loss)) and math.isfinite(norm)):
+        if not (math.isfinite(value := self.team.mean(loss)) and math.isfinite(norm)):
             raise TrainError(
                 f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
                 "--lr may train, or a recipe with more bits in the gradients; what was saved before is kept"
@@ -125,7 +124,7 @@ class Trainer:
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy in nats per byte, of this rank's share of a batch."""
-        tokens, targets = (self.ranks.share(t).to(self.device) for t in (tokens, targets))
+        tokens, targets = (self.team.share(t).to(self.device) for t in (tokens, targets))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=fast_bf16(self.device)):
             logits = self.model(tokens)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -143,7 +142,7 @@ class Trainer:
         """The loss on text that the model never trained on."""
         self.model.eval()
         batches = (self.text.held_out_batch(i, self.config.batch, self.config.seq) for i in range(HELD_OUT_BATCHES))
-        mean = sum(self.ranks.mean(self.loss(*batch)) for batch in batches) / HELD_OUT_BATCHES
+        mean = sum(self.team.mean(self.loss(*batch)) for batch in batches) / HELD_OUT_BATCHES
         self.model.train()
         return mean
 
@@ -156,7 +155,7 @@ class Trainer:
         beside = {
             "losses": self.losses,
             "measured": self.measured.to_dict() if self.measured is not None else None,
-            "rng": self.ranks.all(rng),
+            "rng": self.team.all(rng),
             "text": self.text.digest,
             "policy": self.policy_text,
             "config": self.config.to_toml(),
@@ -194,10 +193,10 @@ class Trainer:
         assert found.step is not None
         self.step, self.losses = found.step, list(beside["losses"])
         self.measured = Measured(**beside["measured"]) if beside["measured"] is not None else None
-        if len(beside["rng"]) != self.ranks.size:
+        if len(beside["rng"]) != self.team.size:
             self._seed()  # random bits that no rank has drawn yet
             return True
-        rng = beside["rng"][self.ranks.rank]
+        rng = beside["rng"][self.team.rank]
         torch.set_rng_state(rng["cpu"])
         if self.device.type == "cuda" and rng["cuda"] is not None:
             torch.cuda.set_rng_state(rng["cuda"], self.device)

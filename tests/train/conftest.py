@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from rich.console import Console
 from training import MakeConfig
 
 from lpq.train import TrainConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from training import MakeConfig, saved
 
 from lpq.checkpoint import CheckpointError, files
 from lpq.train.data import load
+from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 
 NAMES = ["step-00000001", "step-00000002"]
@@ -22,7 +23,7 @@ NAMES = ["step-00000001", "step-00000002"]
 @pytest.fixture
 def trainer(tiny: MakeConfig) -> Trainer:
     config = tiny(recipe="mxfp8")
-    return Trainer(config, load(config.data, config.seq), None, torch.device("cpu"))
+    return Trainer(config, load(config.data, config.seq), None, Team(torch.device("cpu")))
 
 
 def with_two(trainer: Trainer, directory: Path) -> Path:

@@ -144,14 +144,14 @@ def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(
 
 
 def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: Path) -> None:
-    """Whenever the process is killed: the file is looked at before each line of the writer."""
+    """Whenever the process is killed: the file is looked at before each line of what cuts it and of the writer."""
     path = tmp_path / "metrics.jsonl"
     kept, lost = '{"step": 1}\n{"step": 2}\n', '{"step": 3}\n{"st'
     path.write_text(kept + lost)
     seen: list[str] = []
 
     def look(frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code is loop.metrics.__wrapped__.__code__:  # type: ignore[attr-defined]
+        if frame.f_code in (loop.keep.__code__, loop.metrics.__wrapped__.__code__):  # type: ignore[attr-defined]
             seen.append(path.read_text())
             return look
         return None
@@ -159,7 +159,8 @@ def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: P
     before = sys.gettrace()
     sys.settrace(look)
     try:
-        with loop.metrics(path, 2) as write:
+        loop.keep(path, 2)
+        with loop.metrics(path) as write:
             write({"step": 3})
             sys.settrace(before)
             assert path.read_text() == kept + '{"step": 3}\n'

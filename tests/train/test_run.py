@@ -26,6 +26,7 @@ from lpq.train.data import load
 from lpq.train.machine import baseline_on, fixed_sums, pick_device
 from lpq.train.measure import held_for_backward, served_by
 from lpq.train.model import GPT, Shape
+from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -218,7 +219,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_diverged_run_ends_in_words(tiny: MakeConfig, text: Path) -> None:
     config = tiny()
-    trainer = Trainer(config, load(config.data, config.seq), None, CPU)
+    trainer = Trainer(config, load(config.data, config.seq), None, Team(CPU))
     weight = trainer.model.blocks[0].mlp.up.weight
     before = weight.detach().clone()
     hook = weight.register_hook(lambda gradient: gradient * math.inf)

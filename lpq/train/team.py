@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lpq.registry.errors import LpqError, words
 from lpq.train.errors import TrainError
 from lpq.train.machine import fast_bf16
 from lpq.train.model import GPT
@@ -22,7 +23,7 @@ from lpq.train.model import GPT
 T = TypeVar("T")
 
 
-class Ranks:
+class Team:
     """All processes of the default group; where there is none, this one, which then shards nothing."""
 
     def __init__(self, device: torch.device) -> None:
@@ -37,18 +38,19 @@ class Ranks:
         return self.rank == 0
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on the first rank; all get what it returned, or its error."""
+        """Call ``function`` on the first rank; all get what it returned, or the same error."""
         if not self.sharded:
             return function()
         found: list[Any] = [None, None]
+        cause = None
         if self.first:
             try:
                 found[0] = function()
             except Exception as error:
-                found[1] = error
+                found[1], cause = as_train_error(error), error
         dist.broadcast_object_list(found, src=0)
         if found[1] is not None:
-            raise found[1]
+            raise found[1] from cause
         result: T = found[0]
         return result
 
@@ -101,3 +103,8 @@ class Ranks:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def as_train_error(error: Exception) -> TrainError:
+    """The error in words, which can be sent to other processes whatever it is made of."""
+    return TrainError(str(error) if isinstance(error, LpqError) else words(error))
