@@ -56,7 +56,7 @@ class Gathering:
             self._find()
         if not self._lends and "torch._dynamo" in sys.modules:  # to import it takes a second
             self._lends = True
-            _lend_while_compiling(self)
+            _steps().lend_while_compiling()
         if layer not in self._gathers:
             raise RuntimeError(f"the weight of {layer} is in no module on which fully_shard was called")
         return self._gathers[layer]
@@ -101,7 +101,7 @@ class Gathering:
 
 
 class _Steps:
-    """What torch calls before and after the step of any optimizer of this process.
+    """What torch calls before and after the step of any optimizer of this process, and before and after it compiles.
 
     One for all gatherings, so that what one step writes is reduced together, however many models it belongs to.
     """
@@ -110,6 +110,8 @@ class _Steps:
         self._gatherings: list[weakref.ref[Gathering]] = []
         self._reduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those in whose step everything was reduced already, together with what it wrote to stored weights."""
+        self._lent: list[Tensor] = []
+        """The buffers that hold memory while torch compiles."""
         reduce_beside(self.add)
         register_optimizer_step_pre_hook(torch.compiler.disable(self.before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self.after))  # type: ignore[no-untyped-call]
@@ -155,6 +157,25 @@ class _Steps:
             reductions.run()
         self._reduced.discard(optimizer)
 
+    def lend_while_compiling(self) -> None:
+        """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.
+
+        For the words of its guards torch (2.11) prints every tensor that it meets, and so reads it.
+        """
+        from torch._dynamo.callback import callback_handler
+
+        if self._lend not in callback_handler.start_callbacks:  # ``torch.compiler.reset`` takes them all out
+            callback_handler.register_start_callback(self._lend)
+            callback_handler.register_end_callback(self._take_back)
+
+    def _lend(self, *_: Any) -> None:
+        self._lent = [tensor for gathering in self._alive() for tensor in gathering.missing()]
+        fsdp.allocate(self._lent)
+
+    def _take_back(self, *_: Any) -> None:
+        fsdp.free(self._lent)
+        self._lent = []
+
     def _alive(self) -> list[Gathering]:
         return [gathering for ref in self._gatherings if (gathering := ref()) is not None]
 
@@ -167,30 +188,6 @@ def _steps() -> _Steps:
 
 def _params(optimizer: Optimizer | None) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]] if optimizer is not None else []
-
-
-def _lend_while_compiling(gathering: Gathering) -> None:
-    """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.
-
-    For the words of its guards torch (2.11) prints every tensor that it meets, and so reads it.
-    """
-    from torch._dynamo.callback import callback_handler
-
-    alive = weakref.ref(gathering)
-    lent: list[Tensor] = []
-
-    def lend(*_: Any) -> None:
-        found = alive()
-        if found is not None:
-            lent[:] = found.missing()
-            fsdp.allocate(lent)
-
-    def take_back(*_: Any) -> None:
-        fsdp.free(lent)
-        lent.clear()
-
-    callback_handler.register_start_callback(lend)
-    callback_handler.register_end_callback(take_back)
 
 
 def _checkpointed(root: nn.Module) -> set[nn.Module]:

@@ -5,15 +5,20 @@ And whoever counts collectives meanwhile sees them all, and keeps nothing from b
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from ranks import spawn
 from sharded import How, batch, built
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
+from lpq.distributed import fsdp
+from lpq.distributed.gathering import Gathering
 from lpq.observe import collectives
 
 WITH_TWO_OPERANDS = "mxfp8"
@@ -48,6 +53,53 @@ def _lent(rank: int, notices: bool) -> None:
 @pytest.mark.parametrize("notices", [True, False], ids=["lent", "negative control"])
 def test_freed_buffers_are_lent_memory(notices: bool) -> None:
     spawn(_lent, 2, notices)
+
+
+def _registered_once(rank: int) -> None:
+    how = How(WITH_TWO_OPERANDS, width=64, inner=128)
+    nets = []
+
+    def sharded() -> Gathering:
+        net = built(how)
+        net(batch(0, how)).square().mean().backward()
+        nets.append(net)
+        gathering: Gathering = net[0].up.gathering
+        fsdp.allocate(gathering.of(net[0].up)._whole[1].large)  # one operand of two is there
+        return gathering
+
+    def registered() -> tuple[int, int]:
+        return len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)
+
+    before = registered()
+    first = sharded()
+    assert registered() == (before[0] + 1, before[1] + 1)
+    found = [sharded() for _ in range(4)]
+    assert registered() == (before[0] + 1, before[1] + 1)
+
+    missing = [len(gathering.missing()) for gathering in (first, *found)]
+    assert all(missing)
+    callback_handler.run_start_callbacks(None)
+    assert not any(gathering.missing() for gathering in (first, *found)), "it answers for all"
+    callback_handler.run_end_callbacks(None)
+    assert [len(gathering.missing()) for gathering in (first, *found)] == missing
+
+    gone = weakref.ref(first)
+    del first, found
+    nets.clear()
+    gc.collect()
+    assert gone() is None, "what torch calls keeps no gathering"
+    torch._dynamo.reset()
+    assert registered() == (0, 0)
+    last = sharded()
+    assert registered() == (1, 1)
+    assert last.missing()
+    callback_handler.run_start_callbacks(None)
+    assert not last.missing()
+    callback_handler.run_end_callbacks(None)
+
+
+def test_torch_is_asked_once_to_call_however_many_models_there_are() -> None:
+    spawn(_registered_once, 2)
 
 
 def _counted(rank: int) -> None:
