@@ -352,9 +352,8 @@ def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
         for layer in own:
             layer.hold_weight()
         yield model
-        if not any(held.refused for layer in own if (held := layer.held) is not None):  # else a pass has said it
-            for layer in own:
-                layer.held_weight()
+        for layer in own:
+            layer.held_weight()
     finally:
         for layer in own:
             layer.release_weight()

@@ -70,7 +70,7 @@ class Plan:
             quantizer.ready()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class HeldWeight:
     """A weight encoded once for several passes."""
 
@@ -78,13 +78,20 @@ class HeldWeight:
     col: Storage
     weight: Tensor
     quantizer: Quantizer
-    version: int
-    refused: bool = False
-    """Whether a pass has raised the error that it is out of date."""
+    found: tuple[object, ...]
+    """The weight as ``as_it_is`` found it."""
 
     def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
         """Whether that is the weight still, and how it is encoded."""
-        return self.weight is weight and self.quantizer == quantizer and self.version == weight._version
+        return self.weight is weight and self.quantizer == quantizer and self.found == as_it_is(weight)
+
+
+def as_it_is(weight: Tensor) -> tuple[object, ...]:
+    """What is another once the weight is written to, or has other memory or another dtype. Autograd counts what is
+    written but through ``.data``, and nothing of tensors that ``torch.inference_mode`` made."""
+    written = None if weight.is_inference() else weight._version
+    memory = weight.draft.writes if isinstance(weight, QuantizedTensor) else weight.untyped_storage()._cdata
+    return written, weight.dtype, memory
 
 
 class _Multiply(torch.autograd.Function):
@@ -359,6 +366,9 @@ class Linear(nn.Linear):
         self.claim_weight()  # torch has put another tensor's attributes in place of its own
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}  # nobody would release a copy's
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or of what is loaded from a pickle."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -462,7 +472,7 @@ class Linear(nn.Linear):
             if state is not None and stats:  # of one that is stored quantized nothing is measured
                 remember(self._plan.w, state, stats)
         assert col is not None
-        self._held = HeldWeight(row, col, self.weight, self._plan.w, self.weight._version)
+        self._held = HeldWeight(row, col, self.weight, self._plan.w, as_it_is(self.weight))
 
     def release_weight(self) -> None:
         self._held = None
@@ -478,7 +488,6 @@ class Linear(nn.Linear):
         if held is None or torch.compiler.is_compiling():
             return held
         if self._plan is not None and not held.is_of(self.weight, self._plan.w):
-            held.refused = True
             raise RuntimeError(
                 f"{self.title}: the weight was changed while its encoded form is held, or has another format now; "
                 "leave lpq.hold_weights before the optimizer's step, and before another recipe"

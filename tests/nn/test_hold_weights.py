@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -55,11 +60,65 @@ def test_leaving_says_nothing_beside_another_error() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         fails()
-    with lpq.hold_weights(module), torch.no_grad():
-        module.weight.mul_(2)
-        with pytest.raises(RuntimeError, match=CHANGED):
-            module(torch.randn(4, 64))  # which has said it
-    module(torch.randn(4, 64))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: setattr(weight, "data", torch.randn(32, 64)),
+        lambda weight: setattr(weight, "data", weight.data.bfloat16()),
+    ],
+)
+def test_a_weight_that_was_changed_is_refused_by_the_next_pass(change: Callable[[Any], object]) -> None:
+    module = layer("mxfp8")
+    passes = []
+
+    def two() -> None:
+        with lpq.hold_weights(module), torch.no_grad():
+            for _ in range(2):
+                passes.append(module(torch.randn(4, 64)))
+                change(module.weight)
+
+    with pytest.raises(RuntimeError, match=CHANGED):
+        two()
+    assert len(passes) == 1
+    module(torch.randn(4, 64))  # it is held no more
+
+
+def test_a_stored_weight_that_was_written_to_through_data_is_refused() -> None:
+    module = lpq.convert(layer("mxfp8"), "mxfp8", weights="quantized")
+
+    def passes() -> None:
+        with lpq.hold_weights(module):
+            module.weight.data.mul_(2)
+            module(torch.randn(4, 64))
+            pytest.fail("the pass must say it")
+
+    with pytest.raises(RuntimeError, match=CHANGED):
+        passes()
+
+
+def test_copies_hold_nothing() -> None:
+    """Nobody would release what they held."""
+    module, x = layer("mxfp8"), torch.randn(4, 64)
+    with lpq.hold_weights(module):
+        copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        assert module.held is not None
+    for one in copies:
+        assert one.held is None
+        with torch.no_grad():
+            one.weight.mul_(-2)
+        assert not torch.equal(one(x), module(x))
+
+
+def test_weights_that_inference_mode_made_are_held() -> None:
+    x = torch.randn(4, 64)
+    with torch.inference_mode():
+        module = layer("mxfp8")
+        expected = module(x)
+        with lpq.hold_weights(module):
+            assert torch.equal(module(x), expected)
 
 
 def test_inside_of_another_hold_weights_the_outer_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,9 @@ def quantize(
     measure: bool,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """As the reference, which is called itself where there is nothing to launch for, or where the first row of a shard
-    cuts a group of 16 that the random bits of a column operand come in. No layer asks for that."""
+    """As the reference, which is called itself where there is nothing to launch for; where the first row of a shard
+    cuts a group of 16 that the random bits of a column operand come in, which no layer asks for; and where the row
+    operand is rotated, as that of no quantizer is."""
     dtype = dtype or x.dtype
     cut = col is not None and col.stochastic and offset % GROUP
     if x.numel() == 0 or cut or (row is not None and row.rht):
