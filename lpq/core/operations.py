@@ -399,6 +399,8 @@ def gemm(
             "(both operands have the contraction along their columns)"
         )
     dtype = dtype or a.dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"gemm: dtype={dtype} cannot hold a product: pass a floating one")
     first, second = a.tensors(), b.tensors()
     if first[0].device != second[0].device:
         raise ValueError(f"gemm: a is on {first[0].device} and b on {second[0].device}: move one to the other")

@@ -486,3 +486,10 @@ def test_elsewhere_too(hopper: None) -> None:
     reasons = dict(found.why_not)
     assert "needs compute capability 10.0" in reasons["torch lpq_nvfp4.gemm:native"]
     assert "never run on hardware" in reasons["torch lpq_nvfp4.gemm:native"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool], ids=str)
+def test_a_dtype_that_holds_no_product_is_refused(dtype: torch.dtype) -> None:
+    a = lpq.quantizer("mxfp8").quantize(torch.randn(32, 64)).row
+    with pytest.raises(TypeError, match=rf"gemm: dtype={dtype} cannot hold a product"):
+        lpq.gemm(a, a, dtype=dtype)
