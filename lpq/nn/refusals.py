@@ -19,6 +19,8 @@ def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
     """An error if the layer cannot multiply this input by this weight."""
     if not isinstance(input, Tensor):
         raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
+    if input.is_nested:
+        raise TypeError(f"{layer.title}: the input is nested: pass x.values(), or what torch.nested pads it to")
     if not input.dim() or input.shape[-1] != layer.in_features:
         raise ValueError(
             f"{layer.title}: the input is {list(input.shape)}, its last dimension must be {layer.in_features}"

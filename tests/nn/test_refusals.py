@@ -118,3 +118,14 @@ def test_other_dtypes_are_refused_in_words(recipe: str) -> None:
             lpq.nn.Linear(48, 32, recipe=recipe)(torch.ones(2, 48).to(dtype))
     with pytest.raises(TypeError, match=r"the weight is torch\.float64"):
         lpq.nn.Linear(48, 32, recipe=recipe).double()(torch.ones(2, 48))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_inputs_are_refused_in_words(layout: torch.layout) -> None:
+    x = torch.nested.nested_tensor([torch.randn(2, 48), torch.randn(3, 48)], layout=layout)
+    layer = lpq.nn.Linear(48, 32, recipe="mxfp8")
+    with pytest.raises(TypeError, match=r"Linear\(48, 32\): the input is nested: pass x\.values\(\)"):
+        layer(x)
+    if layout == torch.jagged:
+        assert layer(x.values()).shape == (5, 32)
