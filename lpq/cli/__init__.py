@@ -6,6 +6,8 @@ its words on stderr: status 2 for a name, an option or a value that does not exi
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -104,3 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from lpq.cli.output import tell  # it needs more than a command that ends well may
 
         raise SystemExit(tell(error)) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"lpq: {error.strerror}: what was being written is not complete", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # Python's own end would try to write what is left

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +139,14 @@ def test_a_terminal_that_lacks_a_character_shows_another() -> None:
     ended = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert ended.returncode == 0, ended.stderr
     assert b"?" in ended.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["formats"], ["--help"], ["recipes", "--json"]], ids=" ".join)
+def test_output_that_finds_no_space_is_told_in_words(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "lpq", *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "lpq: No space left on device: what was being written is not complete\n"
