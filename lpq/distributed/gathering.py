@@ -39,8 +39,8 @@ class Gathering:
 
     def _begin(self) -> None:
         self._gathers: dict[nn.Module, Gather] = {}
-        self._lends = False
-        _steps().watch(self)
+        self._steps = _steps()
+        self._steps.watch(self)
 
     def __getstate__(self) -> nn.Module:
         return self.root
@@ -54,9 +54,9 @@ class Gathering:
         """How the weight of this layer is gathered. When that is asked first, FSDP2 has sharded the model."""
         if layer not in self._gathers:
             self._find()
-        if not self._lends and "torch._dynamo" in sys.modules:  # to import it takes a second
-            self._lends = True
-            _steps().lend_while_compiling()
+        compiler = sys.modules.get("torch._dynamo.callback")  # to import it takes a second
+        if compiler is not None and self._steps.lend not in compiler.callback_handler.start_callbacks:
+            self._steps.lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
         if layer not in self._gathers:
             raise RuntimeError(f"the weight of {layer} is in no module on which fully_shard was called")
         return self._gathers[layer]
@@ -164,15 +164,14 @@ class _Steps:
         """
         from torch._dynamo.callback import callback_handler
 
-        if self._lend not in callback_handler.start_callbacks:  # ``torch.compiler.reset`` takes them all out
-            callback_handler.register_start_callback(self._lend)
-            callback_handler.register_end_callback(self._take_back)
+        callback_handler.register_start_callback(self.lend)
+        callback_handler.register_end_callback(self.take_back)
 
-    def _lend(self, *_: Any) -> None:
+    def lend(self, *_: Any) -> None:
         self._lent = [tensor for gathering in self._alive() for tensor in gathering.missing()]
         fsdp.allocate(self._lent)
 
-    def _take_back(self, *_: Any) -> None:
+    def take_back(self, *_: Any) -> None:
         fsdp.free(self._lent)
         self._lent = []
 

@@ -80,6 +80,8 @@ class HeldWeight:
     quantizer: Quantizer
     found: tuple[object, ...]
     """The weight as ``as_it_is`` found it."""
+    memory: Tensor
+    """The weight's, which is kept so that no other memory gets its address."""
 
     def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
         """Whether that is the weight still, and how it is encoded."""
@@ -90,8 +92,9 @@ def as_it_is(weight: Tensor) -> tuple[object, ...]:
     """What is another once the weight is written to, or has other memory or another dtype. Autograd counts what is
     written but through ``.data``, and nothing of tensors that ``torch.inference_mode`` made."""
     written = None if weight.is_inference() else weight._version
-    memory = weight.draft.writes if isinstance(weight, QuantizedTensor) else weight.untyped_storage()._cdata
-    return written, weight.dtype, memory
+    if isinstance(weight, QuantizedTensor):
+        return written, weight.dtype, weight.draft.writes
+    return written, weight.dtype, weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
 
 
 class _Multiply(torch.autograd.Function):
@@ -140,7 +143,7 @@ class _Multiply(torch.autograd.Function):
         ctx.accumulates = (weight, accumulate) if accumulate is not None else None
         # Of its buffers autograd does not count what is written: that happens inside of operators.
         watched = needs_dx and isinstance(weight, QuantizedTensor) and not torch.compiler.is_compiling()
-        ctx.stored = (weight, weight._version) if watched else None
+        ctx.stored = (weight, as_it_is(weight)) if watched else None
         return y
 
     @staticmethod
@@ -150,7 +153,7 @@ class _Multiply(torch.autograd.Function):
                 "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
                 "Leave that out, or have the policy leave the layer in high precision"
             )
-        if ctx.stored is not None and ctx.stored[0]._version != ctx.stored[1]:
+        if ctx.stored is not None and as_it_is(ctx.stored[0]) != ctx.stored[1]:
             raise RuntimeError(
                 f"a weight of {[*ctx.stored[0].shape]} that is stored quantized was written to after forward, and "
                 "backward needs it as it was: write to it after backward"
@@ -472,7 +475,8 @@ class Linear(nn.Linear):
             if state is not None and stats:  # of one that is stored quantized nothing is measured
                 remember(self._plan.w, state, stats)
         assert col is not None
-        self._held = HeldWeight(row, col, self.weight, self._plan.w, as_it_is(self.weight))
+        found, memory = as_it_is(self.weight), self.weight.detach()
+        self._held = HeldWeight(row, col, self.weight, self._plan.w, found, memory)
 
     def release_weight(self) -> None:
         self._held = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lpq.core.operators import once_when_traced
 from lpq.core.quantize import DTYPES
 
 if TYPE_CHECKING:
@@ -50,17 +51,30 @@ def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
 
 def check_memories(layer: Linear, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
     """An error if DistributedDataParallel puts what one rank remembers in place of what the others do: they would clamp
-    whatever is larger."""
-    replica: Any = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
-    if replica is None or not replica.will_sync_module_buffers() or replica.process_group.size() == 1:
+    whatever is larger. What they remember of the weight is the same."""
+    memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
+    if not memories or not _copies_buffers():
         return
-    own = {id(memory) for of_tensor in memories.values() for memory in of_tensor.values()}
-    if any(id(buffer) in own for buffer in replica.modules_buffers):
+    if torch.compiler.is_compiling() or _copied_by_replicas(memories):  # a compiler that cannot tell leaves it to that
         raise RuntimeError(
             f"{layer.title}: DistributedDataParallel copies what rank 0 remembers for delayed scaling to all ranks "
             "before each forward, and what is larger on them would be clamped: make it with broadcast_buffers=False "
             "(from PyTorch 2.13 on forward_sync_buffers=False)"
         )
+
+
+@once_when_traced
+def _copies_buffers() -> bool:
+    """Whether this runs inside of a DistributedDataParallel that copies buffers from rank to rank."""
+    replica: Any = DistributedDataParallel._active_ddp_module
+    return replica is not None and bool(replica.will_sync_module_buffers()) and replica.process_group.size() > 1
+
+
+def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
+    """Whether these are among the buffers that it copies."""
+    own = {id(memory) for of_tensor in memories.values() for memory in of_tensor.values()}
+    replica: Any = DistributedDataParallel._active_ddp_module
+    return any(id(buffer) in own for buffer in replica.modules_buffers)
 
 
 def _check_accumulation(layer: Linear, weight: Tensor) -> None:

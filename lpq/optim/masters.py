@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,26 @@ from lpq.distributed.attach import attach, local
 
 MASTER = "master"
 """Under this name a master is part of the optimizer's state."""
+
+
+class _Seen(NamedTuple):
+    """What grows when a weight is written to, as a whole or one of its buffers."""
+
+    written: tuple[int, int, int]
+    buffers: list[tuple[Tensor, int]]
+
+    @staticmethod
+    def of(weight: Tensor) -> _Seen:
+        """As it is now."""
+        stored = cast("QuantizedTensor", local(weight))
+        buffers = [(buffer, buffer._version) for _, side in stored.sides for buffer in side.tensors()]
+        return _Seen((weight._version, stored._version, stored.draft.writes), buffers)
+
+    def still(self, now: _Seen) -> bool:
+        """Whether nothing was written since. Buffers that are other tensors now, as ``model.to()`` leaves them where it
+        moves nothing, count from the beginning."""
+        pairs = zip(self.buffers, now.buffers, strict=True)
+        return self.written == now.written and all(a is not b or count == then for (a, count), (b, then) in pairs)
 
 
 class MasterWeights(Optimizer):
@@ -49,7 +69,7 @@ class MasterWeights(Optimizer):
         """The wrapped optimizer."""
         self.masters: dict[Tensor, Tensor] = {}
         """The fp32 master of each quantized weight."""
-        self._seen: dict[Tensor, list[int]] = {}
+        self._seen: dict[Tensor, _Seen] = {}
         self._shared = [dict(group) for group in self.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._master_of(p) for p in group["params"]]
@@ -82,7 +102,11 @@ class MasterWeights(Optimizer):
 
     def seen(self, weight: Tensor) -> None:
         """The weight and its master belong together as they are now."""
-        self._seen[weight] = _versions(weight)
+        self._seen[weight] = _Seen.of(weight)
+
+    def _fresh(self, weight: Tensor) -> bool:
+        """Whether nothing was written to the weight since."""
+        return weight in self._seen and self._seen[weight].still(_Seen.of(weight))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -92,11 +116,11 @@ class MasterWeights(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for weight in self.masters:
-            if self._seen[weight] != _versions(weight):
+            if not self._fresh(weight):
                 raise RuntimeError(
                     f"{_whose(weight)}a {list(weight.shape)} weight was written to since its master was made, and the "
                     "step would undo that: make MasterWeights after loading weights, load its state too, or call "
-                    "take(weight)"
+                    "take(weight), or seen(weight) where it is again what it was"
                 )
         self._share_options()
         for weight, master in self.masters.items():
@@ -149,7 +173,7 @@ class MasterWeights(Optimizer):
     # ------------------------------------------------------------------------------ copying, saving and loading
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = [weight for weight in self.masters if self._seen[weight] == _versions(weight)]
+        fresh = [weight for weight in self.masters if self._fresh(weight)]
         own = {"optimizer": self.optimizer, "masters": self.masters, "_shared": self._shared, "fresh": fresh}
         return {**super().__getstate__(), **own}
 
@@ -157,7 +181,7 @@ class MasterWeights(Optimizer):
         """In a copy, or what is loaded from a pickle, tensors count their writes anew."""
         fresh = state.pop("fresh", [])
         super().__setstate__(state)
-        self._seen = {weight: [] for weight in self.masters}
+        self._seen = {}
         for weight in fresh:
             self.seen(weight)
 
@@ -251,10 +275,3 @@ def _shape(tensor: Tensor) -> str:
     """Of the whole and, where that is another, of this rank's part."""
     whole, part = list(tensor.shape), list(local(tensor).shape)
     return f"{whole}" if part == whole else f"{whole} ({part} on this rank)"
-
-
-def _versions(weight: Tensor) -> list[int]:
-    """What changes when the weight is written to, as a whole or one of its buffers."""
-    stored = cast("QuantizedTensor", local(weight))
-    counts = [t._version for t in (weight, stored, *(b for _, s in stored.sides for b in s.tensors()))]
-    return [*counts, stored.draft.writes]

@@ -27,6 +27,12 @@ def _two(rank: int) -> None:
         DistributedDataParallel(_model(recipe))(_batch(rank, 0)).sum().backward()
     with pytest.raises(RuntimeError, match=r"layer 0, lpq.nn.Linear\(64, 64\): .*broadcast_buffers=False"):
         DistributedDataParallel(_model("fp8-delayed"))(_batch(rank, 0))
+    compiled = _model("fp8-delayed")
+    compiled.compile(backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"layer 0, lpq.nn.Linear\(64, 64\): .*broadcast_buffers=False"):
+        DistributedDataParallel(compiled)(_batch(rank, 0))
+    weights_alone = "x=fp8(), w=fp8(scaling=delayed), dy=fp8()"  # of which all ranks remember the same
+    DistributedDataParallel(_model(weights_alone))(_batch(rank, 0)).sum().backward()
     alone = _model("fp8-delayed")
     model = DistributedDataParallel(copy.deepcopy(alone), broadcast_buffers=False)
     for step in range(3):

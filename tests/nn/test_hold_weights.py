@@ -68,6 +68,8 @@ def test_leaving_says_nothing_beside_another_error() -> None:
         lambda weight: weight.mul_(2),
         lambda weight: setattr(weight, "data", torch.randn(32, 64)),
         lambda weight: setattr(weight, "data", weight.data.bfloat16()),
+        lambda weight: [setattr(weight, "data", torch.randn(32, 64)) for _ in range(2)],  # the first gives way
+        lambda weight: setattr(weight, "data", torch.randn(64, 64)[32:]),
     ],
 )
 def test_a_weight_that_was_changed_is_refused_by_the_next_pass(change: Callable[[Any], object]) -> None:
@@ -137,3 +139,17 @@ def test_inside_of_another_hold_weights_the_outer_one_holds(monkeypatch: pytest.
         assert len(calls) == 4
     model(x)
     assert len(calls) == 6
+
+
+def test_another_part_of_the_same_memory_is_another_weight() -> None:
+    module, flat = layer("mxfp8"), torch.randn(64, 64)
+    module.weight.data = flat[:32]
+
+    def passes() -> None:
+        with lpq.hold_weights(module):
+            module.weight.data = flat[32:]
+            module(torch.randn(4, 64))
+            pytest.fail("the pass must say it")
+
+    with pytest.raises(RuntimeError, match=CHANGED):
+        passes()

@@ -176,6 +176,28 @@ def test_what_is_written_through_data_is_not_undone_in_silence(write: Callable[[
     step()
 
 
+@pytest.mark.parametrize(
+    "move", [lambda m: m.to("cpu"), lambda m: m.cpu(), lambda m: m.to(torch.float32), lambda m: m.share_memory()]
+)
+def test_moving_nothing_is_no_write(move: Callable[[nn.Module], object]) -> None:
+    model = _model()
+    optimizer = MasterWeights(SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        move(model)
+
+
+def test_a_write_to_a_buffer_is_seen() -> None:
+    model = _model()
+    optimizer = MasterWeights(SGD(model.parameters(), lr=0.1))
+    model[0].weight.row.data.zero_()  # type: ignore[index]
+    with pytest.raises(RuntimeError, match=r"or seen\(weight\) where it is again what it was"):
+        optimizer.step()
+    optimizer.seen(model[0].weight)  # type: ignore[index]
+    optimizer.step()
+
+
 def test_a_copy_knows_that_a_weight_was_written_to() -> None:
     model = _model()
     optimizer = MasterWeights(SGD(model.parameters(), 0.1))
