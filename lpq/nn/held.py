@@ -1,0 +1,40 @@
+"""A weight that is held encoded, and how one tells that a weight was changed meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lpq.core import QuantizedTensor
+
+if TYPE_CHECKING:
+    from lpq.core import Quantizer, Storage
+
+
+@dataclass(frozen=True, eq=False)
+class HeldWeight:
+    """A weight encoded once for several passes."""
+
+    row: Storage
+    col: Storage
+    weight: Tensor
+    quantizer: Quantizer
+    found: tuple[object, ...]
+    """The weight as ``as_it_is`` found it."""
+    memory: Tensor
+    """The weight's, which is kept so that no other memory gets its address."""
+
+    def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
+        """Whether that is the weight still, and how it is encoded."""
+        return self.weight is weight and self.quantizer == quantizer and self.found == as_it_is(weight)
+
+
+def as_it_is(weight: Tensor) -> tuple[object, ...]:
+    """What is another once the weight is written to, or has other memory or another dtype. Autograd counts what is
+    written but through ``.data``, and nothing of tensors that ``torch.inference_mode`` made."""
+    written = None if weight.is_inference() else weight._version
+    if isinstance(weight, QuantizedTensor):
+        return written, weight.dtype, weight.draft.writes
+    return written, weight.dtype, weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
