@@ -32,8 +32,9 @@ class HeldWeight:
 
 
 def as_it_is(weight: Tensor) -> tuple[object, ...]:
-    """What is another once the weight is written to, or has other memory or another dtype. Autograd counts what is
-    written but through ``.data``, and nothing of tensors that ``torch.inference_mode`` made."""
+    """Differs once the weight is written to, or has other memory or another dtype. Autograd does not count what is
+    written through ``.data``, nor anything of a tensor that ``torch.inference_mode`` made; a stored weight counts its
+    own writes."""
     written = None if weight.is_inference() else weight._version
     if isinstance(weight, QuantizedTensor):
         return written, weight.dtype, weight.draft.writes

@@ -55,7 +55,7 @@ def check_memories(layer: Linear, memories: Mapping[str, Mapping[str, Tensor]]) 
     memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
     if not memories or not _copies_buffers():
         return
-    if torch.compiler.is_compiling() or _copied_by_replicas(memories):  # a compiler that cannot tell leaves it to that
+    if torch.compiler.is_compiling() or _copied_by_replicas(memories):  # a tracer cannot tell which buffers are its own
         raise RuntimeError(
             f"{layer.title}: DistributedDataParallel copies what rank 0 remembers for delayed scaling to all ranks "
             "before each forward, and what is larger on them would be clamped: make it with broadcast_buffers=False "
