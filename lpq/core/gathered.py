@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class Gather(Protocol):
+class Gatherer(Protocol):
     """How one parameter is gathered."""
 
     def begin(self, shard: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ class Gathered:
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], Gather]:
+    ) -> tuple[tuple[Tensor, ...], Gatherer]:
         """Called before a gather."""
         gather_of = getattr(module, "weight_gather", None)
         if gather_of is None:
@@ -57,13 +57,13 @@ class Gathered:
                 f"{type(module).__name__} has a parameter that lpq.convert(…, weights=…) prepared for a layer of lpq, "
                 "and only such a layer can gather it"
             )
-        gather: Gather = gather_of()
+        gather: Gatherer = gather_of()
         assert isinstance(self, Tensor)
         with normal_tensors():  # they are kept from gather to gather
             return gather.begin(self, mp_policy.param_dtype or self.dtype), gather
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], gather: Gather, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self, outputs: tuple[Tensor, ...], gather: Gatherer, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """Called after it; ``out`` is what the first call returned."""
         with normal_tensors():  # they are kept from gather to gather

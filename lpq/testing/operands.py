@@ -76,10 +76,6 @@ def rotated(quantizer: Quantizer) -> bool:
     return any(side.rotation is not None for side in sides(quantizer))
 
 
-def stochastic(quantizer: Quantizer) -> bool:
-    return any(side.stochastic for side in sides(quantizer))
-
-
 def recipe_of(quantizer: Quantizer) -> Recipe:
     """This quantizer for all tensors. Where only one direction is rotated, the weight goes by the other."""
     row, col = quantizer.side("row"), quantizer.side("col")

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import lpq
 from lpq.core import QuantizedTensor, Quantizer, gemm
+from lpq.core.derive import rounds_stochastically
 from lpq.nn import Linear
 from lpq.testing.expect import relative_error, same
-from lpq.testing.operands import normal, recipe_of, stochastic
+from lpq.testing.operands import normal, recipe_of
 from lpq.testing.options import Family, only
 
 M, K, N = 32, 64, 48
@@ -38,7 +39,7 @@ def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
     assert x.grad is not None
     assert layer.weight.grad is not None
     assert layer.bias.grad is not None
-    if stochastic(quantizer):  # the layer draws its own seeds: compare with what is expected of them
+    if rounds_stochastically(quantizer):  # the layer draws its own seeds: compare with what is expected of them
         for got, exact in (
             (y.detach() - layer.bias.detach(), x.detach() @ layer.weight.detach().t()),
             (x.grad, dy @ layer.weight.detach()),
@@ -116,11 +117,11 @@ def test_compiled_layer_is_the_layer(family: Family) -> None:
         y.backward(dy)
         results.append((y.detach(), x.grad, layer.weight.grad))
     for eager, traced, name in zip(*results, ("y", "dx", "dw"), strict=True):
-        if not stochastic(quantizer):
+        if not rounds_stochastically(quantizer):
             same(traced, eager, f"{quantizer}: {name} of a compiled layer")
 
 
-@only(lambda q: not stochastic(q) and not q.new_state(), "gives a weight the same bytes in any step")
+@only(lambda q: not rounds_stochastically(q) and not q.new_state(), "gives a weight the same bytes in any step")
 def test_quantized_weights_work(quantizer: Quantizer) -> None:
     """A layer whose weight is stored quantized gives what the layer that encodes it gives."""
     layer, x, _ = layer_and_data(quantizer)

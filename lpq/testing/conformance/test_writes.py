@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from lpq.core import Quantizer
+from lpq.core.derive import rounds_stochastically
 from lpq.testing.conformance.test_aten import QUIET
 from lpq.testing.conformance.test_tensor import HELD, quantized
 from lpq.testing.expect import memory, plain, relative_error, same_quantized
-from lpq.testing.operands import normal, rotated, stochastic
+from lpq.testing.operands import normal, rotated
 
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "copy_": lambda t, x: t.copy_(x),
@@ -40,7 +41,7 @@ def test_writes_encode_again(quantizer: Quantizer, held: str) -> None:
         write(tensor, x)
         assert memory(tensor) == before, f"{what} replaced the buffers: who refers to them misses the write"
         expected = quantizer.quantize(values, row=held != "col", col=held != "row")
-        if stochastic(quantizer):  # the seed is torch's to draw
+        if rounds_stochastically(quantizer):  # the seed is torch's to draw
             error, allowed = relative_error(plain(tensor), values), relative_error(plain(expected), values)
             assert error <= 2 * allowed + 0.05, f"{what}: relative error {error:.3f} after the write"
         else:
@@ -63,7 +64,7 @@ def test_optimizers_step(quantizer: Quantizer) -> None:
             parameter.grad = gradient.clone()
             make(parameter).step()
         expected = quantizer.quantize(decoded.detach())
-        if stochastic(quantizer) or rotated(quantizer):
+        if rounds_stochastically(quantizer) or rotated(quantizer):
             assert relative_error(plain(weight.detach()), decoded.detach()) < 0.5
         else:
             same_quantized(weight.detach(), expected, f"{quantizer}: a step of {type(make(decoded)).__name__}")

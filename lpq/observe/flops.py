@@ -1,0 +1,20 @@
+"""What the products of encoded operands count as, for PyTorch's own counter of floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lpq.core import operations as _defines_the_operator  # noqa: F401
+
+
+def product_flops(*arguments: Any, **_: Any) -> int:
+    """Of ``lpq::gemm``, as of any product of matrices: what encoding and decoding take is not counted."""
+    (rows, contraction), (cols, _contraction) = arguments[5:7]  # shape_a and shape_b
+    return int(2 * rows * cols * contraction)
+
+
+FLOPS: dict[Any, Callable[..., int]] = {torch.ops.lpq.gemm: product_flops}
+"""``torch.utils.flop_counter.FlopCounterMode(custom_mapping=FLOPS)`` counts a converted model like any other."""
