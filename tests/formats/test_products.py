@@ -479,6 +479,11 @@ def test_they_are_said_to_be_untried(blackwell: None) -> None:
         assert "never run on hardware" in found.note
 
 
+def test_what_other_sizes_go_by_is_said(hopper: None) -> None:
+    for quantizer in map(lpq.quantizer, ("fp8", "fp8(scaling=block)")):
+        assert "other sizes are multiplied in bf16" in served("gemm", (quantizer, quantizer), GPU).note
+
+
 def test_elsewhere_too(hopper: None) -> None:
     quantizer = lpq.quantizer("nvfp4")
     found = served("gemm", (quantizer, quantizer), GPU)

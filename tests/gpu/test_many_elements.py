@@ -23,6 +23,13 @@ SHAPE = (2**16 + 128, 2**15)
 MEASURED = [
     "fp8", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "nvfp4", "nvfp4(rht=true)", "nvfp4(block=16x16)",
 ]  # fmt: skip
+ENCODED = [
+    "fp8", "fp8(scaling=row)", "fp8(scaling=block)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4",
+    "nvfp4(rht=true)", "nvfp4(block=16x16)", "nvfp4(rht=true, stochastic=true)",
+]  # fmt: skip
+PAIRED = [
+    "hybrid(row=fp8, col=nvfp4)", "hybrid(row=mxfp8, col=fp8(scaling=block))", "hybrid(row=nvfp4, col=mxfp8)",
+]  # fmt: skip
 
 
 def _matrix(dtype: torch.dtype) -> Tensor:
@@ -46,6 +53,20 @@ def test_rounded_on_the_way(text: str) -> None:
         assert one is not None
         assert other is not None
         assert_same(list(one.tensors()), list(other.tensors()), text)
+
+
+@pytest.mark.parametrize("text", [*ENCODED, *PAIRED])
+def test_one_operand_alone(text: str) -> None:
+    """All bytes are those that the operand has beside the other: of a pair, by two formats' own kernels."""
+    quantizer = lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    x = _matrix(torch.bfloat16)
+    both = operations.quantize(x, None, row, col, seed())
+    for place, sides in enumerate([(row, None), (None, col)]):
+        alone, beside = operations.quantize(x, None, *sides, seed())[place], both[place]
+        assert alone is not None
+        assert beside is not None
+        assert_same(list(beside.tensors()), list(alone.tensors()), f"{text}, {sides}")
 
 
 @pytest.mark.parametrize("text", MEASURED)

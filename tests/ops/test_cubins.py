@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,45 @@ def test_a_cache_that_cannot_be_written_is_said(
     monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path / "a file" / "cache"))
     with pytest.warns(KernelCacheWarning, match="LPQ_CACHE_DIR"):
         assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+
+
+def test_a_cache_that_can_only_be_read_is_read(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    opened = Path.open
+
+    def read_only(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if set(mode) & set("wxa+"):
+            raise PermissionError(13, "Permission denied", str(path))  # what root, who may write anywhere, never sees
+        return opened(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    with pytest.warns(KernelCacheWarning, match="Permission denied"):
+        assert cubins.cubin(source, ("A=1",), "sm_90a") == b"code 2"
+    assert len(kept()) == 1
+
+
+def test_nobody_sees_a_file_that_is_half_written(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a process writes, those beside it find no file of the name that they look for."""
+    seen: list[list[str]] = []
+
+    class Slow(io.FileIO):
+        def write(self, content: Any) -> int:
+            half = len(content) // 2
+            super().write(content[:half])
+            seen.append([path.suffix for path in kept()])
+            return half + (super().write(content[half:]) or 0)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Slow(path, mode.replace("b", "")))
+    assert cubins.cubin(source, (), "sm_90a") == b"code 1"
+    assert seen == [[".part"]]
+    assert [path.suffix for path in kept()] == [".cubin"]
 
 
 def test_a_full_disk_leaves_no_half_file(source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
