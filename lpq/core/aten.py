@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lpq.core.operators import written
+from lpq.core.operators import overwrites, written
 from lpq.core.quantize import DTYPES, as_matrix
 from lpq.core.storage import Storage
 from lpq.core.tensor import PrecisionWarning, QuantizedTensor, Window
@@ -437,14 +437,15 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     unless = kwargs.get("found_inf")
     skipping = [t.draft for t in drafts.values() if t.draft.matrix is None or t.draft.unless is unless]
     narrow = {t.dtype for t in drafts.values()} - {torch.float32}
-    taken: dict[int, tuple[Tensor, Tensor]] = {}
-    """Each argument, and what the operator gets for it."""
+    taken: dict[int, tuple[Tensor, Tensor]] = {}  # each argument, and what the operator gets for it
 
     def take(value: Any) -> Any:
         if id(value) in taken:
             return taken[id(value)][1]
         if id(value) in drafts:
             plain = _drafted(value).reshape(value.shape)
+        elif isinstance(value, QuantizedTensor) and id(value) in mutated and overwrites(func):
+            plain = torch.empty(value.shape, dtype=torch.float32 if narrow else value.dtype, device=value.device)
         elif isinstance(value, QuantizedTensor):
             plain = value.dequantize(torch.float32 if narrow else None)
         elif isinstance(value, Tensor) and value.dtype in narrow:

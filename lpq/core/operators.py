@@ -111,6 +111,17 @@ def distinct(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Qua
     return out
 
 
+OVERWRITES = frozenset(
+    ("zero_", "fill_", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "geometric_", "cauchy_")
+)
+"""Operators that write every element of a tensor, whatever stood there."""
+
+
+def overwrites(func: Any) -> bool:
+    """Whether an operator reads nothing of the tensor that it writes to, which may hold no number yet."""
+    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in OVERWRITES
+
+
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The arguments that an operator writes to, those in lists one by one."""
     schema = func._schema.arguments

@@ -143,7 +143,7 @@ class Quantizer:
         return cls(**options).ready()
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
+        hints = _hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, hint = getattr(self, field.name), hints[field.name]
             if not _fits(value, hint):
@@ -205,6 +205,16 @@ def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bit
             f"{quantizer.storage.__name__}({', '.join(f'{name}=…' for name in quantizer.names)})"
         )
     return storage.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls)
+    except NameError as error:
+        raise OptionError(
+            f"the annotations of {cls.__module__}.{cls.__qualname__} cannot be read: {error}. Its options are checked "
+            "by them: import what they name where the module runs, and not under TYPE_CHECKING"
+        ) from error
 
 
 def _fits(value: object, hint: Any) -> bool:

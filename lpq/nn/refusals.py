@@ -22,6 +22,8 @@ def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
         raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
     if input.is_nested:
         raise TypeError(f"{layer.title}: the input is nested: pass x.values(), or what torch.nested pads it to")
+    if input.layout != torch.strided:
+        raise TypeError(f"{layer.title}: the input is {input.layout}: pass x.to_dense()")
     if not input.dim() or input.shape[-1] != layer.in_features:
         raise ValueError(
             f"{layer.title}: the input is {list(input.shape)}, its last dimension must be {layer.in_features}"

@@ -135,8 +135,7 @@ def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:
             "a recipe needs a name, and this is empty: `lpq plugins` lists them; 'bf16' is high precision"
         )
     if not NAME.fullmatch(name):
-        if os.path.isfile(name):
-            raise RecipeError(f"{name} is a file: one in TOML ends in .toml, or is given as a pathlib.Path")
+        _refuse_file(name)
         return cast("Quantizer", registry.quantizer(name))
     try:
         spec = registry.recipe_spec(name)
@@ -145,11 +144,17 @@ def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:
     return _from_spec(spec, within)
 
 
+def _refuse_file(name: str) -> None:
+    if os.path.isfile(name):
+        raise RecipeError(f"{name} is a file: one in TOML ends in .toml, or is given as a pathlib.Path")
+
+
 def _format(name: str) -> Quantizer:
     """The default quantizer of a format, for a name that no recipe has."""
     try:
         return cast("Quantizer", registry.quantizer(name))
     except UnknownFormat:
+        _refuse_file(name)
         known = {*registry.recipes(), *registry.formats()}
         raise UnknownRecipe(
             f"there is no recipe and no format {name!r} here: {suggestion(name, known)} "

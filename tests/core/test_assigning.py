@@ -64,6 +64,19 @@ def test_its_shape_does_not_change_in_place(change: Callable[[Tensor], Tensor]) 
         change(t)
 
 
+@pytest.mark.parametrize(
+    "write", [Tensor.zero_, lambda t: t.fill_(3), Tensor.uniform_, Tensor.normal_, lambda t: t.new_zeros(t.shape)]
+)
+def test_what_is_overwritten_is_not_decoded(write: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was never written to may hold codes that a format does not know."""
+    stored = lpq.quantizer("mxfp8").quantize(normal(64, 64))
+    with monkeypatch.context() as patch:
+        patch.setattr(lpq.QuantizedTensor, "dequantize", None)
+        made = write(stored)
+    assert torch.isfinite(made.dequantize()).all()
+    assert not torch.equal(made.dequantize(), lpq.quantizer("mxfp8").quantize(normal(64, 64)).dequantize())
+
+
 def test_other_libraries_get_no_memory_of_it() -> None:
     """It has none of the values that it stands for."""
     t = lpq.quantizer("mxfp8").quantize(normal(64, 64))

@@ -74,3 +74,12 @@ def test_whole_numbers_and_truths_stay_what_they_are() -> None:
     for wrong in ({"steps": 3.0}, {"alpha": True}, {"alpha": "3"}, {"alpha": 10**400}):
         with pytest.raises(OptionError, match=r"AcmeQuantizer: option '(steps|alpha)' must be a"):
             AcmeQuantizer(**wrong)
+
+
+def test_annotations_that_cannot_be_read_are_said_to_be_so() -> None:
+    @dataclass(frozen=True)
+    class Unreadable(Quantizer):
+        kind: OfNoModule = None  # type: ignore[name-defined]  # noqa: F821
+
+    with pytest.raises(OptionError, match="Unreadable cannot be read: name 'OfNoModule' is not defined"):
+        Unreadable()

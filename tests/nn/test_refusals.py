@@ -123,6 +123,11 @@ def test_other_dtypes_are_refused_in_words(recipe: str) -> None:
         lpq.nn.Linear(48, 32, recipe=recipe).double()(torch.ones(2, 48))
 
 
+def test_sparse_inputs_are_refused_in_words() -> None:
+    with pytest.raises(TypeError, match=r"Linear\(48, 32\): the input is torch\.sparse_coo: pass x\.to_dense\(\)"):
+        lpq.nn.Linear(48, 32, recipe="mxfp8")(torch.randn(2, 48).to_sparse())
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_inputs_are_refused_in_words(layout: torch.layout) -> None:

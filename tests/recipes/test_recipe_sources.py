@@ -179,3 +179,10 @@ def test_recipes_import_no_plugin_and_name_no_format_but_the_hybrid() -> None:
     formats = set(lpq.registry.formats())
     assert {"hybrid"} <= formats
     assert [s for s in strings if s in formats] == ["hybrid"]
+
+
+def test_a_file_of_another_suffix_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("policy.txt").write_text("")
+    with pytest.raises(RecipeError, match=r"policy\.txt is a file: one in TOML ends in \.toml"):
+        lpq.recipe("policy.txt")
