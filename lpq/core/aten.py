@@ -11,10 +11,12 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._prims_common import canonicalize_dim
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -117,16 +119,15 @@ def _view(t: QuantizedTensor, size: Sequence[int]) -> Any:
 
 @implements(aten.unsqueeze.default)
 def _unsqueeze(t: QuantizedTensor, dim: int) -> Any:
-    shape = list(t.shape)
-    shape.insert(dim + t.dim() + 1 if dim < 0 else dim, 1)
-    return _same_matrix(t, t.with_operands(*t.stored, torch.Size(shape), t.dtype))
+    at = canonicalize_dim(t.dim() + 1, dim)
+    return _same_matrix(t, t.with_operands(*t.stored, torch.Size([*t.shape[:at], 1, *t.shape[at:]]), t.dtype))
 
 
 @implements(aten.slice.Tensor)
 def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     if step != 1 or t.dim() == 0:
         return NotImplemented
-    dim = dim % t.dim()
+    dim = canonicalize_dim(t.dim(), dim)
     begin, stop, _ = slice(start, end).indices(t.shape[dim])
     stop = max(begin, stop)
     shape = [*t.shape[:dim], stop - begin, *t.shape[dim + 1 :]]
@@ -143,23 +144,17 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
 
 @implements(aten.split.Tensor)
 def _split(t: QuantizedTensor, size: int, dim: int = 0) -> Any:
-    length = t.shape[dim]
+    length = t.shape[canonicalize_dim(t.dim(), dim)]
     sizes = [min(size, length - at) for at in range(0, length, size)] if size else []
     return _split_with_sizes(t, sizes or [min(size, 0)], dim)  # torch refuses these, but for nothing in none
 
 
 @implements(aten.split_with_sizes.default)
 def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> Any:
-    if sum(sizes) != t.shape[dim]:
+    if sum(sizes) != t.shape[canonicalize_dim(t.dim(), dim)] or any(size < 0 for size in sizes):
         return NotImplemented
-    pieces, at = [], 0
-    for size in sizes:
-        piece = _slice(t, dim, at, at + size)
-        if piece is NotImplemented:
-            return NotImplemented
-        pieces.append(piece)
-        at += size
-    return pieces
+    pieces = [_slice(t, dim, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
 
 
 @implements(aten.as_strided.default)
@@ -194,14 +189,15 @@ def _t(t: QuantizedTensor) -> Any:
 
 @implements(aten.transpose.int)
 def _transpose(t: QuantizedTensor, first: int, second: int) -> Any:
-    if t.dim() == 2 and first % 2 != second % 2:
+    first, second = (canonicalize_dim(t.dim(), dim) for dim in (first, second))
+    if t.dim() == 2 and first != second:
         return _t(t)
-    return _alias(t) if first % t.dim() == second % t.dim() else NotImplemented
+    return _alias(t) if first == second else NotImplemented
 
 
 @implements(aten.permute.default)
 def _permute(t: QuantizedTensor, dims: Sequence[int]) -> Any:
-    order = [d % t.dim() for d in dims]
+    order = [canonicalize_dim(t.dim(), dim) for dim in dims]
     if order == list(range(t.dim())):
         return _alias(t)
     return _t(t) if order == [1, 0] else NotImplemented
@@ -334,7 +330,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     first = tensors[0]
     if not all(_joins(first, t) for t in tensors):
         return NotImplemented
-    dim = dim % first.dim()
+    dim = canonicalize_dim(first.dim(), dim)
     along = 1 if dim == first.dim() - 1 else 0
     others = {t.shape[:dim] + t.shape[dim + 1 :] for t in tensors}
     if (along == 0 and dim != 0) or len(others) > 1:

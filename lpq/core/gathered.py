@@ -35,6 +35,11 @@ class Gathered:
     what FSDP2 makes of it."""
 
     @property
+    def write_count(self) -> int:
+        """Grows when it is written to, also where autograd does not count."""
+        raise NotImplementedError(f"{type(self).__name__} does not count what is written to it")
+
+    @property
     def replaced_by(self) -> str | None:
         """What has put another parameter in its place, so that an optimizer which has this one trains nothing."""
         weight = getattr(self.layer(), "weight", None) if self.layer is not None else None

@@ -74,6 +74,8 @@ def _unfit_buffer(buffer: object, shape: Sequence[int], device: torch.device) ->
         return f"is of shape {list(buffer.shape)} and not {list(shape)}"
     if buffer.dtype != torch.float32:
         return f"is {buffer.dtype} and not torch.float32"
+    if not buffer.is_contiguous():
+        return f"has strides {list(buffer.stride())} and is not contiguous"
     return f"is on {buffer.device}, and what is encoded on {device}" if buffer.device != device else ""
 
 

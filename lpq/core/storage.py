@@ -152,7 +152,7 @@ class Storage:
                 return None
             if unit is None and not all(_same(tensors[0], t) for t in tensors[1:]):
                 return None
-            joined.append(tensors[0] if unit is None else torch.cat(tensors, dim))
+            joined.append(tensors[0].clone() if unit is None else torch.cat(tensors, dim))
         rows, cols = first.shape
         shape = (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))
         return first.wrap(joined, first.quantizer, shape, first.dtype)

@@ -108,6 +108,10 @@ class QuantizedTensor(Gathered, Tensor):
         return self
 
     @property
+    def write_count(self) -> int:
+        return self.draft.writes
+
+    @property
     def whose(self) -> str:
         """What messages about it begin with."""
         return f"{self.place}: " if self.place else ""

@@ -113,14 +113,14 @@ class Gather:
         return (
             measured is None
             or measured.local() is not local
-            or (isinstance(local, WeightShard) and measured.version != local.version)
+            or (isinstance(local, WeightShard) and measured.version != local.write_count)
             or (measured.quantizer is not wanted and measured.quantizer != wanted)
         )
 
     def measure(self, reductions: Reductions) -> None:
         """Measure this rank's shard into ``stats``, which these reductions make those of the whole weight."""
         local = self.site.local
-        version = local.version if isinstance(local, WeightShard) else 0
+        version = local.write_count if isinstance(local, WeightShard) else 0
         measured = Measured(weakref.ref(local), version, self.layer.weight_quantizer())
 
         def reduced() -> None:

@@ -37,7 +37,7 @@ class WeightShard(Gathered, Tensor):
     """How often an operator wrote to it: a list of one number that it shares with its views."""
 
     @property
-    def version(self) -> int:
+    def write_count(self) -> int:
         """What changes when it is written to, also by compiled code, which writes to ``held`` itself."""
         return self.writes[0] + self.held._version
 

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lpq import recipes, registry
 from lpq.core.quantize import DTYPES
@@ -348,6 +350,13 @@ def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
     if not layers:
         raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")
     own = [layer for layer in layers if layer.held is None]
+
+    def stepped(optimizer: Optimizer, *_: object) -> None:
+        """Fused optimizers write to weights, and autograd does not count it."""
+        theirs = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        torch.autograd.graph.increment_version([m.weight for m in own if id(m.weight) in theirs])
+
+    noticing = register_optimizer_step_post_hook(stepped)
     try:
         for layer in own:
             layer.hold_weight()
@@ -355,5 +364,6 @@ def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
         for layer in own:
             layer.held_weight()
     finally:
+        noticing.remove()
         for layer in own:
             layer.release_weight()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lpq.core import QuantizedTensor
+from lpq.core.gathered import Gathered
 
 if TYPE_CHECKING:
     from lpq.core import Quantizer, Storage
@@ -33,9 +33,9 @@ class HeldWeight:
 
 def as_it_is(weight: Tensor) -> tuple[object, ...]:
     """Differs once the weight is written to, or has other memory or another dtype. Autograd does not count what is
-    written through ``.data``, nor anything of a tensor that ``torch.inference_mode`` made; a stored weight counts its
-    own writes."""
+    written through ``.data``, nor anything of a tensor that ``torch.inference_mode`` made, nor what a weight in a list
+    gets, as of ``torch._foreach_add_``; a weight that is gathered counts its own writes."""
     written = None if weight.is_inference() else weight._version
-    if isinstance(weight, QuantizedTensor):
-        return written, weight.dtype, weight.draft.writes
-    return written, weight.dtype, weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
+    counted = weight.write_count if isinstance(weight, Gathered) else 0
+    memory = weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
+    return written, counted, weight.dtype, memory

@@ -291,10 +291,10 @@ class Linear(nn.Linear):
         recipe = recipes.recipe(source) if source is not None else None
         if recipe == self._recipe:
             return
+        plan = Plan.of(recipe) if recipe is not None else None
         for name in self._state_names():
             delattr(self, name)
-        self._recipe = recipe
-        self._plan = Plan.of(recipe) if recipe is not None else None
+        self._recipe, self._plan = recipe, plan
         for tensor in TENSORS if self._plan is not None else ():
             for name, state in getattr(self._plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{name}", state)

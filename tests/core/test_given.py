@@ -66,6 +66,11 @@ def _without(name: str) -> dict[str, Any]:
         (_without("amax_history"), ValueError, r"state has no amax_history: pass what fp8\(.*\)\.new_state\(\) made"),
         ({"other": torch.zeros(())}, ValueError, "state has no "),
         (
+            {name: torch.zeros(1).expand(t.shape) if t.dim() else t for name, t in DELAYED.new_state().items()},
+            ValueError,
+            r"has strides \[0\] and is not contiguous",
+        ),
+        (
             _without("amax_history") | {"amax_history": torch.zeros(7, 7)},
             ValueError,
             r"state: amax_history is of shape \[7, 7\] and not",

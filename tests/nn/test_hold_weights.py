@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lpq
+from lpq.distributed import cast_master_weights, finish_gather
 
 
 def layer(recipe: str) -> lpq.nn.Linear:
@@ -153,3 +154,41 @@ def test_another_part_of_the_same_memory_is_another_weight() -> None:
 
     with pytest.raises(RuntimeError, match=CHANGED):
         passes()
+
+
+@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+@pytest.mark.parametrize("kind", ["fused", "foreach", "alone"])
+def test_a_step_inside_is_refused_whatever_autograd_counts(weights: Any, kind: str) -> None:
+    """Fused optimizers write to weights that stand in lists, and so do foreach ones to those that FSDP2 may shard."""
+    layer = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-current", **({"weights": weights} if weights else {}))
+    options = {kind: True} if kind != "alone" else {}
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1.0, **options)  # type: ignore[arg-type]
+    x = torch.randn(8, 64)
+
+    def step() -> None:
+        with lpq.hold_weights(layer):
+            layer(x).sum().backward()
+            optimizer.step()
+            layer(x)
+
+    with pytest.raises(RuntimeError, match=r"changed while its encoded form is held"):
+        step()
+    with lpq.hold_weights(layer):  # other optimizers' steps concern it as little as weights without a gradient
+        optimizer.zero_grad()
+        optimizer.step()
+        other = nn.Parameter(torch.ones(3))
+        other.grad = torch.ones(3)
+        torch.optim.SGD([other], lr=1.0).step()
+        layer(x)
+
+
+def test_a_cast_into_the_data_of_a_held_weight_is_refused() -> None:
+    layer = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-current", weights="quantized")
+
+    def cast() -> None:
+        with lpq.hold_weights(layer):
+            finish_gather(cast_master_weights([layer[0].weight.data], [torch.randn(4096) * 3], [0], None))
+            layer(torch.randn(8, 64))
+
+    with pytest.raises(RuntimeError, match=r"changed while its encoded form is held"):
+        cast()

@@ -160,7 +160,7 @@ class Batched(Cast):
             group.launch(CODES, table)
         self._turn((part, range(len(part.items))) for part in self.parts if not part.in_parts)
         self._remember(told)
-        self._tables, self.factors = {}, self.factors.new_empty(0)
+        self._tables, self._told_at, self.factors = {}, -1, self.factors.new_empty(0)
 
     def finish(self, chosen: Sequence[int]) -> None:
         which: dict[Part, list[int]] = {}

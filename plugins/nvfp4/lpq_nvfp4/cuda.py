@@ -85,7 +85,8 @@ def quantize(
     cut = col is not None and col.stochastic and offset % GROUP
     if x.numel() == 0 or cut or (row is not None and row.rht):
         return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
-    return _run(x.contiguous(), dtype, list(stats), row, col, seed, offset, measure=measure)
+    given = [None if stat is None else stat.contiguous() for stat in stats]
+    return _run(x.contiguous(), dtype, given, row, col, seed, offset, measure=measure)
 
 
 def _run(
@@ -128,7 +129,6 @@ def _run(
             measured += (amax_finish(parts), wanted)
         known = amax if amax is not None else parts
         assert known is not None
-        given = given.contiguous() if given is not None else None
         amaxes += (known.data_ptr(), known.numel(), pointer(given), pointer(wanted))
     rows, cols = x.shape
     by_block = measure or first[1] is not None or second[1] is not None
