@@ -242,6 +242,8 @@ class Linear(nn.Linear):
     _recipe: Recipe | None
     _plan: Plan | None
     _held: HeldWeight | None
+    _memories: dict[str, tuple[str, str]]
+    """The buffers in which quantizers remember: of which tensor, and by which name the quantizer knows it."""
     schedule: Schedule | None
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     gathering: Gathering | None
@@ -277,6 +279,7 @@ class Linear(nn.Linear):
 
     def _begin(self) -> None:
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
+        self._memories = {}
         self.gathering, self.accumulate, self.place = None, None, ""
 
     # ------------------------------------------------------------------------------ the recipe
@@ -292,25 +295,28 @@ class Linear(nn.Linear):
         if recipe == self._recipe:
             return
         plan = Plan.of(recipe) if recipe is not None else None
-        for name in self._state_names():
+        memories = {
+            f"{tensor}_{name}": (tensor, name, memory)
+            for tensor in (TENSORS if plan is not None else ())
+            for name, memory in getattr(plan, tensor).new_state(self.weight.device).items()
+        }
+        for name in memories.keys() - self._memories.keys():
+            if hasattr(self, name):
+                raise ValueError(
+                    f"{self.title}: the recipe remembers {name}, and the layer has an attribute of that name: rename it"
+                )
+        for name in self._memories:
             delattr(self, name)
         self._recipe, self._plan = recipe, plan
-        for tensor in TENSORS if self._plan is not None else ():
-            for name, state in getattr(self._plan, tensor).new_state(self.weight.device).items():
-                self.register_buffer(f"{tensor}_{name}", state)
-
-    def _state_names(self) -> list[str]:
-        if self._plan is None:
-            return []
-        return [f"{t}_{name}" for t in TENSORS for name in getattr(self._plan, t).new_state("meta")]
+        self._memories = {name: (tensor, key) for name, (tensor, key, _) in memories.items()}
+        for name, (_, _, memory) in memories.items():
+            self.register_buffer(name, memory)
 
     def _states(self) -> dict[str, State]:
         """The state of each tensor that has one, by the names its quantizer knows."""
         states: dict[str, State] = {}
-        for name, buffer in self._buffers.items():
-            tensor, _, key = name.partition("_")
-            if buffer is not None and tensor in TENSORS:
-                states.setdefault(tensor, {})[key] = buffer
+        for name, (tensor, key) in self._memories.items():
+            states.setdefault(tensor, {})[key] = getattr(self, name)
         return states
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -319,13 +325,13 @@ class Linear(nn.Linear):
             from lpq.distributed.shard import in_place_of
 
             state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])
-        for name in self._state_names():
+        for name in self._memories:
             if prefix + name in state_dict and state_dict[prefix + name].shape != getattr(self, name).shape:
                 del state_dict[prefix + name]  # another recipe's, which remembers more steps or fewer
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing: list[str] = args[2]
         unexpected: list[str] = args[3]
-        for name in self._state_names():
+        for name in self._memories:
             if prefix + name in missing:
                 missing.remove(prefix + name)
                 getattr(self, name).zero_()
@@ -334,7 +340,7 @@ class Linear(nn.Linear):
         unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        state = {name: getattr(self, name) for name in self._state_names()}
+        state = {name: getattr(self, name) for name in self._memories}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
             device = getattr(self, name).device
@@ -405,7 +411,7 @@ class Linear(nn.Linear):
 
     def memories(self) -> dict[str, Tensor]:
         """All that the layer's quantizers remember across steps, by the names of the buffers."""
-        return {name: getattr(self, name) for name in self._state_names()}
+        return {name: getattr(self, name) for name in self._memories}
 
     def reset_parameters(self) -> None:
         """Initialise as ``nn.Linear`` does, also a weight that is sharded and stored quantized."""

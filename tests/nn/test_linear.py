@@ -345,6 +345,24 @@ def test_the_history_moves_in_backward_only() -> None:
     assert module.dy_amax_history[0] == 1
 
 
+def test_buffers_of_the_user_are_nobodys_memory() -> None:
+    """Names alone do not make a buffer one that a quantizer remembers in."""
+    module = layer("fp8-delayed")
+    module.register_buffer("x_mean", torch.ones(3))
+    module(torch.randn(8, 48)).sum().backward()
+    assert set(module.memories()) == {f"{t}_{key}" for t in ("x", "w", "dy") for key in ("amax_history", "amax")}
+    module.load_state_dict({"weight": module.weight.detach(), "bias": module.bias.detach()}, strict=False)
+    assert torch.equal(module.x_mean, torch.ones(3)), "it is not started afresh"
+    module.recipe = "mxfp8"
+    assert torch.equal(module.x_mean, torch.ones(3))
+    assert "x_amax_history" not in dict(module.named_buffers())
+    module.register_buffer("dy_amax", torch.ones(()))
+    with pytest.raises(ValueError, match=r"the recipe remembers dy_amax, and the layer has an attribute of that name"):
+        module.recipe = "fp8-delayed"
+    assert module.recipe.title == "mxfp8"
+    assert module(torch.randn(8, 48)).isfinite().all()
+
+
 @EVERY
 def test_state_dict_keys_are_those_of_nn_linear(recipe: str) -> None:
     module = layer(recipe)
