@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import pairwise
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.contenders import Contender, compile_afresh, in_words
@@ -47,55 +48,89 @@ def group() -> Iterator[int]:
         dist.destroy_process_group()
 
 
+class Failed(Exception):
+    """A rank failed, and with it all; in words."""
+
+
 def measure(everyone: list[Contender], shape: Stack, steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Tokens a second and rank of each contender, and the most memory that a rank had allocated; after each, so far."""
+    peers = dist.new_group(backend="gloo")  # needs no memory of a GPU, and meets no collective of a step
     results: list[dict[str, Any]] = []
     for contender in everyone:
-        results.append(_of(contender, shape, steps, device))
+        results.append(_of(contender, shape, steps, device, peers))
         yield {**asdict(shape), "ranks": dist.get_world_size(), "results": [*results]}
 
 
-def _of(contender: Contender, shape: Stack, steps: int, device: torch.device) -> dict[str, Any]:
+def _of(
+    contender: Contender, shape: Stack, steps: int, device: torch.device, peers: dist.ProcessGroup
+) -> dict[str, Any]:
     compile_afresh()
     gc.collect()
     result: dict[str, Any]
     try:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        timing, loss = _train(contender, shape, steps, device)
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        with _together(peers):
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            step = _step(contender, shape, device)
+        with _together(peers):
+            timing, loss = _timed(step, steps, device)
+            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         speed = shape.tokens / timing.median
         result = {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
-    except Exception as error:  # what one library cannot do is a result, and the others go on
-        result = {"peak_bytes": None, "failure": in_words(error)}
+    except Failed as error:  # what one library cannot do is a result, and the others go on
+        result = {"peak_bytes": None, "failure": str(error)}
     if dist.get_rank() == 0:
         said = result["failure"] or f"{result['tokens_per_second']:,.0f} tokens/s"
         print(f"{contender.name}: {said}", file=sys.stderr)
     return {**contender.record(), **result}
 
 
-def _train(contender: Contender, shape: Stack, steps: int, device: torch.device) -> tuple[Timing, float]:
+@contextmanager
+def _together(peers: dist.ProcessGroup) -> Iterator[None]:
+    """What fails in a rank fails in all of them, with the words of the first that failed.
+
+    The ranks meet at the end. One that another's error left inside a step's collective, as where one GPU alone runs out
+    of memory, cannot come: both wait until a group times out, which ends the run.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = in_words(error)
+    told: list[str | None] = [None] * dist.get_world_size(peers)
+    dist.all_gather_object(told, failure, group=peers)
+    for rank, words in enumerate(told):
+        if words is not None:
+            raise Failed(words if len(told) == 1 else f"rank {rank}: {words}")
+
+
+def _step(contender: Contender, shape: Stack, device: torch.device) -> Callable[[], Tensor]:
+    """A step of training, which returns its loss."""
     model = sharded(contender, shape, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(shape.batch, shape.sequence, shape.hidden, device=device, dtype=torch.bfloat16)
     target = torch.randn_like(x)
     cos, sin = rotations(shape, device, torch.bfloat16)
-    losses = []
 
-    def step() -> None:
+    def step() -> Tensor:
         loss = nn.functional.mse_loss(model(x, cos, sin), target)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         if contender.after_step is not None:
             contender.after_step(model)
-        losses.append(loss.detach())
+        return loss.detach()
 
-    for _ in range(WARM):
-        step()
-    return Timing.of(_between(step, steps, device)), float(losses[-1])
+    return step
+
+
+def _timed(step: Callable[[], Tensor], steps: int, device: torch.device) -> tuple[Timing, float]:
+    """How long it takes, and the last loss."""
+    losses = [step() for _ in range(WARM)]
+    timing = Timing.of(_between(lambda: losses.append(step()), steps, device))
+    return timing, float(losses[-1])
 
 
 def _between(step: Step, steps: int, device: torch.device) -> list[float]:
@@ -119,6 +154,7 @@ def _wall(step: Step) -> float:
 
 def sharded(contender: Contender, shape: Stack, device: torch.device) -> nn.Module:
     """The model of a contender: converted, each block compiled if so wished, and sharded."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # all ranks take part: before what may fail in one
     torch.manual_seed(0)
     with device:
         model = Llama(shape)
@@ -127,6 +163,6 @@ def sharded(contender: Contender, shape: Stack, device: torch.device) -> nn.Modu
     for block in model.blocks:
         if contender.compiled:
             block.compile(fullgraph=True, dynamic=False)
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return converted

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from benchmarks.contenders import of_layers, of_stacks
 from benchmarks.floor import FLOORS
 from benchmarks.shapes import HOST, LINEAR, Stack
 from benchmarks.timing import Timing
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
 
 RECIPES = ("fp8-current", "nvfp4")
 PEER = {"library": "torchao", "recipe": "tensorwise", "compiled": True, "failure": None}

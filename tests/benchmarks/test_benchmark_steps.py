@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import spawn
 from torch import nn
 
 from benchmarks import contenders, stack
@@ -17,6 +21,8 @@ from benchmarks.timing import Effort, Timing, on_host
 
 CPU = torch.device("cpu")
 SMALL = Shape(64, 32, 48)
+SOON = 60
+"""Seconds; the group would wait for two minutes."""
 
 
 def _failing(module: nn.Module) -> nn.Module:
@@ -103,6 +109,41 @@ def test_the_stack_trains_sharded_over_one_rank() -> None:
     plain, quantized = (row["loss"] for row in result["results"])
     assert plain == pytest.approx(quantized, rel=0.05)
     assert all(row["tokens_per_second"] > 0 for row in result["results"])
+
+
+def _failing_on_one_rank(module: nn.Module) -> nn.Module:
+    return _failing(module) if dist.get_rank() == 1 else module
+
+
+class FailingAtTheEnd:
+    """On one rank, after the last of so many steps, when no other waits for it."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def __call__(self, module: nn.Module) -> None:
+        self.left -= 1
+        if not self.left:
+            _failing_on_one_rank(module)
+
+
+def _failures_of_one_rank(rank: int) -> None:
+    everyone = [
+        Contender("torchao", "tensorwise", False, _failing_on_one_rank),
+        Contender("torch", "bf16", False),
+        Contender("torchao", "rowwise", False, after_step=FailingAtTheEnd(stack.WARM + 2)),
+        Contender("torch", "bf16", False),
+    ]
+    began = time.monotonic()
+    *_, result = stack.measure(everyone, TINY, 2, CPU)
+    assert time.monotonic() - began < SOON
+    failure = "rank 1: RuntimeError: not today"
+    assert [row["failure"] for row in result["results"]] == [failure, None, failure, None]
+    assert [row.get("tokens_per_second", 0) > 0 for row in result["results"]] == [False, True, False, True]
+
+
+def test_what_fails_in_one_rank_fails_in_all_and_the_others_go_on() -> None:
+    spawn(_failures_of_one_rank, 2)
 
 
 def test_only_some_take_part_and_bf16_always() -> None:

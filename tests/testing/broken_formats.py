@@ -41,6 +41,18 @@ class Int8(Quantizer):
         return Int8Storage(data=(x / scale).round().to(torch.int8), scale=scale)
 
 
+class Unscaled(Int8):
+    """Its scale is that of any matrix."""
+
+    stats = ()
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        return super().encode(x, {"amax": torch.full((x.shape[0], 1), 127.0, device=x.device)})
+
+
 class WrongDtype(Int8):
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         made = super().encode(x, stats)
@@ -380,6 +392,25 @@ def right_exact(operand: Storage) -> Exact:
 def losing_exact(operand: Storage) -> Exact:
     """Right for finite values."""
     return Exact(operand.data.to(torch.bfloat16).contiguous(), operand.scale.nan_to_num().contiguous())
+
+
+def choosy_exact(operand: Storage) -> Exact | None:
+    """Serves an even number of rows."""
+    return right_exact(operand) if operand.shape[0] % 2 == 0 else None
+
+
+def idle_exact(operand: Storage) -> Exact | None:
+    """Serves no shape."""
+    return None
+
+
+def idle_tile(quantizer: Quantizer, direction: str) -> None:
+    """Of no operand does it say how it is made."""
+
+
+def idle_measure(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    """Right for what has no statistics."""
+    return []
 
 
 class Plugin:

@@ -123,7 +123,7 @@ def test_a_kernel_that_transposes_leaves_rows_next_to_each_other() -> None:
         KernelSpec(op="transpose", impl=f"broken_formats:{name}", backend="torch", device="cpu")
         for name in ("transposing_kernel", "turned_transpose")
     )
-    compare(right, side, None, x, "cpu")
+    assert compare(right, side, None, x, "cpu")
     with pytest.raises(AssertionError, match="has strides"):
         compare(turned, side, None, x, "cpu")
 
@@ -190,6 +190,37 @@ def test_a_kernel_that_is_passed_over_beside_one_that_serves_is_told(run: Run) -
     result.assert_outcomes(passed=1, skipped=1, warnings=1)
     words = "not compared with the reference: broken_formats:wrong_kernel: needs a_library_that_is_not_there"
     result.stdout.fnmatch_lines([f"*{words}*"])
+
+
+IDLE: dict[str, tuple[type[Quantizer], str, str]] = {
+    "exact": (broken.Int8, "idle_exact", "it has no exact form of any operand that it was given"),
+    "exact_tile": (broken.Int8, "idle_tile", "nothing was made by it of any matrix, though it accepts these operands"),
+    "tile": (broken.Int8, "idle_tile", "no other format that is installed has an operand to make beside its own"),
+    "transpose": (broken.Int8, "transposing_kernel", "no quantizer that was tried has operands for it"),
+    "measure": (broken.Unscaled, "idle_measure", "it accepts these operands, and made nothing of them"),
+}
+"""Kernels of which nothing can be compared, though none says why not, and what is said of each."""
+
+
+@pytest.mark.parametrize("op", IDLE)
+def test_a_kernel_of_which_nothing_is_compared_has_not_passed(
+    run: Run, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone it is skipped, and beside one that is compared it is told."""
+    monkeypatch.setattr("lpq.core.pairs.why_not", lambda row, col: "not on a CPU")  # it asks which GPU there is
+    quantizer, name, words = IDLE[op]
+    idle = broken.cpu_kernel(name, op)
+    alone = run(broken.Plugin(quantizer, kernels=(idle,)), "test_kernels_equal")
+    alone.assert_outcomes(skipped=2)
+    alone.stdout.fnmatch_lines([f"*{name}: {words}*"])
+    beside = run(broken.Plugin(quantizer, kernels=(broken.cpu_kernel("right_kernel"), idle)), "test_kernels_equal")
+    beside.assert_outcomes(passed=1, skipped=1, warnings=1)
+    beside.stdout.fnmatch_lines([f"*not compared with the reference: broken_formats:{name}: {words}*"])
+
+
+def test_a_kernel_that_serves_some_shapes_only_is_compared_there(run: Run) -> None:
+    kernel = broken.cpu_kernel("choosy_exact", "exact")
+    run(broken.Plugin(broken.Int8, kernels=(kernel,)), "test_kernels_equal").assert_outcomes(passed=1, skipped=1)
 
 
 @pytest.mark.parametrize("op", ["decode", "quantize", "gemm", "exact"])

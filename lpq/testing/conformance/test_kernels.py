@@ -44,6 +44,12 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 PAIR = KernelSpec(op="quantize", impl="lpq.core.pairs:quantize", backend="cuda")
 """What makes operands of two formats."""
 Pair = tuple[Quantizer | None, Quantizer | None]
+NOTHING = {
+    "exact": "it has no exact form of any operand that it was given",
+    "exact_tile": "nothing was made by it of any matrix, though it accepts these operands",
+    "tile": "no other format that is installed has an operand to make beside its own",
+}
+"""Why there was nothing to compare, though a kernel accepts its operands."""
 
 
 class Poisoned(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,7 +81,7 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
     operand and both; a GEMM up to the order of its sums.
 
     ``LPQ_KERNELS`` names the backends whose kernels are compared; unset, all are. With ``TRITON_INTERPRET=1``, by which
-    Triton runs its kernels on a CPU, those are compared there."""
+    Triton runs its kernels on a CPU, those are compared there. What was never compared is told, with the reason."""
     own = served_on(device, family.default)
     if not own:
         elsewhere = ", as Triton interprets them on the CPU" if device == "cuda" and triton_interprets() else ""
@@ -84,6 +90,7 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
         names = ", ".join(kernel.impl for kernel in own)
         pytest.skip(f"there is no CUDA device here for {names}")
     refused: dict[str, str] = {}
+    idle: dict[str, str] = {}
     served: set[str] = set()
     for kernel in own:
         for quantizer in family.quantizers:
@@ -92,17 +99,23 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                 if reason is not None:
                     refused[kernel.impl] = reason
                     continue
-                served.add(kernel.impl)
                 dtypes = DTYPES if quantizer == family.default else DTYPES[:1]
-                for name, x in matrices(dtypes, FEW if triton_interprets() else MANY):
-                    if kernel.op not in SUMS or name != SIZES:
-                        compare(kernel, row, col, x, device, name)
+                compared = [
+                    compare(kernel, row, col, x, device, name)
+                    for name, x in matrices(dtypes, FEW if triton_interprets() else MANY)
+                    if kernel.op not in SUMS or name != SIZES
+                ]
                 if kernel.op in VIEWED:
-                    compare_views(kernel, row, col, device)
+                    compared.append(compare_views(kernel, row, col, device))
+                if any(compared):
+                    served.add(kernel.impl)
+                else:
+                    idle[kernel.impl] = NOTHING.get(kernel.op, "it accepts these operands, and made nothing of them")
                 if kernel.rounds:
                     for shape in SHAPES:
                         compare_rounded(kernel, row, col, normal(*shape), device, dtypes)
-    unseen = [f"{impl}: {reason}" for impl, reason in refused.items() if impl not in served]
+    no_pair = {kernel.impl: "no quantizer that was tried has operands for it" for kernel in own}
+    unseen = [f"{impl}: {reason}" for impl, reason in (no_pair | refused | idle).items() if impl not in served]
     if not served:
         pytest.skip("; ".join(unseen))
     for one in unseen:
@@ -180,41 +193,41 @@ def compare(
     x: Tensor,
     device: str,
     name: str = "normal values",
-) -> None:
-    """Run a kernel, and on the CPU the reference of its operation, on the same input, which messages call ``name``."""
+) -> bool:
+    """Run a kernel, and on the CPU the reference of its operation, on the same input, which messages call ``name``.
+    Whether there was anything to compare."""
     if kernel.op == "remember":
         assert row is not None
-        compare_memories(kernel, row, x.to(device))
-        return
+        return compare_memories(kernel, row, x.to(device))
     if kernel.op == "exact":
         assert row is not None
         operand = on(device, fresh(encode(row, x)))
-        compare_exact(kernel, operand, f"{row}, {list(x.shape)} {x.dtype}, {name}")
-        return
+        return compare_exact(kernel, operand, f"{row}, {list(x.shape)} {x.dtype}, {name}")
     if kernel.op == "cast":
         assert row is not None
-        compare_cast(row, x.to(device))
-        return
+        return compare_cast(row, x.to(device))
     if kernel.op == "tile":
-        compare_tiles(row, col, x, device, name)
-        return
+        return compare_tiles(row, col, x, device, name)
     if kernel.op == "exact_tile":
         first, second = row or col, col or row
         assert first is not None
         assert second is not None
-        compare_multiplicands(first, second, on(device, x), (row is not None, col is not None))
-        return
+        return compare_multiplicands(first, second, on(device, x), (row is not None, col is not None))
     of = f"{_named(row, col)}, {list(x.shape)} {x.dtype}, {name}"
-    for how, arguments in calls(kernel.op, row, col, x):
+    compared = [
         compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of)
+        for how, arguments in calls(kernel.op, row, col, x)
+    ]
+    return any(compared)
 
 
 def _named(*sides: Quantizer | None) -> str:
     return " and ".join(str(side) for side in sides if side is not None)
 
 
-def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[Any, ...], of: str) -> None:
-    """Call a kernel with the arguments that lie on its device, and the reference with those that lie on the CPU."""
+def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[Any, ...], of: str) -> bool:
+    """Call a kernel with the arguments that lie on its device, and the reference with those that lie on the CPU.
+    Whether they return anything."""
     what = f"{kernel.backend} kernel {kernel.impl} on {of}"
     expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
     given = [t for value in there for t in flat(value) if isinstance(t, Tensor)]
@@ -227,13 +240,14 @@ def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[An
     if kernel.op == "gemm":
         *_, dtype, fast = arguments
         close(got[0], expected[0], FAST if fast else SUMMED[dtype], what)
-        return
+        return True
     check_new(got, given, what)
     check_order(got, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if one.dtype in DTYPES and other.dtype in DTYPES:  # which NaN it is, processors differ in
             one, other = (torch.where(t.isnan(), torch.nan, t) for t in (one, other))
         same(one.cpu(), other.cpu(), f"{what}, output {i}")
+    return bool(expected)
 
 
 def close(got: Tensor, expected: Tensor, error: float, what: str) -> None:
@@ -251,19 +265,21 @@ def close(got: Tensor, expected: Tensor, error: float, what: str) -> None:
         assert not one.any(), f"{what}: it must be zero"
 
 
-def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> None:
-    """Operands may be views of larger ones, with any strides."""
+def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> bool:
+    """Operands may be views of larger ones, with any strides. Whether there was anything to compare."""
     sides = [side for side in (row, col) if side is not None]
     here, there = parts(sides, "cpu"), parts(sides, device)
     if not here:
-        return
+        return False
     of = f"{_named(row, col)}, a part of an operand"
     if kernel.op == "exact":
-        compare_exact(kernel, there[0], of)
-        return
+        return compare_exact(kernel, there[0], of)
     each = (of_operands(kernel.op, *operands) for operands in (here, there))
-    for (how, arguments), (_, on_device) in zip(*each, strict=True):
+    compared = [
         compare_call(kernel, arguments, on_device, f"{of}, {how}" if how else of)
+        for (how, arguments), (_, on_device) in zip(*each, strict=True)
+    ]
+    return any(compared)
 
 
 def compare_rounded(
@@ -284,11 +300,12 @@ def compare_rounded(
                 same(one.cpu(), other.cpu(), f"{what}, output {i}")
 
 
-def compare_cast(quantizer: Quantizer, x: Tensor) -> None:
-    """Two ranks that have each a part of a master, which cuts a row, make what encoding all of it makes."""
+def compare_cast(quantizer: Quantizer, x: Tensor) -> bool:
+    """Two ranks that have each a part of a master, which cuts a row, make what encoding all of it makes. Whether it is
+    large enough for two parts."""
     master, cut = x.float(), x.numel() // 2 + 1
     if not 0 < cut < x.numel():
-        return
+        return False
     weights = [quantizer.quantize(torch.zeros_like(master)) for _ in range(2)]
     parts = [(0, cut), (cut, x.numel())]
     ranks = [
@@ -311,10 +328,12 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> None:
                     buffer.cpu(),
                     f"fragments of {quantizer}, {list(x.shape)}, {direction}.{name}",
                 )
+    return True
 
 
-def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str) -> None:
-    """An operand, and one of another format that takes part, are made from one read as by the reference."""
+def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str) -> bool:
+    """An operand, and one of another format that takes part, are made from one read as by the reference. Whether there
+    is such a format."""
     side = row or col
     assert side is not None
     for partner in registry.formats():
@@ -322,8 +341,8 @@ def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, devic
         if type(other) is not type(side):
             first, second = row or other.side("row"), col or other.side("col")
             if pairs_of_any.why_not(first, second) is None:
-                compare(PAIR, first, second, x, device, name)
-                return
+                return compare(PAIR, first, second, x, device, name)
+    return False
 
 
 def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tuple[bool, bool]) -> bool:
@@ -352,18 +371,20 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
     return made is not None
 
 
-def compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> None:
-    """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32."""
+def compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> bool:
+    """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32. Whether
+    there is such a matrix: a kernel may say that it does not serve a shape."""
     with Poisoned():  # type: ignore[no-untyped-call]
         found = registry.resolve(kernel.impl)(operand)
     what = f"{kernel.backend} kernel {kernel.impl} on {of}"
     if found is None:
-        return  # it says that it does not serve this shape
+        return False
     assert found.matrix.dtype == torch.bfloat16, f"{what}: the matrix is {found.matrix.dtype}"
     made = found.matrix.double() * found.constant * (1 if found.factor is None else found.factor.double())
     if found.rest is not None:
         made = torch.cat([made, found.rest.double()], 1)
     close(made, operand.decode_rotated().double().cpu(), 1e-6, what)
+    return True
 
 
 def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
@@ -383,8 +404,8 @@ def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
         assert not other.numel() or found == wanted, f"{what}: output {i} has strides {found} and must have {wanted}"
 
 
-def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:
-    """Let a kernel and the quantizer itself take the same steps into their states."""
+def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> bool:
+    """Let a kernel and the quantizer itself take the same steps into their states. Whether there is a state."""
     ours, theirs = side.new_state(x.device), side.new_state(x.device)
     for step, factor in enumerate((1.0, 0.0, torch.inf, 0.25, torch.nan, 3.0)):
         measured = operations.measure_reference(x * factor, side, None)
@@ -393,6 +414,7 @@ def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> None:
         registry.resolve(kernel.impl)(side, ours, stats)
         for name, expected in theirs.items():
             same(ours[name].cpu(), expected.cpu(), f"{kernel.impl} of {side}, step {step}, {name}")
+    return bool(theirs)
 
 
 def flat(result: Any) -> list[Tensor]:
