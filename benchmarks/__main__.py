@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lpq.registry.errors import LpqError
 PARTS = ("casts", "linear", "host", "stack")
 STORED = ("show", "page")
 SIZE = (16384, 8192)
+MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,10 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
-    """The name of its files: results of several GPUs, of another size and of one thread stand beside others."""
+    """The name of its files: results of several GPUs, of another size or mode and of one thread stand beside others."""
     if part == "casts":
         return part if options.size == SIZE else f"{part}-{options.size[0]}x{options.size[1]}"
-    return "-".join([part, *([str(ranks)] if ranks > 1 else []), *(["one-thread"] if options.one_thread else [])])
+    ways = [str(ranks)] if ranks > 1 else []
+    if options.mode is not None and part != "stack":
+        ways.append(options.mode)
+    return "-".join([part, *ways, *(["one-thread"] if options.one_thread else [])])
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -74,6 +79,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, shapes and steps")
     parser.add_argument("--recipe", action="append", help="a recipe of lpq in place of the usual ones; may be repeated")
     parser.add_argument("--no-compile", action="store_true", help="lpq and bf16 without torch.compile only")
+    parser.add_argument("--mode", choices=MODES, help="with linear and host: how layers are compiled")
     parser.add_argument("--profile", action="store_true", help="with host or linear: where the time of a step goes")
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
     parser.add_argument("--one-thread", action="store_true", help="all but casts: backward in the thread that calls it")
@@ -89,6 +95,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"page takes no parts, and was given {', '.join(options.parts)}")
     if wrong:
         parser.error(f"no such part: {', '.join(wrong)}; choose from {', '.join(PARTS)}, or one of {', '.join(STORED)}")
+    if options.mode and (options.no_compile or not {"linear", "host"} & set(options.parts)):
+        parser.error("--mode is for what linear and host compile")
     for text in options.recipe or ():
         try:
             lpq.policy(text)
@@ -119,7 +127,7 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
             yield from stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
         return
     everyone = contenders.of_layers(recipes, not options.no_compile)
-    everyone = contenders.chosen(everyone, options.only)
+    everyone = [replace(one, mode=options.mode) for one in contenders.chosen(everyone, options.only)]
     sizes = shapes.QUICK if options.quick else shapes.LINEAR
     if options.profile:
         for shape in sizes if part == "linear" else (shapes.HOST,):

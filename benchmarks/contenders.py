@@ -63,6 +63,8 @@ class Contender:
     """Takes a model, in which are ``nn.Linear`` layers, and may change it in place. Compilation comes after it."""
     after_step: Callable[[nn.Module], object] | None = None
     """What its users call after each step of the optimizer."""
+    mode: str | None = None
+    """How a layer is compiled, if it is; None: as torch.compile does by default."""
 
     @property
     def name(self) -> str:

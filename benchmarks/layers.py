@@ -71,7 +71,9 @@ def made(contender: Contender, shape: Shape, device: torch.device) -> nn.Module:
     module = contender.convert(nn.Sequential(plain))
     if isinstance(module, nn.Sequential):  # nobody pays for the container
         module = module[0]
-    return torch.compile(module, fullgraph=True, dynamic=False) if contender.compiled else module  # type: ignore[return-value]
+    if not contender.compiled:
+        return module
+    return torch.compile(module, fullgraph=True, dynamic=False, mode=contender.mode)  # type: ignore[return-value]
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:

@@ -24,7 +24,7 @@ def measure(
 
 def _at(shape: Shape, everyone: list[Contender], effort: Effort, device: torch.device, copied: float) -> dict[str, Any]:
     layers = Layers(everyone, shape, device)
-    held = {c.name: layers.held(c.name) for c in everyone}
+    held = {c.name: layers.held(c.name) for c in everyone if c.mode is None}  # what a graph keeps is its own
     bare = {name: Bare(floor, shape, device) for name, floor in FLOORS.items()}
     alone = {key: step for name, made in bare.items() for key, step in made.steps(name).items()}
     taken = on_gpu({**layers.steps(), **alone}, effort)
@@ -38,7 +38,7 @@ def _at(shape: Shape, everyone: list[Contender], effort: Effort, device: torch.d
             {
                 **c.record(),
                 **(taken[c.name].record("ms") if c.name in taken else {}),
-                "held_bytes": held[c.name],
+                "held_bytes": held.get(c.name),
                 "encoded_bytes": encoded_bytes(c.recipe, shape) if c.library == "lpq" else None,
                 "failure": layers.failures.get(c.name),
             }

@@ -243,6 +243,14 @@ def test_the_size_of_casts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [command._stem(part, ranks, options) for part, ranks in (("linear", 1), ("stack", 2), ("casts", 1))] == [
         "linear-one-thread", "stack-2-one-thread", "casts"
     ]  # fmt: skip
+    options = command._options(["linear", "--mode", "reduce-overhead"])
+    assert [command._stem(part, 1, options) for part in ("linear", "host", "stack", "casts")] == [
+        "linear-reduce-overhead", "host-reduce-overhead", "stack", "casts"
+    ]  # fmt: skip
+    for nothing in (["casts"], ["linear", "--no-compile"]):
+        with pytest.raises(SystemExit):
+            command._options([*nothing, "--mode", "reduce-overhead"])
+        assert "--mode is for what linear and host compile" in capsys.readouterr().err
     for wrong in ("32768", "0x16384", "-1x5"):
         with pytest.raises(SystemExit):
             command._options(["casts", f"--size={wrong}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,6 +56,19 @@ def test_a_step_quantizes_the_weight_each_time_and_drops_gradients() -> None:
         with torch.no_grad():
             module.weight.neg_()
         assert torch.equal(module(layers.x), -before)
+
+
+def test_a_mode_is_that_of_all_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def compile_(module: nn.Module, *, fullgraph: bool, dynamic: bool, mode: str | None) -> nn.Module:
+        seen.append(mode)
+        return module
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    for mode in (None, "reduce-overhead"):
+        Layers([replace(one, mode=mode) for one in of_layers(("fp8-current",))[:4]], SMALL, CPU)
+    assert seen == [None, None, "reduce-overhead", "reduce-overhead"]
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-row"])
