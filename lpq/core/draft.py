@@ -13,26 +13,40 @@ if TYPE_CHECKING:
 class Draft:
     """The draft of a tensor, which it shares with its views; most of the time there is none.
 
-    Other threads may look: so nothing changes when somebody looks, and what a step that raised has left is passed over
-    until the next step begins.
+    The step has what was made in it. Other threads may look: who finds that a step has raised drops what that one made,
+    and nothing of a step that begins meanwhile.
     """
 
-    __slots__ = ("matrix", "step", "unless", "writes")
+    __slots__ = ("step", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
         """How often the buffers were written to; autograd's count does not grow by what goes through ``.data``."""
-        self.begin(None)
+        self.step: Step | None = None
+        """The step of an optimizer that may write to the tensor."""
 
-    def begin(self, step: Step | None) -> None:
-        """A step begins, or none is running any longer."""
-        self.matrix: Tensor | None = None
+    @property
+    def matrix(self) -> Tensor | None:
         """The whole tensor as a matrix, once the step has written to it."""
-        self.unless: Tensor | None = None
+        step = self.step
+        return step.made.get(self) if step is not None else None
+
+    @matrix.setter
+    def matrix(self, made: Tensor | None) -> None:
+        if (step := self.step) is not None:
+            step.made[self] = made
+
+    @property
+    def unless(self) -> Tensor | None:
         """If this is there and not zero, the matrix is as it was: what wrote to it skipped that, as ``GradScaler``
         asks of fused optimizers, and the host does not know."""
-        self.step = step
-        """The step of an optimizer that may write to the tensor."""
+        step = self.step
+        return step.unless.get(self) if step is not None else None
+
+    @unless.setter
+    def unless(self, number: Tensor | None) -> None:
+        if (step := self.step) is not None:
+            step.unless[self] = number
 
     @property
     def open(self) -> bool:
@@ -43,8 +57,8 @@ class Draft:
     @property
     def value(self) -> Tensor | None:
         """The matrix, if a step that is running has written to it, so that the buffers have its value no longer."""
-        matrix = self.matrix
-        return matrix if matrix is not None and self.open else None
+        step = self.step
+        return step.made.get(self) if step is not None and step.running else None
 
     @property
     def written(self) -> bool:

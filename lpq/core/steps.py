@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lpq.core.draft import Draft
@@ -32,21 +33,28 @@ class Step:
 
     def __init__(self, frame: FrameType, tensors: Sequence[QuantizedTensor]) -> None:
         self.frame = frame
+        self.made: dict[Draft, Tensor | None] = {}
+        """The matrix of each draft that was written to."""
+        self.unless: dict[Draft, Tensor | None] = {}
+        """See ``Draft.unless``."""
         self._tensors = tensors
         for tensor in tensors:
-            tensor.draft.begin(self)
+            tensor.draft.step = self
 
     @property
     def running(self) -> bool:
         """Whether it has neither ended nor raised: a frame that runs, in whatever thread, refuses to be cleared.
 
-        One that has ended forgets its variables by that, which nobody reads. To look for it on the stacks of threads is
-        not safe: in Python 3.11 they may go on while one is walked.
+        One that has ended forgets its variables by that, which nobody reads; of a step that raised, all drafts are
+        dropped. To look for the frame on the stacks of threads is not safe: in Python 3.11 they may go on while one is
+        walked.
         """
         try:
             self.frame.clear()
         except RuntimeError:
             return True
+        self.made.clear()
+        self.unless.clear()
         return False
 
     def write(self, only: Draft | None = None, ended: Optimizer | None = None) -> None:
@@ -65,7 +73,7 @@ class Step:
             self.write(ended=optimizer)
         finally:
             for tensor in self._tensors:
-                tensor.draft.begin(None)
+                tensor.draft.step = None
 
 
 class _End:

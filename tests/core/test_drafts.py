@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -160,4 +161,69 @@ def test_an_optimizer_that_assigns_to_data_trains() -> None:
     weight, twin = stored("mxfp8"), stored("mxfp8")
     Assigns([weight], lr=0.3).step()
     SGD([twin], lr=0.3).step()
+    assert equal(buffers(weight), buffers(twin))
+
+
+class Failing(SGD):
+    """Its step writes to all its weights, and raises."""
+
+    drafts: list[weakref.ref[Tensor]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        weights = self.param_groups[0]["params"]
+        for weight in weights:
+            weight.mul_(3)
+        self.drafts = [weakref.ref(weight.draft.matrix) for weight in weights]
+        raise RuntimeError("a mishap")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda weight: weight.dequantize(),
+        lambda weight: weight.row,
+        lambda weight: weight.detach() + 0,
+        lambda weight: weight.data.add_(0),
+        lambda weight: SGD([weight], lr=0.3).step(),
+    ],
+    ids=["values", "operands", "reading", "writing", "stepping"],
+)
+@pytest.mark.filterwarnings("ignore::lpq.core.PrecisionWarning")
+def test_drafts_of_a_step_that_raised_are_freed_when_one_of_them_is_looked_at(look: Callable[[Any], Any]) -> None:
+    weights = [stored(seed=seed) for seed in range(3)]
+    before = [buffers(weight) for weight in weights]
+    optimizer = Failing(weights, lr=0.3)
+    with pytest.raises(RuntimeError, match="a mishap"):
+        optimizer.step()
+    look(weights[0])
+    assert [draft() for draft in optimizer.drafts] == [None] * 3
+    assert all(equal(buffers(weight), was) for weight, was in zip(weights[1:], before[1:], strict=True))
+
+
+def test_drafts_of_a_step_that_raised_are_freed_when_its_error_is_not_forgotten() -> None:
+    weight = stored()
+    optimizer = Failing([weight], lr=0.3)
+    with pytest.raises(RuntimeError, match="a mishap") as raised:
+        optimizer.step()
+    assert not weight.draft.written
+    assert optimizer.drafts[0]() is None
+    assert raised.tb is not None  # its frames have all that they held
+
+
+def test_a_layer_that_runs_after_a_step_that_raised_frees_its_drafts() -> None:
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "mxfp8", weights="quantized")
+    optimizer = Failing([layer.weight for layer in model], lr=0.3)
+    with pytest.raises(RuntimeError, match="a mishap"):
+        optimizer.step()
+    model[0](torch.randn(32, 64))  # type: ignore[operator]
+    assert [draft() for draft in optimizer.drafts] == [None] * 2
+
+
+def test_the_step_after_one_that_raised_starts_from_what_is_stored() -> None:
+    weight, twin = stored(), stored()
+    with pytest.raises(RuntimeError, match="a mishap"):
+        Failing([weight], lr=0.3).step()
+    for p in (weight, twin):
+        SGD([p], lr=0.3).step()
     assert equal(buffers(weight), buffers(twin))
