@@ -9,7 +9,7 @@ their statistics; any other stays as it is, to the bit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -70,6 +70,8 @@ class MasterWeights(Optimizer):
         self.masters: dict[Tensor, Tensor] = {}
         """The fp32 master of each quantized weight."""
         self._seen: dict[Tensor, _Seen] = {}
+        self._due: set[Tensor] = set()
+        """The weights that are to be encoded from their masters; of a step that raised they remain for the next one."""
         self._shared = [dict(group) for group in self.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._master_of(p) for p in group["params"]]
@@ -103,6 +105,7 @@ class MasterWeights(Optimizer):
     def seen(self, weight: Tensor) -> None:
         """The weight and its master belong together as they are now."""
         self._seen[weight] = _Seen.of(weight)
+        self._due.discard(weight)
 
     def _fresh(self, weight: Tensor) -> bool:
         """Whether nothing was written to the weight since."""
@@ -110,7 +113,8 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the masters, then encode the weights of those that changed."""
+        """Update the masters, then encode the weights of those that changed. Where that raises, masters are as far as
+        it came, and the next step encodes their weights, as does ``encode()``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,18 +127,20 @@ class MasterWeights(Optimizer):
                     "take(weight), or seen(weight) where it is again what it was"
                 )
         self._share_options()
-        for weight, master in self.masters.items():
-            master.grad = None if weight.grad is None else weight.grad.float()
         before = {weight: local(master)._version for weight, master in self.masters.items()}
         try:
+            for weight, master in self.masters.items():
+                master.grad = None if weight.grad is None else weight.grad.float()
             self.optimizer.step()
-            # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
-            # checkpoint, or was made before its master, may have been encoded of more than it decodes to.
-            changed = [w for w, m in self.masters.items() if m.grad is not None or local(m)._version != before[w]]
-            self._encode(changed, reduced_with(self))
         finally:
-            for master in self.masters.values():
+            # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
+            # checkpoint, or was made before its master, may have been encoded of more than it decodes to. Which
+            # ones a step reached that raised nobody knows: autograd does not count what foreach optimizers write.
+            for weight, master in self.masters.items():
+                if weight.grad is not None or local(master)._version != before[weight]:
+                    self._due.add(weight)
                 master.grad = None
+        self._encode(reduced_with(self))
         self._share_options()  # some optimizers keep numbers of theirs in the groups
         self._show_state()
         return loss
@@ -153,14 +159,19 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def encode(self) -> None:
         """Encode every weight from its master; one collective for all."""
-        self._encode(self.masters)
+        self._due.update(self.masters)
+        self._encode()
 
-    def _encode(self, weights: Iterable[Tensor], beside: Reductions | None = None) -> None:
-        targets = {weight: cast("QuantizedTensor", local(weight)) for weight in weights}
-        values = [local(self.masters[weight]).detach() for weight in targets]
-        write([*targets.values()], values, beside=beside)
-        for weight in targets:
-            self.seen(weight)
+    def _encode(self, beside: Reductions | None = None) -> None:
+        """Encode the weights that are due."""
+        due = [weight for weight in self.masters if weight in self._due]  # in the same order on all ranks
+        values = [local(self.masters[weight]).detach() for weight in due]
+        try:
+            write([cast("QuantizedTensor", local(weight)) for weight in due], values, beside=beside)
+        finally:  # whatever was written before it raised is no write of somebody else's
+            for weight in due:
+                self._seen[weight] = _Seen.of(weight)
+        self._due.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as the wrapped optimizer would."""
@@ -175,15 +186,16 @@ class MasterWeights(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         fresh = [weight for weight in self.masters if self._fresh(weight)]
         own = {"optimizer": self.optimizer, "masters": self.masters, "_shared": self._shared, "fresh": fresh}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "due": [*self._due]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In a copy, or what is loaded from a pickle, tensors count their writes anew."""
-        fresh = state.pop("fresh", [])
+        fresh, due = state.pop("fresh", []), state.pop("due", [])
         super().__setstate__(state)
-        self._seen = {}
+        self._seen, self._due = {}, set()
         for weight in fresh:
             self.seen(weight)
+        self._due.update(due)
 
     def _show_state(self) -> None:
         """In ``state``: the wrapped optimizer's state of each parameter and, beside it, its master."""
