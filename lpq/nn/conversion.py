@@ -109,6 +109,7 @@ def convert(
     ``accumulate`` is for gradients that are summed over micro-batches without autograd's help: backward adds the
     gradient of a weight in place, to its ``.grad``, if it is there, or to its ``.main_grad``, in the dtype that this
     has. Post-accumulate-grad hooks of the weight are called after that; its tensor hooks are called with ``None``.
+    ``torch.autograd.grad`` returns gradients as ever, and adds to none.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")

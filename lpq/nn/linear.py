@@ -157,7 +157,9 @@ class _Multiply(torch.autograd.Function):
             if needs_dw:
                 assert dy_col is not None
                 assert x_col is not None
-                sum_so_far = _sum_so_far(*ctx.accumulates) if ctx.accumulates is not None else None
+                sum_so_far = None
+                if ctx.accumulates is not None and _is_summed(ctx.next_functions[1][0]):
+                    sum_so_far = _sum_so_far(*ctx.accumulates)
                 w_dtype = w_dtype if sum_so_far is None else sum_so_far.dtype
                 dw = gemm(dy_col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2])
                 if sum_so_far is not None:
@@ -177,6 +179,16 @@ class _Multiply(torch.autograd.Function):
 def _made_exactly(side: Quantizer) -> bool:
     """Whether the format has kernels, for any hardware, that make an operand for a product without encoding it."""
     return bool(registry.kernels("exact_tile", (registry.format_of(type(side)).name,)))
+
+
+def _is_summed(node: Any) -> bool:
+    """Whether this backward is to add to the gradient of the weight, which this node of autograd's does otherwise."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:  # which is how it says that torch.autograd.grad is to return the gradient
+        if "autograd.grad()" in str(error):
+            return False
+        raise
 
 
 def _sum_so_far(weight: Tensor, where: Accumulate) -> Tensor | None:
@@ -252,7 +264,8 @@ class Linear(nn.Linear):
     """Its name in the model that was converted, for error messages."""
     accumulate: Accumulate | None
     """Where backward adds the gradient of the weight, in place: to ``weight.grad``, if it is there, or to
-    ``weight.main_grad``, in the dtype that it has. None: it is handed to autograd."""
+    ``weight.main_grad``, in the dtype that it has. None: it is handed to autograd, as it is always where
+    ``torch.autograd.grad`` asks for it."""
 
     def __init__(
         self,

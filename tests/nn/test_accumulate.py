@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lpq
 
@@ -151,20 +152,69 @@ def test_hooks_are_called_and_find_the_sum_in_main_grad() -> None:
     assert len(seen) == 4
 
 
+def _with_sums(where: Any) -> Any:
+    """A model of which nothing was summed yet, but for zeros."""
+    model = _model("fp8-current", accumulate=where)
+    for layer in (model[0], model[2]):
+        dtype = torch.float32 if where == "main_grad" else torch.bfloat16
+        setattr(layer.weight, where, torch.zeros(layer.weight.shape, dtype=dtype))
+    return model
+
+
+def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).float().square().mean()
+    return loss
+
+
 @pytest.mark.parametrize("where", ["grad", "main_grad"])
-def test_asking_for_gradients_sums_too(where: Any) -> None:
-    model, twin = (_model("fp8-current", accumulate=where) for _ in range(2))
-    for layer in (model[0], model[2], twin[0], twin[2]):
-        if where == "main_grad":
-            layer.weight.main_grad = torch.zeros(layer.weight.shape)
-        else:
-            layer.weight.grad = torch.zeros_like(layer.weight)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_who_asks_autograd_for_gradients_gets_them_and_nothing_is_summed(where: Any, checkpointed: bool) -> None:
+    model, ordinary = _with_sums(where), _model("fp8-current")
     torch.manual_seed(1)
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
-    loss = model(x.requires_grad_()).float().square().mean()
-    torch.autograd.grad(loss, [x])
-    _backward(twin, 1)
-    assert getattr(twin[0].weight, where).any()
-    assert torch.equal(getattr(model[0].weight, where), getattr(twin[0].weight, where))
-    with pytest.raises(RuntimeError, match="to not have been used in the graph"):
-        torch.autograd.grad(model(x).float().square().mean(), [model[0].weight])
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+
+    for asked in ([0], [1], [0, 1, 2], [1, 2]):
+        ours, theirs = ([x, net[0].weight, net[2].weight] for net in (model, ordinary))
+        got = torch.autograd.grad(_loss(run, x), [ours[i] for i in asked])
+        expected = torch.autograd.grad(_loss(ordinary, x), [theirs[i] for i in asked])
+        assert all(map(torch.equal, got, expected))
+        assert all(g.dtype == torch.bfloat16 for g in got)
+        assert not any(getattr(layer.weight, where).any() for layer in (model[0], model[2]))
+    _loss(run, x).backward()
+    _loss(ordinary, x).backward()
+    for net, twin in zip((model[0], model[2]), (ordinary[0], ordinary[2]), strict=True):
+        assert torch.equal(getattr(net.weight, where).bfloat16(), twin.weight.grad)
+
+
+@pytest.mark.parametrize("where", ["grad", "main_grad"])
+def test_backward_to_some_inputs_sums_in_these_alone(where: Any) -> None:
+    model, x = _with_sums(where), torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    first, last = (getattr(model[i].weight, where) for i in (0, 2))
+    _loss(model, x).backward(inputs=[x])
+    assert x.grad is not None
+    assert not first.any()
+    assert not last.any()
+    _loss(model, x).backward(inputs=[model[2].weight])
+    assert not first.any()
+    assert last.any()
+    assert getattr(model[2].weight, where) is last, "it is added to in place"
+
+
+def test_it_is_asked_at_little_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each layer that sums, and never for others."""
+    asked = 0
+    ask = torch._C._will_engine_execute_node
+
+    def counting(node: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return ask(node)
+
+    monkeypatch.setattr(torch._C, "_will_engine_execute_node", counting)
+    _backward(_model("fp8-current"), 0)
+    assert asked == 0
+    _backward(_with_sums("grad"), 0)
+    assert asked == 2
