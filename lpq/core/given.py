@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
@@ -46,6 +47,30 @@ def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
     if isinstance(seed, Tensor):
         return seed.to(device, torch.int64)
     return torch.tensor(signed(seed), dtype=torch.int64, device=device)
+
+
+def check_offset(offset: object) -> None:
+    """Refuse what is not the number of a row. Random bits are drawn by 32 bits of it."""
+    if not isinstance(offset, int | torch.SymInt) or isinstance(offset, bool):
+        what = f"a {type(offset).__name__}" if isinstance(offset, Tensor) else repr(offset)
+        raise TypeError(f"the offset is {what}: pass the first row of the shard in the whole tensor, an int")
+    if not 0 <= offset < 1 << 32:
+        raise ValueError(
+            f"the offset is {offset}: pass the first row of the shard in the whole tensor, from 0 on and below 2^32"
+        )
+
+
+def check_dense(x: Tensor) -> None:
+    """Refuse what is no ordinary tensor of numbers, or is to be derived in forward mode, which encoding cannot be."""
+    if x.is_nested:
+        raise TypeError("the tensor to encode is nested: pass x.values(), or what torch.nested pads it to")
+    if x.layout != torch.strided:
+        raise TypeError(f"the tensor to encode is {x.layout}: pass x.to_dense()")
+    if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise TypeError(
+            "the tensor to encode has a tangent of forward-mode AD, and no derivative flows through encoding: pass "
+            "torch.autograd.forward_ad.unpack_dual(x).primal"
+        )
 
 
 def state_of(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import operations, pairs
-from lpq.core.given import as_seed, state_of
+from lpq.core.given import as_seed, check_dense, check_offset, state_of
 from lpq.core.operators import ORDINARY, alone
 from lpq.core.reduce import check_shard, reduce_stats, spans
 from lpq.core.storage import Storage
@@ -168,6 +168,8 @@ def quantize_tensor(
     if not (row or col):
         raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")
     check_input(x)
+    check_dense(x)
+    check_offset(offset)
     state = (state_of(quantizer, state, x.device) or None) if state else None
     with torch.no_grad():
         matrix = as_matrix(x)

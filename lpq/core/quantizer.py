@@ -105,7 +105,7 @@ class Quantizer:
         seed: Tensor | int | None = None,
         offset: int = 0,
     ) -> QuantizedTensor:
-        """Encode ``x`` in the wanted directions. No gradient flows through it.
+        """Encode ``x`` in the wanted directions. No gradient flows through it, and no tangent may.
 
         ``amax_group``: ``x`` is one of equal shards along dimension 0, and statistics that cover several shards are
         reduced over this group. ``state`` (see ``new_state``) is what earlier steps left; it is updated in place.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import lpq
 from lpq.core import QuantizedTensor
@@ -109,3 +110,74 @@ def test_a_cast_of_masters_refuses_the_same(seed: Any) -> None:
     for wrong, words in ((state, r"is torch\.float64 and not"), (DELAYED.new_state("meta"), "is on meta, and what")):
         with pytest.raises(ValueError, match=rf"^states\[0\]: \w+ {words}"):
             cast_master_weights([weight], [master], [0], None, states=[wrong])
+
+
+@pytest.mark.parametrize(
+    ("offset", "error", "said"),
+    [
+        (-1, ValueError, "-1"),
+        (-16, ValueError, "-16"),
+        (1 << 32, ValueError, "4294967296"),  # by whose lowest 32 bits kernels would draw
+        (True, TypeError, "True"),
+        (16.0, TypeError, "16.0"),
+        (torch.tensor(16), TypeError, "a Tensor"),
+        (None, TypeError, "None"),
+        ("16", TypeError, "'16'"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("quantizer", [RANDOM, lpq.quantizer("fp8")], ids=str)
+def test_what_is_no_row_to_begin_at_is_refused_in_words(
+    quantizer: Any, offset: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=f"the offset is {said}: pass the first row of the shard in the whole tensor, "):
+        quantizer.quantize(X, seed=7, offset=offset)
+
+
+@pytest.mark.parametrize("offset", [0, 7, 16, (1 << 32) - 32])
+def test_any_row_may_be_the_first(offset: int) -> None:
+    """No format needs a multiple of anything."""
+    assert RANDOM.quantize(X, seed=7, offset=offset).row is not None
+
+
+def test_an_offset_may_be_traced() -> None:
+    traced = torch.compile(
+        lambda x, offset: RANDOM.quantize(x, seed=7, offset=offset).dequantize(),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    for offset in (16, 48):
+        assert torch.equal(traced(X, offset), RANDOM.quantize(X, seed=7, offset=offset).dequantize())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of sparse and nested tensors
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Tensor.to_sparse, r"is torch.sparse_coo: pass x.to_dense\(\)"),
+        (Tensor.to_sparse_csr, r"is torch.sparse_csr: pass x.to_dense\(\)"),
+        (Tensor.to_mkldnn, r"is torch._mkldnn: pass x.to_dense\(\)"),
+        (lambda x: torch.nested.nested_tensor([x, x]), r"is nested: pass x.values\(\)"),
+        (lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged), r"is nested: pass x.values\(\)"),
+    ],
+    ids=["sparse_coo", "sparse_csr", "mkldnn", "nested", "jagged"],
+)
+@pytest.mark.parametrize("text", ["mxfp8", "identity"])
+def test_what_is_no_ordinary_tensor_is_refused_in_words(text: str, make: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=f"the tensor to encode {said}"):
+        lpq.quantizer(text).quantize(make(X))
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "identity"])
+def test_a_tangent_of_forward_mode_is_refused_in_words(text: str) -> None:
+    quantizer = lpq.quantizer(text)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, torch.ones_like(X))
+        with pytest.raises(TypeError, match=r"has a tangent of forward-mode AD.*: pass .*unpack_dual\(x\)\.primal"):
+            quantizer.quantize(dual)
+        plain = quantizer.quantize(forward_ad.unpack_dual(dual).primal).dequantize()
+        assert forward_ad.unpack_dual(plain).tangent is None
+        assert torch.equal(plain, quantizer.quantize(X).dequantize())
+    with pytest.raises(TypeError, match="has a tangent of forward-mode AD"):
+        torch.func.jvp(lambda x: quantizer.quantize(x).dequantize(), (X,), (X,))
