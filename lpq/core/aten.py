@@ -255,9 +255,10 @@ def _record_stream(t: QuantizedTensor, stream: Any) -> None:
 
 
 @implements(torch.ops.lpq.draw_seeds.default)
-def _draw_seeds(x: Tensor, owner: QuantizedTensor, count: int) -> Any:
-    """The owner only tells draws apart, and a buffer of its does that."""
-    return torch.ops.lpq.draw_seeds(x, owner.sides[0][1].tensors()[0], count)
+def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Any:
+    """They only say where, and tell draws apart, and a buffer of theirs does that."""
+    where, whose = (t.sides[0][1].tensors()[0] if isinstance(t, QuantizedTensor) else t for t in (x, owner))
+    return torch.ops.lpq.draw_seeds(where, whose, count)
 
 
 @implements(aten.empty_like.default)
