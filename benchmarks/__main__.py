@@ -127,7 +127,8 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
             yield from stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
         return
     everyone = contenders.of_layers(recipes, not options.no_compile)
-    everyone = [replace(one, mode=options.mode) for one in contenders.chosen(everyone, options.only)]
+    everyone = contenders.chosen(everyone, options.only)
+    everyone = [replace(one, mode=options.mode) if one.compiled else one for one in everyone]
     sizes = shapes.QUICK if options.quick else shapes.LINEAR
     if options.profile:
         for shape in sizes if part == "linear" else (shapes.HOST,):

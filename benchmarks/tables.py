@@ -72,7 +72,7 @@ def ratio(value: float | None, of: float | None) -> str:
 
 def linear(result: Result) -> dict[str, Table]:
     """Milliseconds; ratios to bf16, to the floor, to other libraries and of compiled layers to others; memory held for
-    backward."""
+    backward. A table that nothing was measured for is left out."""
     shapes: list[Result] = result["shapes"]
     columns = ["tokens x inputs x outputs", *(f"{s['tokens']}x{s['inputs']}x{s['outputs']}" for s in shapes)]
     at = [{name(row): row for row in s["results"]} for s in shapes]
@@ -109,7 +109,7 @@ def linear(result: Result) -> dict[str, Table]:
         for row in rows
         if row["compiled"] and _plain(row) in at[0]
     ]
-    return {
+    tables = {
         "times": Table("Linear, forward and backward: milliseconds", columns, times),
         "bf16": Table("Linear: ÷ bf16", columns, to_bf16),
         "floor": Table(
@@ -120,6 +120,7 @@ def linear(result: Result) -> dict[str, Table]:
         "compiled": Table("Linear, compiled: ÷ the same layer without", columns, to_itself),
         "memory": _memory(rows, columns, at),
     }
+    return {what: table for what, table in tables.items() if table.rows}
 
 
 def _plain(row: Result) -> str:
@@ -132,7 +133,8 @@ def _memory(rows: Iterable[Result], columns: list[str], at: list[dict[str, Resul
         held, encoded = row.get("held_bytes"), row.get("encoded_bytes")
         return number(held / 2**20, 1) + (f" ({ratio(held, encoded)})" if encoded else "") if held else NONE
 
-    cells = [[name(row), *(cell(a[name(row)]) for a in at)] for row in rows]
+    measured = [row for row in rows if any(a[name(row)].get("held_bytes") for a in at)]
+    cells = [[name(row), *(cell(a[name(row)]) for a in at)] for row in measured]
     return Table("Linear: MiB held for backward (÷ bytes of the encoded operands)", columns, cells)
 
 
