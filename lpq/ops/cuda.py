@@ -34,6 +34,8 @@ from lpq.ops.errors import KernelError
 
 NEEDED = "cuda.core"
 """The module that a ``KernelSpec`` requires whose kernels are of this kind."""
+INSTALL = 'pip install "lpq[cuda]"'
+"""What brings it."""
 SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
 """The letters of parameters, and how an argument lies in its 8 bytes, as ``struct`` says it: ``P`` is a pointer, ``q``
 a ``long long``, ``i`` an ``int``, ``I`` an ``unsigned int``, ``f`` a ``float``, ``d`` a ``double``."""
@@ -116,7 +118,7 @@ class CudaKernel:
             from cuda.core import Device, ObjectCode
         except ImportError as error:
             raise KernelError(
-                f"{self.source.name}: compiling {self.name} takes cuda-core: pip install 'lpq[cuda]'. A KernelSpec "
+                f"{self.source.name}: compiling {self.name} takes cuda-core: {INSTALL}. A KernelSpec "
                 f"with requires=({NEEDED!r},) is passed over where that is missing"
             ) from error
         with torch.cuda.device(device):

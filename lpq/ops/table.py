@@ -172,7 +172,8 @@ def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.devi
     raise."""
     for module in kernel.requires:
         if not _installed(module):
-            return f"needs {module}, which is not installed"
+            remedy = f": {cuda.INSTALL}" if module == cuda.NEEDED else ""
+            return f"needs {module}, which is not installed{remedy}"
         if module == cuda.NEEDED and (lacking := cuda.why_not(device)) is not None:
             return lacking
     if kernel.op == "transpose" and not quantizers[0].transposable:

@@ -220,6 +220,15 @@ def test_without_nvrtc_another_kernel_serves_and_the_reason_is_told(op: str, nvr
     assert all(why.startswith(REMEDY) and "\n" not in why for why in reasons)
 
 
+def test_without_cuda_core_the_reason_says_what_to_install(nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_installed", lambda module: module != "cuda.core")
+    refresh()
+    choice = choose("quantize", STEPS["quantize"], GPU)
+    assert choice.backend == "triton"
+    reasons = {why for kernel, why in choice.rejected if kernel.backend == "cuda"}
+    assert reasons == {'needs cuda.core, which is not installed: pip install "lpq[cuda]"'}
+
+
 def test_without_nvrtc_a_request_for_cuda_kernels_is_an_error_in_words(
     nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
