@@ -6,7 +6,8 @@ Kernels get it as pointers, and would read whatever lies there. What layers make
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,9 +50,10 @@ def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
     return torch.tensor(signed(seed), dtype=torch.int64, device=device)
 
 
-def check_offset(offset: object) -> None:
+def check_offset(offset: Any) -> None:
     """Refuse what is not the number of a row. Random bits are drawn by 32 bits of it."""
-    if not isinstance(offset, int | torch.SymInt) or isinstance(offset, bool):
+    is_integer = isinstance(offset, Integral | torch.SymInt) and not isinstance(offset, bool)
+    if not is_integer:
         what = f"a {type(offset).__name__}" if isinstance(offset, Tensor) else repr(offset)
         raise TypeError(f"the offset is {what}: pass the first row of the shard in the whole tensor, an int")
     if not 0 <= offset < 1 << 32:

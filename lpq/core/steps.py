@@ -32,7 +32,7 @@ class Step:
     """The step of one optimizer over stored tensors; their drafts know it while it runs."""
 
     def __init__(self, frame: FrameType, tensors: Sequence[QuantizedTensor]) -> None:
-        self.frame = frame
+        self.frame: FrameType | None = frame
         self.made: dict[Draft, Tensor | None] = {}
         """The matrix of each draft that was written to."""
         self.unless: dict[Draft, Tensor | None] = {}
@@ -49,10 +49,13 @@ class Step:
         dropped. To look for the frame on the stacks of threads is not safe: in Python 3.11 they may go on while one is
         walked.
         """
-        try:
-            self.frame.clear()
-        except RuntimeError:
-            return True
+        frame = self.frame
+        if frame is not None:
+            try:
+                frame.clear()
+            except RuntimeError:
+                return True
+            self.frame = None  # it has kept those that called it, and their variables
         self.made.clear()
         self.unless.clear()
         return False
@@ -84,7 +87,9 @@ class _End:
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         step = self.step
-        if step is not None and not torch.compiler.is_compiling() and step.frame is _around():
+        if step is None or torch.compiler.is_compiling():
+            return
+        if step.frame is not None and step.frame is _around():
             self.step = None
             step.end(optimizer)
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from lpq import recipes, registry
 from lpq.core.quantize import DTYPES
 from lpq.nn.linear import Accumulate, Linear
+from lpq.nn.memories import check_names
 from lpq.nn.names import plain_name
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.recipes import RecipeError
@@ -124,7 +125,7 @@ def convert(
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
-    _check_dtypes(model, schedules)
+    _check_layers(model, schedules)
     check_weights(model, weights, ranks, schedules)
     prepared = _prepared(model, weights, ranks)
     converted: list[Entry] = []
@@ -208,8 +209,8 @@ def _schedule(policy: Policy, aliases: list[str], steps: int | None) -> Schedule
     return schedule
 
 
-def _check_dtypes(model: nn.Module, schedules: Mapping[str, Schedule]) -> None:
-    """Refuse weights that no format encodes, before anything is changed."""
+def _check_layers(model: nn.Module, schedules: Mapping[str, Schedule]) -> None:
+    """Refuse what layers cannot be given, at this step or a later one, before anything is changed."""
     for name, schedule in schedules.items():
         module = model.get_submodule(name)
         if type(module) not in (nn.Linear, Linear) or all(recipe is None for _, recipe in schedule.pieces):
@@ -219,6 +220,8 @@ def _check_dtypes(model: nn.Module, schedules: Mapping[str, Schedule]) -> None:
                 f"{name or 'the layer'}: its weight is {dtype}; float32, bfloat16 and float16 can be encoded: cast the "
                 "model first, or have the policy give this layer no recipe"
             )
+        for recipe in {recipe for _, recipe in schedule.pieces if recipe is not None}:
+            check_names(module, recipe, module.memories() if isinstance(module, Linear) else (), name or "the layer")
 
 
 def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:

@@ -26,14 +26,15 @@ from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
 from lpq.nn.held import HeldWeight, as_it_is
+from lpq.nn.memories import Memory, check_names, memories
 from lpq.nn.refusals import check, check_memories
+from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
     from lpq.distributed.gathering import Gathering
     from lpq.recipes import Recipe, RecipeLike, Schedule
 
-TENSORS = ("x", "w", "dy")
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 State = dict[str, Tensor]
 Accumulate = Literal["grad", "main_grad"]
@@ -52,6 +53,8 @@ class Plan:
     """For fprop, dgrad and wgrad: whether a kernel may sum in less than fp32."""
     stochastic: bool
     """Whether anything is rounded with random bits."""
+    memories: tuple[Memory, ...]
+    """The buffers in which quantizers remember."""
     fprop: Product | None = None
     """The product, if one of its operands can be made for it without being encoded; dgrad and wgrad likewise."""
     dgrad: Product | None = None
@@ -64,7 +67,8 @@ class Plan:
         tensors = (recipe.x, recipe.w, recipe.dy)
         stochastic = any(map(rounds_stochastically, tensors))
         of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
-        return cls(*tensors, (fast[0] is not False, fast[1] is True, fast[2] is True), stochastic, *of)
+        asked = (fast[0] is not False, fast[1] is True, fast[2] is True)
+        return cls(*tensors, asked, stochastic, memories(recipe), *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
@@ -254,8 +258,6 @@ class Linear(nn.Linear):
     _recipe: Recipe | None
     _plan: Plan | None
     _held: HeldWeight | None
-    _memories: dict[str, tuple[str, str]]
-    """The buffers in which quantizers remember: of which tensor, and by which name the quantizer knows it."""
     schedule: Schedule | None
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     gathering: Gathering | None
@@ -292,7 +294,6 @@ class Linear(nn.Linear):
 
     def _begin(self) -> None:
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
-        self._memories = {}
         self.gathering, self.accumulate, self.place = None, None, ""
 
     # ------------------------------------------------------------------------------ the recipe
@@ -308,27 +309,19 @@ class Linear(nn.Linear):
         if recipe == self._recipe:
             return
         plan = Plan.of(recipe) if recipe is not None else None
-        memories = {
-            f"{tensor}_{name}": (tensor, name, memory)
-            for tensor in (TENSORS if plan is not None else ())
-            for name, memory in getattr(plan, tensor).new_state(self.weight.device).items()
-        }
-        for name in memories.keys() - self._memories.keys():
-            if hasattr(self, name):
-                raise ValueError(
-                    f"{self.title}: the recipe remembers {name}, and the layer has an attribute of that name: rename it"
-                )
-        for name in self._memories:
+        if recipe is not None:
+            check_names(self, recipe, self.memories(), self.title)
+        for name in self.memories():
             delattr(self, name)
         self._recipe, self._plan = recipe, plan
-        self._memories = {name: (tensor, key) for name, (tensor, key, _) in memories.items()}
-        for name, (_, _, memory) in memories.items():
-            self.register_buffer(name, memory)
+        for tensor in TENSORS if plan is not None else ():
+            for key, memory in getattr(plan, tensor).new_state(self.weight.device).items():
+                self.register_buffer(f"{tensor}_{key}", memory)
 
     def _states(self) -> dict[str, State]:
         """The state of each tensor that has one, by the names its quantizer knows."""
         states: dict[str, State] = {}
-        for name, (tensor, key) in self._memories.items():
+        for name, tensor, key in self._plan.memories if self._plan is not None else ():
             states.setdefault(tensor, {})[key] = getattr(self, name)
         return states
 
@@ -338,22 +331,23 @@ class Linear(nn.Linear):
             from lpq.distributed.shard import in_place_of
 
             state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])
-        for name in self._memories:
-            if prefix + name in state_dict and state_dict[prefix + name].shape != getattr(self, name).shape:
+        for name, memory in self.memories().items():
+            if prefix + name in state_dict and state_dict[prefix + name].shape != memory.shape:
                 del state_dict[prefix + name]  # another recipe's, which remembers more steps or fewer
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing: list[str] = args[2]
         unexpected: list[str] = args[3]
-        for name in self._memories:
+        for name, memory in self.memories().items():
             if prefix + name in missing:
                 missing.remove(prefix + name)
-                getattr(self, name).zero_()
+                fresh = memory.is_meta and not self.weight.is_meta
+                setattr(self, name, torch.zeros_like(memory, device=self.weight.device) if fresh else memory.zero_())
         self.claim_weight()  # with assign=True it is another one
         others = tuple(f"{prefix}{tensor}_" for tensor in TENSORS)
         unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        state = {name: getattr(self, name) for name in self._memories}
+        state = self.memories()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
             device = getattr(self, name).device
@@ -424,7 +418,7 @@ class Linear(nn.Linear):
 
     def memories(self) -> dict[str, Tensor]:
         """All that the layer's quantizers remember across steps, by the names of the buffers."""
-        return {name: getattr(self, name) for name in self._memories}
+        return {name: getattr(self, name) for name, *_ in (self._plan.memories if self._plan is not None else ())}
 
     def reset_parameters(self) -> None:
         """Initialise as ``nn.Linear`` does, also a weight that is sharded and stored quantized."""

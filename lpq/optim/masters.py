@@ -128,17 +128,19 @@ class MasterWeights(Optimizer):
                 )
         self._share_options()
         before = {weight: local(master)._version for weight, master in self.masters.items()}
+        reached: list[Tensor] = []
         try:
             for weight, master in self.masters.items():
                 master.grad = None if weight.grad is None else weight.grad.float()
+            reached = [weight for weight, master in self.masters.items() if master.grad is not None]
             self.optimizer.step()
         finally:
             # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
             # checkpoint, or was made before its master, may have been encoded of more than it decodes to. Which
-            # ones a step reached that raised nobody knows: autograd does not count what foreach optimizers write.
-            for weight, master in self.masters.items():
-                if weight.grad is not None or local(master)._version != before[weight]:
-                    self._due.add(weight)
+            # ones a step reached that raised nobody knows: autograd does not count what fused and foreach optimizers
+            # write; nor which it reached afterwards: a hook of it may have emptied the gradients.
+            self._due.update(reached, (w for w, m in self.masters.items() if local(m)._version != before[w]))
+            for master in self.masters.values():
                 master.grad = None
         self._encode(reduced_with(self))
         self._share_options()  # some optimizers keep numbers of theirs in the groups

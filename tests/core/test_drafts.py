@@ -227,3 +227,25 @@ def test_the_step_after_one_that_raised_starts_from_what_is_stored() -> None:
     for p in (weight, twin):
         SGD([p], lr=0.3).step()
     assert equal(buffers(weight), buffers(twin))
+
+
+def test_what_called_a_step_that_raised_is_not_kept() -> None:
+    """Nor are its variables, once one of the weights is looked at: what to try again takes may have no room else."""
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights="quantized")
+    optimizer = Failing([model[0].weight], lr=0.3)
+    kept: list[weakref.ref[Tensor]] = []
+
+    def train() -> None:
+        y = model(torch.randn(32, 64))  # type: ignore[operator]
+        y.sum().backward()
+        kept.append(weakref.ref(y))
+        optimizer.step()
+
+    try:
+        train()
+    except RuntimeError:
+        pass
+    else:
+        pytest.fail("it has not raised")
+    model(torch.randn(32, 64))  # type: ignore[operator]
+    assert kept[0]() is None

@@ -134,7 +134,7 @@ def test_what_is_no_row_to_begin_at_is_refused_in_words(
         quantizer.quantize(X, seed=7, offset=offset)
 
 
-@pytest.mark.parametrize("offset", [0, 7, 16, (1 << 32) - 32])
+@pytest.mark.parametrize("offset", [0, 7, 16, np.int64(16), (1 << 32) - 32])
 def test_any_row_may_be_the_first(offset: int) -> None:
     """No format needs a multiple of anything."""
     assert RANDOM.quantize(X, seed=7, offset=offset).row is not None

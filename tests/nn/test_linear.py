@@ -357,10 +357,21 @@ def test_buffers_of_the_user_are_nobodys_memory() -> None:
     assert torch.equal(module.x_mean, torch.ones(3))
     assert "x_amax_history" not in dict(module.named_buffers())
     module.register_buffer("dy_amax", torch.ones(()))
-    with pytest.raises(ValueError, match=r"the recipe remembers dy_amax, and the layer has an attribute of that name"):
+    with pytest.raises(ValueError, match=r"fp8-delayed remembers dy_amax, and the layer has an attribute of that name"):
         module.recipe = "fp8-delayed"
     assert module.recipe.title == "mxfp8"
     assert module(torch.randn(8, 48)).isfinite().all()
+
+
+def test_a_layer_of_meta_remembers_where_its_weight_is_put() -> None:
+    """Of a checkpoint that says nothing of it, too."""
+    with torch.device("meta"):
+        module = layer("fp8-delayed")
+    module.load_state_dict(nn.Linear(48, 32).state_dict(), assign=True)
+    assert all(memory.device.type == "cpu" and not memory.any() for memory in module.memories().values())
+    x = torch.randn(8, 48)
+    module(x).sum().backward()
+    assert module.x_amax_history[0] == x.abs().max()
 
 
 @EVERY

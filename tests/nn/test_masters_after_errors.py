@@ -181,3 +181,18 @@ def test_a_copy_knows_it_too(copied: Callable[[Any], Any]) -> None:
     other.step()
     assert _same(_bytes(others), before)[::2] == [False, True]
     assert _same(_bytes(weights), before) == [True] * 3
+
+
+@pytest.mark.parametrize("ways", [{"fused": True}, {"foreach": True}, {}], ids=["fused", "foreach", "plain"])
+def test_gradients_may_be_emptied_before_the_step_has_ended(ways: dict[str, bool]) -> None:
+    """By a hook of the wrapped optimizer; autograd does not count what fused ones write."""
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights="quantized")
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1, **ways)  # type: ignore[arg-type]
+    inner.register_step_post_hook(lambda *_: model.zero_grad())
+    optimizer = MasterWeights(inner)
+    weight = model[0].weight  # type: ignore[union-attr, index]
+    before = _bytes([weight])
+    model(torch.randn(32, 64)).square().mean().backward()
+    optimizer.step()
+    assert _same(_bytes([weight]), before) == [False]
+    assert _same(_bytes([weight]), _of_masters(optimizer)) == [True]

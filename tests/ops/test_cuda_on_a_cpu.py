@@ -147,7 +147,7 @@ def test_a_launch_with_other_arguments_is_an_error_in_words(driver: Driver) -> N
 def test_a_launch_without_cuda_core_says_what_to_install(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     kernel = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=32)
-    with pytest.raises(KernelError, match=r"amax\.cu: compiling amax_parts takes cuda-core: pip install \"lpq\[cuda\]\""):
+    with pytest.raises(KernelError, match=r'amax\.cu: compiling amax_parts takes cuda-core: pip install "lpq\[cuda\]"'):
         kernel.launch(0, (), 1, 0, 0, 0)
 
 

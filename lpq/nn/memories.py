@@ -1,0 +1,36 @@
+"""What the quantizers of a layer remember across steps: buffers of the layer, in its state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from lpq.recipes.gemms import TENSORS
+
+if TYPE_CHECKING:
+    from lpq.recipes import Recipe
+
+
+class Memory(NamedTuple):
+    """A buffer: its name, of which tensor it is, and what the quantizer of that calls it."""
+
+    name: str
+    tensor: str
+    key: str
+
+
+def memories(recipe: Recipe) -> tuple[Memory, ...]:
+    """The buffers that a layer of this recipe has."""
+    quantizers = zip(TENSORS, (recipe.x, recipe.w, recipe.dy), strict=True)
+    return tuple(Memory(f"{tensor}_{key}", tensor, key) for tensor, q in quantizers for key in q.new_state("meta"))
+
+
+def check_names(layer: nn.Module, recipe: Recipe, own: Collection[str], title: str) -> None:
+    """An error if what the recipe remembers has the name of an attribute that is none of the layer's own memories."""
+    for name, *_ in memories(recipe):
+        if name not in own and hasattr(layer, name):
+            raise ValueError(
+                f"{title}: {recipe.title} remembers {name}, and the layer has an attribute of that name: rename it"
+            )
