@@ -138,23 +138,6 @@ def test_policies_name_layers_as_if_nothing_wrapped_them() -> None:
     assert report.unmatched == ()
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "fp8-delayed",
-        {"rules": [{"match": "*", "recipe": "mxfp8", "until": 2}, {"match": "*", "recipe": "fp8-delayed"}]},
-    ],
-)
-def test_a_name_that_is_taken_is_refused_before_anything_is_changed(policy: Any) -> None:
-    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    net[1].register_buffer("x_amax", torch.ones(()))
-    with pytest.raises(ValueError, match=r"^1: fp8-delayed remembers x_amax, and the layer has an attribute of that"):
-        lpq.convert(net, policy)
-    assert {type(layer) for layer in net} == {nn.Linear}
-    del net[1].x_amax
-    lpq.convert(lpq.convert(net, policy), policy)  # what the layers remember themselves is no such attribute
-
-
 def test_what_another_recipe_remembers_of_more_steps_is_dropped(tmp_path: Any) -> None:
     def net(history: int) -> nn.Module:
         recipe = f"x=fp8(scaling=delayed, history={history}), w=fp8(), dy=fp8()"
