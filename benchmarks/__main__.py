@@ -96,7 +96,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if wrong:
         parser.error(f"no such part: {', '.join(wrong)}; choose from {', '.join(PARTS)}, or one of {', '.join(STORED)}")
     if options.mode and (options.no_compile or not {"linear", "host"} & set(options.parts)):
-        parser.error("--mode is for what linear and host compile")
+        parser.error("--mode is for what linear and host compile, and not for other parts or with --no-compile")
     for text in options.recipe or ():
         try:
             lpq.policy(text)

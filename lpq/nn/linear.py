@@ -196,8 +196,16 @@ def _is_summed(node: Any) -> bool:
 
 
 def _sum_so_far(weight: Tensor, where: Accumulate) -> Tensor | None:
-    """What the gradient of the weight is to be added to, in place; None: there is nothing yet."""
-    return weight.grad if where == "grad" else weight.main_grad  # type: ignore[attr-defined]
+    """What the gradient of the weight is to be added to, in place; None: there is no ``.grad`` yet."""
+    if where == "grad":
+        return weight.grad
+    into: Tensor | None = getattr(weight, "main_grad", None)
+    if into is None:
+        raise RuntimeError(
+            f"a weight of {[*weight.shape]} had a main_grad in forward and has none in backward, which adds to it: "
+            "empty it with zero_(), after backward"
+        )
+    return into
 
 
 def _runs_again() -> bool:

@@ -81,7 +81,7 @@ def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
 
 def _check_accumulation(layer: Linear, weight: Tensor) -> None:
     if layer.gathering is not None or torch.compiler.is_compiling():
-        where = "torch.compile" if layer.gathering is None else "a weight that FSDP2 shards"
+        where = "torch.compile(fullgraph=True)" if layer.gathering is None else "a weight that FSDP2 gathers quantized"
         raise RuntimeError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with {where}; leave it None")
     if layer.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
         into: Any = getattr(weight, "main_grad", None)

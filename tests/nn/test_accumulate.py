@@ -94,6 +94,20 @@ def test_main_grad_is_asked_for_only_where_there_will_be_a_gradient() -> None:
         model(x)
 
 
+@pytest.mark.parametrize("emptied", [lambda w: setattr(w, "main_grad", None), lambda w: delattr(w, "main_grad")])
+def test_a_main_grad_that_is_gone_before_backward_is_no_reason_to_sum_elsewhere(emptied: Any) -> None:
+    model = _model("fp8-current", accumulate="main_grad")
+    for layer in model[::2]:
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    y = model(torch.randn(32, 64, dtype=torch.bfloat16))
+    emptied(model[0].weight)
+    with pytest.raises(
+        RuntimeError, match=r"had a main_grad in forward and has none in backward.*: empty it with zero_"
+    ):
+        y.sum().backward()
+    assert model[0].weight.grad is None
+
+
 def test_a_compiled_model_leaves_the_layer_uncompiled() -> None:
     model, twin = (_model("fp8-current", accumulate="grad") for _ in range(2))
     compiled = torch.compile(model, backend="eager")
