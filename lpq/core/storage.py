@@ -152,6 +152,7 @@ class Storage:
                 return None
             if unit is None and not all(_same(tensors[0], t) for t in tensors[1:]):
                 return None
+            # What all have alike is copied, too: nobody expects what torch.cat made to change with its parts.
             joined.append(tensors[0].clone() if unit is None else torch.cat(tensors, dim))
         rows, cols = first.shape
         shape = (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))

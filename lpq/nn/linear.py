@@ -316,8 +316,9 @@ class Linear(nn.Linear):
         recipe = recipes.recipe(source) if source is not None else None
         if recipe == self._recipe:
             return
-        plan = Plan.of(recipe) if recipe is not None else None
+        plan = None
         if recipe is not None:
+            plan = Plan.of(recipe)
             check_names(self, recipe, self.memories(), self.title)
         for name in self.memories():
             delattr(self, name)
