@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.finding import DESCRIPTION, EXTRA, is_checkpoint, step_name
 from lpq.checkpoint.info import pickled
@@ -133,7 +133,9 @@ def _prepare(
     state: dict[str, dict[str, Tensor]] = {}
     small: dict[str, bytes] = {}
 
-    def collect() -> tuple[str, str, dict[str, Tensor]]:
+    held: list[str] = []
+
+    def collect() -> tuple[str, str, str, dict[str, Tensor]]:
         seen = Model(model)
         tensors, module_extra = seen.state()
         names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
@@ -144,7 +146,9 @@ def _prepare(
         beside = {"extra": extra, "model": module_extra, "optimizer": rest if given is not None else None}
         small.update({DESCRIPTION: description.json(), EXTRA: pickled(beside) if ranks.rank == 0 else b""})
         memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
-        return str(target.absolute()), hashlib.sha256(small[DESCRIPTION]).hexdigest(), memories if ranks.many else {}
+        held.extend(sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in tensors.items()))
+        described, holds = _digest(small[DESCRIPTION]), _digest(repr(held).encode())
+        return str(target.absolute()), described, holds, memories if ranks.many else {}
 
     def begin() -> None:
         _check_place(target, step)
@@ -153,22 +157,41 @@ def _prepare(
             shutil.rmtree(left)
 
     found = ranks.all(collect)
-    if len(places := {place for place, _, _ in found}) > 1:
+    if len(places := {place for place, *_ in found}) > 1:
         said = ", ".join(sorted(places))
         raise CheckpointError(
             f"the ranks would write it to different places, and it would be whole in none: {said}; pass the same "
             "directory on all ranks, one that all of them see"
         )
-    if len({description for _, description, _ in found}) > 1:
+    if len({description for _, description, _, _ in found}) > 1:
         raise CheckpointError(
             "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model: call "
             "lpq.set_step and lpq.checkpoint.save alike on all ranks"
         )
-    for name in found[0][2]:  # ranks may have seen different inputs; as after a step, the largest statistics count
-        combined = torch.stack([memories[name] for _, _, memories in found]).amax(0)
+    if len({holds for _, _, holds, _ in found}) > 1:
+        _refuse_others(ranks.all(lambda: held))
+    for name in found[0][3]:  # ranks may have seen different inputs; as after a step, the largest statistics count
+        combined = torch.stack([memories[name] for *_, memories in found]).amax(0)
         state["model"][name.removeprefix("model.")] = combined
     ranks.first(begin)
     return state, Writer(target, small, keep)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _refuse_others(held: list[list[str]]) -> None:
+    """Say which tensors one rank has and another one has not: what is loaded would lack them, or mix two of them."""
+    for rank, (mine, theirs) in enumerate((held[0], other) for other in held):
+        if mine != theirs:
+            only, others = (
+                listed([n for n in a if n not in set(b)]) or "none" for a, b in ((mine, theirs), (theirs, mine))
+            )
+            raise CheckpointError(
+                f"the ranks hold different tensors: rank 0 has {only}, and rank {rank} has {others} in their place. A "
+                "checkpoint is of one model: build it alike on all ranks"
+            )
 
 
 def _check_place(target: Path, step: int | None) -> None:

@@ -85,6 +85,16 @@ def _ranks_disagree(rank: int, folder: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         checkpoint.save(folder, net, step=2)
     assert "the ranks hold different layers, quantizers, recipes or steps" in _agreed(raised.value)
+    net = _net(2)
+    if rank == 1:
+        net.more = nn.Linear(3, 5, bias=False)
+        net.plain.bias = nn.Parameter(torch.zeros(1 + len(net.plain.bias)))
+    for save in (checkpoint.save, checkpoint.save_async):
+        with pytest.raises(CheckpointError) as raised:
+            save(folder, net, step=2)
+        message = _agreed(raised.value)
+        assert "the ranks hold different tensors: rank 0 has plain.bias [" in message
+        assert "and rank 1 has more.weight [5, 3], plain.bias [" in message
 
 
 def _one_rank_finds_damage(rank: int, folder: Path) -> None:
