@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lpq.core import QuantizedTensor, Quantizer, Storage, gemm
-    from lpq.nn.conversion import convert, hold_weights, report, set_step
+    from lpq.nn.conversion import convert, hold_weights, replan, report, set_step
     from lpq.recipes import Policy, Recipe, policy, recipe
     from lpq.registry import quantizer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "lpq.core": ("QuantizedTensor", "Quantizer", "Storage", "gemm"),
-    "lpq.nn": ("convert", "hold_weights", "report", "set_step"),
+    "lpq.nn": ("convert", "hold_weights", "replan", "report", "set_step"),
     "lpq.recipes": ("Policy", "Recipe", "policy", "recipe"),
     "lpq.registry": ("quantizer",),
 }
@@ -40,6 +40,7 @@ __all__ = [
     "policy",
     "quantizer",
     "recipe",
+    "replan",
     "report",
     "set_step",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, MissingPlugin, listed, shown
 from lpq.core import Quantizer
-from lpq.recipes import Policy
+from lpq.recipes import Policy, Steps
 from lpq.registry.errors import LpqError
 
 VERSION = 1
@@ -86,7 +86,7 @@ class Description:
         remedy = f"pip install {origin['distribution']}" if origin["version"] else "bring the plugin in the same way"
         return f"it uses the format {name}, which came with {title} and is not installed here: {remedy}"
 
-    def policies(self) -> dict[str, tuple[Policy, int | None]]:
+    def policies(self) -> dict[str, tuple[Policy, Steps]]:
         """The policy and the length of the run of each conversion."""
         self.require(self.formats)
         return {n: (Policy.from_dict(c["policy"]), c["steps"]) for n, c in self.conversions.items()}

@@ -19,7 +19,7 @@ from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.finding import DESCRIPTION, EXTRA, find
 from lpq.checkpoint.ranks import Ranks
-from lpq.recipes import Policy
+from lpq.recipes import Policy, Steps
 
 OWNERS = {"extra": "extra", "model": "what get_extra_state of a module returned", "optimizer": "the optimizer"}
 """Whose it is what is kept beside the tensors."""
@@ -65,7 +65,7 @@ class Info:
         return next(iter(self.policies.values()), None)
 
     @property
-    def steps(self) -> int | None:
+    def steps(self) -> Steps:
         """The length of the run that ``lpq.convert`` was told."""
         conversion: Mapping[str, Any] = next(iter(self.description.conversions.values()), {})
         return conversion.get("steps")

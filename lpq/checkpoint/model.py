@@ -17,7 +17,7 @@ from lpq.core import QuantizedTensor
 from lpq.nn import Linear
 from lpq.nn.conversion import RECORD, Conversion
 from lpq.nn.names import plain_name
-from lpq.recipes import Policy, Recipe
+from lpq.recipes import Policy, Recipe, Steps
 
 PREFIX = "model."
 EXTRA_STATE = "_extra_state"
@@ -173,18 +173,18 @@ def _text(recipe: Recipe | None) -> str | None:
     return recipe.text if recipe is not None else None
 
 
-def _same(a: tuple[Policy, int | None], b: tuple[Policy, int | None]) -> bool:
+def _same(a: tuple[Policy, Steps], b: tuple[Policy, Steps]) -> bool:
     """The same policy, and where it has rules for a fraction of a run, for a run of the same length."""
     fractions = any(isinstance(rule.until, float) for rule in a[0].rules)
     return a[0] == b[0] and (a[1] == b[1] or not fractions)
 
 
-def _shown(whose: str, policies: Mapping[str, tuple[Policy, int | None]]) -> str:
+def _shown(whose: str, policies: Mapping[str, tuple[Policy, Steps]]) -> str:
     if not policies:
         return f"{whose} has none"
     texts = []
     for name, (policy, steps) in policies.items():
         where = f" for {name}" if name else ""
-        length = f", for {steps} steps" if steps is not None else ""
+        length = f", for {steps} steps" if isinstance(steps, int) else ""
         texts.append(f"{whose} has{where}{length}:\n{policy.to_toml().strip()}")
     return "\n".join(texts)

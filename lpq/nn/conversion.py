@@ -22,7 +22,7 @@ from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
 
 if TYPE_CHECKING:
-    from lpq.recipes import Policy, PolicyLike, Recipe, Schedule
+    from lpq.recipes import Policy, PolicyLike, Recipe, Schedule, Steps
 
 RECORD = "lpq_conversion"
 TAKEN = "lpq_recipe"
@@ -69,7 +69,7 @@ class Conversion:
     """What a model carries: its policy, the length of the run and the report."""
 
     policy: Policy
-    steps: int | None
+    steps: Steps
     report: Report
     weights: Weights | None = None
     ranks: int | None = None
@@ -90,7 +90,7 @@ def convert(
     model: nn.Module,
     policy: PolicyLike,
     *,
-    steps: int | None = None,
+    steps: Steps = None,
     weights: Weights | None = None,
     ranks: int | None = None,
     accumulate: Accumulate | None = None,
@@ -98,7 +98,8 @@ def convert(
     """Convert the linear layers of ``model`` in place and return it.
 
     ``policy`` is a policy or anything that makes a recipe: a name, the grammar, a mapping, a TOML file. ``steps`` is
-    the length of the run, for rules that end at a fraction of it; see ``set_step``. A model may be converted again.
+    the length of the run, for rules that end at a fraction of it; see ``set_step``. ``"later"``: ``replan`` gives it,
+    as the callback for Hugging Face's Trainer does. A model may be converted again.
 
     ``weights`` is for a model that ``fully_shard`` shards afterwards. ``"high_precision"``: the shards stay as they
     are, and what FSDP2 gathers of them is their quantized form. ``"quantized"``: the shards themselves are stored
@@ -120,8 +121,8 @@ def convert(
         raise ValueError(
             f"accumulate={accumulate!r} does not work with weights={weights!r}, which FSDP2 shards: use one"
         )
-    if steps is not None and (type(steps) is not int or steps < 1):
-        raise ValueError(f"steps={steps!r}: it is the length of the run in steps, from 1 on")
+    if steps not in (None, "later"):
+        _check_length(steps)
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
@@ -197,7 +198,12 @@ def _prepared(model: nn.Module, weights: Weights | None, ranks: int | None) -> t
     return (earlier[0].weights, earlier[0].ranks) if earlier else (None, None)
 
 
-def _schedule(policy: Policy, aliases: list[str], steps: int | None) -> Schedule:
+def _check_length(steps: object) -> None:
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"steps={steps!r}: it is the length of the run in steps, from 1 on")
+
+
+def _schedule(policy: Policy, aliases: list[str], steps: Steps) -> Schedule:
     first, *others = map(plain_name, aliases)
     schedule = policy.schedule(first, steps)
     for other in others:
@@ -341,6 +347,33 @@ def set_step(model: nn.Module, step: int) -> None:
     for module in model.modules():
         if isinstance(module, Linear) and module.schedule is not None:
             module.recipe = module.schedule.at(step)
+
+
+def replan(model: nn.Module, *, steps: int) -> None:
+    """Plan the policy for a run of so many steps, in place of what ``convert`` was told. Layers keep the recipe that
+    they have until ``set_step``. What ``convert`` would refuse of that is refused, and then nothing is changed.
+    """
+    _check_length(steps)
+    _conversions(model)
+    before = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Linear) and m.schedule is not None}
+    planned = {name: schedule.replan(steps) for name, schedule in before.items()}
+    _check_layers(model, planned)
+    check_weights(model, None, None, planned)
+    for name, schedule in planned.items():
+        model.get_submodule(name).schedule = schedule  # type: ignore[assignment]
+
+    def again(part: str, entry: Entry) -> Entry:
+        name = f"{part}.{entry.name}".strip(".")
+        of = next((n for n in planned if f"{n}.".startswith(f"{name}.".lstrip("."))), None)  # what is inside follows it
+        return entry if of is None else replace(entry, note=entry.note.replace(str(before[of]), str(planned[of])))
+
+    for part, module in model.named_modules():
+        if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
+            continue
+        every = [plain_name(alias) for aliases in _names(module).values() for alias in aliases]
+        converted = tuple(again(part, entry) for entry in conversion.report.converted)
+        report = replace(conversion.report, converted=converted, unreached=conversion.policy.unreached(every, steps))
+        module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from lpq.recipes.errors import PluginRecipeError, RecipeError
 from lpq.recipes.gemms import Gemm, Recipe
 from lpq.recipes.policy_sources import PolicyLike, policy
 from lpq.recipes.recipe_sources import RecipeLike, recipe
-from lpq.recipes.rules import Policy, Rule, Schedule
+from lpq.recipes.rules import Policy, Rule, Schedule, Steps
 
 __all__ = [
     "Gemm",
@@ -16,6 +16,7 @@ __all__ = [
     "RecipeLike",
     "Rule",
     "Schedule",
+    "Steps",
     "policy",
     "recipe",
 ]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
@@ -19,6 +19,8 @@ from lpq.recipes.globs import covers, matches
 
 SKIP = "skip"
 """What a file says in place of a recipe for a layer that is left alone."""
+Steps: TypeAlias = int | Literal["later"] | None
+"""The length of a run in steps; ``"later"``: it will be given later; None: nobody gives it."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,15 @@ class Rule:
             return self.until is None
         return type(self.until) is type(other.until) and self.until >= other.until
 
-    def end(self, steps: int | None) -> int | None:
-        """The first step at which it no longer holds, in a run of ``steps``."""
-        if not isinstance(self.until, float):
+    def end(self, steps: Steps) -> float | int | None:
+        """The first step at which it no longer holds, in a run of ``steps``; a fraction until the length is given."""
+        if not isinstance(self.until, float) or steps == "later":
             return self.until
         if steps is None:
             raise RecipeError(
                 f"until = {self.until} is a fraction of the run, and the run's length is not known: "
-                "say it, as in lpq.convert(model, policy, steps=10_000), or give until as a step"
+                "say it, as in lpq.convert(model, policy, steps=10_000), or steps='later' and lpq.replan then, or give "
+                "until as a step"
             )
         return math.ceil(Fraction(str(self.until)) * steps)  # as it was written: 0.55 of 100 is 55 and not 56
 
@@ -76,17 +79,34 @@ class Rule:
 class Schedule:
     """What one layer has, step by step."""
 
-    pieces: tuple[tuple[int | None, Recipe | None], ...]
-    """Recipes in order (None: left alone), each with the step before which it holds; the last has None."""
+    pieces: tuple[tuple[float | int | None, Recipe | None], ...]
+    """Recipes in order (None: left alone), each with the step before which it holds; the last has None. That step is a
+    fraction of the run where its length is given later."""
+    planned: tuple[Policy, str] | None = field(default=None, compare=False, repr=False)
+    """The policy that it is of, and the layer's name, for a run of another length."""
 
     def at(self, step: int) -> Recipe | None:
         """The recipe at this step, counted from 0; None: the layer is left alone."""
-        return next(recipe for until, recipe in self.pieces if until is None or step < until)
+        until, recipe = next(p for p in self.pieces if p[0] is None or step < p[0] or isinstance(p[0], float))
+        if isinstance(until, float) and step > 0:
+            raise RecipeError(
+                f"until = {until} is a fraction of the run, and steps='later' has not been followed by the run's "
+                "length: call lpq.replan(model, steps=…) before step 1"
+            )
+        return recipe
+
+    def replan(self, steps: int) -> Schedule:
+        """The same for a run of so many steps."""
+        return self.planned[0].schedule(self.planned[1], steps) if self.planned is not None else self
 
     def __str__(self) -> str:
         titles = [recipe.title if recipe else "left alone" for _, recipe in self.pieces]
-        ends = [f" until step {until}" if until is not None else "" for until, _ in self.pieces]
+        ends = ["" if until is None else f" until {_told(until)}" for until, _ in self.pieces]
         return ", then ".join(f"{title}{end}" for title, end in zip(titles, ends, strict=True))
+
+
+def _told(until: float) -> str:
+    return f"{until} of the run" if isinstance(until, float) else f"step {until}"
 
 
 @dataclass(frozen=True)
@@ -116,34 +136,32 @@ class Policy:
         """The rules that speak of the layer of this name."""
         return tuple(rule for rule in self.rules if rule.matches(name))
 
-    def schedule(self, name: str, steps: int | None = None) -> Schedule:
+    def schedule(self, name: str, steps: Steps = None) -> Schedule:
         """What the layer of this name has at each step. ``steps``: the length of the run, for rules with fractions."""
-        pieces: list[tuple[int | None, Recipe | None]] = []
+        pieces: list[tuple[float | int | None, Recipe | None]] = []
         for _, until, recipe in self._holding(name, steps):
             if pieces and pieces[-1][1] == recipe:
                 pieces.pop()  # goes on with the same recipe
             pieces.append((until, recipe))
-        if pieces and pieces[-1][0] is None:
-            return Schedule(tuple(pieces))
-        if pieces and pieces[-1][1] is None:
-            pieces.pop()
-        return Schedule((*pieces, (None, None)))
+        if not pieces or pieces[-1][0] is not None:
+            pieces = [*(pieces[:-1] if pieces and pieces[-1][1] is None else pieces), (None, None)]
+        return Schedule(tuple(pieces), (self, name))
 
-    def _holding(self, name: str, steps: int | None) -> Iterator[tuple[int, int | None, Recipe | None]]:
+    def _holding(self, name: str, steps: Steps) -> Iterator[tuple[int, float | int | None, Recipe | None]]:
         """The rules that hold for this layer at some step, in their order: number, end and recipe."""
-        reached = 0
+        reached: dict[type, float] = {}  # a step and a fraction of a run of unknown length do not compare
         for number, rule in enumerate(self.rules, 1):
             if not rule.matches(name):
                 continue
             with place(f"rule {number}"):
                 until = rule.end(steps)
-            if until is None or until > reached:
+            if until is None or until > reached.get(type(until), 0):
                 yield number, until, rule.recipe
             if until is None:
                 return
-            reached = max(reached, until)
+            reached[type(until)] = max(reached.get(type(until), 0), until)
 
-    def unreached(self, names: Iterable[str], steps: int | None = None) -> tuple[int, ...]:
+    def unreached(self, names: Iterable[str], steps: Steps = None) -> tuple[int, ...]:
         """The numbers of the rules that match some of these layers and hold for none of them at any step."""
         layers = tuple(names)
         holding = {number for name in layers for number, _, _ in self._holding(name, steps)}
