@@ -14,7 +14,7 @@ from lpq.checkpoint.description import Description, formats_of, origins
 from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.tensors import described, held
 from lpq.core import QuantizedTensor
-from lpq.nn import Linear
+from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
 from lpq.nn.names import plain_name
 from lpq.recipes import Policy, Recipe, Steps
@@ -57,10 +57,10 @@ class Model:
             if key in extra:
                 module.set_extra_state(extra[key])
 
-    def layers(self) -> Iterator[tuple[str, Linear]]:
+    def layers(self) -> Iterator[tuple[str, Layer]]:
         """The layers of lpq by name; one that is in several places by each of its names."""
         for name, module in self.module.named_modules(remove_duplicate=False):
-            if isinstance(module, Linear):
+            if isinstance(module, Layer):
                 yield plain_name(name), module
 
     def memories(self) -> dict[str, Tensor]:

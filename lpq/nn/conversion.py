@@ -14,9 +14,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lpq import recipes, registry
 from lpq.core.quantize import DTYPES
-from lpq.nn.linear import Accumulate, Linear
+from lpq.nn.accumulation import Accumulate
+from lpq.nn.linear import Layer, Linear
 from lpq.nn.memories import check_names
 from lpq.nn.names import plain_name
+from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
@@ -80,7 +82,11 @@ class _LinearConverter:
 
     @registry.hookimpl(trylast=True)
     def lpq_convert_module(self, module: Any, fqn: str, recipe: Recipe) -> Any:
-        return Linear.adopt(module, recipe) if type(module) is nn.Linear and "forward" not in vars(module) else None
+        if "forward" in vars(module):
+            return None
+        if type(module) is nn.Linear:
+            return Linear.adopt(module, recipe)
+        return adopt(module, recipe) if holds_transposed(module) else None
 
 
 OWN = _LinearConverter()
@@ -126,7 +132,7 @@ def convert(
     policy = recipes.policy(policy)
     names = _names(model)
     schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
-    _check_layers(model, schedules)
+    _check_layers(model, schedules, accumulate)
     check_weights(model, weights, ranks, schedules)
     prepared = _prepared(model, weights, ranks)
     converted: list[Entry] = []
@@ -135,11 +141,11 @@ def convert(
         if converted and converted[-1].name and name.startswith(f"{converted[-1].name}."):
             continue  # inside a module that a plugin took as a whole: what is inside follows it
         module = model.get_submodule(name)
-        kind = "Linear" if isinstance(module, Linear) else type(module).__name__
+        kind = module.kind.rpartition(".")[2] if isinstance(module, Layer) else type(module).__name__
         made, note = _convert_module(module, name, schedule)
         if made is not None:
             converted.append(Entry(name, kind, note))
-            if isinstance(made, Linear):
+            if isinstance(made, Layer):
                 made.place = name
             if not name:
                 model = made  # which is the whole model
@@ -169,10 +175,10 @@ def convert(
         )
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Layer):
             module.accumulate = accumulate
     if weights is not None:
-        own = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Linear) and m.schedule is not None}
+        own = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}
         check_weights(model, weights, ranks, own)  # of layers, too, that are there since a plugin made them
         prepare_weights(model, weights, ranks)
     if weights == "quantized" and not nothing and (reason := why_none_stored(model, ranks)) is not None:
@@ -215,25 +221,31 @@ def _schedule(policy: Policy, aliases: list[str], steps: Steps) -> Schedule:
     return schedule
 
 
-def _check_layers(model: nn.Module, schedules: Mapping[str, Schedule]) -> None:
+def _check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulate: Accumulate | None = None) -> None:
     """Refuse what layers cannot be given, at this step or a later one, before anything is changed."""
     for name, schedule in schedules.items():
         module = model.get_submodule(name)
-        if type(module) not in (nn.Linear, Linear) or all(recipe is None for _, recipe in schedule.pieces):
+        ours = type(module) is nn.Linear or isinstance(module, Layer) or holds_transposed(module)
+        if not ours or all(recipe is None for _, recipe in schedule.pieces):
             continue
+        if accumulate is not None and (holds_transposed(module) or isinstance(module, TransposedLayer)):
+            raise ValueError(
+                f"accumulate={accumulate!r} is for weights of [out, in], and that of {name or 'the layer'} "
+                f"({type(module).__name__}) is [in, out]: leave accumulate out, or have the policy give it no recipe"
+            )
         if (dtype := module.weight.dtype) not in DTYPES:
             raise TypeError(
                 f"{name or 'the layer'}: its weight is {dtype}; float32, bfloat16 and float16 can be encoded: cast the "
                 "model first, or have the policy give this layer no recipe"
             )
         for recipe in {recipe for _, recipe in schedule.pieces if recipe is not None}:
-            check_names(module, recipe, module.memories() if isinstance(module, Linear) else (), name or "the layer")
+            check_names(module, recipe, module.memories() if isinstance(module, Layer) else (), name or "the layer")
 
 
 def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:
     """The module in low precision, or None; and its recipe, or why it has none."""
     first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
-    if isinstance(module, Linear):
+    if isinstance(module, Layer):
         module.recipe, module.schedule = schedule.at(0), schedule
         return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
     if first is None:
@@ -241,8 +253,9 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
     was = type(module)
     made: nn.Module | None = registry.convert_module(module, name, first, own=OWN)
     if made is None:
-        if type(module) is nn.Linear:
-            return None, "an nn.Linear whose forward was replaced on the object"
+        if type(module) is nn.Linear or holds_transposed(module):
+            named = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"
+            return None, f"{named} whose forward was replaced on the object"
         if isinstance(module, nn.Linear):
             return None, "a subclass of nn.Linear, whose forward may be its own"
         if TAKEN in vars(module):
@@ -253,13 +266,11 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
             f"a plugin's lpq_convert_module returned {made!r} for {name or 'the model'} ({type(module).__name__}), and "
             "that is no torch.nn.Module: have it return the converted module, or None (`lpq plugins` lists the plugins)"
         )
-    if isinstance(made, Linear):
+    if isinstance(made, Layer):
         made.recipe, made.schedule = schedule.at(0), schedule
         return made, str(schedule)
     vars(made)[TAKEN] = first.title
-    followers = {
-        n: m for n, m in made.named_modules() if isinstance(m, Linear) and m.recipe == first and not m.schedule
-    }
+    followers = {n: m for n, m in made.named_modules() if isinstance(m, Layer) and m.recipe == first and not m.schedule}
     for inner, layer in followers.items():
         layer.place = f"{name}.{inner}".strip(".")
         layer.recipe, layer.schedule = schedule.at(0), schedule
@@ -280,7 +291,7 @@ def _replace(model: nn.Module, aliases: list[str], made: nn.Module) -> None:
 def _close_shortcuts(model: nn.Module) -> None:
     """Make PyTorch's own Transformer layers call their linear layers: in evaluation they read the weights instead."""
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in module.modules()):
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Layer) for m in module.modules()):
             module.activation_relu_or_gelu = 0
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
@@ -332,7 +343,7 @@ def report(model: nn.Module) -> Report:
 
 def _given_since(module: nn.Module | None) -> str:
     """What a layer has been given by hand, in place of what the policy has for it."""
-    if not isinstance(module, Linear) or module.schedule is None:
+    if not isinstance(module, Layer) or module.schedule is None:
         return ""
     if any(module.recipe == recipe for _, recipe in module.schedule.pieces):
         return ""
@@ -345,7 +356,7 @@ def set_step(model: nn.Module, step: int) -> None:
         raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
     _conversions(model)
     for module in model.modules():
-        if isinstance(module, Linear) and module.schedule is not None:
+        if isinstance(module, Layer) and module.schedule is not None:
             module.recipe = module.schedule.at(step)
 
 
@@ -355,7 +366,7 @@ def replan(model: nn.Module, *, steps: int) -> None:
     """
     _check_length(steps)
     _conversions(model)
-    before = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Linear) and m.schedule is not None}
+    before = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}
     planned = {name: schedule.replan(steps) for name, schedule in before.items()}
     _check_layers(model, planned)
     check_weights(model, None, None, planned)
@@ -383,7 +394,7 @@ def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
     Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not look, on leaving.
     Inside of another ``hold_weights`` those that it holds stay its own.
     """
-    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    layers = [m for m in model.modules() if isinstance(m, Layer)]
     if not layers:
         raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")
     own = [layer for layer in layers if layer.held is None]

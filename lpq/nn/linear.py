@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from lpq.core.quantize import as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
+from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.held import HeldWeight, as_it_is
 from lpq.nn.memories import Memory, check_names, memories
 from lpq.nn.refusals import check, check_memories
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 State = dict[str, Tensor]
-Accumulate = Literal["grad", "main_grad"]
 Product = tuple[Quantizer, Quantizer]
 """What quantizes the two operands of a product."""
 
@@ -162,8 +162,8 @@ class _Multiply(torch.autograd.Function):
                 assert dy_col is not None
                 assert x_col is not None
                 sum_so_far = None
-                if ctx.accumulates is not None and _is_summed(ctx.next_functions[1][0]):
-                    sum_so_far = _sum_so_far(*ctx.accumulates)
+                if ctx.accumulates is not None and is_summed(ctx.next_functions[1][0]):
+                    sum_so_far = sum_in_place(*ctx.accumulates)
                 w_dtype = w_dtype if sum_so_far is None else sum_so_far.dtype
                 dw = gemm(dy_col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2])
                 if sum_so_far is not None:
@@ -183,29 +183,6 @@ class _Multiply(torch.autograd.Function):
 def _made_exactly(side: Quantizer) -> bool:
     """Whether the format has kernels, for any hardware, that make an operand for a product without encoding it."""
     return bool(registry.kernels("exact_tile", (registry.format_of(type(side)).name,)))
-
-
-def _is_summed(node: Any) -> bool:
-    """Whether this backward is to add to the gradient of the weight, which this node of autograd's does otherwise."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:  # which is how it says that torch.autograd.grad is to return the gradient
-        if "autograd.grad()" in str(error):
-            return False
-        raise
-
-
-def _sum_so_far(weight: Tensor, where: Accumulate) -> Tensor | None:
-    """What the gradient of the weight is to be added to, in place; None: there is no ``.grad`` yet."""
-    if where == "grad":
-        return weight.grad
-    into: Tensor | None = getattr(weight, "main_grad", None)
-    if into is None:
-        raise RuntimeError(
-            f"a weight of {[*weight.shape]} had a main_grad in forward and has none in backward, which adds to it: "
-            "empty it with zero_(), after backward"
-        )
-    return into
 
 
 def _runs_again() -> bool:
@@ -255,14 +232,23 @@ def _take(described: Any, saved: list[Tensor]) -> tuple[Storage | None, list[Ten
     return quantizer.storage.wrap(saved[:count], quantizer, shape, dtype), saved[count:]
 
 
-class Linear(nn.Linear):
-    """``y = x Wᵀ + b`` with the three GEMMs of ``recipe``; with ``recipe=None`` it is ``nn.Linear``.
+class Layer(nn.Module):
+    """``y = x Wᵀ + b`` with the three GEMMs of ``recipe``, for a class of modules that has ``weight`` and ``bias`` and
+    does the same in high precision: a subclass of this and of that class. With ``recipe=None`` it is that class.
 
-    The state dict has the keys of ``nn.Linear``. A recipe that remembers statistics across steps (delayed scaling) adds
+    The state dict has the keys of that class. A recipe that remembers statistics across steps (delayed scaling) adds
     its buffers, ``x_…``, ``w_…`` and ``dy_…``. A checkpoint without them loads too, and starts them afresh; those of
     another recipe say nothing here, and are left out.
     """
 
+    weight: Tensor
+    bias: nn.Parameter
+    in_features: int
+    out_features: int
+    transposed: ClassVar[bool] = False
+    """Whether the weight is ``Wᵀ``, ``[in_features, out_features]``."""
+    kind: ClassVar[str] = "lpq.nn.Linear"
+    """The class in messages."""
     _recipe: Recipe | None
     _plan: Plan | None
     _held: HeldWeight | None
@@ -277,30 +263,8 @@ class Linear(nn.Linear):
     ``weight.main_grad``, in the dtype that it has. None: it is handed to autograd, as it is always where
     ``torch.autograd.grad`` asks for it."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recipe: RecipeLike | None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self._begin()
-        self.recipe = recipe
-
-    @classmethod
-    def adopt(cls, module: nn.Linear, recipe: RecipeLike | None) -> Self:
-        """Turn this very ``nn.Linear`` into a ``Linear``: parameters, hooks and references to it stay."""
-        module.__class__ = cls
-        assert isinstance(module, cls)
-        module._begin()
-        module.recipe = recipe
-        return module
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Have what a layer has, and no recipe yet."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
         self.gathering, self.accumulate, self.place = None, None, ""
 
@@ -382,15 +346,15 @@ class Linear(nn.Linear):
     @property
     def title(self) -> str:
         """What messages call it."""
-        kind = f"lpq.nn.Linear({self.in_features}, {self.out_features})"
+        kind = f"{self.kind}({self.in_features}, {self.out_features})"
         return f"layer {self.place}, {kind}" if self.place else kind
 
     # ------------------------------------------------------------------------------ running it
 
     def forward(self, input: Tensor) -> Tensor:
         if self._plan is None:
-            return super().forward(input)
-        weight = self.weight
+            return super().forward(input)  # type: ignore[no-any-return]  # of the class beside this one
+        weight: Tensor = self.weight.t() if self.transposed else self.weight
         check(self, input, weight)
         x = as_matrix(input)
         device = input.device.type
@@ -429,14 +393,6 @@ class Linear(nn.Linear):
         """All that the layer's quantizers remember across steps, by the names of the buffers."""
         return {name: getattr(self, name) for name, *_ in (self._plan.memories if self._plan is not None else ())}
 
-    def reset_parameters(self) -> None:
-        """Initialise as ``nn.Linear`` does, also a weight that is sharded and stored quantized."""
-        if getattr(self, "gathering", None) is not None:
-            from lpq.distributed.attach import attach
-
-            attach(self.weight)
-        super().reset_parameters()
-
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 asks for it, once it shards the layer."""
         if self.gathering is None:
@@ -467,7 +423,8 @@ class Linear(nn.Linear):
             )
         state = self._states().get("w")
         with torch.no_grad():
-            row, col, stats = weight_operands(self._plan.w, self.weight, state=state)
+            weight: Tensor = self.weight.t() if self.transposed else self.weight
+            row, col, stats = weight_operands(self._plan.w, weight, state=state)
             if state is not None and stats:  # of one that is stored quantized nothing is measured
                 remember(self._plan.w, state, stats)
         assert col is not None
@@ -496,3 +453,38 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self._recipe.title if self._recipe else None}"
+
+
+class Linear(Layer, nn.Linear):
+    """``nn.Linear`` with the three GEMMs of ``recipe``; see ``Layer``."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: RecipeLike | None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.begin()
+        self.recipe = recipe
+
+    @classmethod
+    def adopt(cls, module: nn.Linear, recipe: RecipeLike | None) -> Self:
+        """Turn this very ``nn.Linear`` into a ``Linear``: parameters, hooks and references to it stay."""
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module.begin()
+        module.recipe = recipe
+        return module
+
+    def reset_parameters(self) -> None:
+        """Initialise as ``nn.Linear`` does, also a weight that is sharded and stored quantized."""
+        if getattr(self, "gathering", None) is not None:
+            from lpq.distributed.attach import attach
+
+            attach(self.weight)
+        super().reset_parameters()

@@ -11,12 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lpq.core.operators import once_when_traced
 from lpq.core.quantize import DTYPES
+from lpq.nn.accumulation import check_accumulation
 
 if TYPE_CHECKING:
-    from lpq.nn.linear import Linear
+    from lpq.nn.linear import Layer
 
 
-def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
+def check(layer: Layer, input: Tensor, weight: Tensor) -> None:
     """An error if the layer cannot multiply this input by this weight."""
     if not isinstance(input, Tensor):
         raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
@@ -48,10 +49,10 @@ def check(layer: Linear, input: Tensor, weight: Tensor) -> None:
             "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
         )
     if layer.accumulate is not None:
-        _check_accumulation(layer, weight)
+        check_accumulation(layer, weight)
 
 
-def check_memories(layer: Linear, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
+def check_memories(layer: Layer, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
     """An error if DistributedDataParallel puts what one rank remembers in place of what the others do: they would clamp
     whatever is larger. What they remember of the weight is the same."""
     memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
@@ -77,18 +78,3 @@ def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
     own = {id(memory) for of_tensor in memories.values() for memory in of_tensor.values()}
     replica: Any = DistributedDataParallel._active_ddp_module
     return any(id(buffer) in own for buffer in replica.modules_buffers)
-
-
-def _check_accumulation(layer: Linear, weight: Tensor) -> None:
-    if layer.gathering is not None or torch.compiler.is_compiling():
-        where = "torch.compile(fullgraph=True)" if layer.gathering is None else "a weight that FSDP2 gathers quantized"
-        raise RuntimeError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with {where}; leave it None")
-    if layer.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
-        into: Any = getattr(weight, "main_grad", None)
-        fits = isinstance(into, Tensor) and into.is_floating_point() and into.device == weight.device
-        if not fits or into.shape != weight.shape:
-            of = [getattr(into, name, None) for name in ("dtype", "shape", "device")]
-            raise RuntimeError(
-                f"{layer.title}: accumulate='main_grad', and its weight has {'none' if into is None else of}: set "
-                "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward"
-            )

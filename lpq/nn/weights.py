@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lpq.core import QuantizedTensor
 from lpq.core.derive import derives_col
 from lpq.core.gathered import Gathered
-from lpq.nn.linear import Linear
+from lpq.nn.linear import Layer, Linear
 from lpq.recipes import RecipeError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
 
     gathering = Gathering(model)
     for name, layer, shared in list(_layers(model)):
-        if shared or _is_computed(layer) or hasattr(layer.weight, "device_mesh"):
+        if shared or layer.transposed or _is_computed(layer) or hasattr(layer.weight, "device_mesh"):
             continue
         layer.gathering = gathering
         weight = layer.weight.detach()
@@ -146,6 +146,8 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
             yield name, f"{_form(layer.weight)}: the weight belongs to several modules"
         elif _is_computed(layer):
             yield name, "in high precision: the weight is no parameter but computed from others, as by pruning"
+        elif layer.transposed:
+            yield name, "in high precision: the weight is [in, out], and only one of [out, in] is gathered quantized"
         elif layer.gathering is None:
             continue
         elif site is not None:  # the layer itself may have the gathered weight at present
@@ -161,13 +163,13 @@ def _form(weight: Tensor) -> str:
     return "in high precision" if stored is None else f"stored as {stored}"
 
 
-def _note_unsharded(layer: Linear) -> str:
+def _note_unsharded(layer: Layer) -> str:
     """Of a weight that FSDP2 does not shard, though it shards others of the model."""
     form = _form(layer.weight)
     return f"{form}, whole on every rank and not gathered: fully_shard ignores it, or got no module that it is in"
 
 
-def _note(layer: Linear, weight: Tensor, ranks: int | None, refusal: str | None) -> str:
+def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None) -> str:
     from lpq.distributed.fits import sent_bytes, why_not, why_uncut
     from lpq.distributed.shard import WeightShard
 
@@ -190,14 +192,14 @@ def _note(layer: Linear, weight: Tensor, ranks: int | None, refusal: str | None)
     return f"{how} as {quantizer}: {shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
 
 
-def _is_computed(layer: Linear) -> bool:
+def _is_computed(layer: Layer) -> bool:
     """Whether a hook sets the weight before each forward, as ``torch.nn.utils``' pruning and ``weight_norm`` do."""
     return "weight" not in layer._parameters
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Linear, bool]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, Layer, bool]]:
     """Every converted layer, and whether its weight is a parameter of another module, too."""
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     for name, module in model.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Layer):
             yield name, module, owners[id(module.weight)] > 1

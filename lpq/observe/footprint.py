@@ -17,7 +17,7 @@ from lpq.core import QuantizedTensor, Quantizer
 from lpq.core.derive import derives_col
 from lpq.distributed.attach import local
 from lpq.distributed.fits import sent_bytes, why_not, why_uncut
-from lpq.nn import Linear
+from lpq.nn import Layer
 
 FP32 = torch.float32.itemsize
 BF16 = torch.bfloat16.itemsize
@@ -78,7 +78,7 @@ def memory(
     gathered once more in backward. ``param_dtype`` is that of FSDP2's ``MixedPrecisionPolicy``.
     """
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
-    layers = {id(m.weight): m for m in model.modules() if isinstance(m, Linear) and m.gathering is not None}
+    layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gathering is not None}
     names = {id(p): name for name, p in model.named_parameters()}
     left = {id(p): p for p in model.parameters()}
     parts = []
@@ -101,7 +101,7 @@ def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
     return sum(parts, Memory(ranks))
 
 
-def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Linear | None, name: str) -> Memory:
+def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Layer | None, name: str) -> Memory:
     """One parameter."""
     stored = isinstance(local(p), QuantizedTensor)
     quantizer = layer.weight_quantizer() if layer is not None else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lpq.core import QuantizedTensor, Quantizer
 from lpq.distributed.attach import local
 from lpq.distributed.shard import WeightShard, plain
-from lpq.nn import Linear
+from lpq.nn import Layer
 from lpq.observe import Collective, collectives, gathered_bytes, held_bytes
 from lpq.ops import choose
 from lpq.recipes.gemms import GEMMS
@@ -144,13 +144,13 @@ def served_by(model: nn.Module, device: torch.device) -> list[Served]:
     """What runs the GEMMs of the model's linear layers, as its last step had them; layers alike are counted."""
     counted: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for module in model.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear | Layer):
             counted.update((gemm, *how) for gemm, how in _gemms(module, device).items())
     return [Served(*what, layers) for what, layers in sorted(counted.items(), key=lambda item: GEMMS.index(item[0][0]))]
 
 
-def _gemms(layer: nn.Linear, device: torch.device) -> dict[str, tuple[str, str, tuple[str, ...]]]:
-    recipe = layer.recipe if isinstance(layer, Linear) else None
+def _gemms(layer: nn.Module, device: torch.device) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+    recipe = layer.recipe if isinstance(layer, Layer) else None
     if recipe is None:
         return dict.fromkeys(GEMMS, ("left to PyTorch", "torch", ()))
     return {gemm: _served(*product, device) for gemm, product in recipe.products.items()}
