@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import stat
 from pathlib import Path
 
 PARTIAL = ".partial"
 """What the name of an unfinished file or directory ends in."""
+PLAIN = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
+"""The names of a checkpoint's files: they lead nowhere else."""
 
 
 def digest(path: Path) -> str:
@@ -16,8 +20,28 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fault(path: Path, size: int, sha256: str | None) -> str | None:
+def fault(folder: Path, name: str, size: int, sha256: str | None) -> str | None:
     """Why a file is not what its manifest says, or None. Without a digest its size alone is compared."""
+    if not PLAIN.fullmatch(name):
+        return f"{name[:200]!r} is not the name of a file in it"
+    try:
+        found = astray(folder, name) or _fault(folder / name, size, sha256)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror or error}"
+    return f"{name}: {found}" if found is not None else None
+
+
+def astray(folder: Path, name: str) -> str | None:
+    """Why a name in this folder is not that of an ordinary file that lies there, or None."""
+    path = folder / name
+    if path.is_symlink() and path.resolve().parent != folder.resolve():
+        return "it is a link to a file outside of the checkpoint"
+    return None if stat.S_ISREG(path.stat().st_mode) else "it is no ordinary file"
+
+
+def _fault(path: Path, size: int, sha256: str | None) -> str | None:
     if (found := path.stat().st_size) != size:
         return f"it has {found} bytes where its manifest says {size}, so it is truncated or was changed"
     if sha256 is not None and digest(path) != sha256:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lpq.checkpoint import files
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint, listed
 from lpq.checkpoint.files import PARTIAL
+from lpq.checkpoint.index import INDEX
 from lpq.checkpoint.ranks import Ranks
 
 MANIFEST = "manifest.json"
@@ -30,8 +32,19 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint at ``path``, or the newest whole one below it; and what was refused before it, in words.
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is whole."""
+
+    path: Path
+    sizes: dict[str, int]
+    """Of its files, which its manifest lists."""
+    refused: tuple[str, ...]
+    """What was refused before it, in words."""
+
+
+def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> Found:
+    """The checkpoint at ``path``, or the newest whole one below it.
 
     Not ``thorough``: the sizes of all files are compared, and the digests of the small ones only.
     """
@@ -39,11 +52,12 @@ def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> tuple[Path, tupl
     refused: list[str] = []
     unfinished = 0
     for candidate in candidates:
-        reason = _why_not(candidate, ranks, thorough)
-        if reason is None:
+        manifest = ranks.first(lambda: read_manifest(candidate))  # noqa: B023
+        reason = manifest if isinstance(manifest, str) else _why_not(candidate, manifest, ranks, thorough)
+        if isinstance(manifest, dict) and reason is None:
             for line in refused:
                 warnings.warn(f"{line}; {candidate.name} is loaded in its place", CheckpointWarning, stacklevel=3)
-            return candidate, tuple(refused)
+            return Found(candidate, {name: said["bytes"] for name, said in manifest.items()}, tuple(refused))
         refused.append(f"checkpoint {candidate} is refused: {reason}")
         unfinished += reason == UNFINISHED
     others = ranks.first(lambda: _others(path))
@@ -87,39 +101,33 @@ def _others(path: Path) -> str:
     return listed([found.name for _, ending, found in steps_in(path.parent) if not ending and found.name != path.name])
 
 
-def _why_not(path: Path, ranks: Ranks, thorough: bool) -> str | None:
+def read_manifest(path: Path) -> dict[str, Any] | str:
+    """The files of a checkpoint with their sizes and digests, or why there is no list of them."""
+    if path.name.endswith(PARTIAL):
+        return UNFINISHED
+    try:
+        if (wrong := files.astray(path, MANIFEST)) is not None:
+            return f"{MANIFEST}: {wrong}"
+        said = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        if all(type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in said.values()):
+            lacking = [name for name in (INDEX, DESCRIPTION, EXTRA) if name not in said]
+            found: dict[str, Any] = said
+            return f"its {MANIFEST} does not list {listed(lacking)}" if lacking else found
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}: lpq.checkpoint.save did not write it, or somebody removed that"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    return f"its {MANIFEST} is damaged"
+
+
+def _why_not(path: Path, manifest: dict[str, Any], ranks: Ranks, thorough: bool) -> str | None:
     """Why a checkpoint must not be loaded, or None if it is whole."""
-    manifest = ranks.first(lambda: _manifest(path))
-    if isinstance(manifest, str):
-        return manifest
     share = sorted(manifest)[ranks.rank :: ranks.size]
     faults = ranks.all(lambda: [found for name in share if (found := _fault(path, name, manifest[name], thorough))])
     every = [found for on_rank in faults for found in on_rank]
     return "; ".join(every) or None
 
 
-def _manifest(path: Path) -> dict[str, Any] | str:
-    """The files of a checkpoint, or why it has no list of them."""
-    if path.name.endswith(PARTIAL):
-        return UNFINISHED
-    try:
-        said = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-        if all(type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in said.values()):
-            found: dict[str, Any] = said
-            return found
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}: lpq.checkpoint.save did not write it, or somebody removed that"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    return f"its {MANIFEST} is damaged"
-
-
 def _fault(path: Path, name: str, said: dict[str, Any], thorough: bool) -> str | None:
     small = name in (DESCRIPTION, EXTRA)
-    try:
-        found = files.fault(path / name, said["bytes"], said["sha256"] if thorough or small else None)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror or error}"
-    return f"{name}: {found}" if found is not None else None
+    return files.fault(path, name, said["bytes"], said["sha256"] if thorough or small else None)

@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.finding import DESCRIPTION, EXTRA, find
+from lpq.checkpoint.finding import DESCRIPTION, EXTRA, Found, find
 from lpq.checkpoint.ranks import Ranks
 from lpq.recipes import Policy, Steps
 
@@ -77,18 +77,19 @@ def info(path: str | Path) -> Info:
     All ranks call it. The tensors are not read; ``load`` checks their digests, this only the sizes of their files.
     """
     ranks = Ranks()
-    found, refused = find(Path(path), ranks, thorough=False)
-    return ranks.all(lambda: read(found, refused)[0])[ranks.rank]
+    found = find(Path(path), ranks, thorough=False)
+    return ranks.all(lambda: read(found)[0])[ranks.rank]
 
 
-def read(path: Path, refused: tuple[str, ...]) -> tuple[Info, dict[str, Any]]:
+def read(found: Found) -> tuple[Info, dict[str, Any]]:
     """What a whole checkpoint says of itself, and what ``save`` kept beside the tensors for ``load``."""
+    path = found.path
     try:
         description = Description.read(json.loads((path / DESCRIPTION).read_text(encoding="utf-8")))
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
     beside: dict[str, Any] = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
-    return Info(path, description.step, beside["extra"], description, refused), beside
+    return Info(path, description.step, beside["extra"], description, found.refused), beside
 
 
 def pickled(beside: dict[str, Any]) -> bytes:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from lpq.checkpoint.errors import CheckpointWarning, listed
-from lpq.checkpoint.finding import find
+from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, master_name, untrained
 from lpq.checkpoint.ranks import Ranks
-from lpq.checkpoint.reading import Reader
+from lpq.checkpoint.reading import Planner, Reader
 
 
 def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, any_policy: bool = False) -> Info:
@@ -41,21 +41,25 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
         ranks.alike(
             lambda: _asked(path, model, optimizer), "the ranks were given different paths: pass the same to all"
         )
-    found, refused = find(Path(path), ranks)
-    what = f"checkpoint {found} cannot be loaded"
+    found = find(Path(path), ranks)
+    what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
     job: list[_Job] = []
 
     def prepare() -> list[list[str]]:
-        job.append(_prepare(found, refused, seen, optimizer, any_policy))
+        job.append(_prepare(found, seen, optimizer, any_policy))
         return [match.encoded for match in job[0].matches[:1]]
 
     with ranks.saying(what), seen.recipes_stay_on_error():
         ranks.alike(prepare, "the ranks read different files under that name, or hold different models")
     (plan,) = job
-    with ranks.saying(f"{what}, and the model is partly overwritten"), warnings.catch_warnings():
+    reader = plan.reader
+    with (
+        ranks.saying(lambda: f"{what}, and the model is partly overwritten" if reader.begun else what),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(plan.state(), storage_reader=plan.reader, no_dist=not ranks.many)
+        dcp.load(plan.state(), storage_reader=reader, planner=Planner(), no_dist=not ranks.many)
     for filled in plan.matches:
         filled.finish()
     seen.forget(plan.fresh)
@@ -65,8 +69,8 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
         loaded.apply(encoded)
     if dropped := [name for loaded in plan.loaded for name in loaded.dropped]:
         warnings.warn(
-            f"checkpoint {found}: the fp32 masters of {len(dropped)} weights are left out ({listed(dropped)}). The "
-            "weights are stored quantized, and this optimizer keeps no masters: wrap it in lpq.optim.MasterWeights "
+            f"checkpoint {found.path}: the fp32 masters of {len(dropped)} weights are left out ({listed(dropped)}). "
+            "The weights are stored quantized, and this optimizer keeps no masters: wrap it in lpq.optim.MasterWeights "
             "before loading to go on from them",
             CheckpointWarning,
             stacklevel=2,
@@ -101,15 +105,15 @@ class _Job:
         return {name: target for match in self.matches for name, target in match.targets.items()}
 
 
-def _prepare(path: Path, refused: tuple[str, ...], model: Model, given: Optimizers, any_policy: bool) -> _Job:
+def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -> _Job:
     """Everything that can be wrong, before anything is written."""
-    info, beside = read(path, refused)
+    info, beside = read(source)
     said = info.description
     said.require(said.stored)
     if not any_policy:
         model.check_policy(said)
         model.restore_recipes(said)
-    reader = Reader(path)
+    reader = Reader(source.path, source.sizes)
     saved = reader.saved()
     tensors, _ = model.state()
     memories = model.memories()

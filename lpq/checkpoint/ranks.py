@@ -53,7 +53,7 @@ class Ranks:
         return found
 
     @contextmanager
-    def saying(self, what: str) -> Iterator[None]:
+    def saying(self, what: str | Callable[[], str]) -> Iterator[None]:
         """Say of an error inside, which all ranks have alike, what it is that failed. DCP exchanges errors as well."""
         try:
             yield
@@ -67,7 +67,7 @@ class Ranks:
             found, cause = as_checkpoint_error(error), error
         else:
             return
-        raise type(found)(f"{what}: {found}") from cause
+        raise type(found)(f"{what if isinstance(what, str) else what()}: {found}") from cause
 
 
 def as_checkpoint_error(error: BaseException) -> CheckpointError:

@@ -1,66 +1,61 @@
-"""Reading DCP's files, of which none can run code: the index is unpickled into what an index is made of, no more."""
+"""Reading a checkpoint's tensors through DCP, which gets the index that was judged and unpickles nothing itself."""
 
 from __future__ import annotations
 
-import pickle
-from enum import Enum
+import io
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.futures import Future
 
-from lpq.checkpoint.errors import CheckpointError
-
-DCP = "torch.distributed.checkpoint."
-KNOWN = {
-    f"{DCP}metadata": {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    f"{DCP}filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},  # where Python 3.13 has them
-}  # fmt: skip
+from lpq.checkpoint import files
+from lpq.checkpoint.errors import CheckpointError, shown
+from lpq.checkpoint.index import read_index
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's tensors."""
+    """Reads a checkpoint's tensors, each as ``torch.load(…, weights_only=True)`` reads."""
+
+    def __init__(self, path: Path, sizes: Mapping[str, int]) -> None:
+        """``sizes``: of the files, as the manifest has them."""
+        super().__init__(path)
+        self.begun = False
+        """Whether tensors are being filled."""
+        self._folder, self._sizes = path, sizes
+        self._index = read_index(path, sizes)
+        self._index.storage_meta = StorageMeta(load_id=self.load_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the files."""
-        with self.fs.create_stream(self._get_metadata_path(), "rb") as stream:
-            metadata: Metadata = _IndexUnpickler(stream).load()
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        """The index, which is read once."""
+        return self._index
 
     def saved(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """The shape and dtype of each tensor."""
-        found = {}
-        for name, entry in self.read_metadata().state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):  # DCP would unpickle it, whatever it is
-                raise CheckpointError(f"{name} is no tensor, and lpq.checkpoint.save saves nothing else there")
-            found[name] = (entry.size, entry.properties.dtype)
-        return found
+        entries = self._index.state_dict_metadata.items()
+        return {n: (e.size, e.properties.dtype) for n, e in entries if isinstance(e, TensorStorageMetadata)}
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Make sure that the files from which this rank reads are here, before any rank reads."""
+        for name in sorted({self.storage_data[item.storage_index].relative_path for item in plan.items}):
+            if (found := files.fault(self._folder, name, self._sizes[name], None)) is not None:
+                raise CheckpointError(found)
+        return plan
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        """Fill the tensors."""
+        self.begun = True
+        return super().read_data(plan, planner)
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if name not in KNOWN.get(module, ()):
-            raise CheckpointError(f"its index refers to {module}.{name}, which is no part of an index: do not trust it")
-        return super().find_class(module, name)
+class Planner(DefaultLoadPlanner):
+    """Has tensors filled, and nothing else: DCP would unpickle bytes, whatever they are."""
 
-
-def _member(of: Any, name: Any) -> Enum:
-    """In place of ``getattr``, by which some releases of Python 3.11 pickle members of an ``Enum``, and no more."""
-    if not (isinstance(of, type) and issubclass(of, Enum) and name in of.__members__):
-        raise CheckpointError(f"its index refers to {name} of {of}, which is no part of an index: do not trust it")
-    return of.__members__[name]
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse them."""
+        raise CheckpointError(f"{shown(read_item.dest_index.fqn)} is no tensor, and nothing else is read")

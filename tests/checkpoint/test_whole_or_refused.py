@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import killed
 import pytest
 import torch
 from killed import MOMENTS, model
 from torch import nn
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from lpq import checkpoint
-from lpq.checkpoint import CheckpointError, CheckpointWarning, NoCheckpoint, files, finding
+from lpq.checkpoint import CheckpointError, CheckpointWarning, NoCheckpoint, files
 
 
 def value(net: nn.Module) -> float:
@@ -216,59 +209,3 @@ def test_an_interrupt_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     with pytest.warns(CheckpointWarning, match="never finished"):
         assert checkpoint.load(tmp_path, model(0.0)).step == 10
-
-
-class Evil:
-    """What is called where this is unpickled."""
-
-    def __init__(self, call: Any, *arguments: Any) -> None:
-        self.reduced = call, arguments
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
-def put_index(path: Path, raw: bytes) -> None:
-    """Digests protect against accidents; whoever edits the index edits them, too."""
-    (path / ".metadata").write_bytes(raw)
-    manifest = json.loads((path / finding.MANIFEST).read_text())
-    manifest["files"][".metadata"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    (path / finding.MANIFEST).write_text(json.dumps(manifest))
-
-
-class AsOlderPython(pickle.Pickler):
-    """Members of enumerations as some releases of Python 3.11 pickle them, among them Debian 12's."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
-
-
-def test_an_index_that_an_older_python_wrote_is_read(tmp_path: Path) -> None:
-    (path,) = saved(tmp_path, 10)
-    index = pickle.loads((path / ".metadata").read_bytes())
-    raw = io.BytesIO()
-    AsOlderPython(raw).dump(index)
-    assert b"getattr" in raw.getvalue()
-    put_index(path, raw.getvalue())
-    assert checkpoint.load(path, model(0.0)).step == 10
-
-
-@pytest.mark.parametrize(
-    ("of", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "__subclasses__")]
-)
-def test_no_other_attribute_is_taken(of: Any, name: str, tmp_path: Path) -> None:
-    (path,) = saved(tmp_path, 10)
-    put_index(path, pickle.dumps(Evil(getattr, of, name)))
-    with pytest.raises(CheckpointError, match=f"its index refers to {name} of .*, which is no part of an index"):
-        checkpoint.load(path, model(0.0))
-
-
-def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    (path,) = saved(tmp_path, 10)
-    raw = pickle.dumps(Evil(Path.touch, tmp_path / "ran"))
-    put_index(path, raw)
-    with pytest.raises(CheckpointError, match=r"its index refers to .*, which is no part of an index"):
-        checkpoint.load(path, model(0.0))
-    assert not (tmp_path / "ran").exists()
-    pickle.loads(raw)
-    assert (tmp_path / "ran").exists(), "it would have"

@@ -12,7 +12,8 @@ from training import MakeConfig
 
 from lpq.train import TrainConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
+# The helpers for several processes, and for files that were written to do harm.
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("distributed", "checkpoint")]
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import opcodes
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from training import MakeConfig, saved
 
 from lpq.checkpoint import CheckpointError, files
@@ -156,3 +158,13 @@ def test_a_checkpoint_is_what_pytorch_reads_alone(trainer: Trainer, tmp_path: Pa
         assert torch.equal(found["tensors"]["model"][name], value)
     assert found["beside"]["extra"]["losses"] == trainer.losses
     assert json.loads((tmp_path / "c" / NAMES[-1] / "lpq.json").read_text())["step"] == 2
+
+
+def test_going_on_from_a_file_that_would_run_code_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    opcodes.put(path := with_two(trainer, tmp_path / "c"), ".metadata", opcodes.two_faced(path, tmp_path / "ran"))
+    trainer.step = 0
+    with pytest.raises(CheckpointError, match=r"its index \(\.metadata\) is refused"):
+        trainer.resume(tmp_path / "c", silent)
+    assert trainer.step == 0
+    assert not (tmp_path / "ran").exists()
+    assert not hasattr(BytesStorageMetadata, "__setstate__")

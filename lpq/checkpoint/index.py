@@ -1,0 +1,217 @@
+"""The index of a checkpoint (``.metadata``): which tensors it has, and where in which file each piece of them lies.
+
+It is a pickle, and whoever edits a pickle writes a program. So nothing that it names is looked up, called or changed:
+it is read once, into records that hold what stood there, and the index is made anew of those numbers and strings that
+an index must have. All else in the file is left out or refused.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import ItemsView, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lpq.checkpoint.errors import CheckpointError, shown
+
+INDEX = ".metadata"
+DCP = "torch.distributed.checkpoint."
+METADATA, FILESYSTEM = f"{DCP}metadata", f"{DCP}filesystem"
+KNOWN = {
+    METADATA: {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    FILESYSTEM: {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # where Python 3.13 has them
+    "builtins": {"getattr"},  # by which some releases of Python 3.11 pickle members of an Enum
+}  # fmt: skip
+"""What DCP's indexes refer to. Most of it is not needed here; another name is told to the user."""
+LIMIT = 2**62
+"""Above all sizes and offsets."""
+
+
+class Record:
+    """What stood in the pickle in place of an object: what it was made of, and the state that it was given.
+
+    There is one subclass for each name in a file, made for that file alone. Neither it nor a record has anything that a
+    pickle can call or set but these two: a class lacks the ``self`` of ``__setstate__``.
+    """
+
+    __slots__ = ("args", "state")
+    name = ""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        """Keep the arguments."""
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._known: dict[str, type[Record]] = {}
+
+    def find_class(self, module: str, name: str) -> type[Record]:
+        full = f"{module}.{name}"
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in KNOWN.get(module, ()):
+            raise CheckpointError(f"it refers to {full[:200]!r}, which is no part of an index: do not trust it")
+        if full not in self._known:
+            self._known[full] = type(name, (Record,), {"__slots__": (), "name": full})
+        return self._known[full]
+
+
+def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
+    """The index of the checkpoint in this directory. ``sizes``: of its files, as its manifest has them.
+
+    Each tensor is covered by its pieces, and each piece lies in one of the files.
+    """
+    try:
+        with (path / INDEX).open("rb") as stream:
+            read = _Unpickler(stream).load()
+        return _Index(sizes).made(read)
+    except CheckpointError as error:
+        raise CheckpointError(f"its index ({INDEX}) is refused: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # what is no pickle raises anything
+        raise CheckpointError(
+            f"its index ({INDEX}) is refused: it is no index of tensors ({type(error).__name__}); do not trust it"
+        ) from error
+
+
+class _Index:
+    """Makes an index of records."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = sizes
+
+    def made(self, read: Any) -> Metadata:
+        """The index itself."""
+        whole = _state(read, f"{METADATA}.Metadata", "state_dict_metadata", "storage_data")
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for key, value in _entries(whole["storage_data"]):
+            index, place = self._index(key), self._place(value)
+            if index in places:
+                raise CheckpointError(f"it has a piece of {shown(index.fqn)} twice: do not trust it")
+            places[index] = place
+        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name, entry in _entries(whole["state_dict_metadata"]):
+            if type(name) is not str:
+                _refuse("the name of a tensor")
+            tensors[name] = self._tensor(name, entry, places)
+        return Metadata(state_dict_metadata=tensors, storage_data=places)
+
+    def _tensor(self, name: str, entry: Any, places: Mapping[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
+        if _is(entry, f"{METADATA}.BytesStorageMetadata"):
+            raise CheckpointError(f"{shown(name)} is no tensor, and lpq.checkpoint.save saves nothing else there")
+        found = _state(entry, f"{METADATA}.TensorStorageMetadata", "properties", "size", "chunks")
+        dtype, size = _dtype(found["properties"]), _size(found["size"])
+        if type(found["chunks"]) is not list:
+            _refuse(f"the pieces of {shown(name)}")
+        chunks, covered, begun = [], 0, set[torch.Size]()
+        for piece in found["chunks"]:
+            said = _state(piece, f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes")
+            chunk = ChunkStorageMetadata(_size(said["offsets"]), _size(said["sizes"]))
+            chunks.append(chunk)
+            if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
+                offset + length > whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+            ):
+                raise CheckpointError(f"a piece of {shown(name)} lies outside of it: do not trust it")
+            if not (count := math.prod(chunk.sizes)):
+                continue
+            place = places.get(MetadataIndex(name, chunk.offsets))
+            if place is None or place.length < count * dtype.itemsize or chunk.offsets in begun:
+                raise CheckpointError(f"a piece of {shown(name)} is not in its files: do not trust it")
+            begun.add(chunk.offsets)
+            covered += count
+        if covered != math.prod(size):
+            raise CheckpointError(f"the pieces of {shown(name)} do not cover it: do not trust it")
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+    def _index(self, key: Any) -> MetadataIndex:
+        found = _state(key, f"{METADATA}.MetadataIndex", "fqn")
+        if type(found["fqn"]) is not str:
+            _refuse("the name of a tensor")
+        offset = found.get("offset")
+        return MetadataIndex(found["fqn"], _size(offset) if offset is not None else None)
+
+    def _place(self, value: Any) -> _StorageInfo:
+        found = _state(value, f"{FILESYSTEM}._StorageInfo", "relative_path", "offset", "length")
+        name, offset, length = found["relative_path"], found["offset"], found["length"]
+        if type(name) is not str or not _is_number(offset) or not _is_number(length):
+            _refuse("the place of a piece")
+        if found.get("transform_descriptors"):
+            raise CheckpointError("it has files that are compressed, and lpq.checkpoint.save writes none")
+        if name not in self.sizes:
+            raise CheckpointError(f"it refers to the file {name[:200]!r}, which the manifest does not list")
+        if offset + length > self.sizes[name]:
+            raise CheckpointError(f"it refers to what lies beyond the end of {name}")
+        return _StorageInfo(name, offset, length)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CheckpointError(f"{what} is not as an index has it: do not trust it")
+
+
+def _is(value: Any, name: str) -> TypeGuard[Record]:
+    return isinstance(value, Record) and value.name == name
+
+
+def _state(value: Any, name: str, *wanted: str) -> dict[str, Any]:
+    """The fields of a record of this name, which must have these."""
+    if not _is(value, name) or value.args or type(value.state) is not dict or not value.state.keys() >= {*wanted}:
+        raise CheckpointError(f"it has something else where an index has a {name.rpartition('.')[2]}: do not trust it")
+    return value.state
+
+
+def _entries(value: Any) -> ItemsView[Any, Any]:
+    if type(value) is not dict:
+        _refuse("a table")
+    return value.items()
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LIMIT
+
+
+def _size(value: Any) -> torch.Size:
+    if _is(value, "torch.Size"):
+        numbers = value.args[0] if value.args else ()
+        if len(value.args) <= 1 and type(numbers) is tuple and all(map(_is_number, numbers)):
+            return torch.Size(numbers)
+    raise CheckpointError("a size is not as an index has it: do not trust it")
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    if _is(properties, f"{METADATA}.TensorProperties") and type(properties.state) is tuple and properties.state:
+        known = properties.state[0]
+        if isinstance(known, type) and issubclass(known, Record):
+            dtype = getattr(torch, known.__name__, None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+    raise CheckpointError("a dtype is not as an index has it: do not trust it")

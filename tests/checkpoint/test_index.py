@@ -1,0 +1,284 @@
+"""An index is data: no file runs code, changes a class or has anything overwritten, however its pickle was made."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import opcodes
+import pytest
+import torch
+import torch.distributed as dist
+from killed import model
+from opcodes import NONE, Evil, attributes, changed, fields, made, named, put, table, value
+from ranks import spawn
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, Metadata
+
+from lpq import checkpoint
+from lpq.checkpoint import CheckpointError, index
+from lpq.core.tensor import rebuild
+
+CLASSES = [
+    *(getattr(metadata, name) for name in index.KNOWN[index.METADATA]), filesystem._StorageInfo, index.Record,
+    rebuild, nn.Parameter,
+]  # fmt: skip
+"""What a file refers to, or could."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint whose every value is 10."""
+    return checkpoint.save(tmp_path / "saved", model(10.0))
+
+
+def refused(path: Path, words: str) -> None:
+    """It is not loaded, nothing is overwritten, and no class is another one than before."""
+    net, before = model(0.0), [dict(vars(cls)) for cls in CLASSES]
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.load(path, net)
+    assert all(not parameter.any() for parameter in net.parameters())
+    assert [dict(vars(cls)) for cls in CLASSES] == before
+
+
+# ------------------------------------------------------------------------------ opcodes
+
+
+def _it_would_have(path: Path) -> None:
+    """DCP by itself takes the file for tensors once, and runs its code then. The process is of no use afterwards."""
+    first, second = (FileSystemReader(path).read_metadata().state_dict_metadata for _ in range(2))
+    changed = [n for n in first if type(first[n]) is not type(second[n])]
+    assert [type(second[n]) for n in changed] == [metadata.BytesStorageMetadata]
+    assert hasattr(metadata.BytesStorageMetadata, "__setstate__")
+    dcp.load({"model": model(0.0).state_dict()}, storage_reader=FileSystemReader(path))
+    assert (path / "ran").exists()
+
+
+def _on_two_ranks(rank: int, path: Path) -> None:
+    if rank == 0:
+        put(path, ".metadata", opcodes.two_faced(path, path / "ran"))
+    dist.barrier()
+    refused(path, r"cannot be loaded: its index \(\.metadata\) is refused: .*do not trust it$")
+    assert not (path / "ran").exists()
+    dist.barrier()
+    _it_would_have(path)
+
+
+def test_an_index_that_changes_between_two_readings(path: Path) -> None:
+    spawn(_on_two_ranks, 2, path)
+
+
+STATE = fields(state_dict_metadata=b"}", storage_data=b"}")
+ENTRY = attributes(__class__=named(metadata.TensorStorageMetadata))
+PROGRAMS: dict[str, Callable[[str], bytes]] = {
+    "a state for a class": lambda _: changed(Metadata, __setstate__=named(Metadata)) + made(Metadata, STATE),
+    "a dict for a class": lambda _: named(Metadata) + fields(__setstate__=named(Metadata)) + b"b",
+    "a class for an instance": lambda _: made(Metadata, attributes(__class__=named(metadata.StorageMeta))),
+    "a state for a dtype": lambda _: named(torch.Size) + b"0ctorch\nfloat32\n" + attributes(x=NONE) + b"b",
+    "two states": lambda _: made(Metadata, STATE) + attributes(args=b")", name=value("x")) + b"b",
+    "an item of a class": lambda _: named(Metadata) + value("x") + value(1) + b"s",
+    "a call of a class": lambda marker: named(metadata.StorageMeta) + value((marker,)) + b"R",
+    "keyword arguments": lambda _: named(Metadata) + b")" + fields(version=value("1")) + b"\x92",
+    "a function": lambda marker: b"cposix\nmkdir\n" + value((marker,)) + b"R",
+    "a function, by INST": lambda marker: b"(" + value(marker) + b"iposix\nmkdir\n",
+    "a function, by OBJ": lambda marker: b"(cposix\nmkdir\n" + value(marker) + b"o",
+    "a function, by STACK_GLOBAL": lambda marker: (
+        value("posix") + value("mkdir") + b"\x93" + value((marker,)) + b"R"
+    ),
+    "a name with dots": lambda marker: b"ctorch\nserialization.os.mkdir\n" + value((marker,)) + b"R",
+    "getattr": lambda marker: (
+        b"cbuiltins\ngetattr\n" + b"(" + named(Metadata) + value("__init__") + b"tR" + value((marker,)) + b"R"
+    ),
+    "a name of Python 2": lambda marker: b"c__builtin__\napply\n" + value((os.mkdir, (marker,))) + b"R",
+    "a persistent name": lambda marker: value(marker) + b"Q",
+    "an extension": lambda _: b"\x82\x01",
+    "nothing": lambda _: b"",
+    "no pickle": lambda _: b"PK\x03\x04",
+    "a hole": lambda _: b"h\x07",
+    "depth": lambda _: b"(" * 100_000,
+}  # fmt: skip
+
+
+def test_no_opcode_does_anything(path: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    for name, program in PROGRAMS.items():
+        put(path, ".metadata", b"\x80\x04" + program(str(marker)) + opcodes.END)
+        refused(path, r"its index \(\.metadata\) is refused: ")
+        assert not marker.exists(), name
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "__subclasses__")]
+)
+def test_no_attribute_is_taken(of: Any, name: str, path: Path) -> None:
+    put(path, ".metadata", pickle.dumps(Evil(getattr, of, name)))
+    refused(path, "something else where an index has a Metadata")
+
+
+def test_an_index_that_would_run_code_is_refused(path: Path, tmp_path: Path) -> None:
+    raw = pickle.dumps(Evil(Path.touch, tmp_path / "ran"))
+    put(path, ".metadata", raw)
+    refused(path, r"it refers to '.*', which is no part of an index: do not trust it")
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(raw)
+    assert (tmp_path / "ran").exists(), "it would have"
+
+
+def test_no_other_file_of_a_checkpoint_does_either(path: Path, tmp_path: Path) -> None:
+    """What ``torch.load(…, weights_only=True)`` reads: beside the tensors, the tensors, and a whole model in a file."""
+    marker = tmp_path / "ran"
+    beside = torch.load(path / "extra.pt", weights_only=True)
+    for evil in (
+        changed(rebuild, __code__=NONE, x=NONE),
+        changed(nn.Parameter, __setstate__=named(rebuild)),
+        named(rebuild) + fields(x=NONE) + b"b",
+        value(Evil(Path.touch, marker)),
+    ):
+        raw = _archive(b"\x80\x02" + evil + value(beside) + opcodes.END)
+        put(path, "extra.pt", raw)
+        refused(path, "cannot be loaded: .*UnpicklingError")
+        with pytest.raises(CheckpointError, match="holds something else than tensors"):
+            checkpoint.import_file(_written(tmp_path / "one.pt", raw), model(0.0))
+        assert not marker.exists()
+
+
+def _archive(program: bytes) -> bytes:
+    """A file of ``torch.save`` with this program in it."""
+    buffer = io.BytesIO()
+    with torch.serialization._open_zipfile_writer(buffer) as archive:
+        archive.write_record("data.pkl", program, len(program))
+        archive.write_record("byteorder", b"little", 6)
+    return buffer.getvalue()
+
+
+def _written(path: Path, raw: bytes) -> Path:
+    path.write_bytes(raw)
+    return path
+
+
+# ------------------------------------------------------------------------------ what an index says
+
+
+class AsOlderPython(pickle.Pickler):
+    """Members of enumerations as some releases of Python 3.11 pickle them, among them Debian 12's."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_an_index_that_an_older_python_wrote_is_read(path: Path) -> None:
+    raw = io.BytesIO()
+    AsOlderPython(raw).dump(opcodes.index_of(path))
+    assert b"getattr" in raw.getvalue()
+    put(path, ".metadata", raw.getvalue())
+    net = model(0.0)
+    checkpoint.load(path, net)
+    assert all((parameter == 10.0).all() for parameter in net.parameters())
+
+
+NAME = "model.0.weight"
+
+
+def _place(**other: Any) -> Callable[[Any], None]:
+    """Say something else of where a tensor lies."""
+
+    def change(found: Any) -> None:
+        (key,) = (key for key in found.storage_data if key.fqn == NAME)
+        found.storage_data[key] = replace(found.storage_data[key], **other)
+
+    return change
+
+
+def _piece(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Callable[[Any], None]:
+    """Say something else of what a tensor is made of."""
+
+    def change(found: Any) -> None:
+        found.state_dict_metadata[NAME].chunks[:] = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
+
+    return change
+
+
+WRONG: list[tuple[Callable[[Any], object], str]] = [
+    (_place(relative_path="../../beside"), r"the file '\.\./\.\./beside', which the manifest does not list"),
+    (_place(relative_path="/etc/hostname"), "the file '/etc/hostname', which the manifest does not list"),
+    (_place(relative_path="unlisted"), "the file 'unlisted', which the manifest does not list"),
+    (_place(offset=10**6), r"beyond the end of __0_0\.distcp"),
+    (_place(offset=-1), "the place of a piece is not as"),
+    (_place(length=True), "the place of a piece is not as"),
+    (_place(length=7), r"a piece of 0\.weight is not in its files"),
+    (_place(transform_descriptors=["zstd"]), "files that are compressed"),
+    (_piece((0, 0), (32, 64)), r"the pieces of 0\.weight do not cover it"),
+    (_piece((32, 0), (64, 64)), r"a piece of 0\.weight lies outside of it"),
+    (_piece((0,), (64,)), r"a piece of 0\.weight lies outside of it"),
+    (lambda found: found.storage_data.clear(), r"a piece of 0\.weight is not in its files"),
+    (lambda found: found.state_dict_metadata.update({NAME: metadata.BytesStorageMetadata()}), "0.weight is no tensor"),
+    (lambda found: found.state_dict_metadata.update({7: found.state_dict_metadata[NAME]}), "the name of a tensor"),
+    (lambda found: setattr(found.state_dict_metadata[NAME], "size", (64, 64)), "a size is not as"),
+    (lambda found: setattr(found.state_dict_metadata[NAME].properties, "dtype", "float32"), "a dtype is not as"),
+    (lambda found: setattr(found.state_dict_metadata[NAME], "chunks", ()), r"the pieces of 0\.weight is not|are not"),
+]
+
+
+def test_what_is_wrong_in_it_is_refused_before_anything_is_overwritten(path: Path) -> None:
+    (path.parent / "beside").write_bytes((path / "__0_0.distcp").read_bytes())
+    (path / "unlisted").write_bytes((path / "__0_0.distcp").read_bytes())
+    raw = (path / ".metadata").read_bytes()
+    for change, words in WRONG:
+        found = pickle.loads(raw)
+        change(found)
+        put(path, ".metadata", pickle.dumps(found))
+        refused(path, words)
+    put(path, ".metadata", raw)
+    checkpoint.load(path, net := model(0.0))
+    assert net[0].weight[0, 0] == 10.0
+
+
+def test_a_piece_that_is_there_twice_is_refused(path: Path) -> None:
+    found = opcodes.index_of(path)
+    entries = [(value(key), value(place)) for key, place in found.storage_data.items()]
+    twice = b"}(" + b"".join(key + place for key, place in [*entries, entries[0]]) + b"u"
+    tensors = table({value(name): value(entry) for name, entry in found.state_dict_metadata.items()})
+    whole = fields(state_dict_metadata=tensors, storage_data=twice)
+    put(path, ".metadata", b"\x80\x02" + made(Metadata, whole) + opcodes.END)
+    refused(path, "twice: do not trust it")
+
+
+def test_files_that_lie_elsewhere_or_are_not_listed_are_refused(path: Path, tmp_path: Path) -> None:
+    data = path / "__0_0.distcp"
+    beside = tmp_path / "beside"
+    data.rename(beside)
+    for there in (beside, Path("..", "..", "beside")):
+        data.symlink_to(there)
+        refused(path, r"__0_0\.distcp: it is a link to a file outside of the checkpoint")
+        data.unlink()
+    os.mkfifo(data)  # which nobody must wait for
+    refused(path, r"__0_0\.distcp: it is no ordinary file")
+    data.unlink()
+    beside.rename(path / "data")
+    data.symlink_to("data")  # within the checkpoint it may lie where it likes
+    checkpoint.load(path, model(0.0))
+    raw = (path / "manifest.json").read_bytes()
+    for name in (".metadata", "lpq.json", "extra.pt"):
+        opcodes.listed(path, lambda files: {n: said for n, said in files.items() if n != name})  # noqa: B023
+        refused(path, rf"its manifest\.json does not list {name}")
+        (path / "manifest.json").write_bytes(raw)
+    for name in ("../beside", str(beside), "", "..", "a/b", "a\0b"):
+        opcodes.listed(path, lambda files: {**files, name: files["extra.pt"]})  # noqa: B023
+        refused(path, "is not the name of a file in it")
+        (path / "manifest.json").write_bytes(raw)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_bytes(raw)
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to(manifest)
+    refused(path, r"manifest\.json: it is a link to a file outside")
+    (path / "manifest.json").unlink()
+    os.mkfifo(path / "manifest.json")
+    refused(path, r"manifest\.json: it is no ordinary file")
