@@ -40,6 +40,16 @@ class Gathered:
         raise NotImplementedError(f"{type(self).__name__} does not count what is written to it")
 
     @property
+    def first_buffer(self) -> Tensor:
+        """The ordinary tensor that has its data, or the first of those."""
+        raise NotImplementedError(f"{type(self).__name__} has no buffer")
+
+    def data_ptr(self) -> int:
+        """Where the first buffer of a parameter lies, by which code outside of PyTorch tells parameters apart. Anything
+        else, such as a detached tensor in a state dict, has 0, by which PyTorch tells that it has no memory to copy."""
+        return self.first_buffer.data_ptr() if getattr(self, "_is_param", False) else 0
+
+    @property
     def replaced_by(self) -> str | None:
         """What has put another parameter in its place, so that an optimizer which has this one trains nothing."""
         weight = getattr(self.layer(), "weight", None) if self.layer is not None else None

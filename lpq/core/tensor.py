@@ -112,6 +112,10 @@ class QuantizedTensor(Gathered, Tensor):
         return self.draft.writes
 
     @property
+    def first_buffer(self) -> Tensor:
+        return self.sides[0][1].tensors()[0]
+
+    @property
     def whose(self) -> str:
         """What messages about it begin with."""
         return f"{self.place}: " if self.place else ""

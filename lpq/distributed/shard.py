@@ -41,6 +41,10 @@ class WeightShard(Gathered, Tensor):
         """What changes when it is written to, also by compiled code, which writes to ``held`` itself."""
         return self.writes[0] + self.held._version
 
+    @property
+    def first_buffer(self) -> Tensor:
+        return self.held
+
     @staticmethod
     def __new__(cls, held: Tensor, writes: list[int] | None = None) -> WeightShard:
         with normal_tensors(not held.is_inference()):  # a view in inference mode is one of a parameter

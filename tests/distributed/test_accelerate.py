@@ -1,0 +1,121 @@
+"""accelerate shards a model that lpq prepared, and finds the parameters of an optimizer that was made before that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import spawn
+from sharded import How, batch, model, train, whole
+from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.optim import AdamW, Optimizer
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.distributed.shard import plain
+from lpq.optim import MasterWeights
+
+STEPS = 3
+HOW = How("mxfp8", width=64, inner=128, ranks=2)
+
+
+def _accelerator(rank: int, **options: Any) -> Any:
+    """As ``accelerate launch`` sets it up on GPUs: it offers FSDP2 on no CPU, and the code is the same."""
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # never used: the processes are connected
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"], **options
+    )
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    accelerator.state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    return accelerator
+
+
+def _prepared(rank: int, how: How, **options: Any) -> tuple[Any, nn.Module, Any]:
+    accelerator = _accelerator(rank, **options)
+    net = lpq.convert(model(how.width, how.inner, how.blocks), how.recipe, weights=how.weights, ranks=how.ranks)
+    return accelerator, *accelerator.prepare(net, AdamW(net.parameters(), lr=1e-2, foreach=True))
+
+
+def _trained(
+    rank: int, how: How, wrapped: Callable[[Optimizer], Optimizer] | None = None, loads_once: bool = False
+) -> list[float]:
+    """The losses of some steps, each of which changes every parameter."""
+    accelerator, net, optimizer = _prepared(rank, how, cpu_ram_efficient_loading=loads_once)
+    if wrapped is not None:
+        optimizer.optimizer = wrapped(optimizer.optimizer)
+    losses = []
+    for number in range(STEPS):
+        x = batch(number, how)
+        loss = (net(x) - x.roll(1, 0)).square().mean()
+        accelerator.backward(loss)
+        before = [_values(p) for p in net.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(torch.equal(a, _values(p)) for a, p in zip(before, net.parameters(), strict=True)), number
+        losses.append(loss.item())
+    return losses
+
+
+def _values(parameter: Tensor) -> Tensor:
+    part = parameter._local_tensor
+    return part.dequantize() if isinstance(part, QuantizedTensor) else whole(parameter).clone()
+
+
+def _masters(params: Any) -> Optimizer:
+    return MasterWeights(AdamW(params, lr=1e-2, foreach=True))
+
+
+def _trains_as_by_hand(rank: int) -> None:
+    ordinary = _trained(rank, replace(HOW, weights=None))
+    assert len(set(ordinary)) == STEPS
+    assert _trained(rank, HOW) == ordinary
+    stored = replace(HOW, weights="quantized")
+    losses = _trained(rank, stored)
+    assert losses[0] == ordinary[0]
+    assert losses == train(stored, STEPS)[0]
+    with_masters = _trained(rank, stored, MasterWeights)
+    assert with_masters == train(replace(stored, optimizer=_masters), STEPS)[0] != losses
+
+
+def _is_loaded_on_rank_0_alone(rank: int) -> None:
+    """accelerate's default: the other ranks get the weights from there."""
+    ordinary = _trained(rank, replace(HOW, weights=None), loads_once=True)
+    assert _trained(rank, HOW, loads_once=True) == ordinary
+
+
+def _two_ranks(rank: int) -> None:
+    _trains_as_by_hand(rank)
+    _is_loaded_on_rank_0_alone(rank)
+
+
+def test_two_ranks() -> None:
+    spawn(_two_ranks, 2)
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_a_parameter_is_known_by_its_memory(weights: Any) -> None:
+    """And a detached tensor by having none, or PyTorch would copy the memory of tensors in a state dict."""
+    net = lpq.convert(model(64, 128), "mxfp8", weights=weights)
+    wrapped = [p for p in net.parameters() if type(p) is not nn.Parameter]
+    assert len(wrapped) == len({p.data_ptr() for p in wrapped} - {0}) == 4
+    assert not any(p.detach().data_ptr() for p in wrapped)
+
+
+def test_a_state_dict_is_staged() -> None:
+    """As PyTorch does it before it saves asynchronously."""
+    net = lpq.convert(model(64, 128), "mxfp8", weights="high_precision")
+    staged = StateDictStager(pin_memory=False, share_memory=False).stage(net.state_dict())
+    for name, value in net.state_dict().items():
+        copy = plain(staged[name])
+        assert torch.equal(copy, plain(value)), name
+        assert copy.data_ptr() != plain(value).data_ptr(), name
