@@ -57,6 +57,7 @@ def recipes(json: Json = False) -> None:
                 {
                     "name": spec.name,
                     "summary": spec.summary,
+                    "aliases": list(spec.aliases),
                     "recipe": plain(spec.recipe),
                     "broken": wrong.get(spec.name),
                     **origin(plugin),
@@ -67,8 +68,11 @@ def recipes(json: Json = False) -> None:
     else:
         table(
             "Recipes",
-            ("name", "from", "summary", "what is wrong"),
-            ((s.name, f"{p.distribution} {p.version}", s.summary, wrong.get(s.name)) for p, s in found),
+            ("name", "from", "summary", "elsewhere called", "what is wrong"),
+            (
+                (s.name, f"{p.distribution} {p.version}", s.summary, " ".join(s.aliases), wrong.get(s.name))
+                for p, s in found
+            ),
         )
     complain(plugins)
 

@@ -1,6 +1,6 @@
 """Recipes and policies: which quantizer each operand gets, in which layer, at which step. Frozen data."""
 
-from lpq.recipes.errors import PluginRecipeError, RecipeError
+from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning
 from lpq.recipes.gemms import Gemm, Recipe
 from lpq.recipes.policy_sources import PolicyLike, policy
 from lpq.recipes.recipe_sources import RecipeLike, recipe
@@ -14,6 +14,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RecipeLike",
+    "RecipeWarning",
     "Rule",
     "Schedule",
     "Steps",

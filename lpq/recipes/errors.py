@@ -16,6 +16,10 @@ class PluginRecipeError(RecipeError):
     """A recipe that a plugin brings and that cannot be built. What else the plugin brings is not affected."""
 
 
+class RecipeWarning(UserWarning):
+    """A recipe or a policy that is understood, and may not be what was meant."""
+
+
 @contextmanager
 def place(name: str) -> Iterator[None]:
     """Say where: an error raised inside becomes a ``RecipeError`` whose message starts with ``name``."""

@@ -8,6 +8,7 @@ it gives them there), or else a quantizer; with parentheses, as in ``mxfp8()``, 
 from __future__ import annotations
 
 import os.path
+import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TypeAlias, cast
 from lpq import registry
 from lpq.core.quantizer import Quantizer
 from lpq.recipes import toml
-from lpq.recipes.errors import PluginRecipeError, RecipeError, place
+from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning, place
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS, Gemm, Operand, Recipe
 from lpq.registry import RecipeSpec
 from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
@@ -140,7 +141,7 @@ def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:
     try:
         spec = registry.recipe_spec(name)
     except UnknownRecipe:
-        return _format(name)
+        return _format(name, within)
     return _from_spec(spec, within)
 
 
@@ -149,11 +150,28 @@ def _refuse_file(name: str) -> None:
         raise RecipeError(f"{name} is a file: one in TOML ends in .toml, or is given as a pathlib.Path")
 
 
-def _format(name: str) -> Quantizer:
-    """The default quantizer of a format, for a name that no recipe has."""
+def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
+    """The default quantizer of a format, for a name that no recipe has; or the recipe that other libraries call so."""
     try:
-        return cast("Quantizer", registry.quantizer(name))
+        made = cast("Quantizer", registry.quantizer(name))
+        meant = [recipe for p in registry.plugins() if name in p.formats for recipe in p.recipes]
+        if meant and not within:
+            warnings.warn(
+                f"{name!r} is a format and no recipe: operands get {name}() with its default options. Its recipes are "
+                f"{', '.join(meant)}; for the bare format write {name}()",
+                RecipeWarning,
+                stacklevel=2,
+            )
+        return made
     except UnknownFormat:
+        if (spec := registry.recipe_known_as(name)) is not None:
+            warnings.warn(
+                f"{name!r} is what other libraries call it: lpq takes its recipe {spec.name!r} "
+                f"(`lpq explain {spec.name}` says what that does)",
+                RecipeWarning,
+                stacklevel=2,
+            )
+            return _from_spec(spec, within)
         _refuse_file(name)
         known = {*registry.recipes(), *registry.formats()}
         raise UnknownRecipe(

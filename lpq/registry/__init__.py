@@ -37,6 +37,7 @@ __all__ = [
     "provider_of",
     "quantizer",
     "quantizer_class",
+    "recipe_known_as",
     "recipe_spec",
     "recipes",
     "refresh",
@@ -71,6 +72,11 @@ def recipes() -> dict[str, RecipeSpec]:
 def recipe_spec(name: str) -> RecipeSpec:
     """The recipe of this name. Raises ``UnknownRecipe`` or, if its plugin is broken, ``PluginError``."""
     return default().recipe(name)
+
+
+def recipe_known_as(alias: str) -> RecipeSpec | None:
+    """The recipe that other libraries call so; None if no plugin lists that name."""
+    return default().recipe_known_as(alias)
 
 
 @cached

@@ -240,6 +240,9 @@ def _by_name(source: Source, kind: Kind, specs: Sequence[Named]) -> dict[str, Na
             raise source.error(f"{spec.name!r} is not a name", "use letters, digits, '_', '-' and '.'")
         if spec.name in found:
             raise source.error(f"it registers {spec.name!r} twice", "give each its own name")
+        aliases = spec.aliases if isinstance(spec, RecipeSpec) else ()
+        if not isinstance(aliases, tuple) or not all(isinstance(a, str) and NAME.fullmatch(a) for a in aliases):
+            raise source.error(f"{spec.name!r} has aliases={aliases!r}", "write a tuple of names, as ('tensorwise',)")
         found[spec.name] = spec
     return found
 

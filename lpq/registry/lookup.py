@@ -93,6 +93,11 @@ class Registry:
         """The recipe of this name."""
         return self._provider(name, "recipes").recipes[name]
 
+    def recipe_known_as(self, alias: str) -> RecipeSpec | None:
+        """The recipe that other libraries call so: of lpq's own plugins, if one of them says so."""
+        every = (spec for plugin in self.plugins() for spec in plugin.recipes.values())
+        return next((spec for spec in every if alias.lower() in map(str.lower, spec.aliases)), None)
+
     def kernels(self, op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
         """The kernels of all usable plugins for this operation on these very formats, the preferred first."""
         found = [k for p in self.plugins() for k in p.kernels if k.op == op and tuple(k.formats) == formats]

@@ -107,5 +107,8 @@ class RecipeSpec:
     """One line for ``lpq recipes``."""
     recipe: str | Mapping[str, object]
     """Anything that ``lpq.recipe`` takes: the grammar, or a mapping as a TOML file would give it."""
+    aliases: tuple[str, ...] = ()
+    """What other libraries call it, in no namespace. Where nothing here has such a name ``lpq.recipe`` takes this
+    recipe, and says so. Capitals do not count."""
     api_version: int = API_VERSION
     """The interface version that the plugin was written for."""

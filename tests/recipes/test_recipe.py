@@ -18,8 +18,8 @@ from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import OPERANDS
 
 NAMES = [
-    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
-    "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd",
+    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-row-bf16-wgrad", "fp8-block", "mxfp8", "nvfp4",
+    "mxfp8-fwd-nvfp4-bwd", "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd",
 ]  # fmt: skip
 QUANTIZERS = [
     "identity", "mxfp8", "mxfp8(dtype=e5m2)", "nvfp4", "nvfp4(block=16x16)", "nvfp4(rht=true)",

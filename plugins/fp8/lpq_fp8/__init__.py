@@ -44,20 +44,30 @@ def lpq_register_recipes() -> list[RecipeSpec]:
             name="fp8-current",
             summary="FP8, one scale for each tensor, from the tensor itself; gradients in E5M2",
             recipe="x=fp8(), w=fp8(), dy=fp8(dtype=e5m2)",
+            aliases=("tensorwise", "Float8CurrentScaling"),
         ),
         RecipeSpec(
             name="fp8-delayed",
             summary="FP8, one scale for each tensor, from earlier steps; gradients in E5M2",
             recipe="x=fp8(scaling=delayed), w=fp8(scaling=delayed), dy=fp8(scaling=delayed, dtype=e5m2)",
+            aliases=("DelayedScaling",),
         ),
         RecipeSpec(
             name="fp8-row",
             summary="FP8, one scale for each row of each operand",
             recipe="fp8(scaling=row)",
+            aliases=("rowwise",),
+        ),
+        RecipeSpec(
+            name="fp8-row-bf16-wgrad",
+            summary="FP8 with one scale for each row; the gradient of the weight in bf16",
+            recipe="fprop=fp8-row, dgrad=fp8-row, wgrad=bf16",
+            aliases=("rowwise_with_gw_hp",),
         ),
         RecipeSpec(
             name="fp8-block",
             summary="FP8, power-of-two scales for blocks of 128, in weights of 128x128",
             recipe="x=fp8(scaling=block), w=fp8(scaling=block, block=128x128), dy=fp8(scaling=block)",
+            aliases=("blockwise", "Float8BlockScaling"),
         ),
     ]

@@ -33,7 +33,7 @@ def lpq_register_formats() -> FormatSpec:
 @hookimpl
 def lpq_register_recipes() -> list[RecipeSpec]:
     return [
-        RecipeSpec(name="mxfp8", summary="MXFP8 for all three GEMMs", recipe="mxfp8()"),
+        RecipeSpec(name="mxfp8", summary="MXFP8 for all three GEMMs", recipe="mxfp8()", aliases=("MXFP8BlockScaling",)),
         RecipeSpec(
             name="mxfp8-fwd-nvfp4-bwd",
             summary="MXFP8 forward, NVFP4 in both gradient GEMMs",

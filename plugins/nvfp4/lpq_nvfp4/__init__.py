@@ -47,6 +47,7 @@ def lpq_register_recipes() -> list[RecipeSpec]:
             name="nvfp4",
             summary="NVFP4 for all three GEMMs: 16x16 weights, rotated wgrad operands, stochastic dy",
             recipe={"fprop": {"x": X, "w": W}, "dgrad": {"dy": DY, "w": W}, "wgrad": {"dy": DY, "x": X}},
+            aliases=("NVFP4BlockScaling",),
         ),
         RecipeSpec(
             name="nvfp4-fwd-mxfp8-bwd",
