@@ -4,8 +4,8 @@ operator writes to."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -47,11 +47,21 @@ def opaque_when_traced(function: F) -> F:
 
 
 def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
-    """Give an operator its body on every device, and what it returns for fake tensors."""
+    """Give an operator its body on every device, what it returns for fake tensors, and a gradient that is refused.
+
+    Without the last, autograd would record what the body does inside, on which not every body can be run."""
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, **options)  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, _without_autocast(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"lpq::{name}", fake, lib=LIBRARY)
+    torch.library.register_autograd(f"lpq::{name}", partial(_refuse_gradient, name), lib=LIBRARY)
+
+
+def _refuse_gradient(name: str, ctx: Any, *grads: Any) -> NoReturn:
+    raise RuntimeError(
+        f"no gradient flows through torch.ops.lpq.{name}: backward is part of lpq.nn.Linear, and a module that "
+        "torch.export made has forward only. Train the module that was exported, or call this one under torch.no_grad()"
+    )
 
 
 def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:

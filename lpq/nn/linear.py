@@ -26,6 +26,7 @@ from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
+from lpq.nn.exported import forward_of
 from lpq.nn.held import HeldWeight, as_it_is
 from lpq.nn.memories import Memory, check_names, memories
 from lpq.nn.refusals import check, check_memories
@@ -373,7 +374,8 @@ class Layer(nn.Module):
         if states:
             check_memories(self, states)
         measured = self._gathered("w" in states)
-        y: Tensor = _Multiply.apply(  # type: ignore[no-untyped-call]
+        multiply: Any = forward_of(_Multiply) if torch.compiler.is_exporting() else _Multiply.apply
+        y: Tensor = multiply(
             x, weight, self.bias, self._plan, dtype, states, seeds, self.held_weight(), measured, self.accumulate
         )
         # Not a view to autograd: what a module returns may be changed in place.

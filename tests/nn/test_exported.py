@@ -1,0 +1,77 @@
+"""A model that ``torch.export`` has taken: it runs as its layers do, and gives no gradient that is not theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lpq
+
+RECIPES = (
+    *sorted(lpq.registry.recipes()),
+    "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+    "fprop=bf16, dgrad=mxfp8, wgrad=fp8-current",
+)
+
+
+def exported(recipe: str, x: Tensor, strict: bool) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(48, 32))
+    lpq.convert(model, recipe)
+    return model, torch.export.export(model, (x,), strict=strict).module()
+
+
+def seeded(model: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    y: Tensor = model(x)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strict"),
+    [*((recipe, False) for recipe in RECIPES), *((recipe, True) for recipe in (*RECIPES[-2:], "bf16"))],
+)
+def test_it_runs_with_weights_that_require_a_gradient(recipe: str, strict: bool) -> None:
+    """Forward is the layer's to the bit; backward is right where all is in high precision, and else an error in words:
+    a gradient that is missing, or another recipe's, would train something else in silence."""
+    x = torch.randn(24, 48)
+    model, module = exported(recipe, x, strict)
+    y = seeded(module, x)
+    assert torch.equal(y, seeded(model, x))
+    assert y.requires_grad
+    dy = torch.randn_like(y)
+    if recipe != "bf16":
+        with pytest.raises(RuntimeError, match=r"no gradient flows through torch\.ops\.lpq\.\w+: .*has forward only"):
+            y.backward(dy)
+        assert all(p.grad is None for p in module.parameters())
+        return
+    y.backward(dy)
+    seeded(model, x).backward(dy)
+    for mine, theirs in zip(module.parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_it_encodes_only_what_forward_multiplies() -> None:
+    """An inference graph has nothing of backward: of each tensor its row operand."""
+    x = torch.randn(24, 48)
+    _, module = exported("nvfp4", x, strict=False)
+    encoded = [node for node in module.graph.nodes if node.target is torch.ops.lpq.quantize.default]
+    assert [node.args[3] for node in encoded] == [""] * 2
+
+
+def test_operators_refuse_a_gradient_in_backward_only() -> None:
+    """Also a body that no autograd could record, as it writes into tensors that it was handed."""
+    x = torch.randn(16, 32, requires_grad=True)
+    data, *_ = torch.ops.lpq.quantize(x, [], "nvfp4", "", None, 0, False)
+    assert data.dtype == torch.uint8
+    decoded = torch.ops.lpq.decode([t.clone() for t in _codes(x)], "nvfp4", [16, 32], torch.float32, torch.float32)
+    assert decoded.requires_grad
+    with pytest.raises(RuntimeError, match=r"no gradient flows through torch\.ops\.lpq\.decode"):
+        decoded.sum().backward()
+
+
+def _codes(x: Tensor) -> list[Tensor]:
+    made: list[Tensor] = torch.ops.lpq.quantize(x, [], "nvfp4", "", None, 0, False)
+    return made
