@@ -68,7 +68,7 @@ def compare(
     device = team.device
     where = f"{team.size} ranks, {device.type}" if team.sharded else str(device)
     console.print(f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
-    jobs: dict[str, tuple[str, Policy | None]] = {"recipe": (config.title, policy)}
+    jobs: dict[str, tuple[str, Policy | None]] = {runs.RECIPE: (config.title, policy)}
     if config.baseline:
         baseline = baseline_on(device)
         jobs[baseline] = (baseline, None)

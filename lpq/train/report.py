@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lpq.train import runs
 from lpq.train.config import TrainConfig
 from lpq.train.measure import Measured, Served
 
@@ -90,9 +91,9 @@ def close(summary: Summary, console: Console) -> Summary:
     """Show and write all of it."""
     console.print(comparison(summary))
     console.print(kernels(summary.outcomes[0].served))
-    (summary.directory / "summary.json").write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
-    plotted = plot(summary, summary.directory / "loss.png")
-    written = f"written to {summary.directory}/: summary.json, the metrics of each step, checkpoints, {plotted}"
+    (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
+    plotted = plot(summary, summary.directory / runs.PLOT)
+    written = f"written to {summary.directory}/: {runs.SUMMARY}, the metrics of each step, checkpoints, {plotted}"
     console.print(written, markup=False)  # to rich a name in brackets is a style
     return summary
 

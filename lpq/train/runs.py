@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,14 @@ RUNS = Path("runs")
 CONFIG = "config.toml"
 CONVERSION = "conversion.txt"
 METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+PLOT = "loss.png"
+RECIPE = "recipe"
+TRAININGS = (RECIPE, "bf16", "fp32")
+"""The folders of the trainings that a run may consist of."""
+OWN = (CONFIG, CONVERSION, SUMMARY, PLOT, *TRAININGS)
+"""All that a run makes in its directory. A new run begins where none of it is, so that it never touches what it has not
+made."""
 
 WHY_FIXED: Mapping[str, str] = MappingProxyType(
     {"steps": " (the learning rate's schedule, and a policy's fractions, span the whole run, so its length is fixed)"}
@@ -74,15 +83,9 @@ def open_directory(config: TrainConfig) -> Path:
         directory = Path(config.out) if config.out else newest()
         refuse_other_settings(config.settings(), stored_config(directory), directory)
         return directory
-    try:
-        directory = Path(config.out) if config.out else _unused(config.title)
-        if (directory / CONFIG).exists():
-            raise TrainError(f"{directory} already holds a run: continue it with --resume, or name another --out")
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG).write_text(config.to_toml(), encoding="utf-8")
-    except OSError as error:
-        where, why = config.out or f"{RUNS}/", error.strerror or error
-        raise TrainError(f"no run can be kept in {where}: {why}; name another directory with --out") from error
+    with ExitStack() as undo:
+        directory = _new(config, undo)
+        undo.pop_all()
     return directory
 
 
@@ -92,29 +95,74 @@ def opened(config: TrainConfig) -> Iterator[Path]:
 
     So the same command, corrected, can be given again.
     """
-    directory = open_directory(config)
-    try:
-        yield directory
-    except BaseException:
-        if not config.resume and not begun(directory):
-            _forget(directory)
-        raise
+    if config.resume:
+        yield open_directory(config)
+        return
+    with ExitStack() as undo:
+        directory = _new(config, undo)
+        try:
+            yield directory
+        except BaseException:
+            if begun(directory):
+                undo.pop_all()
+            raise
+        undo.pop_all()
 
 
 def begun(directory: Path) -> bool:
     """Whether the run in ``directory`` has done a step, or saved anything."""
-    lines = any(path.stat().st_size for path in directory.glob(f"*/{METRICS}"))
-    return lines or any(directory.glob("*/step-*"))
+    folders = [directory / name for name in TRAININGS]
+    lines = any((folder / METRICS).is_file() and (folder / METRICS).stat().st_size for folder in folders)
+    return lines or any(any(folder.glob("step-*")) for folder in folders)
+
+
+def _new(config: TrainConfig, undo: ExitStack) -> Path:
+    """The directory of a new run with its settings in it; ``undo`` removes what it made, and nothing else."""
+    try:
+        if config.out:
+            directory, made = Path(config.out), True
+            _check_free(directory)
+            try:
+                directory.mkdir(parents=True)
+            except FileExistsError:
+                made = False
+        else:
+            directory, made = _unused(config.title), True
+        if made:
+            undo.callback(_remove_if_empty, directory)
+        with (directory / CONFIG).open("x", encoding="utf-8") as file:  # two runs started at once do not share it
+            undo.callback(_forget, directory)
+            file.write(config.to_toml())
+    except OSError as error:
+        where, why = config.out or f"{RUNS}/", error.strerror or error
+        raise TrainError(f"no run can be kept in {where}: {why}; name another directory with --out") from error
+    return directory
+
+
+def _check_free(directory: Path) -> None:
+    """An error if anything is there that a run would write to."""
+    for name in OWN:
+        if os.path.lexists(directory / name):
+            if name == CONFIG:
+                raise TrainError(f"{directory} already holds a run: continue it with --resume, or name another --out")
+            raise TrainError(
+                f"{directory} already holds {name}, which a run would write to: move it away, or name another "
+                "directory with --out"
+            )
 
 
 def _forget(directory: Path) -> None:
-    """Remove what a run makes before its first step, and no file of anybody else."""
-    empty = list(directory.glob(f"*/{METRICS}"))
-    for path in (directory / CONFIG, directory / CONVERSION, *empty):
-        path.unlink(missing_ok=True)
-    for folder in (*(path.parent for path in empty), directory):
-        with suppress(OSError):  # something else is in it
-            folder.rmdir()
+    """Remove what a run makes before its first step: no line of metrics, or it would have begun."""
+    for path in (directory / CONFIG, directory / CONVERSION, *(directory / name / METRICS for name in TRAININGS)):
+        with suppress(OSError):  # it is not there
+            path.unlink()
+    for name in TRAININGS:
+        _remove_if_empty(directory / name)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # something else is in it, or it is not there
+        folder.rmdir()
 
 
 def _unused(title: str) -> Path:

@@ -115,10 +115,15 @@ def test_a_run_that_fails_before_its_first_step_leaves_what_was_there(tmp_path: 
     with pytest.raises(ZeroDivisionError), runs.opened(config) as directory:
         raise ZeroDivisionError
     assert [path.name for path in directory.iterdir()] == ["notes"]
-    (directory / "recipe").mkdir()
-    (directory / "recipe" / runs.METRICS).write_text("{}\n")
-    with pytest.raises(ZeroDivisionError), runs.opened(config) as directory:
-        raise ZeroDivisionError
+
+    def begins() -> None:
+        with runs.opened(config) as directory:
+            (directory / "recipe").mkdir()
+            (directory / "recipe" / runs.METRICS).write_text("{}\n")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        begins()
     assert runs.begun(directory)
     assert (directory / runs.CONFIG).exists()
 
