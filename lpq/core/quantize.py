@@ -149,6 +149,7 @@ def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, 
         impl = choose("remember", (side.text,), tensors[0].device).impl
         if impl is not None:
             impl(side, state, stats)
+            torch.autograd.graph.increment_version(state.values())  # a kernel writes unseen
             return
     side.remember(state, stats)
 

@@ -25,6 +25,7 @@ from lpq.core.quantize import as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
+from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.exported import forward_of
 from lpq.nn.held import HeldWeight, as_it_is
@@ -113,8 +114,9 @@ class _Multiply(torch.autograd.Function):
         y = gemm(x_row, w_row, bias=bias, dtype=dtype, fast_accumulate=plan.fast[0])
         kept_x, kept_w = (x_col if needs_dw else None), (w_col if needs_dx else None)
         tensors = [*_tensors(kept_x), *_tensors(kept_w), *x_stats, *w_stats]
-        seed = seeds.get("dy")
-        ctx.save_for_backward(*tensors, *([seed] if seed is not None else []))
+        seed, seen = seeds.get("dy"), recomputed.seen(states) if states else None
+        ctx.save_for_backward(*tensors, *[t for t in (seed, seen) if t is not None])
+        ctx.seen = seen.tolist() if seen is not None else None
         ctx.plan, ctx.states = plan, states
         ctx.kept_x, ctx.kept_w = _described(kept_x), _described(kept_w)
         ctx.stats = len(x_stats), len(w_stats)
@@ -139,6 +141,8 @@ class _Multiply(torch.autograd.Function):
             )
         plan: Plan = ctx.plan
         saved = list(ctx.saved_tensors)
+        if ctx.seen is not None:
+            recomputed.compare(ctx.seen, saved.pop())
         x_col, saved = _take(ctx.kept_x, saved)
         w_col, saved = _take(ctx.kept_w, saved)
         x_stats, w_stats = saved[: ctx.stats[0]], saved[ctx.stats[0] : sum(ctx.stats)]
@@ -184,11 +188,6 @@ class _Multiply(torch.autograd.Function):
 def _made_exactly(side: Quantizer) -> bool:
     """Whether the format has kernels, for any hardware, that make an operand for a product without encoding it."""
     return bool(registry.kernels("exact_tile", (registry.format_of(type(side)).name,)))
-
-
-def _runs_again() -> bool:
-    """Whether this forward is one of activation checkpointing, which runs it again in backward."""
-    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def weight_operands(
@@ -373,6 +372,7 @@ class Layer(nn.Module):
         states = self._states()
         if states:
             check_memories(self, states)
+            recomputed.check(self, states)
         measured = self._gathered("w" in states)
         multiply: Any = forward_of(_Multiply) if torch.compiler.is_exporting() else _Multiply.apply
         y: Tensor = multiply(
@@ -409,7 +409,7 @@ class Layer(nn.Module):
         if gather is None:
             return []
         if not torch.compiler.is_compiling():
-            gather.note(_runs_again())
+            gather.note(recomputed.runs_again())
         return [s for s in gather.stats if s is not None] if remembers else []
 
     # ------------------------------------------------------------------------------ holding an encoded weight

@@ -1,0 +1,68 @@
+"""Runs of a layer that activation checkpointing runs again in backward, and what the layer remembers meanwhile.
+
+A run that is recomputed must see what it saw. What a layer remembers moves in backward: of two runs, the backward of
+one moves it before the other is recomputed. Autograd counts the writes to a tensor, so a state is known by its counts.
+Those that the last run saw are compared when a run begins inside of backward. Other runs may have come between: so
+where saved tensors are recomputed, one more is saved, with what the recomputed run saw, and is compared in backward.
+With ``use_reentrant=True``, where nothing is saved, runs that came between go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lpq.nn.linear import Layer
+
+States = Mapping[str, Mapping[str, Tensor]]
+
+
+def runs_again() -> bool:
+    """Whether this forward is one of activation checkpointing, which runs it again in backward."""
+    return not torch.is_grad_enabled() or _saves_to_hooks()
+
+
+def check(layer: Layer, states: States) -> None:
+    """Forward of a layer that remembers begins: an error if it runs again and does not see what it saw."""
+    if torch.compiler.is_compiling():
+        return
+    found = _counts(states)
+    if torch._C._current_graph_task_id() == -1:  # outside of backward
+        layer.__dict__["_seen"] = found
+    elif layer.__dict__.get("_seen", found) != found:
+        _refuse(layer.title)
+
+
+def seen(states: States) -> Tensor | None:
+    """What tells, saved among the tensors of a run, what the run saw that they come from; None: nobody recomputes."""
+    if torch.compiler.is_compiling() or not _saves_to_hooks():
+        return None
+    return torch.tensor(_counts(states))
+
+
+def compare(before: list[int], saved: Tensor) -> None:
+    """Backward of a run begins: an error if what it saved was recomputed by one that saw something else."""
+    if saved.tolist() != before:
+        _refuse("a layer with a recipe")
+
+
+def _saves_to_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _counts(states: States) -> list[int]:
+    """How often what forward reads was written to."""
+    read = [memory for tensor in ("x", "w") if tensor in states for memory in states[tensor].values()]
+    return [0 if memory.is_inference() else memory._version for memory in read]
+
+
+def _refuse(who: str) -> NoReturn:
+    raise RuntimeError(
+        f"{who}: activation checkpointing runs it again in backward, and what it remembers for delayed scaling has "
+        "moved since it ran: it would compute other numbers. That happens where a layer runs several times before "
+        "backward. Leave it out of checkpointing, or give it a recipe that remembers nothing"
+    )
