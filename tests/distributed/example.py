@@ -13,18 +13,25 @@ from lpq import registry
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mxfp4"
 
 
-@pytest.fixture
-def mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The example, as if it were installed; in processes that are spawned, too: they inherit ``sys.path``."""
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``pip install`` would leave of it: one folder for all tests, so that ranks find one ``sys.path``."""
+    folder = tmp_path_factory.mktemp("mxfp4")
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    info = tmp_path / f"lpq_mxfp4-{project['version']}.dist-info"
+    info = folder / f"lpq_mxfp4-{project['version']}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
     plugins = project["entry-points"]["lpq.plugins"]
     entries = "".join(f"{name} = {module}\n" for name, module in plugins.items())
     (info / "entry_points.txt").write_text(f"[lpq.plugins]\n{entries}")
+    return folder
+
+
+@pytest.fixture
+def mxfp4(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The example, as if it were installed; in the processes of ranks, too: they have this ``sys.path``."""
     monkeypatch.syspath_prepend(EXAMPLE)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(installed)
     registry.refresh()
     yield
     monkeypatch.undo()

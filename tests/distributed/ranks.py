@@ -1,77 +1,64 @@
-"""Several processes on this machine: gloo over a store in a file. What fails in one is told by the test.
-
-To import torch takes a process some seconds. So these are forked from one that imported it and does nothing else;
-but where there are GPUs, as a process that was forked may have none.
-"""
+"""Several processes on this machine: gloo over a store in a file. What fails in one is told by the test."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
-import sys
-import tempfile
+import atexit
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from pool import PATIENCE, Pool, context
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-TIMEOUT = timedelta(seconds=120)
-IMPORTED = [
-    "pytest",
-    "hypothesis",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch._inductor.compile_fx",
-    "lpq.checkpoint",
-    "lpq.optim",
-]
-"""What most tests need. None of it starts a thread, looks for a GPU or asks which plugins there are."""
+
+class _Kept:
+    """The pool of the last call. One is kept and not one for each number of ranks, as they take memory."""
+
+    pool: Pool | None = None
+
+    def of(self, ranks: int) -> Pool:
+        if self.pool is None or not self.pool.serves(ranks):
+            self.close()
+            self.pool = Pool(ranks)
+        return self.pool
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
 
 
-def _enter(
-    rank: int,
+_kept = _Kept()
+atexit.register(_kept.close)  # before multiprocessing waits for the processes to end
+
+
+def spawn(
     function: Callable[..., None],
     ranks: int,
-    backend: str,
-    folder: str,
-    environment: dict[str, str],
-    args: tuple[Any, ...],
+    *args: Any,
+    backend: str = "gloo",
+    fresh: bool = False,
+    patience: float = PATIENCE,
 ) -> None:
-    os.environ.update(environment)
-    gc.freeze()  # what was imported is left alone: to look through it takes up to a tenth of a rank's time
-    torch.set_num_threads(1)
-    if "nccl" in backend:
-        torch.cuda.set_device(rank)
-    store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
-    try:
-        function(rank, *args)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort the interpreter's own way out
+    """Run ``function(rank, *args)`` in so many processes; where one fails all are ended, and its error is raised.
+
+    The processes may have run other functions before, and will run others. ``fresh`` ones do not: they are for what
+    patches a module for good, or looks at what is done once in a process; and for GPUs, whose memory a process keeps.
+    """
+    if fresh or backend != "gloo":
+        pool = Pool(ranks, backend)
+        try:
+            pool.run(function, *args, patience=patience)
+        finally:
+            pool.close()
+    else:
+        _kept.of(ranks).run(function, *args, patience=patience)
 
 
 def processes(function: Callable[..., None], ranks: int, *args: Any, join: bool = True) -> Any:
-    """``function(rank, *args)`` in so many processes."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    multiprocessing.set_forkserver_preload(IMPORTED)
-    method = "spawn" if torch.cuda.is_available() else "forkserver"
-    return mp.start_processes(function, args, ranks, join, start_method=method)  # type: ignore[no-untyped-call]
-
-
-def spawn(function: Callable[..., None], ranks: int, *args: Any, backend: str = "gloo") -> None:
-    """Run ``function(rank, *args)`` in so many processes; the first that fails ends all, and its error is raised."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes(_enter, ranks, function, ranks, backend, folder, dict(os.environ), args)
+    """``function(rank, *args)`` in so many processes without a group, which end as they like."""
+    return mp.start_processes(function, args, ranks, join, start_method=context().get_start_method())  # type: ignore[no-untyped-call]
 
 
 def fully_shard(module: Any, **options: Any) -> Any:

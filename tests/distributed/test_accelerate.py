@@ -99,7 +99,7 @@ def _two_ranks(rank: int) -> None:
 
 
 def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
+    spawn(_two_ranks, 2, fresh=True)  # accelerate has one state for each process
 
 
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])

@@ -25,11 +25,16 @@ WITH_TWO_OPERANDS = "mxfp8"
 
 
 def _lent(rank: int, notices: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if not notices:
+            patch.setattr(_steps(), "lend_while_compiling", lambda: None)
+        _looked_at_while_compiling(notices)
+
+
+def _looked_at_while_compiling(notices: bool) -> None:
     how = How(WITH_TWO_OPERANDS, width=64, inner=128, compile=True, backend="aot_eager")
     net = built(how)
     gathering = net[0].up.gathering
-    if not notices:
-        _steps().lend_while_compiling = lambda: None  # type: ignore[method-assign]
     during: list[int] = []
     after: list[int] = []
 

@@ -1,0 +1,221 @@
+"""Processes that stay: each is one rank of a group, and runs what it is handed, one function after another.
+
+A function finds the process as a new one would be, but for what is reset nowhere: what it patches and leaves patched,
+and what modules keep. What fails in one rank ends all of them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lpq import registry
+
+TIMEOUT = timedelta(seconds=120)
+"""How long a rank waits for another one in a collective."""
+PATIENCE = 600.0
+"""Seconds after which a function that has not ended in all ranks is taken to hang."""
+GRACE = 1.0
+"""Seconds that ranks have to tell their own errors, once one has told its."""
+FIRST_RANDOM = torch.default_generator.get_state()
+"""The state of torch's random numbers in a new process."""
+IMPORTED = [
+    "pytest",
+    "hypothesis",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch._inductor.compile_fx",
+    "lpq.checkpoint",
+    "lpq.optim",
+]
+"""What most tests need. None of it starts a thread, looks for a GPU or asks which plugins there are."""
+
+
+class RankError(Exception):
+    """What went wrong in which rank."""
+
+
+def context() -> Any:
+    """How processes are started.
+
+    To import torch takes one some seconds. So these are forked from one that imported it and does nothing else; but
+    where there are GPUs, as a process that was forked may have none.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    return torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------------------------- in a rank
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ranks are to run, and where the caller is."""
+
+    function: Callable[..., None]
+    args: tuple[Any, ...]
+    environment: dict[str, str]
+    directory: str
+
+    def run(self, rank: int) -> None:
+        """Run it as in a new process."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.directory)
+        registry.refresh()
+        torch.compiler.reset()
+        torch.default_generator.set_state(FIRST_RANDOM)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+        with warnings.catch_warnings():
+            self.function(rank, *self.args)
+        dist.barrier()
+
+
+def _stacks(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stacks{rank}"
+
+
+def _serve(calls: Connection, rank: int, ranks: int, backend: str, folder: str) -> None:
+    """Take calls until whoever makes them is gone."""
+    gc.freeze()  # what was imported is left alone: to look through it takes up to a tenth of a rank's time
+    with _stacks(folder, rank).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
+        store = dist.FileStore(str(Path(folder) / "store"), ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+        try:
+            while True:
+                calls.send(_answer(rank, calls.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(0)  # gloo's threads now and then abort the interpreter's own way out
+
+
+def _answer(rank: int, call: bytes) -> str | None:
+    """Nothing, or what went wrong."""
+    try:
+        pickle.loads(call).run(rank)
+    except BaseException:
+        return traceback.format_exc()
+    finally:
+        gc.collect()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return None
+
+
+# ---------------------------------------------------------------------------------- in the test
+
+
+class Pool:
+    """So many ranks of one group, started once."""
+
+    def __init__(self, ranks: int, backend: str = "gloo") -> None:
+        self.ranks, self.path = ranks, list(sys.path)
+        self._folder = tempfile.TemporaryDirectory()
+        self._calls: list[Connection] = []
+        self._processes: list[Any] = []
+        starting = context()
+        for rank in range(ranks):
+            here, there = starting.Pipe()
+            args = (there, rank, ranks, backend, self._folder.name)
+            process = starting.Process(target=_serve, args=args)
+            process.start()
+            there.close()
+            self._calls.append(here)
+            self._processes.append(process)
+
+    def serves(self, ranks: int) -> bool:
+        """Whether it has so many ranks, and they can import what can be imported here."""
+        return self.ranks == ranks and self.path == sys.path and bool(self._processes)
+
+    def run(self, function: Callable[..., None], *args: Any, patience: float = PATIENCE) -> None:
+        """Run ``function(rank, *args)`` in all ranks; ``RankError`` if it failed in any, which ends all."""
+        call = pickle.dumps(Call(function, args, dict(os.environ), os.getcwd()))
+        try:
+            self._send(call)
+            failed = self._answers(patience)
+        except BaseException:  # a test that is interrupted
+            self.close()
+            raise
+        if failed:
+            self.close()
+            raise RankError("\n".join(failed))
+
+    def _send(self, call: bytes) -> None:
+        for calls in self._calls:
+            try:
+                calls.send_bytes(call)
+            except OSError:  # it is gone, as its answer will say
+                continue
+
+    def _answers(self, patience: float) -> list[str]:
+        """What went wrong in which rank, in this order."""
+        waiting = dict(zip(self._calls, range(self.ranks), strict=True))
+        failed: list[str] = []
+        end = time.monotonic() + patience
+        while waiting:
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            if not ready:
+                return failed if failed else self._hung(sorted(waiting.values()), patience)
+            for calls in ready:
+                assert isinstance(calls, Connection)
+                rank = waiting.pop(calls)
+                error = self._answer(calls, rank)
+                if error is not None:
+                    if not failed:
+                        end = min(end, time.monotonic() + GRACE)
+                    failed.append(f"rank {rank} of {self.ranks}: {error}")
+        return failed
+
+    def _answer(self, calls: Connection, rank: int) -> str | None:
+        try:
+            answer: str | None = calls.recv()
+        except (EOFError, OSError):
+            self._processes[rank].join(GRACE)
+            return f"the process ended with exit code {self._processes[rank].exitcode}"
+        return answer
+
+    def _hung(self, ranks: list[int], patience: float) -> list[str]:
+        """Where those ranks are."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(GRACE / 2)
+        return [
+            f"rank {rank} of {self.ranks} has not ended after {patience:g} s, and is at\n"
+            + _stacks(self._folder.name, rank).read_text()
+            for rank in ranks
+        ]
+
+    def close(self) -> None:
+        """End the processes."""
+        for calls, process in zip(self._calls, self._processes, strict=True):
+            calls.close()
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._calls, self._processes = [], []
+        self._folder.cleanup()
