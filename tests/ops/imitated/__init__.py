@@ -9,9 +9,11 @@ what GPUs before Hopper compute instead of its instructions.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -26,6 +28,8 @@ HEADER = Path(__file__).with_name("cuda.h")
 OPTIONS = ["-std=c++17", "-Og", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-frounding-math", "-fvisibility=hidden"]
 Macros = tuple[str, ...]
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
+shared_folder: Path | None = None
+"""Where processes that run tests together share what they compile; else each has its own."""
 
 
 def found() -> bool:
@@ -33,18 +37,42 @@ def found() -> bool:
     return shutil.which("g++") is not None
 
 
+def _new_folder() -> Path:
+    """It is there for as long as this process runs."""
+    _KEPT.append(tempfile.TemporaryDirectory(prefix="lpq-imitated-"))
+    return Path(_KEPT[-1].name)
+
+
+@functools.cache
+def compiled_header() -> Path:
+    """The folder with the header that imitates the GPU."""
+    to = _new_folder()
+    shutil.copy(HEADER, to)
+    _compile(["-x", "c++-header", str(to / HEADER.name)], to / f"{HEADER.name}.gch")
+    return to
+
+
 @functools.cache
 def folder() -> Path:
-    """Where C++ is written to, for as long as this process runs: with the compiled header, and what csrc includes."""
-    _KEPT.append(tempfile.TemporaryDirectory(prefix="lpq-imitated-"))
-    to = Path(_KEPT[-1].name)
+    """Where C++ is written to: with what csrc includes."""
+    to = _new_folder()
     for source in cubins.csrc().glob("**/*.cuh"):
         copy = to / source.relative_to(cubins.csrc())
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(translated(source.read_text()))
-    shutil.copy(HEADER, to)
-    _compile(["-x", "c++-header", str(to / HEADER.name)], to / f"{HEADER.name}.gch")
     return to
+
+
+@functools.cache
+def _shared() -> Path:
+    """Where compiled kernels are found under the names of what they are made of."""
+    return shared_folder or _new_folder()
+
+
+def _made_of(to: Path) -> str:
+    """The headers, of which any may be included."""
+    every = [HEADER, *sorted(to.glob("**/*.cuh"))]
+    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in every)).hexdigest()
 
 
 def _compile(what: list[str], out: Path) -> None:
@@ -58,8 +86,10 @@ def library(source: Path, macros: Macros, name: str) -> ctypes.CDLL:
     """A kernel of a source, compiled."""
     to = folder()
     text = translated(source.read_text())
-    stem = hashlib.sha256(repr((text, macros, name)).encode()).hexdigest()[:16]
-    whole, out = to / f"{stem}.cpp", to / f"{stem}.so"
+    stem = hashlib.sha256(repr((_made_of(to), OPTIONS, text, macros, name)).encode()).hexdigest()[:32]
+    whole, out, found = to / f"{stem}.cpp", to / f"{stem}.so", _shared() / f"{stem}.so"
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(found))
     defined = "".join("#define {} {}\n".format(*cubins._macro(macro)) for macro in macros)
     for header in cubins.csrc().resolve().glob("**/*.cuh"):  # a macro may name one by its path
         defined = defined.replace(f'"{header}"', f'"{to / header.relative_to(cubins.csrc().resolve())}"')
@@ -70,8 +100,13 @@ def library(source: Path, macros: Macros, name: str) -> ctypes.CDLL:
         "const char* launch_it(char* at, const int* to, unsigned blocks, int threads, int shared, int backwards) {\n"
         f"    return imitated::launch<{name}>(at, to, blocks, threads, shared, backwards);\n}}\n"
     )
-    _compile([f"-I{to}", f"-I{to / 'common'}", f"-I{to / source.parent.name}", str(whole)], out)
-    return ctypes.CDLL(str(out))
+    places = (compiled_header(), to, to / "common", to / source.parent.name)
+    _compile([*(f"-I{place}" for place in places), str(whole)], out)
+    compiled = ctypes.CDLL(str(out))
+    with contextlib.suppress(OSError):  # the folder is removed by whoever is through with it first
+        shutil.copy(out, found.with_name(f"{stem}.{os.getpid()}"))
+        found.with_name(f"{stem}.{os.getpid()}").replace(found)
+    return compiled
 
 
 def launch(kernel: CudaKernel, macros: Macros, blocks: int, arguments: tuple[float, ...], *, backwards: bool) -> None:
