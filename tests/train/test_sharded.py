@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from torchrun import torchrun
+from torchrun import forked, torchrun
 from training import MakeConfig, assert_same, saved, shown
 
 import lpq
@@ -77,7 +77,7 @@ def big(tiny: MakeConfig) -> MakeConfig:
 
 def test_two_ranks_store_and_train_one_quantized_model(big: MakeConfig, console: Console, tmp_path: Path) -> None:
     config = big("sharded", recipe="nvfp4", weights="quantized", checkpoint_every=4)
-    ended = torchrun(2, *options(config, tmp_path))
+    ended = forked(2, *options(config, tmp_path))
     assert ended.status == 0, ended.err
     directory = Path(str(config.out))
 
@@ -142,7 +142,7 @@ def test_ctrl_c_saves_once_and_resuming_is_bitwise(
     shutil.copytree(whole, broken)
 
     resume = ("--resume", "--checkpoint-every", 0, "--out")
-    uninterrupted = torchrun(2, *resume, whole)
+    uninterrupted = forked(2, *resume, whole)
     assert uninterrupted.status == 0, uninterrupted.err
     assert "policy: resumed after step 2" in uninterrupted.out
     stopped = torchrun(2, *resume, broken, fault=CTRL_C, folder=tmp_path)
@@ -152,7 +152,7 @@ def test_ctrl_c_saves_once_and_resuming_is_bitwise(
     assert "lpq: rank" not in stopped.err
     names = {p.name for p in (broken / "recipe").iterdir()}
     assert names == {"metrics.jsonl", "step-00000002", "step-00000004"}
-    resumed = torchrun(2, *resume, broken)
+    resumed = forked(2, *resume, broken)
     assert resumed.status == 0, resumed.err
     assert "resumed after step 4" in resumed.out
 
@@ -169,7 +169,7 @@ def test_ctrl_c_saves_once_and_resuming_is_bitwise(
 def test_compiled_blocks_are_sharded_and_measured(big: MakeConfig, tmp_path: Path) -> None:
     """The first step is looked at while it compiles."""
     config = big(recipe="nvfp4", weights="quantized", compile=True, baseline=False, steps=3)
-    ended = torchrun(2, *options(config, tmp_path), fault=COMPILE, folder=tmp_path)
+    ended = forked(2, *options(config, tmp_path), fault=COMPILE)
     assert ended.status == 0, ended.err
     (outcome,) = json.loads((Path(str(config.out)) / "summary.json").read_text())["outcomes"]
     found, told = outcome["measured"], predicted(config, "nvfp4", 2)
@@ -178,7 +178,7 @@ def test_compiled_blocks_are_sharded_and_measured(big: MakeConfig, tmp_path: Pat
 
 def test_a_batch_that_cannot_be_shared_out_is_refused_once(tiny: MakeConfig, tmp_path: Path) -> None:
     config = tiny(batch=3)
-    ended = torchrun(2, *options(config, tmp_path))
+    ended = forked(2, *options(config, tmp_path))
     assert ended.status != 0
     assert ended.err.count("lpq: batch = 3 does not divide among 2 ranks") == 1
     assert "--batch 4" in ended.err
@@ -186,19 +186,18 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_once(tiny: MakeConfig, tmp
 
 
 def test_help_is_printed_once() -> None:
-    ended = torchrun(2, "--help")
+    ended = forked(2, "--help")
     assert ended.status == 0, ended.err
     assert ended.out.count("Usage:") == ended.out.count("--checkpoint-every") == 1
     assert "Usage:" not in ended.err
 
 
 def test_a_wrong_option_is_told_once() -> None:
-    for wrong, said in (("--stepps=3", "--stepps"), ("--steps=many", "'--steps'")):
-        ended = torchrun(2, wrong)
-        assert ended.status != 0
+    for start, wrong, said in ((torchrun, "--stepps=3", "--stepps"), (forked, "--steps=many", "'--steps'")):
+        ended = start(2, wrong)
         assert ended.err.count("Usage:") == ended.err.count("Error ─") == 1, ended.err
         assert said in ended.err
-        assert "exitcode  : 2" in ended.err
+        assert ended.status == 2 if start is forked else "exitcode  : 2" in ended.err
 
 
 def test_a_rank_that_raises_ends_the_others_and_its_error_is_the_one_shown(tiny: MakeConfig, tmp_path: Path) -> None:

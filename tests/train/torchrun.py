@@ -1,13 +1,21 @@
-"""Really starting ``lpq train`` with torchrun, with a fault built into one rank where a test asks for it."""
+"""Starting ``lpq train`` with torchrun or as torchrun would, with a fault built into one rank where a test wants one.
+
+Really started are the tests of what torchrun itself does with the processes. It and each of them take seconds to import
+torch; what only wants ranks forks them.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+
+from ranks import processes
 
 SCRIPT = """
 import os, signal, time
@@ -28,11 +36,15 @@ main()
 
 @dataclass(frozen=True)
 class Ended:
-    """How torchrun ended."""
+    """How it ended."""
 
     status: int
     out: str
     err: str
+
+
+def _faulty(fault: str) -> str:
+    return SCRIPT.replace("{fault}", textwrap.indent(textwrap.dedent(fault), "    ").strip())
 
 
 def torchrun(ranks: int, *options: object, fault: str = "", folder: Path | None = None) -> Ended:
@@ -40,7 +52,7 @@ def torchrun(ranks: int, *options: object, fault: str = "", folder: Path | None 
     if fault:
         assert folder is not None
         script = folder / "faulty.py"
-        script.write_text(SCRIPT.replace("{fault}", textwrap.indent(textwrap.dedent(fault), "    ").strip()))
+        script.write_text(_faulty(fault))
         job = [str(script)]
     else:
         job = ["-m", "lpq"]
@@ -50,3 +62,27 @@ def torchrun(ranks: int, *options: object, fault: str = "", folder: Path | None 
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def forked(ranks: int, *options: object, fault: str = "") -> Ended:
+    """The same as far as a rank can tell, in processes that were forked; the status is the last rank's."""
+    with socket.socket() as found, tempfile.TemporaryDirectory() as folder:
+        found.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+        found.close()
+        arguments = ["lpq", "train", *map(str, options)]
+        started = processes(_rank, ranks, ranks, folder, where, arguments, _faulty(fault or "pass"), join=False)
+        for process in started.processes:
+            process.join(120)
+            process.kill()
+        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
+        return Ended(started.processes[-1].exitcode, out, err)
+
+
+def _rank(rank: int, ranks: int, folder: str, where: dict[str, str], arguments: list[str], script: str) -> None:
+    one = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "COLUMNS": 200}
+    os.environ.update(where, OMP_NUM_THREADS="1", **{name: str(value) for name, value in one.items()})
+    for name, stream in (("out", 1), ("err", 2)):
+        os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    sys.argv = arguments
+    exec(compile(script, "faulty.py", "exec"), {"__name__": "__main__"})
