@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from ranks import spawn
 from sharded import How, built
@@ -44,24 +46,23 @@ def _unattached(net: nn.Sequential) -> bool:
     return len(stored) == 4 and all(part.amax_group == "unattached" for part in stored)
 
 
-def _any_optimizer(rank: int) -> None:
-    for recipe in RECIPES:
-        for kind in OPTIMIZERS:
-            for masters in (False, True):
-                way = Way(recipe, kind, masters)
-                alone, ours = converted(recipe), sharded(converted(recipe))
-                before = [parts(p) for p in alone.parameters()]
-                assert _unattached(ours)
-                optimizers = [optimizer_of(net, way) for net in (alone, ours)]
-                for net, optimizer in zip((alone, ours), optimizers, strict=True):
-                    _stepped(net, optimizer)
-                same_parts(ours, alone, way)
-                assert not any(
-                    torch.equal(_first(old), _first(parts(new)))
-                    for old, new in zip(before, alone.parameters(), strict=True)
-                )
-                assert step(ours, optimizers[1], 0, way) == step(alone, optimizers[0], 0, way)
-                same_parts(ours, alone, way)
+def _any_optimizer(rank: int, recipe: str) -> None:
+    for kind in OPTIMIZERS:
+        for masters in (False, True):
+            way = Way(recipe, kind, masters)
+            alone, ours = converted(recipe), sharded(converted(recipe))
+            before = [parts(p) for p in alone.parameters()]
+            assert _unattached(ours)
+            optimizers = [optimizer_of(net, way) for net in (alone, ours)]
+            for net, optimizer in zip((alone, ours), optimizers, strict=True):
+                _stepped(net, optimizer)
+            same_parts(ours, alone, way)
+            assert not any(
+                torch.equal(_first(old), _first(parts(new)))
+                for old, new in zip(before, alone.parameters(), strict=True)
+            )
+            assert step(ours, optimizers[1], 0, way) == step(alone, optimizers[0], 0, way)
+            same_parts(ours, alone, way)
 
 
 def _first(found: dict[str, Tensor]) -> Tensor:
@@ -95,24 +96,23 @@ def _a_model_that_was_loaded(rank: int, folder: str) -> None:
         same_parts(net, expected, make.__name__)
 
 
-def _shards_in_high_precision(rank: int) -> None:
+def _shards_in_high_precision(rank: int, recipe: str) -> None:
     """They are measured when they are gathered first."""
-    for recipe in RECIPES:
-        losses = []
-        for weights in ("high_precision", None):
-            how = How(recipe, weights=weights)
-            net = built(how)
-            optimizer = how.optimizer(net.parameters())
-            _stepped(net, optimizer)
-            losses.append([train_step(net, optimizer, number, how) for number in range(2)])
-        assert losses[0] == losses[1], recipe
+    losses = []
+    for weights in ("high_precision", None):
+        how = How(recipe, weights=weights)
+        net = built(how)
+        optimizer = how.optimizer(net.parameters())
+        _stepped(net, optimizer)
+        losses.append([train_step(net, optimizer, number, how) for number in range(2)])
+    assert losses[0] == losses[1], recipe
 
 
-def _two_ranks(rank: int, folder: str) -> None:
-    _shards_in_high_precision(rank)
-    _any_optimizer(rank)
-    _a_model_that_was_loaded(rank, folder)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("check", [_shards_in_high_precision, _any_optimizer])
+def test_two_ranks(check: Callable[[int, str], None], recipe: str) -> None:
+    spawn(check, 2, recipe)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    spawn(_two_ranks, 2, str(tmp_path))
+def test_a_model_that_was_loaded(tmp_path: Path) -> None:
+    spawn(_a_model_that_was_loaded, 2, str(tmp_path))

@@ -309,16 +309,22 @@ def _freed(rank: int) -> None:
         kept[0].dequantize()
 
 
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
-
-
-def _two_ranks(rank: int) -> None:
+def _every_collective(rank: int) -> None:
     seen = every_collective_of_a_step(rank)
     _fp8_and_mxfp8_gather_at_most_052_of_bf16_in_each_direction(seen)
     _nvfp4_16x16_gathers_at_most_029_for_both_directions_together(seen)
     _identity_gathers_what_bf16_does(seen)
-    _nothing_escapes_the_count(rank)
-    _every_kind_is_counted(rank)
-    _a_checkpointed_block_gathers_both_in_backward(rank)
-    _freed(rank)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _every_collective,
+        _nothing_escapes_the_count,
+        _every_kind_is_counted,
+        _a_checkpointed_block_gathers_both_in_backward,
+        _freed,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)

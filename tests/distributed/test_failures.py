@@ -330,22 +330,20 @@ def _a_weight_of_its_own(rank: int) -> None:
     assert set(found["2", "forward"]) == {"data", "scale"}
 
 
-def _two_ranks(rank: int) -> None:
-    _recipes_change(rank)
-    _not_while_a_gradient_is_accumulated(rank)
-    _a_stored_weight_keeps_its_format(rank)
-    _too_late(rank)
-    _along_columns(rank)
-    _a_weight_of_its_own(rank)
-
-
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
-
-
-def _four_ranks(rank: int) -> None:
-    _fewer_ranks(rank)
+@pytest.mark.parametrize(
+    "check",
+    [
+        _recipes_change,
+        _not_while_a_gradient_is_accumulated,
+        _a_stored_weight_keeps_its_format,
+        _too_late,
+        _along_columns,
+        _a_weight_of_its_own,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
 
 
 def test_four_ranks() -> None:
-    spawn(_four_ranks, 4)
+    spawn(_fewer_ranks, 4)

@@ -111,16 +111,16 @@ def _trained(rank: int, mesh: DeviceMesh, recipe: str, weights: str, masters: bo
     assert len(moved) >= 6
 
 
-def _all(rank: int) -> None:
+def _all(rank: int, recipe: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for recipe in RECIPES:
-        _trained(rank, mesh, recipe, "high_precision", masters=False)
-        for masters in (False, True):
-            _trained(rank, mesh, recipe, "quantized", masters)
+    _trained(rank, mesh, recipe, "high_precision", masters=False)
+    for masters in (False, True):
+        _trained(rank, mesh, recipe, "quantized", masters)
 
 
-def test_replicas_agree() -> None:
-    spawn(_all, 4)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replicas_agree(recipe: str) -> None:
+    spawn(_all, 4, recipe)
 
 
 def _stochastic_replicas_are_refused(rank: int) -> None:

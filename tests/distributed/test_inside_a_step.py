@@ -385,14 +385,24 @@ def _compiled(rank: int) -> None:
     assert not equal(bytes_of(net), bytes_of(converted("fp8-current")))
 
 
-def _all(rank: int, folder: str) -> None:
-    for check in (
-        _every_alias, _reads, _operands_of_an_unsharded_weight, _moved, _forward_inside_a_step, _searching_a_line,
-        _raises, _raises_in_a_wrapped_step, _in_another_thread, _compiled,
-    ):  # fmt: skip
-        check(rank)
-    _saved_by_a_hook(rank, folder)
+@pytest.mark.parametrize(
+    "check",
+    [
+        _every_alias,
+        _reads,
+        _operands_of_an_unsharded_weight,
+        _moved,
+        _forward_inside_a_step,
+        _searching_a_line,
+        _raises,
+        _raises_in_a_wrapped_step,
+        _in_another_thread,
+        _compiled,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    spawn(_all, 2, str(tmp_path))
+def test_what_a_hook_saves(tmp_path: Path) -> None:
+    spawn(_saved_by_a_hook, 2, str(tmp_path))

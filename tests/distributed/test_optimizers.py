@@ -349,17 +349,19 @@ def _a_model_may_go_at_any_time(rank: int) -> None:
     assert gone() is None
 
 
-def _all(rank: int) -> None:
-    _as_with_ordinary_gathers(rank)
-    _as_unsharded(rank)
-    _each_optimizer_reduces_once(rank)
-    _both_kinds_of_weights_reduce_once(rank)
-    _an_encoding_that_raises_leaves_no_weight_half_measured(rank)
-    _another_step_within_a_step(rank)
-    _state_is_sharded_and_ordinary(rank)
-    _a_closure(rank)
-    _a_model_may_go_at_any_time(rank)
-
-
-def test_two_ranks() -> None:
-    spawn(_all, 2)
+@pytest.mark.parametrize(
+    "check",
+    [
+        _as_with_ordinary_gathers,
+        _as_unsharded,
+        _each_optimizer_reduces_once,
+        _both_kinds_of_weights_reduce_once,
+        _an_encoding_that_raises_leaves_no_weight_half_measured,
+        _another_step_within_a_step,
+        _state_is_sharded_and_ordinary,
+        _a_closure,
+        _a_model_may_go_at_any_time,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,11 +107,7 @@ def _stored(rank: int, ranks: int) -> None:
         assert all(not torch.equal(every[0][i][name], every[-1][i][name]) for name in every[0][i]), text
 
 
-def _all(rank: int, ranks: int) -> None:
-    _with_the_group(rank, ranks)
-    _stored(rank, ranks)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_one_rank_has_an_outlier(ranks: int) -> None:
-    spawn(_all, ranks, ranks)
+@pytest.mark.parametrize("check", [_with_the_group, _stored])
+def test_one_rank_has_an_outlier(check: Callable[[int, int], None], ranks: int) -> None:
+    spawn(check, ranks, ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from ranks import fully_shard, spawn
 from sharded import model, whole
@@ -177,14 +178,16 @@ def _parts_without_a_common_root(rank: int) -> None:
     assert _reductions(net) == []
 
 
-def _two_ranks(rank: int) -> None:
-    _one_reduction_at_the_first_forward(rank)
-    _parts_without_a_common_root(rank)
-    _as_converted_at_once(rank)
-    _the_report_has_all_parts(rank)
-    _columns_are_said_of_a_part(rank)
-    _two_models_of_one_optimizer(rank)
-
-
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
+@pytest.mark.parametrize(
+    "check",
+    [
+        _one_reduction_at_the_first_forward,
+        _parts_without_a_common_root,
+        _as_converted_at_once,
+        _the_report_has_all_parts,
+        _columns_are_said_of_a_part,
+        _two_models_of_one_optimizer,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -352,20 +353,25 @@ def _received(rank: int) -> None:
     assert torch.equal(weight.dequantize(), torch.ones(32, 32))
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    spawn(_two_ranks, 2, str(tmp_path / "dcp"))
+@pytest.mark.parametrize(
+    "check",
+    [
+        _nothing_in_high_precision,
+        _one_reduction_a_step,
+        _masters_are_an_fp32_run,
+        _from_a_checkpoint,
+        _what_is_missing_is_said,
+        _initialised,
+        _continued,
+        _without_masters_in_the_state,
+        _a_master_that_is_not_sharded,
+        _nothing_saves_the_group,
+        _received,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
 
 
-def _two_ranks(rank: int, folder: str) -> None:
-    _nothing_in_high_precision(rank)
-    _one_reduction_a_step(rank)
-    _masters_are_an_fp32_run(rank)
-    _from_a_checkpoint(rank)
-    _what_is_missing_is_said(rank)
-    _initialised(rank)
-    _continued(rank)
-    _by_torchs_own_functions(rank, folder)
-    _without_masters_in_the_state(rank)
-    _a_master_that_is_not_sharded(rank)
-    _nothing_saves_the_group(rank)
-    _received(rank)
+def test_torchs_own_functions(tmp_path: Path) -> None:
+    spawn(_by_torchs_own_functions, 2, str(tmp_path / "dcp"))

@@ -184,16 +184,18 @@ def _one_process_needs_no_others(rank: int) -> None:
             load_high_precision(net, _spoiled("missing"))
 
 
-def _two_ranks(rank: int) -> None:
-    _casts_of_other_weights(rank)
-    _casts_with_other_seeds(rank)
-    _one_rank_refuses_its_part(rank)
-    _loading_what_one_rank_lacks(rank)
-    _one_process_needs_no_others(rank)
-
-
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
+@pytest.mark.parametrize(
+    "check",
+    [
+        _casts_of_other_weights,
+        _casts_with_other_seeds,
+        _one_rank_refuses_its_part,
+        _loading_what_one_rank_lacks,
+        _one_process_needs_no_others,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
 
 
 def _four_ranks(rank: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from operands import Side, expected, gathered, same, side, value
 from ranks import fully_shard, spawn
@@ -133,10 +135,6 @@ def _begun_on_meta(rank: int) -> None:
                 assert same(found[f"layers.{i}", when], right), (assign, text, when)
 
 
-def _two_ranks(rank: int) -> None:
-    _measured_again(rank)
-    _begun_on_meta(rank)
-
-
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
+@pytest.mark.parametrize("check", [_measured_again, _begun_on_meta])
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)

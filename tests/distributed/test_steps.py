@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -263,14 +264,25 @@ def _goes_on(rank: int, folder: str) -> None:
         lpq.checkpoint.load(Path(folder) / "masters", *begun("loop"))
 
 
-def _all(rank: int, folder: str) -> None:
-    for check in (
-        _one_reduction, _statistics_of_decoded_operands, _rounded_once, _in_bf16, _variants_agree, _seeds, _masters,
-        _outside_a_step, _a_part_of_another_tensor, _other_optimizers, _what_no_step_writes_to,
-    ):  # fmt: skip
-        check(rank)
-    _goes_on(rank, folder)
+@pytest.mark.parametrize(
+    "check",
+    [
+        _one_reduction,
+        _statistics_of_decoded_operands,
+        _rounded_once,
+        _in_bf16,
+        _variants_agree,
+        _seeds,
+        _masters,
+        _outside_a_step,
+        _a_part_of_another_tensor,
+        _other_optimizers,
+        _what_no_step_writes_to,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    spawn(_all, 2, str(tmp_path))
+def test_a_run_goes_on(tmp_path: Path) -> None:
+    spawn(_goes_on, 2, str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -185,12 +186,6 @@ def _refused_where_it_is_sharded(rank: int) -> None:
         assert "give lpq.convert(…, ranks=…) the number of ranks" in said
 
 
-def _three(rank: int) -> None:
-    _high_precision(rank)
-    _stochastic(rank)
-    _quantized(rank)
-    _refused_where_it_is_sharded(rank)
-
-
-def test_three_ranks() -> None:
-    spawn(_three, RANKS)
+@pytest.mark.parametrize("check", [_high_precision, _stochastic, _quantized, _refused_where_it_is_sharded])
+def test_three_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, RANKS)
