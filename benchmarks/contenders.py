@@ -104,7 +104,7 @@ def _bf16(compiled: bool) -> Iterator[Contender]:
 def _lpq(recipes: tuple[str, ...], compiled: bool, **options: Any) -> Iterator[Contender]:
     for is_compiled in (False, True)[: 1 + compiled]:
         for recipe in recipes:
-            yield Contender("lpq", recipe, is_compiled, partial(lpq.convert, policy=recipe, **options))
+            yield Contender("lpq", recipe, is_compiled, partial(lpq.convert, policy=recipe, include="all", **options))
 
 
 def _torchao(sharded: bool) -> Iterator[Contender]:

@@ -1,6 +1,7 @@
 """Layers whose GEMMs multiply quantized operands, and the conversion of a model."""
 
-from lpq.nn.conversion import Report, convert, hold_weights, replan, report, set_step
+from lpq.nn.conversion import convert, hold_weights, replan, report, set_step
 from lpq.nn.linear import Layer, Linear
+from lpq.nn.reports import Report
 
 __all__ = ["Layer", "Linear", "Report", "convert", "hold_weights", "replan", "report", "set_step"]

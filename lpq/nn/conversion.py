@@ -15,55 +15,26 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from lpq import recipes, registry
 from lpq.core.quantize import DTYPES
 from lpq.nn.accumulation import Accumulate
+from lpq.nn.advice import warnings_of
+from lpq.nn.coverage import coverage
+from lpq.nn.left_out import convertible, left_out
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.memories import check_names
 from lpq.nn.names import plain_name
+from lpq.nn.reports import WEIGHT, Entry, Report
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
-from lpq.recipes import RecipeError
+from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import LpqError
 
 if TYPE_CHECKING:
-    from lpq.recipes import Policy, PolicyLike, Recipe, Schedule, Steps
+    from lpq.recipes import Include, Policy, PolicyLike, Recipe, Steps
 
 RECORD = "lpq_conversion"
 TAKEN = "lpq_recipe"
 """In what a plugin made of a module: the title of the recipe that it was made for."""
+LEFT_ALONE = Schedule(((None, None),))
 NO_RECIPE = "the policy gives it no recipe"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One module in the report."""
-
-    name: str
-    kind: str
-    """The class of the module before the conversion."""
-    note: str
-    """The recipe it got, or why it was left alone."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a conversion swapped, and what it left alone and why."""
-
-    converted: tuple[Entry, ...]
-    left: tuple[Entry, ...]
-    unmatched: tuple[str, ...]
-    """Patterns of the policy that match no layer."""
-    unreached: tuple[int, ...] = ()
-    """The numbers of the policy's rules that hold for no layer at any step: rules before them always win."""
-    weights: tuple[Entry, ...] = ()
-    """With ``convert(…, weights=…)``: how each weight is stored and gathered, and why it is not quantized."""
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.converted)} converted, {len(self.left)} left alone"]
-        for title, entries in (("converted", self.converted), ("left alone", self.left)):
-            lines += [f"{title:>10}  {e.name or '(the model)'} ({e.kind}): {e.note}" for e in entries]
-        lines += [f"    weight  {e.name}: {e.note}" for e in self.weights]
-        lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]
-        lines += [f"rule {number} never holds: the rules before it win at every step" for number in self.unreached]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -97,6 +68,7 @@ def convert(
     policy: PolicyLike,
     *,
     steps: Steps = None,
+    include: Include = None,
     weights: Weights | None = None,
     ranks: int | None = None,
     accumulate: Accumulate | None = None,
@@ -106,6 +78,10 @@ def convert(
     ``policy`` is a policy or anything that makes a recipe: a name, the grammar, a mapping, a TOML file. ``steps`` is
     the length of the run, for rules that end at a fraction of it; see ``set_step``. ``"later"``: ``replan`` gives it,
     as the callback for Hugging Face's Trainer does. A model may be converted again.
+
+    A policy that is one recipe leaves out layers with ``lm_head``, ``gate`` or ``router`` between the dots of their
+    names, and any policy those with fewer than 16 inputs or outputs, unless a rule matches such layers only; see
+    ``lpq.policy``. ``include="all"`` leaves nothing out by name or size.
 
     ``weights`` is for a model that ``fully_shard`` shards afterwards. ``"high_precision"``: the shards stay as they
     are, and what FSDP2 gathers of them is their quantized form. ``"quantized"``: the shards themselves are stored
@@ -129,9 +105,12 @@ def convert(
         )
     if steps not in (None, "later"):
         _check_length(steps)
-    policy = recipes.policy(policy)
+    policy = recipes.policy(policy, include=include)
     names = _names(model)
-    schedules = {name: _schedule(policy, aliases, steps) for name, aliases in names.items()}  # all, before any swap
+    without = left_out(model, names, policy)
+    schedules = {  # all, before any swap
+        name: LEFT_ALONE if name in without else _schedule(policy, aliases, steps) for name, aliases in names.items()
+    }
     _check_layers(model, schedules, accumulate)
     check_weights(model, weights, ranks, schedules)
     prepared = _prepared(model, weights, ranks)
@@ -153,26 +132,14 @@ def convert(
             if made is not module:
                 _replace(model, names[name], made)
         elif next(module.parameters(recurse=False), None) is not None:
-            left.append(Entry(name, kind, note))
+            left.append(Entry(name, kind, without.get(name, note)))
     _close_shortcuts(model)
     every = [plain_name(alias) for aliases in names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
-    report = Report(tuple(converted), tuple(left), unmatched, unreached)
-    nothing = bool(unmatched) and not converted
-    if nothing:
-        linear = [repr(entry.name) if entry.name else "the model itself" for entry in left if entry.kind == "Linear"]
-        warnings.warn(
-            f"lpq.convert left every layer as it was: none matches {', '.join(map(repr, unmatched))}; the linear "
-            f"layers of this model are {', '.join(linear[:3]) or 'none'}{', …' if linear[3:] else ''}",
-            stacklevel=2,
-        )
-    elif not converted and any(recipe is not None for s in schedules.values() for _, recipe in s.pieces):
-        why = [f"{entry.name or 'the model'}: {entry.note}" for entry in left]
-        warnings.warn(
-            f"lpq.convert left every layer as it was: {'; '.join(why[:3]) or 'the model has no parameters'}"
-            f"{'; …' if why[3:] else ''}",
-            stacklevel=2,
-        )
+    covered = coverage(model, {entry.name for entry in converted})
+    report = Report(tuple(converted), tuple(left), unmatched, unreached, coverage=covered)
+    for words in warnings_of(model, policy, report, names, schedules, without):
+        warnings.warn(words, stacklevel=2)
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
     for module in model.modules():
         if isinstance(module, Layer):
@@ -181,7 +148,11 @@ def convert(
         own = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}
         check_weights(model, weights, ranks, own)  # of layers, too, that are there since a plugin made them
         prepare_weights(model, weights, ranks)
-    if weights == "quantized" and not nothing and (reason := why_none_stored(model, ranks)) is not None:
+    if (
+        weights == "quantized"
+        and (converted or not unmatched)
+        and (reason := why_none_stored(model, ranks)) is not None
+    ):
         warnings.warn(f"lpq.convert(…, weights='quantized') stored no weight quantized: {reason}", stacklevel=2)
     return model
 
@@ -225,8 +196,7 @@ def _check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulat
     """Refuse what layers cannot be given, at this step or a later one, before anything is changed."""
     for name, schedule in schedules.items():
         module = model.get_submodule(name)
-        ours = type(module) is nn.Linear or isinstance(module, Layer) or holds_transposed(module)
-        if not ours or all(recipe is None for _, recipe in schedule.pieces):
+        if not convertible(module) or all(recipe is None for _, recipe in schedule.pieces):
             continue
         if accumulate is not None and (holds_transposed(module) or isinstance(module, TransposedLayer)):
             raise ValueError(
@@ -313,8 +283,12 @@ def _conversions(model: nn.Module) -> dict[str, Conversion]:
     return found
 
 
-def report(model: nn.Module) -> Report:
-    """What ``convert`` swapped in this model, what it left alone and why; and how its weights travel as it is now."""
+def report(model: nn.Module, *, full: bool = False) -> Report:
+    """What ``convert`` swapped in this model, what it left alone and why; and how its weights travel as it is now.
+
+    As text it begins with how much of the model is converted. Equal lines are one; ``full=True`` gives each module its
+    own.
+    """
     parts = _conversions(model)
     modules = dict(model.named_modules(remove_duplicate=False))
 
@@ -325,20 +299,37 @@ def report(model: nn.Module) -> Report:
     def still(entry: Entry) -> Entry:
         """With what became of a converted module that is not there any more."""
         module = modules.get(entry.name)
-        if module is not None and (type(module) is not nn.Linear or TAKEN in vars(module)):
+        if module is not None and not _is_ordinary(module):
             return entry
-        became = "replaced by an ordinary nn.Linear" if entry.name in modules else "taken out of the model"
+        kind = "nn.Linear" if type(module) is nn.Linear else type(module).__name__
+        became = f"replaced by an ordinary {kind}" if module is not None else "taken out of the model"
         return replace(entry, note=f"{entry.note}; since then {became}")
 
     prepared = [conversion.ranks for conversion in parts.values() if conversion.weights is not None]
     notes = weight_notes(model, prepared[0]) if prepared else ()
+    before = [entry for part, c in parts.items() for entry in named(part, c.report.converted)]
+    still_there = {entry.name for entry in before if _is_converted(modules.get(entry.name))}
     return Report(
-        converted=tuple(still(e) for part, c in parts.items() for e in named(part, c.report.converted)),
+        converted=tuple(map(still, before)),
         left=tuple(e for part, c in parts.items() for e in named(part, c.report.left)),
         unmatched=tuple(pattern for c in parts.values() for pattern in c.report.unmatched),
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),
-        weights=tuple(Entry(name, "weight", note) for name, note in notes),
+        weights=tuple(Entry(name, WEIGHT, note) for name, note in notes),
+        coverage=coverage(model, still_there),
+        full=full,
     )
+
+
+def _is_ordinary(module: nn.Module) -> bool:
+    """Whether it is what ``convert`` would take, and has taken once: someone has put it in the layer's place."""
+    return convertible(module) and not isinstance(module, Layer) and TAKEN not in vars(module)
+
+
+def _is_converted(module: nn.Module | None) -> bool:
+    """Whether what was converted is there still, and not left alone by hand since."""
+    if module is None or _is_ordinary(module):
+        return False
+    return not _given_since(module).endswith("left alone")
 
 
 def _given_since(module: nn.Module | None) -> str:

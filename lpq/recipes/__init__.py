@@ -2,12 +2,13 @@
 
 from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning
 from lpq.recipes.gemms import Gemm, Recipe
-from lpq.recipes.policy_sources import PolicyLike, policy
+from lpq.recipes.policy_sources import Include, PolicyLike, policy
 from lpq.recipes.recipe_sources import RecipeLike, recipe
 from lpq.recipes.rules import Policy, Rule, Schedule, Steps
 
 __all__ = [
     "Gemm",
+    "Include",
     "PluginRecipeError",
     "Policy",
     "PolicyLike",

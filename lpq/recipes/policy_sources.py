@@ -4,30 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.recipe_sources import RecipeLike, recipe
-from lpq.recipes.rules import SKIP, Policy, Rule
+from lpq.recipes.rules import LEAVE, SKIP, Policy, Rule
 from lpq.registry.errors import suggestion
 
 PolicyLike: TypeAlias = "Policy | RecipeLike"
+Include: TypeAlias = Literal["all"] | None
 
 RULES = "rules"
 REMEDIES = {"match": "'*' is every layer", "recipe": f"{SKIP!r} leaves a layer alone"}
 KEYS = (*REMEDIES, "until")
+TABLE = (RULES, "leave", "least")
 
 
-def policy(source: PolicyLike) -> Policy:
+def policy(source: PolicyLike, *, include: Include = None) -> Policy:
     """Make a policy. ``source`` is one of these:
 
     - a mapping: ``{"rules": [{"match": "lm_head", "recipe": "skip"}, {"match": "*", "recipe": "nvfp4"}]}``;
       ``match`` may be a list of patterns, and ``until`` ends a rule, before a step or at a fraction of a run
     - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``; or its text
-    - anything that ``lpq.recipe`` takes: that recipe for all layers
+    - anything that ``lpq.recipe`` takes: that recipe for all layers but those with ``lm_head``, ``gate`` or ``router``
+      between the dots of their names, as ``"leave": ["lm_head", "gate", "router"]`` beside ``"rules"`` says it
     - a policy, which is returned as it is
+
+    No rule gives a recipe to layers with fewer than 16 inputs or outputs, as adapters are, unless a pattern of it
+    matches such layers only; ``"least": 16`` beside ``"rules"`` is that number. ``include="all"`` has rules mean all
+    layers that they match: nothing is left out by name or size.
     """
+    if include not in (None, "all"):
+        raise RecipeError(f"include={include!r}: it is 'all' or None")
+    made = _made(source)
+    return made.without_exceptions() if include == "all" else made
+
+
+def _made(source: PolicyLike) -> Policy:
     if isinstance(source, Policy):
         return source
     if source == SKIP:
@@ -40,7 +54,7 @@ def policy(source: PolicyLike) -> Policy:
     path = toml.path(source)
     table = toml.read(path) if path else toml.parsed(source)
     if not isinstance(table, Mapping) or not _has_rules(table):
-        return Policy((Rule(("*",), recipe(source)),))
+        return Policy((Rule(("*",), recipe(source)),), LEAVE)
     if path is None:
         return _from_table(table, Path())
     with place(str(path)):
@@ -49,20 +63,24 @@ def policy(source: PolicyLike) -> Policy:
 
 def _has_rules(table: Mapping[str, object]) -> bool:
     """Whether this is a policy and not a recipe: no recipe has a list in it, however its key is spelt."""
-    return RULES in table or any(isinstance(value, list) for value in table.values())
+    return any(key in table for key in TABLE) or any(isinstance(value, list) for value in table.values())
 
 
 def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
     """``folder``: what the paths of recipe files in the rules are relative to."""
-    _check_keys(table, (RULES,))
-    entries = table[RULES]
+    _check_keys(table, TABLE)
+    if RULES not in table:
+        raise RecipeError(f"a policy has rules, and this has only {', '.join(table)}")
+    entries, leave = table[RULES], table.get("leave", ())
     if not isinstance(entries, list | tuple):
         raise RecipeError(f"{RULES} must be a list of rules, not {entries!r}")
     rules: list[Rule] = []
     for number, entry in enumerate(entries, 1):
         with place(f"rule {number}"):
             rules.append(entry if isinstance(entry, Rule) else _rule(entry, folder))
-    return Policy(tuple(rules))
+    parts = tuple(leave) if isinstance(leave, list) else leave
+    others = {"least": table["least"]} if "least" in table else {}
+    return Policy(tuple(rules), parts, **others)  # type: ignore[arg-type]  # which are checked there
 
 
 def _rule(entry: object, folder: Path) -> Rule:
@@ -83,7 +101,7 @@ def _rule(entry: object, folder: Path) -> Rule:
 
 def _check_keys(table: Mapping[str, object], known: tuple[str, ...]) -> None:
     for key in table:
-        if key in KEYS and known == (RULES,):
+        if key in KEYS and known == TABLE:
             raise RecipeError(f"a rule goes into a list: {{{RULES!r}: [{{'match': …, 'recipe': …}}]}}")
         if key not in known:
             raise RecipeError(f"unknown key {key!r}: {suggestion(str(key), known)}")

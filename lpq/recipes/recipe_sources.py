@@ -97,7 +97,7 @@ def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple
 
 
 def _check_key(key: str) -> None:
-    if key == "rules":
+    if key in ("rules", "leave", "least"):
         raise RecipeError("this is a policy, since it has rules: lpq.policy takes it")
     if set(key) & set("*?["):
         raise RecipeError(

@@ -7,8 +7,9 @@ after those the rules below it take over. A layer that no rule speaks of is left
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
@@ -17,8 +18,15 @@ from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
 from lpq.recipes.globs import covers, matches
 
+PART = re.compile(r"[^.*?\[]+")
+"""A part of a dotted name."""
 SKIP = "skip"
 """What a file says in place of a recipe for a layer that is left alone."""
+LEAVE = ("lm_head", "gate", "router")
+"""The parts of names whose layers a policy made of one recipe leaves alone, as everybody in the field does: the head of
+a language model, and the routers of a mixture of experts. A wrong bit in a router sends a token to another expert."""
+LEAST = 16
+"""Layers with fewer inputs or outputs are left alone, unless asked for: to encode them takes longer than it saves."""
 Steps: TypeAlias = int | Literal["later"] | None
 """The length of a run in steps; ``"later"``: it will be given later; None: nobody gives it."""
 
@@ -111,14 +119,25 @@ def _told(until: float) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules in their order."""
+    """Rules in their order, and what is left alone whatever they say."""
 
     rules: tuple[Rule, ...]
+    leave: tuple[str, ...] = ()
+    """Parts of dotted names, between dots: a layer with one of them in its name is left alone."""
+    least: int = LEAST
+    """A layer with fewer inputs or outputs is left alone, unless a pattern matches only such layers."""
 
     def __post_init__(self) -> None:
         given = self.rules
         if not (isinstance(given, tuple) and given and all(isinstance(rule, Rule) for rule in given)):
             raise RecipeError(f"a policy's rules must be a tuple of one or more Rules, not {given!r}")
+        if not isinstance(self.leave, tuple) or not all(isinstance(p, str) and PART.fullmatch(p) for p in self.leave):
+            raise RecipeError(
+                f"leave must be a tuple of parts of names, without dots and wildcards, as ('lm_head',), and is "
+                f"{self.leave!r}; a rule with recipe = {SKIP!r} takes patterns"
+            )
+        if type(self.least) is not int or self.least < 0:
+            raise RecipeError(f"least must be a number of inputs or outputs, from 0 on, not {self.least!r}")
         for number, rule in enumerate(self.rules, 1):
             for pattern in rule.match:
                 self._check_reachable(number, rule, pattern)
@@ -131,6 +150,14 @@ class Policy:
                     f"rule {earlier} ({cover!r}) hides rule {number} ({pattern!r}), since the "
                     f"first match wins: put rule {number} before rule {earlier}, or drop the pattern"
                 )
+
+    def without_exceptions(self) -> Policy:
+        """The same rules, for all layers that they match: ``include="all"``."""
+        return replace(self, leave=(), least=0)
+
+    def left_by(self, name: str) -> str | None:
+        """The part of the name for which the layer is left alone whatever the rules say; None if there is none."""
+        return next((part for part in name.split(".") if part in self.leave), None)
 
     def rules_for(self, name: str) -> tuple[Rule, ...]:
         """The rules that speak of the layer of this name."""
@@ -149,6 +176,8 @@ class Policy:
 
     def _holding(self, name: str, steps: Steps) -> Iterator[tuple[int, float | int | None, Recipe | None]]:
         """The rules that hold for this layer at some step, in their order: number, end and recipe."""
+        if self.left_by(name) is not None:
+            return
         reached: dict[type, float] = {}  # a step and a fraction of a run of unknown length do not compare
         for number, rule in enumerate(self.rules, 1):
             if not rule.matches(name):
@@ -163,7 +192,7 @@ class Policy:
 
     def unreached(self, names: Iterable[str], steps: Steps = None) -> tuple[int, ...]:
         """The numbers of the rules that match some of these layers and hold for none of them at any step."""
-        layers = tuple(names)
+        layers = tuple(name for name in names if self.left_by(name) is None)
         holding = {number for name in layers for number, _, _ in self._holding(name, steps)}
         return tuple(
             number
@@ -179,7 +208,9 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that ``lpq.policy`` makes this policy from."""
-        return {"rules": [rule.to_dict() for rule in self.rules]}
+        leave = {"leave": list(self.leave)} if self.leave else {}
+        least = {"least": self.least} if self.least != LEAST else {}
+        return {"rules": [rule.to_dict() for rule in self.rules], **leave, **least}
 
     @classmethod
     def from_dict(cls, table: Mapping[str, object]) -> Policy:

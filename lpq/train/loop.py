@@ -93,10 +93,11 @@ def compare(
 
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
     """Say how many layers the policy reaches, and what it fails to; all the rest is in ``conversion.txt``."""
-    conversion = lpq.report(trainer.model)
+    conversion = lpq.report(trainer.model, full=True)
     (directory / runs.CONVERSION).write_text(f"{conversion}\n", encoding="utf-8")
     converted, left = len(conversion.converted), len(conversion.left)
     console.print(f"{converted} layers converted, {left} left alone: see {runs.CONVERSION}")
+    console.print(str(conversion.coverage), soft_wrap=True)
     for pattern in conversion.unmatched:
         console.print(f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
     for number in conversion.unreached:

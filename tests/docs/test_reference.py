@@ -26,7 +26,7 @@ PUBLIC = (
     "lpq.recipes", "lpq.registry",
 )  # fmt: skip
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
-NOT_RENDERED = {"PolicyLike", "RecipeLike", "Steps", "hookimpl"}
+NOT_RENDERED = {"Include", "PolicyLike", "RecipeLike", "Steps", "hookimpl"}
 """What a function takes, which its own text says; and a marker, of which the text speaks throughout."""
 
 

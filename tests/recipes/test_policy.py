@@ -160,7 +160,8 @@ def test_a_recipe_is_a_policy_for_every_layer() -> None:
         lpq.quantizer("mxfp8"),
         {"fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "mxfp8"},
     ):
-        assert lpq.policy(source) == policy((("*",), MXFP8))
+        assert lpq.policy(source) == Policy((Rule(("*",), MXFP8),), leave=("lm_head", "gate", "router"))
+        assert lpq.policy(source, include="all") == Policy((Rule(("*",), MXFP8),), least=0)
     made = lpq.policy(PAPER)
     assert lpq.policy(made) is made
 
@@ -178,7 +179,7 @@ def test_files_of_rules_and_files_of_recipes(tmp_path: Path, monkeypatch: pytest
     assert lpq.policy(path).rules[1].recipe.name == "mine"
     monkeypatch.chdir(tmp_path)
     assert lpq.policy("policy.toml") == expected
-    assert lpq.policy("mine.toml") == policy((("*",), MXFP8))
+    assert lpq.policy("mine.toml") == lpq.policy(MXFP8)
 
 
 def test_mappings_may_hold_objects() -> None:
@@ -298,7 +299,7 @@ def test_wrong_types_are_refused_in_words() -> None:
         ('[[rules]]\nmatch = "a"\nrecipe = "mxfp8"\n[[rules]]\nmatch = "*"\nrecipe = "mxfp8"\nuntill = 3',
          ["rule 2: unknown key 'untill': did you mean 'until'?"]),
         ('[[rule]]\nmatch = "*"\nrecipe = "mxfp8"', ["unknown key 'rule': did you mean 'rules'?"]),
-        ('name = "x"\n[[rules]]\nmatch = "*"\nrecipe = "mxfp8"', ["unknown key 'name': choose from rules"]),
+        ('name = "x"\n[[rules]]\nmatch = "*"\nrecipe = "mxfp8"', ["unknown key 'name': choose from least, leave, "]),
         ('[[rules]]\nmatch = "*"', ["rule 1: it has no recipe: 'skip' leaves a layer alone"]),
         ('[[rules]]\nrecipe = "mxfp8"', ["rule 1: it has no match: '*' is every layer"]),
         ('[[rules]]\nmatch = []\nrecipe = "mxfp8"', ["rule 1: match must be a tuple of one or more"]),
@@ -343,7 +344,7 @@ def test_what_is_nearly_a_policy_is_told(source: object, words: str) -> None:
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text('[[rules]]\nmatch = "*"\nrecipe = "mxfp8"', encoding="utf-8-sig")
-    assert lpq.policy(tmp_path / "policy.toml") == lpq.policy("mxfp8")
+    assert lpq.policy(tmp_path / "policy.toml") == policy((("*",), MXFP8))
 
 
 def test_a_missing_file_is_told() -> None:

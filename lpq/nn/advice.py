@@ -1,0 +1,109 @@
+"""What ``lpq.convert`` warns of: rules that do nothing, and large parts of a model that stay in high precision."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lpq.nn.names import plain_name
+from lpq.recipes.globs import matches
+from lpq.recipes.rules import LEAVE
+
+if TYPE_CHECKING:
+    from lpq.nn.reports import Report
+    from lpq.recipes import Policy, Schedule
+
+ROUTERS = ("gate", "router")
+"""The parts of ``LEAVE`` that a layer of another kind may well have in its name."""
+LARGE = 0.1
+"""The part of the multiplied matrices that is not left out without a warning."""
+
+
+def warnings_of(
+    model: nn.Module,
+    policy: Policy,
+    report: Report,
+    names: Mapping[str, Sequence[str]],
+    schedules: Mapping[str, Schedule],
+    left_out: Mapping[str, str],
+) -> Iterator[str]:
+    """What there is to say of a conversion, each in words. ``names``: all names of each module."""
+    wanted = {name for name, s in schedules.items() if any(recipe is not None for _, recipe in s.pieces)}
+    linear = [entry for entry in report.left if entry.kind == "Linear"]
+    if report.unmatched and not report.converted:
+        yield (
+            f"lpq.convert left every layer as it was: none matches {_unmatched(report, names)}; the linear layers of "
+            f"this model are {_some([repr(e.name) if e.name else 'the model itself' for e in linear]) or 'none'}"
+        )
+        return
+    if not report.converted:
+        if wanted or left_out:
+            why = [f"{entry.name or 'the model'}: {entry.note}" for entry in report.left]
+            yield f"lpq.convert left every layer as it was: {_some(why, '; ') or 'the model has no parameters'}"
+        return
+    if report.unmatched:
+        yield f"lpq.convert: no layer matches {_unmatched(report, names)}"
+    yield from _named_in_vain(policy, report, names, wanted)
+    routers = {n for n in left_out if policy.leave == LEAVE and set(ROUTERS).intersection(plain_name(n).split("."))}
+    for modules in (wanted - left_out.keys(), routers):
+        yield from _large_parts(report, modules)
+
+
+def _named_in_vain(
+    policy: Policy, report: Report, names: Mapping[str, Sequence[str]], wanted: Iterable[str]
+) -> Iterator[str]:
+    """Rules with a recipe of which a pattern matches only what cannot be converted."""
+    inside = tuple(f"{entry.name}." for entry in report.converted)
+    converted = {entry.name for entry in report.converted} | {n for n in names if n.startswith(inside)}
+    notes = {entry.name: entry.note for entry in report.left}
+    for number, rule in enumerate(policy.rules, 1):
+        for pattern in rule.match if rule.recipe is not None else ():
+            found = [n for n in names if any(matches(pattern, plain_name(alias)) for alias in names[n])]
+            if found and not converted.intersection(found) and set(found).intersection(wanted):
+                name = next((n for n in found if n in notes), found[0])
+                why = notes.get(name) or f"it is no layer, and layers in it are called {name}.*"
+                yield f"lpq.convert: rule {number} gives {pattern!r} a recipe, and reaches no layer; {name}: {why}"
+
+
+def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
+    """Matrices that these modules hold and that stay in high precision, though the policy does not say so."""
+    coverage = report.coverage
+    parts = [part for part in coverage.of(modules) if part.multiplied]
+    if sum(part.elements for part in parts) > LARGE * coverage.multiplied:
+        notes = {entry.name: entry.note for entry in report.left}
+        first = max(parts, key=lambda part: part.elements)
+        yield (
+            f"lpq.convert: {coverage}. {first.name or 'the model'} stays in high precision: "
+            f"{notes.get(first.module, 'it is in no module of its own')}. lpq.report(model) says why for each"
+        )
+
+
+def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
+    """Patterns that match nothing, each with the name that it is nearest to."""
+    every = [plain_name(alias) for aliases in names.values() for alias in aliases]
+    said = []
+    for pattern in report.unmatched:
+        near = nearest(pattern, every)
+        said.append(f"{pattern!r}{f' (did you mean {near!r}?)' if near is not None else ''}")
+    return ", ".join(said)
+
+
+def nearest(pattern: str, names: Iterable[str]) -> str | None:
+    """The name that a pattern is nearest to, or ends in nearly the same; numbers of layers in it as ``*``."""
+    numbered = re.compile(r"(?<![^.])\d+(?![^.])")
+    ends: dict[str, str] = {}
+    for name in dict.fromkeys(numbered.sub("*", name) for name in names):
+        parts = name.split(".")
+        for start in range(len(parts)):
+            ends.setdefault(".".join(parts[start:]), name)
+    close = difflib.get_close_matches(numbered.sub("*", pattern), ends, n=1, cutoff=0.7)
+    return ends[close[0]] if close else None
+
+
+def _some(words: Sequence[str], between: str = ", ") -> str:
+    """The first three of them."""
+    return between.join([*words[:3], *(["…"] if words[3:] else [])])

@@ -1,0 +1,130 @@
+"""How much of a model a conversion reaches: of its matrices, and of the products that its linear layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lpq.nn.grouping import grouped
+from lpq.nn.linear import Layer
+from lpq.nn.transposed import holds_transposed
+
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose matrix is read by rows and multiplied by nothing."""
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix, or a stack of them, that one module holds."""
+
+    module: str
+    """The module's name."""
+    name: str
+    """What to call it: the module, or the parameter if the module has several."""
+    kind: str
+    """The class of the module."""
+    elements: int
+    multiplied: bool
+    """Whether anything is multiplied by it: nothing is by an embedding."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a model is converted. A parameter of two or three dimensions counts as matrices."""
+
+    converted: int = 0
+    """Elements of the matrices of converted modules; a parameter that several modules share counts once."""
+    total: int = 0
+    """Elements of all matrices."""
+    work: float | None = None
+    """The converted part of the products of linear layers, of which a layer has elements of its weight times tokens;
+    None if there are no linear layers."""
+    unknown: int = 0
+    """Elements of matrices of which it is not known how they are multiplied, as of stacked experts."""
+    left: tuple[Part, ...] = ()
+    """Matrices that are not converted, the largest first."""
+
+    @property
+    def share(self) -> float:
+        """The converted part of the matrices; 1 if there are none."""
+        return self.converted / self.total if self.total else 1.0
+
+    def __str__(self) -> str:
+        if not self.total:
+            return "the model has no matrices"
+        said = f"{percent(self.share)} of the matrix parameters are converted ({self.converted:,} of {self.total:,})"
+        if self.work is not None:
+            where = f" that is known (for {self.unknown:,} parameters it is not)" if self.unknown else ""
+            said += f", {percent(self.work)} of the GEMM work{where}"
+        return f"{said}; not converted: {largest(self.left, self.total)}" if self.left else said
+
+    def of(self, modules: Collection[str]) -> tuple[Part, ...]:
+        """The matrices among ``left`` that modules of these names hold."""
+        return tuple(part for part in self.left if part.module in modules)
+
+    @property
+    def multiplied(self) -> int:
+        """Elements of all matrices but embeddings."""
+        return self.total - sum(part.elements for part in self.left if not part.multiplied)
+
+
+def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
+    """Count the matrices of a model in which the modules of these names are converted, with all that is in them."""
+    owners: dict[int, list[tuple[Part, bool]]] = {}
+    work = [0, 0]
+    inside: str | None = None
+    for name, module in model.named_modules():
+        if inside is not None and not (name.startswith(f"{inside}.") or inside == ""):
+            inside = None
+        if inside is None and name in converted:
+            inside = name
+        present = [(n, p) for n, p in module._parameters.items() if p is not None and not is_lazy(p)]
+        own = [(n, p) for n, p in present if p.dim() in (2, 3)]
+        for key, parameter in own:
+            called = name if key == "weight" or len(own) == 1 else f"{name}.{key}".strip(".")
+            part = Part(name, called, type(module).__name__, parameter.numel(), not isinstance(module, LOOKUPS))
+            owners.setdefault(id(parameter), []).append((part, inside is not None))
+            if is_linear(module):  # of which a computed weight has another name
+                work[0] += parameter.numel() if inside is not None else 0
+                work[1] += parameter.numel()
+    left = [next((p for p, _ in of if p.multiplied), of[0][0]) for of in owners.values() if not any(c for _, c in of)]
+    known = {name for name, module in model.named_modules() if is_linear(module) or isinstance(module, LOOKUPS)}
+    total = sum(of[0][0].elements for of in owners.values())
+    return Coverage(
+        converted=total - sum(part.elements for part in left),
+        total=total,
+        work=work[0] / work[1] if work[1] else None,
+        unknown=sum(part.elements for part in left if part.module not in known),
+        left=tuple(sorted(left, key=lambda part: -part.elements)),
+    )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module multiplies its weight by each row of its input, once."""
+    return isinstance(module, nn.Linear | Layer) or holds_transposed(module)
+
+
+def largest(parts: Iterable[Part], total: int) -> str:
+    """The largest of these parts, those alike together, by name and size."""
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for part in parts:
+        kinds.setdefault((part.kind, part.elements), []).append(part.name)
+    groups = [
+        (size * len(members), called or "the model", kind)
+        for (kind, size), names in kinds.items()
+        for called, members in grouped(names)
+    ]
+    groups.sort(key=lambda group: -group[0])
+    told = [f"{called} ({kind}) {size:,} ({percent(size / total)})" for size, called, kind in groups[:SHOWN]]
+    return ", ".join([*told, *(["…"] if groups[SHOWN:] else [])])
+
+
+def percent(share: float) -> str:
+    """A share in whole percent; one that is neither nothing nor all is not called so."""
+    if 0 < share < 0.005 or 0.995 <= share < 1:
+        return "under 1 %" if share < 0.5 else "over 99 %"
+    return f"{share:.0%}".replace("%", " %")

@@ -1,0 +1,61 @@
+"""The report of a conversion: what was swapped, what was left and why, and how much of the model that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lpq.nn.coverage import Coverage
+from lpq.nn.grouping import grouped
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module in the report."""
+
+    name: str
+    kind: str
+    """The class of the module before the conversion."""
+    note: str
+    """The recipe it got, or why it was left alone."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion swapped, and what it left alone and why. As text it begins with how much that is."""
+
+    converted: tuple[Entry, ...]
+    left: tuple[Entry, ...]
+    unmatched: tuple[str, ...]
+    """Patterns of the policy that match no layer."""
+    unreached: tuple[int, ...] = ()
+    """The numbers of the policy's rules that hold for no layer at any step: rules before them always win."""
+    weights: tuple[Entry, ...] = ()
+    """With ``convert(…, weights=…)``: how each weight is stored and gathered, and why it is not quantized."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """How much of the model's matrices is converted."""
+    full: bool = field(default=False, compare=False)
+    """Whether the text has a line for each module. Otherwise equal lines are one, with ``0–79`` for layers in a row."""
+
+    def __str__(self) -> str:
+        lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone"]
+        for title, entries in (("converted", self.converted), ("left alone", self.left), ("weight", self.weights)):
+            lines += [f"{title:>10}  {line}" for line in self._lines(entries)]
+        lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]
+        lines += [f"rule {number} never holds: the rules before it win at every step" for number in self.unreached]
+        return "\n".join(lines)
+
+    def _lines(self, entries: tuple[Entry, ...]) -> Iterator[str]:
+        every = [e.name for e in (*self.converted, *self.left)]
+        alike: dict[tuple[str, str, int], list[str]] = {}
+        for i, entry in enumerate(entries):
+            alike.setdefault((entry.kind, entry.note, i if self.full else 0), []).append(entry.name)
+        for (kind, note, _), names in alike.items():
+            for called, members in grouped(names, every):
+                count = f"{len(members)} " if len(members) > 1 else ""
+                of = f" ({count}{kind})" if kind != WEIGHT else f" ({count.strip()})" if count else ""
+                yield f"{called or '(the model)'}{of}: {note}"
+
+
+WEIGHT = "weight"
+"""The kind of entries that are of weights."""

@@ -1,0 +1,175 @@
+"""How much of a model is converted: the report begins with it, and convert warns of large parts that stay."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils.prune
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import lpq
+from lpq.nn.advice import nearest
+from lpq.nn.grouping import grouped
+
+
+class Experts(nn.Module):
+    """A stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Parameter(torch.randn(4, 32, 64)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up.sum(0)
+
+
+def first_line(model: nn.Module) -> str:
+    return str(lpq.report(model)).splitlines()[0]
+
+
+def said(model: nn.Module, policy: Any, **how: Any) -> list[str]:
+    """What convert warns of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        lpq.convert(model, policy, **how)
+    return [str(warning.message) for warning in told]
+
+
+def test_the_report_begins_with_how_much_is_converted() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "a": nn.Linear(32, 32), "b": nn.Linear(32, 96, bias=False)})
+    rules = {"rules": [{"match": "a", "recipe": "mxfp8"}]}
+    assert said(model, rules) == [], "the rules say so"
+    assert first_line(model) == (
+        "17 % of the matrix parameters are converted (1,024 of 6,144), 25 % of the GEMM work; "
+        "not converted: b (Linear) 3,072 (50 %), embed (Embedding) 2,048 (33 %)"
+    )
+    model["b"].weight = model["a"].weight
+    assert lpq.report(model).coverage.converted == 1024, "what two modules share counts once"
+    assert said(nn.ModuleDict({"embed": nn.Embedding(640, 32), "a": nn.Linear(32, 32)}), "mxfp8") == []
+
+
+def test_what_was_taken_back_since_does_not_count() -> None:
+    model = lpq.convert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), "mxfp8")
+    assert lpq.report(model).coverage.share == 1
+    model[0].recipe = None
+    model[1] = nn.Linear(32, 32)
+    assert lpq.report(model).coverage.share == 0.5
+    model[0].recipe = "nvfp4"
+    assert lpq.report(model).coverage.share == 0.75
+
+
+def test_a_large_part_that_its_class_leaves_is_warned_of() -> None:
+    model = nn.ModuleDict({"experts": Experts(), "a": nn.Linear(32, 32)})
+    (words,) = said(model, "mxfp8")
+    assert words.startswith(f"lpq.convert: {first_line(model)}. experts stays in high precision: no plugin converts ")
+    assert "100 % of the GEMM work that is known (for 8,192 parameters it is not)" in words
+    assert said(nn.ModuleDict({"experts": Experts(), "a": nn.Linear(999, 999)}), "mxfp8") == []
+    assert said(model, {"rules": [{"match": "a", "recipe": "mxfp8"}]}) == []
+
+
+def test_matrices_that_are_not_there_yet_or_are_computed() -> None:
+    lazy = nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(4))
+    assert said(lazy, "mxfp8") == []
+    assert first_line(lazy).startswith("100 % of the matrix parameters are converted (4,096 of 4,096)")
+    pruned = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    torch.nn.utils.prune.l1_unstructured(pruned[0], "weight", 0.5)  # type: ignore[no-untyped-call]
+    assert said(pruned, {"rules": [{"match": "0", "recipe": "mxfp8"}]}) == []
+    assert first_line(pruned).startswith("50 % of the matrix parameters are converted (4,096 of 8,192), 50 % of the")
+
+
+def test_models_of_hugging_face() -> None:
+    small: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    with torch.device("meta"):
+        gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2))
+        llama = LlamaForCausalLM(LlamaConfig(**small, intermediate_size=128, num_hidden_layers=80))
+        experts: dict[str, Any] = {"num_local_experts": 4, "intermediate_size": 128}
+        mixtral = MixtralForCausalLM(MixtralConfig(**small, **experts, num_hidden_layers=2))
+    assert said(gpt2, "mxfp8") == []
+    kinds = [entry.kind for entry in lpq.report(gpt2).converted]
+    assert kinds == ["Conv1D"] * 8
+    (words,) = said(mixtral, "mxfp8")
+    assert "model.layers.0–1.mlp.experts.gate_up_proj (MixtralExperts)" in words
+    left = {entry.name: entry.note for entry in lpq.report(mixtral).left}
+    assert left["model.layers.0.mlp.gate"].startswith("the policy leaves out 'gate'")
+    assert said(llama, "mxfp8") == []
+    lines = str(lpq.report(llama)).splitlines()
+    assert " converted  model.layers.0–79.mlp.*_proj (240 Linear): mxfp8" in lines
+    assert len(lines) < 12
+    full = str(lpq.report(llama, full=True)).splitlines()
+    assert len(full) == 2 + 80 * 9 + 3
+    assert " converted  model.layers.79.mlp.up_proj (Linear): mxfp8" in full
+    edge = {"rules": [{"match": "*.[07].mlp.*", "recipe": "nvfp4"}, {"match": "*.down_proj", "recipe": "mxfp8"}]}
+    lpq.convert(llama, edge)
+    lines = str(lpq.report(llama)).splitlines()
+    assert " converted  model.layers.{0,7}.mlp.*_proj (6 Linear): nvfp4" in lines
+    assert " converted  model.layers.{1–6,8–79}.mlp.down_proj (78 Linear): mxfp8" in lines
+    assert any("model.layers.{1–6,8–79}.mlp.{gate_proj,up_proj} (156 Linear)" in line for line in lines), "and no glob"
+
+
+GROUPS = [
+    (["a"], (), ["a"]),
+    (["a.0.b", "a.1.b", "a.3.b"], (), ["a.{0–1,3}.b"]),
+    (["a.0.b", "a.1.b", "a.1.c"], (), ["a.0–1.b", "a.1.c"]),
+    (["l.0.q_proj", "l.0.k_proj"], (), ["l.0.*_proj"]),
+    (["l.0.q_proj", "l.0.k_proj"], ("l.0.o_proj",), ["l.0.{k_proj,q_proj}"]),
+    (["l.0.q_proj", "l.0.k_proj"], ("l.1.o_proj", "m.0.o_proj"), ["l.0.*_proj"]),
+    (["x.0.0", "x.0.1", "x.1.0", "x.1.1"], (), ["x.0–1.0–1"]),
+    (["a.b", "c"], (), ["a.b", "c"]),
+    ([""], (), [""]),
+]
+
+
+@pytest.mark.parametrize(("names", "others", "called"), GROUPS)
+def test_names_are_grouped(names: list[str], others: tuple[str, ...], called: list[str]) -> None:
+    groups = grouped(names, (*names, *others))
+    assert [name for name, _ in groups] == called
+    assert sorted(n for _, members in groups for n in members) == sorted(names)
+
+
+# ------------------------------------------------------------------------------------------ rules that do nothing
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)) for _ in range(3))
+        self.norm, self.lm_head = nn.LayerNorm(32), nn.Linear(32, 64)
+
+
+def rules(*matches: str) -> dict[str, Any]:
+    return {"rules": [{"match": match, "recipe": "mxfp8"} for match in matches]}
+
+
+def test_a_pattern_that_matches_nothing_is_warned_of_beside_any_rule() -> None:
+    skip = {"rules": [{"match": "lm_haed", "recipe": "skip"}, {"match": "*", "recipe": "mxfp8"}]}
+    assert said(Net(), skip) == ["lpq.convert: no layer matches 'lm_haed' (did you mean 'lm_head'?)"]
+    assert said(Net(), rules("block.*.0", "*")) == [
+        "lpq.convert: no layer matches 'block.*.0' (did you mean 'blocks.*.*'?)"
+    ]
+    assert said(Net(), rules("zzz", "*")) == ["lpq.convert: no layer matches 'zzz'"]
+    (words,) = said(Net(), rules("lm_haed"))
+    assert words.startswith("lpq.convert left every layer as it was: none matches 'lm_haed' (did you mean 'lm_head'?)")
+    assert said(Net(), rules("*")) == []
+
+
+def test_the_nearest_name_is_found_by_its_end_and_whatever_the_layer() -> None:
+    names = [f"model.layers.{i}.mlp.{leaf}" for i in range(80) for leaf in ("up_proj", "down_proj")]
+    assert nearest("*.up_porj", names) == "model.layers.*.mlp.up_proj"
+    assert nearest("layers.7.mlp.down_prj", names) == "model.layers.*.mlp.down_proj"
+    assert nearest("embed", names) is None
+
+
+def test_a_rule_that_names_what_cannot_be_converted_is_warned_of() -> None:
+    norm = "lpq.convert: rule 1 gives 'norm' a recipe, and reaches no layer; norm: no plugin converts LayerNorm"
+    assert said(Net(), rules("norm", "*")) == [norm]
+    (words,) = said(Net(), rules("blocks.1", "*.0"))
+    assert words.endswith("reaches no layer; blocks.1: it is no layer, and layers in it are called blocks.1.*")
+    (words,) = said(Net(), rules("*.1", "*"))
+    assert words.endswith("blocks.0.1: no plugin converts LayerNorm")
+    assert said(Net(), rules("blocks.*", "*")) == [], "it reaches some"
+    hidden = {"rules": [{"match": "lm_head", "recipe": "skip", "until": 5}, *rules("lm_head", "*")["rules"]]}
+    assert said(Net(), hidden) == []

@@ -1,0 +1,183 @@
+"""What a policy leaves out unless asked: heads and routers by their names, adapters by their size."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import lpq
+from lpq.recipes import RecipeError
+
+NAMES = ("gate_proj", "up", "gate", "block.router.classifier", "routers", "lm_head", "lm_head_2")
+SKIPPED = {"gate", "block.router.classifier", "lm_head"}
+RULES = {"rules": [{"match": "*", "recipe": "mxfp8"}]}
+
+
+def model(width: int = 32) -> nn.Module:
+    """A model with linear layers of these names; the routers are small."""
+    made = nn.Module()
+    for name in NAMES:
+        parent, _, leaf = name.rpartition(".")
+        where = made
+        for part in parent.split(".") if parent else ():
+            if not hasattr(where, part):
+                where.add_module(part, nn.Module())
+            where = where.get_submodule(part)
+        where.add_module(leaf, nn.Linear(width, 16 if leaf in ("gate", "classifier") else 8 * width))
+    return made
+
+
+def converted(made: nn.Module, *args: Any, **how: Any) -> set[str]:
+    return {entry.name for entry in lpq.report(lpq.convert(made, *args, **how)).converted}
+
+
+def test_one_recipe_leaves_out_what_everybody_leaves_out() -> None:
+    for source in ("mxfp8", lpq.recipe("mxfp8"), lpq.policy("mxfp8"), {"x": "mxfp8", "w": "mxfp8", "dy": "mxfp8"}):
+        made = model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert converted(made, source) == set(NAMES) - SKIPPED
+        left = {entry.name: entry.note for entry in lpq.report(made).left}
+        assert left["lm_head"] == "the policy leaves out 'lm_head'; include='all' does not"
+        assert left["block.router.classifier"] == "the policy leaves out 'router'; include='all' does not"
+        assert left.keys() == SKIPPED
+
+
+def test_one_word_turns_that_off_and_so_do_rules() -> None:
+    assert converted(model(), "mxfp8", include="all") == set(NAMES)
+    assert converted(model(), lpq.policy("mxfp8", include="all")) == set(NAMES)
+    assert converted(model(), RULES) == set(NAMES)
+    assert converted(model(), {**RULES, "leave": ["up"]}) == set(NAMES) - {"up"}
+    with pytest.raises(RecipeError, match="include='everything': it is 'all' or None"):
+        lpq.convert(model(), "mxfp8", include="everything")  # type: ignore[arg-type]
+
+
+def test_what_is_kept_of_a_policy_says_so_too() -> None:
+    for how in ({}, {"include": "all"}):
+        made = model()
+        names = converted(made, "mxfp8", **how)
+        kept = lpq.policy("mxfp8", **how)
+        for saved in (kept.to_dict(), kept.to_toml()):
+            assert lpq.policy(saved) == kept
+            assert converted(model(), saved) == names
+        assert converted(made, kept.to_dict()) == names, "converted again"
+
+
+def test_a_layer_of_two_names_is_left_out_by_either() -> None:
+    made = model()
+    made.add_module("output", made.get_submodule("lm_head"))
+    assert "lm_head" not in converted(made, "mxfp8")
+
+
+def test_a_large_layer_that_only_its_name_leaves_out_is_warned_of() -> None:
+    made = nn.ModuleDict({"gate": nn.Linear(64, 256), "up": nn.Linear(64, 256), "lm_head": nn.Linear(64, 999)})
+    with pytest.warns(UserWarning, match=r"gate stays in high precision: the policy leaves out 'gate'; include='all'"):
+        lpq.convert(made, "mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({**RULES, "leave": "lm_head"}, "leave must be a tuple of parts of names"),
+        ({**RULES, "leave": ["model.lm_head"]}, "without dots and wildcards"),
+        ({**RULES, "leave": ["*"]}, "without dots and wildcards"),
+        ({**RULES, "least": -1}, "least must be a number of inputs or outputs"),
+        ({**RULES, "least": True}, "least must be a number of inputs or outputs"),
+        ({"leave": ["a"]}, "a policy has rules, and this has only leave"),
+    ],
+)
+def test_what_is_left_out_is_checked(wrong: Any, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        lpq.policy(wrong)
+
+
+# ------------------------------------------------------------------------------------------ small layers
+
+
+def test_a_small_layer_is_converted_if_a_rule_is_for_such_alone() -> None:
+    def layers() -> nn.ModuleDict:
+        return nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 15), "c": nn.Linear(4, 64)})
+
+    made = layers()
+    assert converted(made, RULES) == {"a"}
+    assert lpq.report(made).left[0].note.startswith("a weight of [15, 64], and below 16 there is nothing to gain")
+    every = {"match": "*", "recipe": "mxfp8"}
+    assert converted(layers(), {"rules": [{"match": "b", "recipe": "mxfp8"}, every]}) == {"a", "b"}
+    assert converted(layers(), {"rules": [{"match": "[bc]", "recipe": "mxfp8"}, every]}) == {"a", "b", "c"}
+    assert converted(layers(), {"rules": [{"match": "[ab]", "recipe": "mxfp8"}, every]}) == {"a"}
+    assert converted(layers(), {**RULES, "least": 8}) == {"a", "b"}
+    assert converted(layers(), {**RULES, "least": 65}) == {"a", "b", "c"}, "all are small, so the rule is for such"
+    assert converted(layers(), RULES, include="all") == {"a", "b", "c"}
+    assert converted(nn.Sequential(nn.Linear(8, 8)), "mxfp8") == {"0"}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        return y
+
+
+def adapted(made: nn.Module, **how: Any) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(made, LoraConfig(r=4, init_lora_weights=False, **how))  # type: ignore[arg-type]
+
+
+def trained(made: nn.Module, x: Tensor, **how: Any) -> list[Tensor]:
+    torch.manual_seed(2)
+    trainable = [p for p in made.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trainable, lr=1e-2), []
+    for _ in range(3):
+        out = made(x, **how)
+        loss = out.square().mean() if isinstance(out, Tensor) else out.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_adapters_are_left_in_both_orders_and_these_are_the_same() -> None:
+    torch.manual_seed(0)
+    plain, x = Mlp(), torch.randn(16, 64)
+    before = adapted(lpq.convert(copy.deepcopy(plain), "nvfp4"), target_modules=["up", "down"])
+    after = adapted(copy.deepcopy(plain), target_modules=["up", "down"])
+    every = copy.deepcopy(after)
+    names = converted(after, "nvfp4")
+    assert names == {f"base_model.model.{name}.base_layer" for name in ("up", "down")}
+    left = {entry.name for entry in lpq.report(after).left}
+    assert left == {f"base_model.model.{n}.lora_{ab}.default" for n in ("up", "down") for ab in "AB"}
+    losses = trained(after, x)
+    assert all(map(torch.equal, trained(before, x), losses))
+    assert len(converted(every, "nvfp4", include="all")) == 6
+    assert not torch.equal(trained(every, x)[0], losses[0])
+    asked = {"rules": [{"match": "*.lora_*", "recipe": "nvfp4"}, {"match": "*", "recipe": "nvfp4"}]}
+    assert len(converted(adapted(copy.deepcopy(plain), target_modules=["up", "down"]), asked)) == 6
+
+
+def test_adapters_of_layers_with_a_transposed_weight() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    plain, tokens = GPT2LMHeadModel(config).eval(), torch.arange(32).view(2, 16)
+    how: dict[str, Any] = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    before = adapted(lpq.convert(copy.deepcopy(plain), "mxfp8"), **how)
+    after = lpq.convert(adapted(copy.deepcopy(plain), **how), "mxfp8")
+    kinds = [entry.name for entry in lpq.report(after).converted if entry.kind == "Conv1D"]
+    assert len(kinds) == 4
+    losses = trained(after, tokens, labels=tokens)
+    assert all(map(torch.equal, trained(before, tokens, labels=tokens), losses))
+    layer = before.base_model.model.transformer.h[0].attn.c_proj
+    expected = layer.base_layer.weight + layer.get_delta_weight("default")
+    merged = before.merge_and_unload().transformer.h[0].attn.c_proj
+    assert torch.equal(merged.weight, expected)
+    assert merged.recipe == lpq.recipe("mxfp8")
