@@ -14,11 +14,27 @@ import torch
 from torch import Tensor
 
 Block = tuple[int | None, int | None]
+DIMENSIONS = ("rows", "columns")
+"""What the dimensions of a matrix are called."""
 
 
 def blocks(size: int, block: int | None) -> int:
     """How many blocks cover a dimension of ``size``; the last one may be ragged."""
     return 1 if block is None else -(-size // block)
+
+
+def row_major(tensor: Tensor) -> Tensor:
+    """The same values row by row in memory; itself if it lies so.
+
+    To torch a tensor is contiguous whatever stride a dimension of one element has. Its bytes can be viewed only if the
+    strides are those of a fresh tensor, and a compiler expects these.
+    """
+    tensor, strides, step = tensor.contiguous(), [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    usual = tuple(reversed(strides))
+    return tensor if tensor.stride() == usual else tensor.as_strided(tensor.shape, usual)
 
 
 class Covering:
@@ -42,7 +58,8 @@ class Buffer(Covering):
     dtype: torch.dtype | None
     """Its dtype; None: the dtype of the tensor that is encoded."""
     block: Block = (1, 1)
-    """Logical rows and columns that one element covers; None: the whole dimension."""
+    """Logical rows and columns that one element covers; None: the whole dimension. All parts of that then have the
+    buffer alike, if a statistic is of the whole dimension too; else the operand has no parts (``Quantizer.uncut``)."""
     pad: int = 1
     """Columns are padded to a multiple of this (a multiple of ``block[1]``)."""
     column_major: bool = False
@@ -70,7 +87,7 @@ class Buffer(Covering):
     def laid(self, tensor: Tensor) -> Tensor:
         """The same values as encoding leaves them in memory; itself if it lies so."""
         if not self.column_major:
-            return tensor.contiguous()
+            return row_major(tensor)
         strides = 1, max(tensor.shape[0], 1)
         if tensor.stride() == strides:
             return tensor

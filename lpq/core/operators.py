@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
+from lpq.core.layout import row_major
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
@@ -115,7 +116,7 @@ def distinct(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Qua
     buffers = [buffer for side in sides if side is not None for buffer in side.layout]
     out: list[Tensor] = []
     for i, tensor in enumerate(made):
-        tensor = buffers[i].laid(tensor) if i < len(buffers) else tensor.contiguous()
+        tensor = buffers[i].laid(tensor) if i < len(buffers) else row_major(tensor)
         out.append(tensor.clone() if _memory(tensor) in seen else tensor)
         seen.add(_memory(tensor))
     return out

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import torch
 from torch import Tensor
 
-from lpq.core.layout import Buffer
+from lpq.core.layout import Buffer, row_major
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
@@ -115,7 +115,7 @@ class Storage:
 
     def row_major(self) -> Self:
         """The same operand as it is kept, shared and saved: whatever encoding left column by column is copied."""
-        return self.map(_row_major) if any(b.column_major for b in self.quantizer.layout) else self
+        return self.map(row_major) if any(b.column_major for b in self.quantizer.layout) else self
 
     def astype(self, dtype: torch.dtype) -> Self:
         """The same bytes standing for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
@@ -177,12 +177,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and (one_view or torch.equal(_bytes(a), _bytes(b)))
 
 
-def _row_major(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(tensor.shape)  # a dimension of 1 keeps whatever stride it has
-
-
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return row_major(tensor).view(-1).view(torch.uint8)
 
 
 def check_there(buffer: Tensor) -> None:

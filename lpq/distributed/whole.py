@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lpq.core import Quantizer, Storage
+from lpq.core.layout import row_major
 from lpq.core.operations import transpose_reference
 from lpq.core.quantizer import Direction
 from lpq.distributed import fsdp
@@ -51,7 +52,7 @@ class Whole:
     def departing(self, local: Storage) -> list[Tensor]:
         """What this rank sends of its operand."""
         tensors = (transpose_reference(local) if self._turned else local).tensors()
-        return [_bytes(tensors[i].contiguous()) for i in self._travels]
+        return [_bytes(tensors[i]) for i in self._travels]
 
     def receive(self, local: Storage) -> None:
         """Complete the operand by what arrived and, of this rank's, what is the same on all."""
@@ -93,4 +94,4 @@ def _unit(count: int) -> torch.dtype:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    return row_major(tensor).view(-1).view(torch.uint8)
