@@ -301,14 +301,16 @@ def _new_zeros(
 
 
 def _check_shard(t: QuantizedTensor, rows: int) -> None:
-    """Refuse shards of so many rows if they are uneven or cut a block: all ranks do, from sizes that are global."""
-    units = [b.unit(0 if d == "row" else 1) for d, s in t.sides for b in s.quantizer.layout]
+    """Refuse shards of so many rows that are uneven or no parts of it: all ranks do, from sizes that are global."""
+    along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.sides]
+    why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)
     matrix_rows = _matrix(t)[0] // t.shape[0] * rows
+    units = [b.unit(dim) for side, dim in along for b in side.layout]
     cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)
-    if t.shape[0] % rows or cut is not None:
-        why = f"cuts blocks of {cut}" if cut is not None else "leaves a smaller one"
+    if why is not None or cut is not None or t.shape[0] % rows:
+        why = why or (f"it cuts blocks of {cut}" if cut is not None else "it leaves a smaller one")
         raise ValueError(
-            f"{t.whose}a shard of {rows} rows of a {list(t.shape)} tensor that is stored as {t.quantizer} {why}: "
+            f"{t.whose}a {list(t.shape)} tensor that is stored as {t.quantizer} has no shard of {rows} rows: {why}; "
             f"{REMEDY}"
         )
 

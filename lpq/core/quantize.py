@@ -90,7 +90,7 @@ def _encode(
     known = recall(quantizer, row, col, state) if state is not None else []
     if group is not None and group.size() > 1:
         declared = operations.declared(row, col)
-        check_shard(declared, x.shape[0])
+        check_shard(row, col, declared, x.shape[0])
         if state is None or any(k is None and spans(d) for k, d in zip(known, declared, strict=True)):
             stats = operations.measure(x, row, col)
             reduce_stats(declared, stats, group)

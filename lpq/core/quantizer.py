@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.core.layout import Buffer, Stat, StateBuffer
+from lpq.core.layout import DIMENSIONS, Buffer, Stat, StateBuffer
 from lpq.core.storage import Storage
 from lpq.registry.errors import OptionError
 
@@ -72,6 +72,16 @@ class Quantizer:
     """The operand is an ordinary matrix, its buffer ``data`` a view or a cast: there is nothing to launch."""
     col_source: Literal["original", "row"] = "original"
     """What the column operand encodes: the tensor itself, or the decoded row operand."""
+
+    @property
+    def uncut(self) -> tuple[int, ...]:
+        """Dimensions along which an operand has no parts: 0 for the rows, 1 for the columns. Then it is neither sliced
+        nor sharded along them.
+
+        A dimension that a buffer spans (``None`` in its block) and no statistic does is taken for one of these, since
+        the parts would have other values in that buffer than the whole: it need not be named here.
+        """
+        return ()
 
     def side(self, direction: Direction) -> Quantizer:
         """The quantizer of the operand in this direction: this one, unless the directions differ."""
@@ -168,6 +178,27 @@ class Quantizer:
         return self.storage.layout_for(self)
 
     @cached_property
+    def _uncut(self) -> tuple[str | None, ...]:
+        return tuple(self._why_no_parts(dim) for dim in range(len(DIMENSIONS)))
+
+    def why_no_parts(self, dim: int) -> str | None:
+        """Why an operand must not be cut along its rows (0) or columns (1), whole blocks or not; None if it may."""
+        return self._uncut[dim]
+
+    def _why_no_parts(self, dim: int) -> str | None:
+        if self.plain:
+            return None
+        if dim in self.uncut:
+            return f"the {DIMENSIONS[dim]} of an operand of {self} must not be cut"
+        spanning = [buffer.name for buffer in self.layout if buffer.block[dim] is None]
+        if not spanning or any(stat.block[dim] is None for stat in self.stats):
+            return None
+        return (
+            f"buffer {spanning[0]!r} of {self} is of all {DIMENSIONS[dim]} of an operand together and follows from no "
+            "statistic of them"
+        )
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """What the buffers of an operand are called, in their order."""
         return tuple(buffer.name for buffer in self.layout)
@@ -177,7 +208,7 @@ class Quantizer:
         for quantizer in (self, self.side("row"), self.side("col")):
             _ = quantizer.text, quantizer.storage
         for side in (self.side("row"), self.side("col")):
-            _ = side.layout, side.names, side.stats, side.state, side.transposable
+            _ = side.layout, side.names, side.stats, side.state, side.transposable, side._uncut
         return self
 
     def __str__(self) -> str:

@@ -13,6 +13,8 @@ from lpq.core.layout import Stat
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from lpq.core.quantizer import Quantizer
+
 Declared = tuple[Stat, int]
 """A statistic, and which dimension of its operand the ranks share out: 0 of a row operand, 1 of a column operand."""
 
@@ -81,8 +83,14 @@ def same_ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def check_shard(declared: Sequence[Declared], rows: int) -> None:
-    """Refuse equal shards of ``rows`` rows that cut a block. Every rank has as many, so every rank refuses."""
+def check_shard(row: Quantizer | None, col: Quantizer | None, declared: Sequence[Declared], rows: int) -> None:
+    """Refuse equal shards of ``rows`` rows that cut a block, or what must not be cut. Every rank has as many, so every
+    rank refuses."""
+    for side, dim in ((row, 0), (col, 1)):
+        if side is not None and (reason := side.why_no_parts(dim)) is not None:
+            raise ValueError(
+                f"a shard has no operand that is a part of the whole tensor's: {reason}; quantize the whole"
+            )
     for stat, dim in declared:
         block = stat.block[dim]
         if block is not None and rows % block:

@@ -126,7 +126,10 @@ class Storage:
         return self.wrap(tensors, self.quantizer, self.shape, dtype)
 
     def narrow(self, dim: int, start: int, stop: int) -> Self | None:
-        """The operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block."""
+        """The operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block or what must
+        not be cut (``Quantizer.why_no_parts``)."""
+        if (start, stop) != (0, self.shape[dim]) and self.quantizer.why_no_parts(dim) is not None:
+            return None
         narrowed: list[Tensor] = []
         for buffer, tensor in zip(self.quantizer.layout, self.tensors(), strict=True):
             piece = buffer.narrow(tensor, dim, start, stop, self.shape[dim])
@@ -141,9 +144,12 @@ class Storage:
     def cat(parts: Sequence[Storage], dim: int) -> Storage | None:
         """The operand of matrices laid side by side along rows (0) or columns (1); None where they do not join.
 
-        They join on whole blocks, and where one value covers the whole dimension all parts must agree on it.
+        They join on whole blocks, and where one value covers the whole dimension all parts must agree on it. Matrices
+        of a format that must not be cut along this dimension never join.
         """
         first = parts[0]
+        if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
+            return None
         sizes = [p.shape[dim] for p in parts]
         joined: list[Tensor] = []
         for i, buffer in enumerate(first.quantizer.layout):

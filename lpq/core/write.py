@@ -45,7 +45,7 @@ class _Part:
 
     def measure(self) -> list[Tensor]:
         """Measure the value; those statistics that have yet to be reduced, in place, over the ranks of the group."""
-        check_shard(self.declared, self.value.shape[0])
+        check_shard(self.row, self.col, self.declared, self.value.shape[0])
         self.stats = operations.measure(self.value, self.row, self.col)
         return [s for s, d in zip(self.stats, self.declared, strict=True) if spans(d)]
 

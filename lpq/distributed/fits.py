@@ -35,6 +35,8 @@ def why_uncut(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
     shard = rows // ranks
     sides = [(row, 0)] if derives_col(quantizer) else [(row, 0), (col, 1)]
     for side, dim in sides:
+        if (reason := side.why_no_parts(dim)) is not None:
+            return reason
         units = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
         for unit in units:
             if unit is not None and shard % unit:

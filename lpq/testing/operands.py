@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from hypothesis import settings
@@ -57,6 +57,12 @@ def unit(side: Quantizer, dim: int) -> int:
     """The rows (0) or columns (1) at which an operand can be cut: no buffer or statistic is cut apart."""
     steps = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
     return math.lcm(*(step for step in steps if step is not None))
+
+
+def no_parts(quantizer: Quantizer, dim: int, held: Iterable[Direction] = DIRECTIONS) -> bool:
+    """Whether a tensor that holds these operands must not be cut along its rows (0) or columns (1), at whole blocks
+    either."""
+    return any(quantizer.side(d).why_no_parts(dim if d == "row" else 1 - dim) is not None for d in held)
 
 
 def cut(quantizer: Quantizer) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import odd_formats
 import pytest
 import torch
 import torch.distributed as dist
+import whole_formats
 from casting import (
     EXAMPLE,
     FORMATS,
@@ -53,6 +54,7 @@ some = settings(max_examples=25, deadline=None, database=None, derandomize=True)
 @pytest.fixture(scope="module", autouse=True)
 def third_parties() -> Iterator[None]:
     odd_formats.register()
+    whole_formats.register()
     register_example()
     yield
     sys.path.remove(str(EXAMPLE))
@@ -77,7 +79,7 @@ def test_every_rank_gets_the_cast_of_the_whole_master(
             check(weight, one.expected(i), (text, rank, one.spans))
 
 
-@pytest.mark.parametrize("text", odd_formats.NAMES)
+@pytest.mark.parametrize("text", [*odd_formats.NAMES, *whole_formats.NAMES, whole_formats.STRIDED])
 @some
 @given(st.randoms(use_true_random=False), st.integers(2, 5), st.sampled_from(SIDES))
 def test_formats_that_declare_little(text: str, rng: random.Random, ranks: int, sides: tuple[bool, bool]) -> None:

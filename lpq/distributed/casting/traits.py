@@ -66,6 +66,8 @@ class _Trial:
         return batches.encode(x, self.stats, self.side, None, seeds, together=together)
 
     def works_in_parts(self) -> bool:
+        if self.side.uncut:
+            return False
         _, rows, cols = self.x.shape
         cut = (rows // 2) * cols + cols // 2
         before = torch.arange(rows * cols, device="cpu").view(rows, cols) < cut
