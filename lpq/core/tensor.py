@@ -8,6 +8,7 @@ what each operator does with the buffers. Pickled and saved, it is its quantizer
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -79,6 +80,10 @@ class QuantizedTensor(Gathered, Tensor):
     """What error messages call it: the name of its parameter in the model that was converted; empty if nobody said.
     Views and copies keep it. It is not saved, and no compiler is told, which would tell layers apart by it."""
 
+    owner: weakref.ref[Any] | None
+    """The layer whose weight, or shard of a weight, this is: it finds the group of the other shards. Views and copies
+    keep it. It is neither saved nor told to a compiler."""
+
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """What an operator does; ``lpq.core.aten``, which is written over this class, provides it."""
     watch_steps: ClassVar[Callable[[], object]]
@@ -103,7 +108,7 @@ class QuantizedTensor(Gathered, Tensor):
                 cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
             )
         self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
-        self.window, self.draft, self.place = None, Draft(), ""
+        self.window, self.draft, self.place, self.owner = None, Draft(), "", None
         cls.watch_steps()
         return self
 
@@ -119,6 +124,13 @@ class QuantizedTensor(Gathered, Tensor):
     def whose(self) -> str:
         """What messages about it begin with."""
         return f"{self.place}: " if self.place else ""
+
+    def attached(self) -> bool:
+        """Whether the group of a shard is known. The layer whose it is finds that out, once FSDP2 has sharded it."""
+        layer = self.owner() if self.owner is not None else None
+        if self.amax_group == "unattached" and layer is not None:
+            self.amax_group = layer.weight_group()
+        return self.amax_group != "unattached"
 
     @property
     def row(self) -> Storage | None:
@@ -198,7 +210,7 @@ class QuantizedTensor(Gathered, Tensor):
     ) -> QuantizedTensor:
         """A tensor like this one over other operands."""
         made = QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
-        made.place = self.place
+        made.place, made.owner = self.place, self.owner
         return made
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:

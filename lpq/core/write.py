@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -32,15 +32,15 @@ class _Part:
 
     def shared_with(self) -> ProcessGroup | None:
         """The group over which statistics have to be reduced before this one can be encoded; None if there is none."""
-        group = self.target.amax_group
-        if group is None or not any(spans(d) for d in self.declared):
+        if self.target.amax_group is None or not any(spans(d) for d in self.declared):
             return None
-        if group == "unattached":
+        if not self.target.attached():
             raise RuntimeError(
                 f"{self.target.whose}this {list(self.target.shape)} tensor, stored as {self.target.quantizer}, is a "
                 "shard, and the group that holds the others is not known yet: call "
                 "lpq.distributed.attach(parameter) before writing to it"
             )
+        group = cast("ProcessGroup", self.target.amax_group)
         return group if group.size() > 1 else None
 
     def measure(self) -> list[Tensor]:

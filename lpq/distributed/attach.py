@@ -20,8 +20,9 @@ def local(tensor: Tensor) -> Tensor:
 def attach(parameter: Tensor) -> None:
     """Attach to the local part of a sharded parameter, if it is stored quantized, the group that shards it.
 
-    FSDP2's first gather, the step of any optimizer, ``lpq.optim``, ``lpq.checkpoint`` and ``Linear.reset_parameters``
-    do it. Before them, a write that needs statistics of the whole tensor is an error.
+    FSDP2's first gather, the step of any optimizer, ``lpq.optim``, ``lpq.checkpoint`` and any write to the weight of a
+    layer that FSDP2 has sharded do it. It is for shards that are made otherwise, such as what a file or a pickle had:
+    before it, a write that needs statistics of the whole tensor is an error.
     """
     part = local(parameter)
     if not isinstance(parameter, DTensor) or not isinstance(part, QuantizedTensor):

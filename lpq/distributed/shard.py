@@ -125,7 +125,8 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
             "cannot take its place: load without assign=True, or with lpq.optim.load_high_precision, and it is encoded"
         )
     if isinstance(stored, QuantizedTensor):
-        cast("QuantizedTensor", given).place = stored.place
+        taken = cast("QuantizedTensor", given)
+        taken.place, taken.owner = stored.place, stored.owner
     if not isinstance(new, DTensor):
         return given
     return DTensor.from_local(

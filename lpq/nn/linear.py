@@ -34,6 +34,8 @@ from lpq.nn.refusals import check, check_memories
 from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from lpq.distributed.gather import Gather
     from lpq.distributed.gathering import Gathering
     from lpq.recipes import Recipe, RecipeLike, Schedule
@@ -342,6 +344,8 @@ class Layer(nn.Module):
         weight = self._parameters.get("weight")
         if isinstance(weight, Gathered):
             weight.layer = weakref.ref(self)
+        if isinstance(weight, QuantizedTensor):
+            weight.owner = weakref.ref(self)
 
     @property
     def title(self) -> str:
@@ -400,6 +404,14 @@ class Layer(nn.Module):
         if self.gathering is None:
             raise RuntimeError(f"{self.title}: its weight was prepared by lpq.convert(…, weights=…) for another layer")
         return self.gathering.of(self)
+
+    def weight_group(self) -> ProcessGroup:
+        """The ranks among which FSDP2 has shared out a weight that is stored quantized."""
+        from lpq.distributed.attach import attach
+
+        site = self.weight_gather().site
+        attach(site.param)
+        return site.group
 
     def _gathered(self, remembers: bool) -> list[Tensor]:
         """Forward begins: say whether it runs again, and get what was measured of a weight that was gathered."""
@@ -482,11 +494,3 @@ class Linear(Layer, nn.Linear):
         module.begin()
         module.recipe = recipe
         return module
-
-    def reset_parameters(self) -> None:
-        """Initialise as ``nn.Linear`` does, also a weight that is sharded and stored quantized."""
-        if getattr(self, "gathering", None) is not None:
-            from lpq.distributed.attach import attach
-
-            attach(self.weight)
-        super().reset_parameters()

@@ -21,6 +21,7 @@ from stored import W8, Way, converted, local, optimizer_of, parts, same_parts, s
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -168,6 +169,20 @@ def _from_a_checkpoint(rank: int) -> None:
         same_parts(net, unsharded, recipe)
 
 
+def _from_a_full_state_dict(rank: int) -> None:
+    """By PyTorch's own functions, before any forward; ranks may have all of it, or rank 0 alone."""
+    values = _values()
+    for recipe in ("fp8-current", W8.format("hybrid(row=nvfp4, col=fp8)")):
+        for alone in (False, True):
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=alone)
+            for net in (_begun_on_meta(recipe), sharded(converted(recipe))):
+                set_model_state_dict(net, {} if alone and rank else dict(values), options=options)
+                _encoded(net, recipe, values)
+        direct = sharded(converted(recipe))
+        direct.load_state_dict(get_model_state_dict(net))
+        _encoded(direct, recipe, values)
+
+
 def _what_is_missing_is_said(rank: int) -> None:
     values = _values()
     net = sharded(converted("fp8-current"))
@@ -303,9 +318,10 @@ def _nothing_saves_the_group(rank: int) -> None:
     net = sharded(converted("fp8-current"))
     weight = net[0].up.weight
     refused = "is a shard, and the group that holds the others is not known yet: call lpq.distributed.attach"
-    with torch.no_grad(), pytest.raises(RuntimeError, match=refused):
-        weight.mul_(2)  # nothing has attached it yet
     assert weight._local_tensor.amax_group == "unattached"
+    with torch.no_grad():
+        weight.mul_(2)  # finds it
+    assert weight._local_tensor.amax_group is weight.device_mesh.get_group()
     step(net, SGD(net.parameters(), lr=0.1), 0, Way("fp8-current"))
     group = weight._local_tensor.amax_group
     assert isinstance(group, dist.ProcessGroup)
@@ -360,6 +376,7 @@ def _received(rank: int) -> None:
         _one_reduction_a_step,
         _masters_are_an_fp32_run,
         _from_a_checkpoint,
+        _from_a_full_state_dict,
         _what_is_missing_is_said,
         _initialised,
         _continued,

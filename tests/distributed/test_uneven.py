@@ -169,10 +169,10 @@ def _quantized(rank: int) -> None:
 def _refused_where_it_is_sharded(rank: int) -> None:
     """Without ``ranks`` every weight is stored quantized, and FSDP2 cannot cut some."""
     for rows, recipe, words in (
-        (90, "mxfp8", "a shard of 30 rows of a [90, 64] tensor that is stored as mxfp8 cuts blocks of 32"),
+        (90, "mxfp8", "a [90, 64] tensor that is stored as mxfp8 has no shard of 30 rows: it cuts blocks of 32"),
         (96, "fp8-block", "cuts blocks of 128"),
-        (100, "nvfp4", "a shard of 34 rows of a [100, 64] tensor that is stored as nvfp4(block=16x16) "),
-        (100, "fp8-current", "a shard of 34 rows of a [100, 64] tensor that is stored as fp8 leaves a smaller one"),
+        (100, "nvfp4", "a [100, 64] tensor that is stored as nvfp4(block=16x16) has no shard of 34 rows: "),
+        (100, "fp8-current", "tensor that is stored as fp8 has no shard of 34 rows: it leaves a smaller one"),
         (4, "fp8-current", "shards of 2 rows of a tensor that is stored as fp8 leave nothing to some ranks"),
         (2, "fp8-current", "shards of 1 rows of a tensor that is stored as fp8 leave nothing to some ranks"),
         (1, "mxfp8", "shards of 1 rows of a tensor that is stored as mxfp8 leave nothing to some ranks"),
