@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from lpq.nn.linear import Layer, Linear
 from lpq.nn.memories import check_names
 from lpq.nn.names import plain_name
 from lpq.nn.reports import WEIGHT, Entry, Report
+from lpq.nn.stages import Stages, last_change
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.recipes import RecipeError, Schedule
@@ -141,9 +142,12 @@ def convert(
     for words in warnings_of(model, policy, report, names, schedules, without):
         warnings.warn(words, stacklevel=2)
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.accumulate = accumulate
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
+    stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
+    for layer in layers:
+        layer.accumulate = accumulate
+        layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None
     if weights is not None:
         own = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}
         check_weights(model, weights, ranks, own)  # of layers, too, that are there since a plugin made them
@@ -342,13 +346,24 @@ def _given_since(module: nn.Module | None) -> str:
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """Give every layer the recipe that the policy has for this step. Weights and optimizer state stay."""
+    """Give every layer the recipe that the policy has for this step. Weights and optimizer state stay.
+
+    A step beyond the length of the run is refused. Where recipes change by step and an optimizer steps without this,
+    the next forward warns.
+    """
     if type(step) is not int or step < 0:
         raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
-    _conversions(model)
+    lengths = [c.steps for c in _conversions(model).values() if isinstance(c.steps, int)]
+    if lengths and step > min(lengths):
+        raise ValueError(
+            f"set_step: step {step} is beyond the run, which lpq.convert was told has steps={min(lengths)}: convert "
+            "with the length of the run, or give it to lpq.replan"
+        )
     for module in model.modules():
         if isinstance(module, Layer) and module.schedule is not None:
             module.recipe = module.schedule.at(step)
+            if module.stages is not None:
+                module.stages.move(step)
 
 
 def replan(model: nn.Module, *, steps: int) -> None:
@@ -362,7 +377,10 @@ def replan(model: nn.Module, *, steps: int) -> None:
     _check_layers(model, planned)
     check_weights(model, None, None, planned)
     for name, schedule in planned.items():
-        model.get_submodule(name).schedule = schedule  # type: ignore[assignment]
+        layer = cast("Layer", model.get_submodule(name))
+        layer.schedule = schedule
+        if layer.stages is not None:
+            layer.stages.last = last_change(planned.values())
 
     def again(part: str, entry: Entry) -> Entry:
         name = f"{part}.{entry.name}".strip(".")

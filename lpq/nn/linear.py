@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from lpq.distributed.gather import Gather
     from lpq.distributed.gathering import Gathering
+    from lpq.nn.stages import Stages
     from lpq.recipes import Recipe, RecipeLike, Schedule
 
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
@@ -256,6 +257,8 @@ class Layer(nn.Module):
     _held: HeldWeight | None
     schedule: Schedule | None
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
+    stages: Stages | None
+    """The step of the model, if the schedule has several recipes."""
     gathering: Gathering | None
     """With which other weights this one is gathered quantized, if it is."""
     place: str
@@ -268,7 +271,7 @@ class Layer(nn.Module):
     def begin(self) -> None:
         """Have what a layer has, and no recipe yet."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
-        self.gathering, self.accumulate, self.place = None, None, ""
+        self.gathering, self.accumulate, self.stages, self.place = None, None, None, ""
 
     # ------------------------------------------------------------------------------ the recipe
 
@@ -332,7 +335,7 @@ class Layer(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}  # nobody would release a copy's
+        return {**self.__dict__, "_held": None, "stages": None}  # nobody would release a copy's, or step it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or of what is loaded from a pickle."""
@@ -356,6 +359,8 @@ class Layer(nn.Module):
     # ------------------------------------------------------------------------------ running it
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.stages is not None:
+            self.stages.check(self)
         if self._plan is None:
             return super().forward(input)  # type: ignore[no-any-return]  # of the class beside this one
         weight: Tensor = self.weight.t() if self.transposed else self.weight

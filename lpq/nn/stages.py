@@ -1,0 +1,90 @@
+"""Stages of a policy: the step that a model was given last, and a warning where nobody gives it the next one.
+
+torch calls a function after the step of any optimizer, and forward of a layer compares. A model whose recipes do not
+change by step has no ``Stages``, and pays nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+if TYPE_CHECKING:
+    from lpq.recipes import Schedule
+
+
+def last_change(schedules: Iterable[Schedule | None]) -> int | None:
+    """The step from which on none of these changes the recipe; None if one ends at a fraction of an unknown length."""
+    ends = [until for schedule in schedules if schedule for until, _ in schedule.pieces if until is not None]
+    return None if any(isinstance(end, float) for end in ends) else max((int(end) for end in ends), default=0)
+
+
+class Stages:
+    """The step of one converted model whose policy gives layers other recipes at later steps."""
+
+    def __init__(self, model: nn.Module, last: int | None) -> None:
+        self._model = weakref.ref(model)
+        self._by: weakref.ref[Optimizer] | None = None
+        self.step = 0
+        self.last = last
+        """The step from which on no recipe changes any more; None: it is not known yet."""
+        self.due = False
+        """Whether an optimizer of the model has made a step since the step moved."""
+        self.warned = False
+        _watched().add(self)
+
+    def move(self, step: int) -> None:
+        """Take the step that ``set_step`` gives."""
+        if step != self.step:
+            self.step, self.due, self._by = step, False, None
+
+    def check(self, layer: nn.Module) -> None:
+        """Forward of a layer begins: warn, once, if the step should have moved. A compiled one does not ask."""
+        if not torch.compiler.is_compiling() and self.due and layer.training and torch.is_grad_enabled():
+            self._warn()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has made a step."""
+        model = self._model()
+        if self.warned or model is None or (self.last is not None and self.step >= self.last):
+            return
+        own = set(map(id, model.parameters()))
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self._by is not None and self._by() is optimizer:
+            self._warn()  # a compiled model has not said so
+        elif not self.due:
+            self.due, self._by = True, weakref.ref(optimizer)
+
+    def _warn(self) -> None:
+        self.due = False
+        if self.warned:
+            return
+        self.warned = True
+        until = "" if self.last is None else f", the last time at step {self.last}"
+        warnings.warn(
+            f"an optimizer has made a step, and the policy's step is {self.step} as before: its recipes change by "
+            f"step{until}, and do so only if the training loop calls lpq.set_step(model, step) before each step",
+            stacklevel=4,
+        )
+
+
+@cache
+def _watched() -> weakref.WeakSet[Stages]:
+    """Those that are told of optimizers' steps, from when the first is made on."""
+    watched: weakref.WeakSet[Stages] = weakref.WeakSet()
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for stages in tuple(watched):
+                stages.stepped(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
+    return watched

@@ -1,0 +1,172 @@
+"""A policy with stages that nobody steps: said once, by the first forward after an optimizer's step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lpq
+from lpq.optim import MasterWeights
+
+WORDS = (
+    r"an optimizer has made a step, and the policy's step is 0 as before: .* at step 8, .* lpq\.set_step\(model, step\)"
+)
+RULES = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 8}, {"match": "*", "recipe": "nvfp4"}]}
+LATER = {"rules": [{"match": "*", "recipe": "skip", "until": 8}, {"match": "*", "recipe": "nvfp4"}]}
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+
+def net(policy: Any = RULES, **how: Any) -> nn.Module:
+    return lpq.convert(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), policy, **how)
+
+
+def backward(model: nn.Module) -> None:
+    model(X).square().mean().backward()
+
+
+def said(action: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in told if "made a step" in str(warning.message)]
+
+
+def steps(model: nn.Module, optimizer: Any, count: int = 3, micro: int = 1, move: bool = False, start: int = 0) -> None:
+    for step in range(start, start + count):
+        if move:
+            lpq.set_step(model, step)
+        for _ in range(micro):
+            backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),  # autograd does not count what it writes
+    "foreach": lambda model: torch.optim.AdamW(model.parameters(), foreach=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("policy", [RULES, LATER])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_first_pass_after_a_step_says_so_once(optimizer: str, policy: Any) -> None:
+    model = net(policy)
+    made = OPTIMIZERS[optimizer](model)
+    assert said(lambda: (backward(model), backward(model), made.step())) == []
+    model.eval()
+    assert said(lambda: backward(model)) == []
+    model.train()
+    with torch.no_grad():
+        assert said(lambda: model(X)) == []
+    with pytest.warns(UserWarning, match=WORDS):
+        backward(model)
+    assert said(lambda: steps(model, made)) == []
+
+
+def test_who_steps_is_left_in_peace() -> None:
+    model = net(steps=12)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert said(lambda: steps(model, optimizer, 5, micro=3, move=True)) == []
+    lpq.set_step(model, 8)
+    assert said(lambda: steps(model, optimizer)) == [], "nothing changes any more"
+    lpq.set_step(model, 3)
+    assert len(said(lambda: steps(model, optimizer))) == 1, "and this rollback was not gone on from"
+    for policy in (
+        "mxfp8",
+        {"rules": [{"match": "*", "recipe": "mxfp8", "until": 8}, {"match": "*", "recipe": "mxfp8"}]},
+    ):
+        model = net(policy)
+        assert said(lambda m=model: steps(m, torch.optim.AdamW(m.parameters()))) == []
+        assert model[0].stages is None
+
+
+def test_other_optimizers_are_not_taken_for_the_models() -> None:
+    model, other = net(), net("mxfp8")
+    assert said(lambda: (steps(other, torch.optim.SGD(other.parameters())), backward(model))) == []
+    first, second = torch.optim.SGD(model[0].parameters()), torch.optim.SGD(model[2].parameters())
+
+    def loop() -> None:
+        for step in range(4):
+            lpq.set_step(model, step)
+            backward(model)
+            first.step()
+            second.step()
+
+    assert said(loop) == []
+    model = net({"rules": [{"match": "*", "recipe": "mxfp8", "until": 8}]}, weights="high_precision")
+    assert len(said(lambda: steps(model, torch.optim.SGD(model.parameters())))) == 1
+    stays = {
+        "rules": [{"match": "*", "recipe": "x=mxfp8, w=mxfp8, dy=bf16", "until": 8}, {"match": "*", "recipe": "mxfp8"}]
+    }
+    for move, count in ((True, 0), (False, 1)):
+        model = net(stays, weights="quantized")
+        optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert len(said(lambda m=model, o=optimizer, move=move: steps(m, o, 4, move=move))) == count
+
+
+def test_compiled_models_are_told_by_the_second_step() -> None:
+    model = net()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        compiled(X).sum().backward()
+        optimizer.step()
+
+    assert said(step) == []
+    assert len(said(lambda: (step(), step(), step()))) == 1
+    torch._dynamo.reset()
+
+
+def test_copies_and_pickles_are_models_of_their_own() -> None:
+    model = net()
+    twins = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    for twin in twins:
+        assert said(lambda t=twin: backward(t)) == []
+        lpq.set_step(twin, 8)
+        assert twin[0].recipe == lpq.recipe("nvfp4")
+    assert len(said(lambda: backward(model))) == 1
+
+
+def test_a_model_that_is_gone_is_not_kept() -> None:
+    there = weakref.ref(net())
+    gc.collect()
+    assert there() is None
+
+
+def test_a_length_that_is_given_later_counts() -> None:
+    half = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 0.5}, {"match": "*", "recipe": "nvfp4"}]}
+    model = net(half, steps="later")
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    with pytest.warns(
+        UserWarning, match=r"the policy's step is 0 as before: its recipes change by step, and do so only"
+    ):
+        backward(model)
+    lpq.replan(lpq.convert(model, half, steps="later"), steps=10)
+    lpq.set_step(model, 5)
+    assert said(lambda: steps(model, optimizer)) == []
+
+
+def test_a_step_beyond_the_run_is_refused() -> None:
+    model = net(steps=10)
+    lpq.set_step(model, 10)
+    with pytest.raises(
+        ValueError, match=r"step 11 is beyond the run, .* has steps=10: convert with the length .* lpq\.replan"
+    ):
+        lpq.set_step(model, 11)
+    assert model[0].recipe == lpq.recipe("nvfp4")
+    lpq.replan(model, steps=20)
+    lpq.set_step(model, 11)
+    lpq.set_step(net(), 10**6)
