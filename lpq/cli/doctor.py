@@ -93,7 +93,7 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
             names = ", ".join(sorted(without))
             typer.echo(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
         if (problem := cubins.why_unkept()) is not None:
-            where_to = f"Set {cubins.CACHE} to a folder that can be written"
+            where_to = f"Set {cubins.CACHE} to a folder that you can write, and nobody else"
             typer.echo(
                 f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew."
             )

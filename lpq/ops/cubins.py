@@ -5,8 +5,8 @@ the macros, the options, the architecture and the version of the compiler. A hea
 macro that comes with the request; one that only a ``#define`` names is refused, for it could change unseen. A file is
 written beside its place and renamed, so that processes which compile the same source at once never see half a file, and
 it begins with a digest, so that a damaged file is compiled anew. Where the cache cannot be written (``LPQ_CACHE_DIR``,
-by default ``~/.cache/lpq``) each process compiles for itself and says so. ``cuda-core`` is imported when something is
-compiled, not before.
+by default ``~/.cache/lpq``), or others could write to it (``lpq.ops.trusted``), each process compiles for itself and
+says so. ``cuda-core`` is imported when something is compiled, not before.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from lpq.ops import trusted
 from lpq.ops.errors import KernelError
 
 CACHE = "LPQ_CACHE_DIR"
@@ -57,14 +58,17 @@ def cubin(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
     """The machine code of a source for an architecture such as ``sm_90a``; a macro is ``NAME=VALUE``."""
     name = f"{key(source, macros, architecture)}.cubin"
     folder = cache_dir()
-    code = None if folder is None else _read(folder / name)
-    if code is None:
-        code = compile_source(source, macros, architecture)
-        if folder is None:
-            _cannot_keep("without a home folder")
-        else:
+    if folder is None:
+        _cannot_keep("without a home folder")
+    elif why := trusted.fault(folder):
+        _cannot_keep(f"in {folder} ({why})")
+    else:
+        code = _read(folder / name)
+        if code is None:
+            code = compile_source(source, macros, architecture)
             _write(folder / name, code)
-    return code
+        return code
+    return compile_source(source, macros, architecture)
 
 
 def cache_dir() -> Path | None:
@@ -88,7 +92,7 @@ def why_unkept() -> str | None:
         return f"{folder} cannot be reached ({error.strerror or error})"
     if not nearest.is_dir():
         return f"{nearest} is no folder"
-    return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} cannot be written"
+    return trusted.fault(folder) if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} cannot be written"
 
 
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
@@ -187,10 +191,13 @@ def _macro(text: str) -> tuple[str, str]:
 
 
 def _read(place: Path) -> bytes | None:
-    """The code in a file of the cache; None if there is none, or if it is damaged."""
+    """The code in a file of the cache; None if there is none, if it is damaged, or if others can have written it."""
     try:
-        content = place.read_bytes()
+        content = trusted.read(place)
     except OSError:
+        return None
+    except trusted.Untrusted as why:
+        _warn(f"a kernel that was kept is compiled anew: {why}, and code of others is not run.")
         return None
     digest, code = content[:DIGEST_SIZE], content[DIGEST_SIZE:]
     return code if code and DIGEST(code).digest() == digest else None
@@ -199,8 +206,9 @@ def _read(place: Path) -> bytes | None:
 def _write(place: Path, code: bytes) -> None:
     written = place.with_name(f"{uuid.uuid4().hex}.part")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with written.open("xb") as file:  # other users may read it, if the umask lets them
+        trusted.make(place.parent)
+        written.touch(0o644, exist_ok=False)  # other users may read it, if the umask lets them
+        with written.open("wb") as file:
             file.write(DIGEST(code).digest() + code)
         os.replace(written, place)
     except OSError as error:
@@ -210,9 +218,11 @@ def _write(place: Path, code: bytes) -> None:
 
 
 def _cannot_keep(why: str) -> None:
-    warnings.warn(
+    _warn(
         f"compiled kernels cannot be kept {why}: every process compiles them again, a fraction of a second each. "
-        f"Set {CACHE} to a folder that can be written.",
-        KernelCacheWarning,
-        stacklevel=2,
+        f"Set {CACHE} to a folder that you can write, and nobody else."
     )
+
+
+def _warn(what: str) -> None:
+    warnings.warn(what, KernelCacheWarning, stacklevel=3)  # Python shows the same text from the same place once

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -304,19 +303,6 @@ def test_a_source_is_compiled_beside_its_own_headers(source: Path, monkeypatch: 
     cubins.compile_source(Path(source.name), (), "sm_90a")
     assert asked["name"] == str(source)
     assert {**asked, **cubins.OPTIONS} == asked
-
-
-@pytest.fixture
-def umask() -> Iterator[None]:
-    before = os.umask(0o027)
-    yield
-    os.umask(before)
-
-
-def test_the_umask_says_who_may_read_the_cache(source: Path, compiled: list[object], umask: None) -> None:
-    cubins.cubin(source, (), "sm_90a")
-    (file,) = kept()
-    assert file.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_user_without_a_home_is_told(
