@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from lpq.registry.showing import brief
+
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
 
@@ -33,6 +35,8 @@ def check_seed(seed: object) -> None:
     if not is_seed(seed):
         what = f"{seed.dtype} of shape {list(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
         raise TypeError(f"the seed is {what}: pass an int, or a 0-dimensional tensor of integers")
+    if isinstance(seed, int) and not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"the seed is {brief(seed)}, and kernels read 64 bits: pass one from -2^63 on and below 2^64")
 
 
 def signed(seed: int) -> int:
@@ -80,6 +84,11 @@ def state_of(
 ) -> dict[str, Tensor]:
     """What the quantizer needs of a state; empty if it remembers nothing. ``what`` messages call it, and ``of`` what
     is encoded."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{what} is a {type(state).__name__}: pass what {quantizer}.new_state() made, a dict, or None to encode "
+            f"with the statistics of {of}"
+        )
     branches = quantizer.state_branches().items()
     needed = {prefix + buffer.name: buffer.shape for prefix, side in branches for buffer in side.state}
     if missing := [name for name in needed if name not in state]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -171,7 +171,8 @@ def quantize_tensor(
     check_input(x)
     check_dense(x)
     check_offset(offset)
-    state = (state_of(quantizer, state, x.device) or None) if state else None
+    nothing = state is None or (isinstance(state, Mapping) and not state)
+    state = None if nothing else state_of(quantizer, cast("State", state), x.device) or None
     with torch.no_grad():
         matrix = as_matrix(x)
         if quantizer.side("row").plain or quantizer.side("col").plain:

@@ -24,6 +24,7 @@ from lpq.core.inference import normal_tensors
 from lpq.core.operations import decode, transpose
 from lpq.core.operators import opaque_when_traced
 from lpq.core.quantizer import Direction, Quantizer
+from lpq.core.rebuilt import operands_of
 from lpq.core.storage import Storage
 
 if TYPE_CHECKING:
@@ -363,11 +364,7 @@ def rebuild(
     is_shard: bool = False,
 ) -> QuantizedTensor:
     """A saved QuantizedTensor. The format's plugin is looked up now, so a missing one is an error in words."""
-    operands: dict[str, Storage] = {}
-    for direction, (text, buffers, matrix, stored) in sides.items():
-        side: Quantizer = registry.quantizer(text)
-        tensors = [buffers[b.name].view(b.dtype or stored) for b in side.layout]
-        operands[direction] = side.storage.wrap(tensors, side, matrix, stored)
+    operands = operands_of(quantizer, sides, shape, dtype)
     tensor = QuantizedTensor(
         operands.get("row"), operands.get("col"), registry.quantizer(quantizer), shape, dtype,
         requires_grad=requires_grad, amax_group="unattached" if is_shard else None,

@@ -403,6 +403,8 @@ def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
     Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not look, on leaving.
     Inside of another ``hold_weights`` those that it holds stay its own.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hold_weights: the model is a {type(model).__name__}: pass an nn.Module")
     layers = [m for m in model.modules() if isinstance(m, Layer)]
     if not layers:
         raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")

@@ -1,0 +1,39 @@
+"""What others wrote, as messages show it: callers, files, the metadata of packages.
+
+A message has a few lines, nothing in it steers the terminal, and a command in it has only names that were checked.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterable
+
+DISTRIBUTION = re.compile(r"[A-Z0-9](?:[A-Z0-9._-]{0,98}[A-Z0-9])?", re.ASCII | re.IGNORECASE)
+"""The name of a distribution, by PEP 508; none in use is longer."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 200, 200, 100
+
+
+def brief(value: object) -> str:
+    """The repr of a value, of whatever size and depth, in at most a line or two."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} of very large numbers"
+
+
+def printable(text: str) -> str:
+    """Text with what is no letter, sign or end of line written out, as ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def pip(command: str, names: Iterable[str], otherwise: str) -> str:
+    """``pip install acme``, where all of these are names of distributions; what else to do, where one is not."""
+    found = list(names)
+    if found and all(DISTRIBUTION.fullmatch(name) for name in found):
+        return " or ".join(f"pip {command} {name}" for name in found)
+    return otherwise
