@@ -16,8 +16,9 @@ import typer
 from lpq import registry
 from lpq.registry.errors import LpqError
 from lpq.registry.grammar import parse
+from lpq.registry.showing import brief
 
-NAME = re.compile(r"[a-z][a-z0-9_]*")
+NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class NewPluginError(LpqError):
@@ -52,7 +53,8 @@ def check_name(name: str) -> None:
     """Refuse a name that cannot be a format's, or that is taken."""
     if not NAME.fullmatch(name):
         raise NewPluginError(
-            f"{name!r} cannot be the name of a format: use lower-case letters, digits and _, a letter first"
+            f"{brief(name)} cannot be the name of a format: use at most 64 lower-case letters, digits and _, a letter "
+            "first"
         )
     (_, value), *_ = parse(f"format(name={name})").options
     if value != name:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from lpq.registry.errors import LpqError, OptionError, UnknownFormat, UnknownRecipe
 from lpq.registry.loader import PluginInfo
+from lpq.registry.showing import printable
 
 USAGE = (OptionError, UnknownFormat, UnknownRecipe)
 """The errors of a command that is written wrongly: it has a name, an option or a value that does not exist."""
@@ -24,7 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table under a title. Cells are plain text, and a column with nothing in it is left out."""
-    cells = [[escape(str(cell)) if cell is not None else "" for cell in row] for row in rows]
+    cells = [[escape(printable(str(cell))) if cell is not None else "" for cell in row] for row in rows]
     used = [i for i, _ in enumerate(columns) if i == 0 or any(row[i] for row in cells)]
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i in used:
@@ -32,7 +33,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     for row in cells:
         made.add_row(*(row[i] for i in used))
     console = Console()
-    console.print(f"[bold]{escape(title)}[/bold]")
+    console.print(f"[bold]{escape(printable(title))}[/bold]")
     console.print(made)
 
 
@@ -57,8 +58,10 @@ def tell(error: LpqError, *, aloud: bool = True) -> int:
 
 def _misnames(error: LpqError) -> bool:
     """Whether it is of a recipe, or a policy, in a part of which there is such a name or option."""
-    if not isinstance(error.__cause__, USAGE):
+    if "lpq.recipes" not in sys.modules:  # it imports torch, which other commands do without
         return False
-    from lpq.recipes import PluginRecipeError, RecipeError  # with torch, which other commands do without
+    from lpq.recipes.errors import PluginRecipeError, RecipeError, UnknownKey
 
-    return isinstance(error, RecipeError) and not isinstance(error, PluginRecipeError)
+    if isinstance(error, PluginRecipeError):
+        return False
+    return isinstance(error, UnknownKey) or (isinstance(error, RecipeError) and isinstance(error.__cause__, USAGE))

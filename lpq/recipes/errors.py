@@ -12,6 +12,10 @@ class RecipeError(LpqError, ValueError):
     """A recipe or a policy that cannot be built."""
 
 
+class UnknownKey(RecipeError):
+    """A key that no recipe, or no policy, has."""
+
+
 class PluginRecipeError(RecipeError):
     """A recipe that a plugin brings and that cannot be built. What else the plugin brings is not affected."""
 

@@ -17,6 +17,7 @@ from lpq import registry
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
+from lpq.registry.showing import brief
 
 
 class Operand(NamedTuple):
@@ -60,10 +61,10 @@ class Gemm:
         for quantizer in (self.a, self.b):
             if not isinstance(quantizer, Quantizer):
                 raise RecipeError(
-                    f"an operand of a Gemm must be a quantizer, not {quantizer!r}: lpq.quantizer makes one"
+                    f"an operand of a Gemm must be a quantizer, not {brief(quantizer)}: lpq.quantizer makes one"
                 )
         if not isinstance(self.fast_accumulate, bool | None):
-            raise RecipeError(f"fast_accumulate must be true or false, not {self.fast_accumulate!r}")
+            raise RecipeError(f"fast_accumulate must be true or false, not {brief(self.fast_accumulate)}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,9 +79,9 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in GEMMS:
             if not isinstance(gemm := self.gemm(name), Gemm):
-                raise RecipeError(f"{name} must be a Gemm, not {gemm!r}: lpq.recipe takes strings")
+                raise RecipeError(f"{name} must be a Gemm, not {brief(gemm)}: lpq.recipe takes strings")
         if not isinstance(self.name, str | None):
-            raise RecipeError(f"name must be a string, not {self.name!r}")
+            raise RecipeError(f"name must be a string, not {brief(self.name)}")
         for name, product in self.products.items():
             _check_bases(name, product)
         for tensor in TENSORS:  # what cannot be joined is found now, not when a layer asks

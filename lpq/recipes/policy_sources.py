@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from lpq.recipes import toml
-from lpq.recipes.errors import RecipeError, place
+from lpq.recipes.errors import RecipeError, UnknownKey, place
 from lpq.recipes.recipe_sources import RecipeLike, recipe
 from lpq.recipes.rules import LEAVE, SKIP, Policy, Rule
 from lpq.registry.errors import suggestion
+from lpq.registry.showing import brief
 
 PolicyLike: TypeAlias = "Policy | RecipeLike"
 Include: TypeAlias = Literal["all"] | None
@@ -50,7 +51,7 @@ def _made(source: PolicyLike) -> Policy:
             "need not be converted"
         )
     if isinstance(source, list | tuple):
-        raise RecipeError(f"rules go into a table: {{{RULES!r}: […]}}, and this is {source!r}")
+        raise RecipeError(f"rules go into a table: {{{RULES!r}: […]}}, and this is {brief(source)}")
     path = toml.path(source)
     table = toml.read(path) if path else toml.parsed(source)
     if not isinstance(table, Mapping) or not _has_rules(table):
@@ -73,7 +74,7 @@ def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
         raise RecipeError(f"a policy has rules, and this has only {', '.join(table)}")
     entries, leave = table[RULES], table.get("leave", ())
     if not isinstance(entries, list | tuple):
-        raise RecipeError(f"{RULES} must be a list of rules, not {entries!r}")
+        raise RecipeError(f"{RULES} must be a list of rules, not {brief(entries)}")
     rules: list[Rule] = []
     for number, entry in enumerate(entries, 1):
         with place(f"rule {number}"):
@@ -85,7 +86,7 @@ def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
 
 def _rule(entry: object, folder: Path) -> Rule:
     if not isinstance(entry, Mapping):
-        raise RecipeError(f"a rule is a table with {', '.join(KEYS)}, not {entry!r}")
+        raise RecipeError(f"a rule is a table with {', '.join(KEYS)}, not {brief(entry)}")
     _check_keys(entry, KEYS)
     for key, remedy in REMEDIES.items():
         if key not in entry:
@@ -104,4 +105,4 @@ def _check_keys(table: Mapping[str, object], known: tuple[str, ...]) -> None:
         if key in KEYS and known == TABLE:
             raise RecipeError(f"a rule goes into a list: {{{RULES!r}: [{{'match': …, 'recipe': …}}]}}")
         if key not in known:
-            raise RecipeError(f"unknown key {key!r}: {suggestion(str(key), known)}")
+            raise UnknownKey(f"unknown key {brief(key)}: {suggestion(str(key), known)}")

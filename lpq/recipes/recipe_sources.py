@@ -17,11 +17,12 @@ from typing import TypeAlias, cast
 from lpq import registry
 from lpq.core.quantizer import Quantizer
 from lpq.recipes import toml
-from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning, place
+from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning, UnknownKey, place
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS, Gemm, Operand, Recipe
 from lpq.registry import RecipeSpec
 from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
 from lpq.registry.grammar import NAME, split_items
+from lpq.registry.showing import brief
 
 RecipeLike: TypeAlias = "Recipe | Quantizer | str | Path | Mapping[str, object]"
 
@@ -55,8 +56,9 @@ def _recipe(source: object, within: tuple[str, ...]) -> Recipe:
         if "," in first:
             base = first.partition(",")[0].strip()
             raise RecipeError(
-                f"{base!r} stands without a key in {source.strip()!r}. A recipe that is another one but for some "
-                f"operands says what each gets, as in 'x={base}, w={base}, dy=…' or 'fprop={base}, dgrad=…, wgrad=…'"
+                f"{brief(base)} stands without a key in {brief(source.strip())}. A recipe that is another one but for "
+                "some operands says what each gets, as in "
+                f"'x={base}, w={base}, dy=…' or 'fprop={base}, dgrad=…, wgrad=…'"
             )
         return _from_items(split_items(source), source.strip(), within)
     value = _value(source, within)
@@ -100,11 +102,11 @@ def _check_key(key: str) -> None:
     if key in ("rules", "leave", "least"):
         raise RecipeError("this is a policy, since it has rules: lpq.policy takes it")
     if set(key) & set("*?["):
-        raise RecipeError(
-            f"{key!r} is a pattern of layers: {{'rules': [{{'match': {key!r}, 'recipe': …}}]}} is a policy"
+        raise UnknownKey(
+            f"{brief(key)} is a pattern of layers: {{'rules': [{{'match': {brief(key)}, 'recipe': …}}]}} is a policy"
         )
     if key not in KEYS:
-        raise RecipeError(f"unknown key {key!r}: {suggestion(key, KEYS)}")
+        raise UnknownKey(f"unknown key {brief(key)}: {suggestion(key, KEYS)}")
 
 
 def _check_complete(given: Container[Operand]) -> None:
@@ -129,7 +131,7 @@ def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:
     if isinstance(value, Recipe | Quantizer):
         return value
     if not isinstance(value, str):
-        raise RecipeError(f"expected the name of a recipe or a quantizer, not {value!r}")
+        raise RecipeError(f"expected the name of a recipe or a quantizer, not {brief(value)}")
     name = value.strip()
     if not name:
         raise RecipeError(
@@ -175,7 +177,7 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
         _refuse_file(name)
         known = {*registry.recipes(), *registry.formats()}
         raise UnknownRecipe(
-            f"there is no recipe and no format {name!r} here: {suggestion(name, known)} "
+            f"there is no recipe and no format {brief(name)} here: {suggestion(name, known)} "
             "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
         ) from None
 
@@ -211,5 +213,5 @@ def _flag(value: object) -> bool:
     if value in ("true", "false"):  # as the grammar spells it
         return value == "true"
     if not isinstance(value, bool):
-        raise RecipeError(f"it must be true or false, not {value!r}")
+        raise RecipeError(f"it must be true or false, not {brief(value)}")
     return value

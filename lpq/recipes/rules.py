@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeAlias
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
-from lpq.recipes.globs import covers, matches
+from lpq.recipes.globs import LONGEST, covers, literal, matches
+from lpq.registry.showing import brief
 
 PART = re.compile(r"[^.*?\[]+")
 """A part of a dotted name."""
@@ -44,15 +45,17 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.match, tuple) and self.match and all(isinstance(p, str) for p in self.match)):
-            raise RecipeError(f"match must be a tuple of one or more patterns, not {self.match!r}")
+            raise RecipeError(f"match must be a tuple of one or more patterns, not {brief(self.match)}")
+        if longest := next((p for p in self.match if len(p) > LONGEST), None):
+            raise RecipeError(f"the pattern {brief(longest)} has {len(longest)} characters, the most are {LONGEST}")
         if not isinstance(self.recipe, Recipe | None):
-            raise RecipeError(f"recipe must be a Recipe or None, not {self.recipe!r}: lpq.policy takes names")
+            raise RecipeError(f"recipe must be a Recipe or None, not {brief(self.recipe)}: lpq.policy takes names")
         whole = type(self.until) is int and self.until >= 1
         fraction = type(self.until) is float and 0 < self.until <= 1
         if not (whole or fraction or self.until is None):
             raise RecipeError(
                 "until must be a step (a whole number from 1 on) or a fraction of the run "
-                f"(a float above 0.0, up to 1.0), not {self.until!r}"
+                f"(a float above 0.0, up to 1.0), not {brief(self.until)}"
             )
 
     def matches(self, name: str) -> bool:
@@ -130,26 +133,24 @@ class Policy:
     def __post_init__(self) -> None:
         given = self.rules
         if not (isinstance(given, tuple) and given and all(isinstance(rule, Rule) for rule in given)):
-            raise RecipeError(f"a policy's rules must be a tuple of one or more Rules, not {given!r}")
+            raise RecipeError(f"a policy's rules must be a tuple of one or more Rules, not {brief(given)}")
         if not isinstance(self.leave, tuple) or not all(isinstance(p, str) and PART.fullmatch(p) for p in self.leave):
             raise RecipeError(
                 f"leave must be a tuple of parts of names, without dots and wildcards, as ('lm_head',), and is "
-                f"{self.leave!r}; a rule with recipe = {SKIP!r} takes patterns"
+                f"{brief(self.leave)}; a rule with recipe = {SKIP!r} takes patterns"
             )
         if type(self.least) is not int or self.least < 0:
-            raise RecipeError(f"least must be a number of inputs or outputs, from 0 on, not {self.least!r}")
+            raise RecipeError(f"least must be a number of inputs or outputs, from 0 on, not {brief(self.least)}")
+        earlier: list[tuple[str, str, int, Rule]] = []
         for number, rule in enumerate(self.rules, 1):
             for pattern in rule.match:
-                self._check_reachable(number, rule, pattern)
-
-    def _check_reachable(self, number: int, rule: Rule, pattern: str) -> None:
-        for earlier, other in enumerate(self.rules[: number - 1], 1):
-            cover = next((p for p in other.match if covers(p, pattern) and other.outlasts(rule)), None)
-            if cover is not None:
-                raise RecipeError(
-                    f"rule {earlier} ({cover!r}) hides rule {number} ({pattern!r}), since the "
-                    f"first match wins: put rule {number} before rule {earlier}, or drop the pattern"
-                )
+                for piece, cover, first, other in earlier:
+                    if piece in pattern and other.outlasts(rule) and covers(cover, pattern):
+                        raise RecipeError(
+                            f"rule {first} ({cover!r}) hides rule {number} ({pattern!r}), since the first match wins: "
+                            f"put rule {number} before rule {first}, or drop the pattern"
+                        )
+            earlier += [(literal(pattern), pattern, number, rule) for pattern in rule.match]
 
     def without_exceptions(self) -> Policy:
         """The same rules, for all layers that they match: ``include="all"``."""

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lpq.recipes.errors import RecipeError
+from lpq.registry.reading import read_text
+
+NESTED = "is nested deeper than a recipe or a policy is: correct it"
 
 
 def path(source: object) -> Path | None:
@@ -21,11 +24,13 @@ def path(source: object) -> Path | None:
 def read(path: Path) -> dict[str, Any]:
     """The table in a file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not TOML: {error}") from error
+    except RecursionError:
+        raise RecipeError(f"{path} {NESTED}") from None
 
 
 def parsed(source: object) -> object:
@@ -36,6 +41,8 @@ def parsed(source: object) -> object:
         except tomllib.TOMLDecodeError as error:
             if source.lstrip().startswith("["):  # as the grammar of recipes never does
                 raise RecipeError(f"this text is not TOML: {error}") from error
+        except RecursionError:
+            raise RecipeError(f"this text {NESTED}") from None
     return source
 
 

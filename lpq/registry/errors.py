@@ -8,9 +8,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Self
 
+from lpq.registry.showing import brief, printable
+
+LINE = 200
+"""The most characters of a text in which a place is marked."""
+
 
 class LpqError(Exception):
-    """The base of them all."""
+    """The base of them all. Nothing in its text steers a terminal, whatever file or package it speaks of."""
+
+    def __str__(self) -> str:
+        return printable(self.message())
+
+    def message(self) -> str:
+        """The message."""
+        return super().__str__()
 
 
 class UnknownFormat(LpqError, LookupError):
@@ -27,12 +39,12 @@ class OptionError(LpqError, ValueError):
     @classmethod
     def unknown(cls, owner: str, option: str, known: Iterable[str]) -> Self:
         """``owner`` has no such option."""
-        return cls(f"{owner} has no option {option!r}: {suggestion(option, known)}")
+        return cls(f"{owner} has no option {brief(option)}: {suggestion(option, known)}")
 
     @classmethod
     def invalid(cls, owner: str, option: str, value: object, wanted: str) -> Self:
         """The option exists and cannot take this value."""
-        return cls(f"{owner}: option {option!r} must be {wanted}, not {value!r}")
+        return cls(f"{owner}: option {option!r} must be {wanted}, not {brief(value)}")
 
 
 class GrammarError(OptionError):
@@ -42,10 +54,12 @@ class GrammarError(OptionError):
         super().__init__(text, position, problem)
         self.text, self.position, self.problem = text, position, problem
 
-    def __str__(self) -> str:
-        found = repr(self.text[self.position :]) if self.position < len(self.text) else "the end"
-        marked = "" if "\n" in self.text else f"\n  {self.text}\n  {' ' * self.position}^"
-        return f"cannot read {self.text!r}: {self.problem} at {found}{marked}"
+    def message(self) -> str:
+        found = brief(self.text[self.position :]) if self.position < len(self.text) else "the end"
+        marked = f"\n  {self.text}\n  {' ' * self.position}^"
+        if not self.text.isprintable() or len(self.text) > LINE:
+            marked = ""
+        return f"cannot read {brief(self.text)}: {self.problem} at {found}{marked}"
 
 
 class ImportStringError(LpqError, ImportError):
@@ -62,7 +76,7 @@ class PluginError(LpqError):
         self.plugin, self.distribution, self.version = plugin, distribution, version
         self.cause, self.remedy = cause, remedy
 
-    def __str__(self) -> str:
+    def message(self) -> str:
         origin = f"{self.distribution} {self.version}".strip()
         return f"plugin {self.plugin} ({origin}) cannot be used: {self.cause}. Remedy: {self.remedy}."
 

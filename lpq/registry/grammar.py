@@ -13,10 +13,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lpq.registry.errors import GrammarError, OptionError
+from lpq.registry.showing import brief
 
 Value: TypeAlias = "bool | int | float | str | Call | None"
 
 NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+LONGEST, DEEPEST = 10_000, 16
+"""The most characters of a text, and the most quantizers in each other."""
+WORD = 300
+"""The most characters of a word or a number."""
 _WORD = re.compile(r"[\w.+-]+", re.ASCII)
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|' r"'(?:[^'\\]|\\.)*'", re.DOTALL)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
@@ -58,7 +63,11 @@ class _Reader:
     """A position in a text, which every method moves past what it reads and the blanks behind it."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        if len(text) > LONGEST:
+            raise OptionError(
+                f"{brief(text)} has {len(text)} characters: a recipe or a quantizer has at most {LONGEST}"
+            )
+        self.text, self.depth = text, 0
         self.move(0)
 
     def move(self, position: int) -> None:
@@ -95,7 +104,11 @@ class _Reader:
         """The options that follow a name, if any do."""
         options: list[tuple[str, Value]] = []
         if self.symbol("(") and not self.symbol(")"):
+            self.depth += 1
+            if self.depth > DEEPEST:
+                raise self.error(f"quantizers stand in each other at most {DEEPEST} deep; expected no other")
             options = [(key, value) for key, value, _, _ in self.items()]
+            self.depth -= 1
             if not self.symbol(")"):
                 raise self.error("expected ',' or ')'")
         return Call(name, tuple(options))
@@ -121,6 +134,8 @@ class _Reader:
         if quoted is not None:
             return re.sub(r"\\(.)", r"\1", quoted[1:-1], flags=re.DOTALL)
         word = self.take(_WORD, "expected a value")
+        if len(word) > WORD:
+            raise GrammarError(self.text, self.position, f"no word or number has {len(word)} characters")
         if self.text.startswith("(", self.position) and NAME.fullmatch(word):
             return self.call(word)
         return _meaning(word)
@@ -140,7 +155,7 @@ def _written(value: object) -> str:
     if isinstance(value, int | float | Call):
         return str(value)
     if not isinstance(value, str):
-        raise OptionError(f"{value!r} is a {type(value).__name__}, which no quantizer string can hold")
+        raise OptionError(f"{brief(value)} is a {type(value).__name__}, which no quantizer string can hold")
     if _WORD.fullmatch(value) and _meaning(value) == value:
         return value
     return '"' + re.sub(r'["\\]', r"\\\g<0>", value) + '"'

@@ -17,6 +17,7 @@ import pluggy
 from lpq.registry import hookspecs
 from lpq.registry.errors import ImportStringError, PluginError, suggestion, words
 from lpq.registry.grammar import NAME
+from lpq.registry.showing import pip
 from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, RecipeSpec
 
 GROUP = "lpq.plugins"
@@ -73,7 +74,8 @@ class Source:
         """The remedy where the plugin itself is at fault."""
         if self.distribution == HERE:
             return "fix it and register it again"
-        return f"pip install --upgrade {self.distribution}, or report it to its authors"
+        newer = pip("install --upgrade", [self.distribution], "install another version of what brings it")
+        return f"{newer}, or report it to its authors"
 
     def error(self, cause: str, remedy: str) -> PluginError:
         return PluginError(self.name, self.distribution, self.version, cause, remedy)
@@ -84,7 +86,7 @@ class Source:
             package = error.name.partition(".")[0]
             if package != self.module.partition(".")[0]:
                 cause = f"{what} needs the module {error.name}, which is not installed"
-                return self.error(cause, f"pip install {package}")
+                return self.error(cause, pip("install", [package], "install what brings that module"))
         return self.error(f"importing {what} raised {words(error)}", self.other_version)
 
 
@@ -195,7 +197,7 @@ def _check_version(source: Source, what: str, version: int) -> None:
     if version != API_VERSION:
         older = source.distribution if version < API_VERSION else OWN
         cause = f"{what} is for plugin interface {version}, and this lpq has {API_VERSION}"
-        raise source.error(cause, f"pip install --upgrade {older}")
+        raise source.error(cause, pip("install --upgrade", [older], f"upgrade {older}"))
 
 
 def _check_kernel(source: Source, kernel: KernelSpec) -> None:

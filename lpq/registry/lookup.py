@@ -31,6 +31,7 @@ from lpq.registry.errors import (
     words,
 )
 from lpq.registry.loader import HERE, HOOKS, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
+from lpq.registry.showing import brief, pip
 from lpq.registry.specs import FormatSpec, KernelSpec, RecipeSpec
 
 LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
@@ -213,13 +214,13 @@ class Registry:
                     raise error.with_traceback(None)
             if kind == "formats" and name in self.recipes():
                 raise UnknownFormat(
-                    f"{name!r} is a recipe and no format: it stands alone, or after a key of a recipe, and without "
-                    f"parentheses; `lpq explain {name}` shows the quantizers that it stands for"
+                    f"{brief(name)} is a recipe and no format: it stands alone, or after a key of a recipe, and "
+                    f"without parentheses; `lpq explain {name}` shows the quantizers that it stands for"
                 )
             known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
             unknown = UnknownFormat if kind == "formats" else UnknownRecipe
             raise unknown(
-                f"there is no {kind[:-1]} {name!r} here: {suggestion(name, known)} "
+                f"there is no {kind[:-1]} {brief(name)} here: {suggestion(name, known)} "
                 "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
             )
 
@@ -232,9 +233,9 @@ class Registry:
             return usable[0]
         origins = " and ".join(f"{source.distribution} {source.version}" for source in usable or found)
         if usable:
-            removable = " or ".join(source.distribution for source in usable if source.distribution != OWN)
-            cause = "they bring plugins of the same name"
-            raise PluginError(name, origins, "", cause, f"pip uninstall {removable}")
+            removable = [source.distribution for source in usable if source.distribution != OWN]
+            remedy = pip("uninstall", removable, "uninstall all of them but one")
+            raise PluginError(name, origins, "", "they bring plugins of the same name", remedy)
         if found:
             remedy = f"add {name} to {LOAD_PLUGINS}, or unset it"
             raise PluginHidden(name, origins, "", f"{setting} leaves it out", remedy)
@@ -242,7 +243,7 @@ class Registry:
         if inside:
             remedy = f"{name} is a distribution: name its plugin, {' or '.join(sorted(inside))}, in {LOAD_PLUGINS}"
         else:
-            remedy = f"pip install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
+            remedy = f"install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
         raise PluginMissing(name, "not installed", "", f"{setting} names it", remedy)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from lpq.registry.errors import OptionError, UnknownFormat
 from lpq.registry.grammar import Call, Value, parse
 from lpq.registry.lookup import cached, default
+from lpq.registry.showing import brief
 from lpq.registry.specs import FormatSpec
 
 
@@ -25,7 +26,7 @@ def quantizer(text: Any, /, **options: Any) -> Any:
     if isinstance(text, str):
         return _quantizer(text, options) if options else _from_text(text)
     if not hasattr(type(text), "from_options"):
-        raise OptionError(f"a quantizer is wanted, or its name or text, not {text!r}")
+        raise OptionError(f"a quantizer is wanted, or its name or text, not {brief(text)}")
     if options:
         raise OptionError(f"{text} is a quantizer already: change its options with dataclasses.replace")
     return text
@@ -41,7 +42,7 @@ def _quantizer(text: str, extra: dict[str, Any]) -> Any:
     options = {key: str(value) if isinstance(value, Call) else value for key, value in call.options}
     for key in extra:
         if key in options:
-            raise OptionError(f"option {key!r} is given twice: in {text!r} and beside it")
+            raise OptionError(f"option {key!r} is given twice: in {brief(text)} and beside it")
     cls, options = default().load_class(call.name, "quantizer"), options | extra
     missing = [name for name in required(cls) if name not in options]
     try:

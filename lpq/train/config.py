@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from lpq.registry.errors import suggestion
+from lpq.registry.reading import read_text
+from lpq.registry.showing import brief
 from lpq.train.errors import TrainError, TrainOptionError
 
 RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
@@ -111,11 +113,13 @@ TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))
 def read(path: Path) -> dict[str, Any]:
     """The options that the TOML file ``path`` gives."""
     try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
+        given = tomllib.loads(read_text(path))
     except OSError as error:
         raise TrainError(f"the configuration {path} cannot be read: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TrainError(f"the configuration {path} is not TOML: {error}") from error
+    except RecursionError:
+        raise TrainError(f"the configuration {path} is nested deeper than options are: correct it") from None
     return {key: _checked(key, value, path) for key, value in given.items()}
 
 
@@ -126,10 +130,10 @@ def _checked(key: str, value: object, path: Path) -> object:
     if get_origin(wanted) is tuple:
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
             return tuple(value)
-        raise TrainOptionError(f"{path}: {key} = {value!r} must be a list of strings")
+        raise TrainOptionError(f"{path}: {key} = {brief(value)} must be a list of strings")
     kinds = get_args(wanted) or (wanted,)
     if float in kinds and type(value) is int:
         return float(value)
     if type(value) not in kinds:
-        raise TrainOptionError(f"{path}: {key} = {value!r} must be of type {kinds[0].__name__}")
+        raise TrainOptionError(f"{path}: {key} = {brief(value)} must be of type {kinds[0].__name__}")
     return value

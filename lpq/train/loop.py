@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import lpq
 from lpq.ops.table import ENVIRONMENT, allowed_by
+from lpq.registry.showing import printable
 from lpq.train import data, report, runs
 from lpq.train.config import TrainConfig
 from lpq.train.errors import Stopped
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 LINES = 10
 """About how many lines tell of a training where no progress bar can be shown."""
 COLUMNS = (
-    TextColumn("{task.description}"),
+    TextColumn("{task.description}", markup=False),
     BarColumn(),
     MofNCompleteColumn(),
     TextColumn("loss {task.fields[loss]}"),
@@ -67,7 +68,7 @@ def compare(
     """Train by ``policy`` and then without one, and close with what came of them."""
     device = team.device
     where = f"{team.size} ranks, {device.type}" if team.sharded else str(device)
-    console.print(f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
+    say(console, f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
     jobs: dict[str, tuple[str, Policy | None]] = {runs.RECIPE: (config.title, policy)}
     if config.baseline:
         baseline = baseline_on(device)
@@ -99,7 +100,7 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
     console.print(f"{converted} layers converted, {left} left alone: see {runs.CONVERSION}")
     console.print(str(conversion.coverage), soft_wrap=True)
     for pattern in conversion.unmatched:
-        console.print(f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
+        say(console, f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
     for number in conversion.unreached:
         console.print(f"rule {number} of the policy never holds: the rules before it win at every step", style="yellow")
 
@@ -108,9 +109,9 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
     """Take ``trainer`` from its last checkpoint in ``directory``, if there is one, to the last step."""
     config, team = trainer.config, trainer.team
     saved = -1
-    if trainer.resume(directory, lambda line: console.print(line, style="yellow", soft_wrap=True)):
+    if trainer.resume(directory, lambda line: say(console, line, style="yellow", soft_wrap=True)):
         saved = trainer.step
-        console.print(f"{title}: resumed after step {trainer.step}")
+        say(console, f"{title}: resumed after step {trainer.step}")
     told = math.ceil(config.steps / LINES)
     bars = Progress(*COLUMNS, console=console, disable=not console.is_terminal)
     path = directory / runs.METRICS
@@ -122,7 +123,7 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
             write(record)
             progress.update(bar, completed=trainer.step, loss=f"{record['loss']:.3f}")
             if not console.is_terminal and (trainer.step % told == 0 or trainer.step == config.steps):
-                console.print(f"{title}: step {trainer.step} of {config.steps}, loss {record['loss']:.3f}")
+                say(console, f"{title}: step {trainer.step} of {config.steps}, loss {record['loss']:.3f}")
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
                 saved = trainer.save(directory)
         if trainer.step != saved:
@@ -133,6 +134,11 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
             f"go on with: {again(team)} --resume --out {shlex.quote(str(directory.parent))}",
             signum,
         )
+
+
+def say(console: Console, text: str, **how: Any) -> None:
+    """Print what may hold text of files and options: to rich a name in brackets would be a style."""
+    console.print(printable(text), markup=False, **how)
 
 
 def again(team: Team) -> str:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from lpq.registry.showing import printable
 from lpq.train import runs
 from lpq.train.config import TrainConfig
 from lpq.train.measure import Measured, Served
@@ -103,12 +105,12 @@ def comparison(summary: Summary) -> Table:
     table = Table(title="lpq train")
     table.add_column("")
     for outcome in summary.outcomes:
-        table.add_column(outcome.title, justify="right")
+        table.add_column(plain(outcome.title), justify="right")
     outcomes = summary.outcomes
     table.add_row("held-out loss (nats per byte)", *(f"{o.held_out_loss:.4f}" for o in outcomes))
     table.add_row("perplexity (per byte)", *(f"{o.perplexity:.3f}" for o in outcomes))
     if summary.gap is not None:
-        table.add_row(f"gap to {outcomes[-1].title}, of the loss", f"{summary.gap:+.2%}", "–")
+        table.add_row(f"gap to {plain(outcomes[-1].title)}, of the loss", f"{summary.gap:+.2%}", "–")
     table.add_row("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes))
     table.add_row("held for backward, per step", *(size(o.bytes_held) for o in outcomes))
     if any(o.sharded for o in outcomes) or summary.config.weights == "quantized":
@@ -136,8 +138,13 @@ def kernels(served: Sequence[Served]) -> Table:
     for heading in ("GEMM", "operands", "kernel", "layers"):
         table.add_column(heading, justify="right" if heading == "layers" else "left")
     for s in served:
-        table.add_row(s.gemm, s.operands, "; ".join([s.kernel, *s.why_not]), str(s.layers))
+        table.add_row(s.gemm, s.operands, plain("; ".join([s.kernel, *s.why_not])), str(s.layers))
     return table
+
+
+def plain(text: str) -> str:
+    """Text that is no markup to rich, and nothing to a terminal."""
+    return escape(printable(text))
 
 
 def size(count: int) -> str:

@@ -277,7 +277,7 @@ def test_two_distributions_with_one_name_clash_before_any_import(site) -> None:
         "plugin acme",
         "acme-one 1.0 and acme-two 2.0",
         "same name",
-        "pip uninstall acme-one or acme-two",
+        "pip uninstall acme-one or pip uninstall acme-two",
     ):
         assert part in text
     assert site.imported() == set()

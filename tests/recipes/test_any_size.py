@@ -1,0 +1,100 @@
+"""Recipes and policies of any size and depth, and files that are none: fast, or refused in words at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lpq
+from lpq.recipes import RecipeError
+from lpq.recipes.globs import covers, matches
+from lpq.registry.errors import LpqError
+from lpq.train.config import read
+from lpq.train.errors import TrainError
+
+
+def test_two_thousand_rules_take_no_time() -> None:
+    """They took as many comparisons as there are pairs, each of a fifth of a millisecond."""
+    patterns = [f"*.layers.{i}.*" for i in range(1000)] + [f"layers.{i}.*_proj" for i in range(1000)]
+    rules = [{"match": pattern, "recipe": "mxfp8"} for pattern in patterns]
+    before = time.process_time()
+    policy = lpq.policy({"rules": rules})
+    names = [f"model.layers.{i}.mlp" for i in range(100)]
+    assert len(policy.unmatched(names)) == 1900
+    assert policy.unreached(names) == ()
+    assert all(policy.schedule(name).at(0) is not None for name in names)
+    assert time.process_time() - before < 6
+    with pytest.raises(RecipeError, match=r"rule 8 \('\*\.layers\.7\.\*'\) hides rule 2001 \('m\.layers\.7\.mlp'\)"):
+        lpq.policy({"rules": [*rules, {"match": "m.layers.7.mlp", "recipe": "mxfp8"}]})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "covered"),
+    [
+        ("a[bc]d*", "a[bc]de*", True), ("*[ab]*", "xay", True), ("*b]", "x[ab]", False), ("a", "[a]", False),
+        ("[[]*", "[", True), ("*", "*", True), ("?", "*", False), ("a*b*c", "axbxc", True), ("*.q", "*.q.*", False),
+        ("layers.1*", "layers.10.*", True), ("[a", "[a", True), ("*ab*", "a?b", False),
+    ],
+)  # fmt: skip
+def test_quick_looks_change_no_answer(a: str, b: str, covered: bool) -> None:
+    assert covers(a, b) is covered
+
+
+def test_names_are_matched_as_before() -> None:
+    assert matches("a[bc]d*", "abde")
+    assert matches("[[]x", "[x")
+    assert not matches("a?c", "ac")
+    assert matches("*", "")
+
+
+def nested(depth: int) -> Any:
+    inner: Any = "mxfp8"
+    for _ in range(depth):
+        inner = {"fprop": inner}
+    return inner
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "fprop=" + "hybrid(row=" * 5000, "x" * 1_000_000, "fprop=" + "x" * 1_000_000, nested(50_000), [nested(50_000)],
+        "\n" + "a." * 5000 + "b = 1", "\nfprop = " + "[" * 50_000, {"x" * 100_000: "mxfp8"}, {"fprop": 10**5000},
+        {"rules": nested(50_000)}, {"rules": [nested(50_000)]}, {"rules": [{"match": nested(5000), "recipe": "mxfp8"}]},
+        {"rules": [{"match": "*" * 2000, "recipe": "mxfp8"}]}, {"rules": [{"match": "*", "recipe": nested(50_000)}]},
+        {"rules": [{"match": "*", "recipe": "mxfp8", "until": "9" * 100_000}]}, "\0.toml", "x" * 5000 + ".toml",
+    ],
+    ids=lambda source: type(source).__name__,
+)  # fmt: skip
+def test_what_is_too_deep_or_too_long_is_refused_in_words(source: Any) -> None:
+    for make in (lpq.recipe, lpq.policy):
+        with pytest.raises(LpqError) as caught:
+            make(source)
+        assert len(str(caught.value)) < 11_000
+        assert "Recursion" not in str(caught.value)
+
+
+def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    (tmp_path / "folder.toml").mkdir()
+    with (tmp_path / "huge.toml").open("wb") as file:
+        file.truncate(1 << 33)
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 50_000)
+    words = {
+        "pipe": "it is a pipe or a device", "zero": "it is a pipe or a device", "folder": "Is a directory",
+        "huge": "it has more than 4 MiB", "deep": "nested deeper",
+    }  # fmt: skip
+    for name, why in words.items():
+        path = tmp_path / f"{name}.toml"
+        for make in (lpq.recipe, lpq.policy):
+            with pytest.raises(RecipeError, match=why):
+                make(path)
+        with pytest.raises(TrainError, match=why):
+            read(path)
+    monkeypatch.chdir(tmp_path)
+    Path("fine.toml").write_text("\ufefffprop = 'mxfp8'\ndgrad = 'mxfp8'\nwgrad = 'mxfp8'\n", encoding="utf-8")
+    assert lpq.recipe("fine.toml").name == "fine"
