@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, MissingPlugin, listed, shown
 from lpq.core import Quantizer
 from lpq.recipes import Policy, Steps
 from lpq.registry.errors import LpqError
+from lpq.registry.showing import brief, pip
 
 VERSION = 1
 """The version of this file. One that is written by a later lpq is refused, in words."""
@@ -23,6 +26,10 @@ FIELDS: dict[str, tuple[type, ...]] = {
 """Of what type each field of a description is in a file."""
 ENTRY: dict[str, tuple[type, ...]] = {"quantizer": (str,), "shape": (list,), "dtype": (str,), "operands": (dict,)}
 """The same of what is known of a quantized tensor."""
+ORIGIN: dict[str, tuple[type, ...]] = {"plugin": (str,), "distribution": (str,), "version": (str,)}
+"""The same of what brought a format."""
+CONVERSION: dict[str, tuple[type, ...]] = {"policy": (dict,), "steps": (int, str, type(None))}
+"""The same of a conversion."""
 WRITE = "write it with lpq.checkpoint, and leave that as it is"
 
 
@@ -65,6 +72,14 @@ class Description:
         check_fields("its description (lpq)", data, FIELDS)
         for name, entry in data["quantized"].items():
             check_fields(f"its description (lpq) of {shown(str(name))}", entry, ENTRY)
+            _check_tensor(name, entry)
+        for name, origin in data["formats"].items():
+            check_fields(f"its description (lpq) of the format {brief(name)}", origin, ORIGIN)
+        for name, conversion in data["conversions"].items():
+            check_fields(f"its description (lpq) of the conversion of {brief(name)}", conversion, CONVERSION)
+        texts = [*data["memories"], *data["stored"], *(r for r in data["recipes"].values() if r is not None)]
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise CheckpointError(f"its description (lpq) has {brief(wrong[0])} where a text should be: {WRITE}")
         known = {name: data[name] for name in FIELDS}
         return cls(**{**known, "memories": tuple(data["memories"]), "stored": tuple(data["stored"])})
 
@@ -83,7 +98,9 @@ class Description:
         if origin is None:
             return f"it uses the format {name}, which no plugin brings here: install the one that does"
         title = f"plugin {origin['plugin']} ({origin['distribution']} {origin['version']})".replace(" )", ")")
-        remedy = f"pip install {origin['distribution']}" if origin["version"] else "bring the plugin in the same way"
+        remedy = "bring the plugin in the same way"
+        if origin["version"]:
+            remedy = pip("install", [origin["distribution"]], "install what brings it")
         return f"it uses the format {name}, which came with {title} and is not installed here: {remedy}"
 
     def policies(self) -> dict[str, tuple[Policy, Steps]]:
@@ -102,6 +119,18 @@ def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]]) -
         if not isinstance(data[name], types):
             wanted = " or ".join(t.__name__ for t in types)
             raise CheckpointError(f"{what} has {name!r} of type {type(data[name]).__name__}, not {wanted}: {WRITE}")
+
+
+def _check_tensor(name: str, entry: Mapping[str, Any]) -> None:
+    """Refuse what no quantized tensor can be."""
+    dtype = getattr(torch, entry["dtype"], None)
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    shape = bool(entry["shape"]) and all(type(n) is int and n >= 0 for n in entry["shape"])
+    operands = entry["operands"]
+    sides = operands and set(operands) <= {"row", "col"} and all(isinstance(text, str) for text in operands.values())
+    if floating and shape and sides:
+        return
+    raise CheckpointError(f"its description (lpq) of {shown(name)} is {brief(entry)}, which is no tensor: {WRITE}")
 
 
 def formats_of(quantizer: Quantizer) -> set[str]:

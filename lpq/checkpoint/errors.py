@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lpq.registry.errors import LpqError
+from lpq.registry.showing import printable
 
 LISTED = 5
 """So many names are listed in a message."""
@@ -31,7 +32,7 @@ class CheckpointWarning(UserWarning):
 
 def shown(name: str) -> str:
     """The name of a tensor in a checkpoint as its owner knows it."""
-    return name.removeprefix("model.")
+    return printable(name.removeprefix("model."))
 
 
 def listed(names: Sequence[str]) -> str:

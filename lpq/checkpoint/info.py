@@ -20,6 +20,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.finding import DESCRIPTION, EXTRA, Found, find
 from lpq.checkpoint.ranks import Ranks
 from lpq.recipes import Policy, Steps
+from lpq.registry.errors import words
 
 OWNERS = {"extra": "extra", "model": "what get_extra_state of a module returned", "optimizer": "the optimizer"}
 """Whose it is what is kept beside the tensors."""
@@ -86,8 +87,9 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
     path = found.path
     try:
         description = Description.read(json.loads((path / DESCRIPTION).read_text(encoding="utf-8")))
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+    except (CheckpointError, OSError, ValueError, RecursionError) as error:
+        why = error if isinstance(error, CheckpointError) else f"its {DESCRIPTION} is damaged: {words(error)}"
+        raise CheckpointError(f"checkpoint {path} cannot be read: {why}") from error
     beside: dict[str, Any] = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
     return Info(path, description.step, beside["extra"], description, found.refused), beside
 

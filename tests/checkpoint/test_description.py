@@ -1,0 +1,75 @@
+"""``lpq.json`` with anything in it: what is not as it should be is refused in words, with its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lpq.checkpoint.description import Description
+from lpq.checkpoint.errors import CheckpointError, MissingPlugin
+
+Data = dict[str, Any]
+
+
+def written() -> Data:
+    """What a checkpoint says that has a layer of a format of another package."""
+    data = Description(
+        step=3,
+        conversions={"": {"policy": {"rules": [{"match": ["*"], "recipe": "mxfp8"}]}, "steps": "later"}},
+        recipes={"a": "mxfp8", "b": None},
+        memories=("a.x_amax",),
+        quantized={
+            "a.weight": {"quantizer": "mxfp8", "shape": [2, 32], "dtype": "bfloat16", "operands": {"row": "mxfp8"}}
+        },
+        formats={"acme": {"plugin": "acme", "distribution": "acme-lpq", "version": "1.0"}},
+        stored=("mxfp8",),
+    ).data()
+    plain: Data = json.loads(json.dumps(data))
+    return plain
+
+
+def entry(**changed: object) -> Callable[[Data], None]:
+    return lambda data: data["quantized"]["a.weight"].update(changed)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d.update(memories=[1]), "has 1 where a text should be"),
+        (lambda d: d.update(stored=[None]), "has None where a text"),
+        (lambda d: d["recipes"].update(a=["mxfp8"]), r"has \['mxfp8'\] where"),
+        (lambda d: d["formats"].update(acme="1.0"), "of the format 'acme' is of type str, not dict"),
+        (lambda d: d["formats"]["acme"].pop("version"), "of the format 'acme' lacks 'version'"),
+        (lambda d: d["formats"]["acme"].update(distribution=7), "has 'distribution' of type int, not str"),
+        (lambda d: d["conversions"].update(x=3), "of the conversion of 'x' is of type int"),
+        (lambda d: d["conversions"][""].pop("steps"), "of the conversion of '' lacks 'steps'"),
+        (entry(dtype="no_such"), "of a.weight is .*'no_such'.*, which is no tensor"),
+        (entry(dtype="int8"), "which is no tensor"),
+        (entry(dtype="float32.real"), "which is no tensor"),
+        (entry(shape=[]), "which is no tensor"),
+        (entry(shape=[2, "x"]), "which is no tensor"),
+        (entry(shape=[-2, 4]), "which is no tensor"),
+        (entry(operands={}), "which is no tensor"),
+        (entry(operands={"row": 3}), "which is no tensor"),
+        (entry(operands={"up": "mxfp8"}), "which is no tensor"),
+    ],
+)  # fmt: skip
+def test_fields_of_other_types_are_refused(change: Callable[[Data], None], words: str) -> None:
+    data = written()
+    assert json.loads(json.dumps(Description.read(data).data())) == data
+    change(data)
+    with pytest.raises(CheckpointError, match=rf"its description \(lpq\).*{words}.*: write it with lpq\.checkpoint"):
+        Description.read(data)
+
+
+def test_only_the_name_of_a_distribution_is_in_a_command() -> None:
+    data = written()
+    with pytest.raises(MissingPlugin, match=r"not installed here: pip install acme-lpq$"):
+        Description.read(data).require(["acme"])
+    data["formats"]["acme"]["distribution"] = "acme; rm -rf ~\x1b[2J"
+    with pytest.raises(MissingPlugin, match=r"not installed here: install what brings it$") as caught:
+        Description.read(data).require(["acme"])
+    assert str(caught.value).isprintable()
