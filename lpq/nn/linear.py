@@ -103,7 +103,6 @@ class _Multiply(torch.autograd.Function):
         x_row, x_col, x_stats = encode_operands(
             plan.x, x, col=needs_dw, state=state_x, seed=seeds.get("x"), exact=exact
         )
-        w_row: Storage
         w_col: Storage | None
         w_stats: list[Tensor]
         if held is not None:
