@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import lpq
 from lpq.optim import MasterWeights
@@ -111,6 +114,20 @@ def test_other_optimizers_are_not_taken_for_the_models() -> None:
         model = net(stays, weights="quantized")
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
         assert len(said(lambda m=model, o=optimizer, move=move: steps(m, o, 4, move=move))) == count
+
+
+@pytest.mark.parametrize("weights", [None, "high_precision"])
+def test_sharded_models_are_told_too(weights: Any) -> None:
+    """Their layers have other weights in forward than the optimizer."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = net(weights=weights)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        assert said(lambda: steps(model, optimizer, 4, micro=2, move=True)) == []
+        assert len(said(lambda: steps(model, optimizer, 4))) == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_compiled_models_are_told_by_the_second_step() -> None:
