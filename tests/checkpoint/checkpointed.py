@@ -51,7 +51,7 @@ class Net(nn.Module):
         super().__init__()
         self.stored = nn.ModuleDict({name: nn.Linear(COLS, rows, bias=False) for name in formats})
         self.plain = nn.Linear(COLS, 7)
-        self.remembering = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+        self.remembering = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
         lpq.convert(self, POLICY, steps=STEPS)
         for i, (name, text) in enumerate(formats.items()):
