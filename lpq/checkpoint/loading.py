@@ -129,7 +129,7 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
     found = match(tensors, saved, said.quantized, masters=masters, frozen=frozen)
     check_complete(found, ours, said.quantized, may_lack=memories, may_ignore=said.memories)
     model.check_extra_state(beside["model"])
-    fresh = {name: memories[name] for name in found.absent if name in memories}
+    fresh = model.starting(found.absent)
     matches, loaded = [found], list[Loaded]()
     if given is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
         stored = {one[name] for name in masters}

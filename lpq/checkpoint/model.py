@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lpq.checkpoint.description import Description, formats_of, origins
-from lpq.checkpoint.errors import CheckpointError, listed, shown
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed, shown
 from lpq.checkpoint.tensors import described, held
 from lpq.core import QuantizedTensor
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
+from lpq.nn.memories import memories
 from lpq.nn.names import plain_name
 from lpq.recipes import Policy, Recipe, Steps
+from lpq.recipes.gemms import TENSORS
 
 PREFIX = "model."
 EXTRA_STATE = "_extra_state"
@@ -138,6 +141,29 @@ class Model:
                     for name, memory in memories.items():
                         setattr(layer, name, memory)
             raise
+
+    def starting(self, absent: Collection[str]) -> dict[str, Tensor]:
+        """The memories that start anew where some were not saved: all that a tensor's quantizer has, or none of it.
+
+        A warning tells of those of which a part was saved.
+        """
+        found: dict[str, Tensor] = {}
+        halves: list[str] = []
+        for name, layer in self.layers():
+            kept = memories(layer.recipe) if layer.recipe is not None else ()
+            for tensor in TENSORS:
+                own = {PREFIX + _joined(name, m.name): getattr(layer, m.name) for m in kept if m.tensor == tensor}
+                lacking = [shown(key) for key in own if key in absent]
+                found.update(own if lacking else {})
+                halves += lacking if len(lacking) < len(own) else []
+        if halves:
+            warnings.warn(
+                f"the checkpoint has nothing for {listed(halves)}, and for what else their quantizers remember it has: "
+                "all that these remember starts anew",
+                CheckpointWarning,
+                stacklevel=4,
+            )
+        return found
 
     @torch.no_grad()
     def forget(self, memories: Mapping[str, Tensor]) -> None:

@@ -83,7 +83,7 @@ def import_file(path: str | Path, model: nn.Module) -> Info:
         for name, target in found.targets.items():
             held(target).copy_(tensors[name][chunk(target)])
     found.finish()
-    seen.forget({name: memory for name, memory in seen.memories().items() if name in found.absent})
+    seen.forget(seen.starting(found.absent))
     seen.set_extra_state(other)
     return Info(source, description.step, None, description)
 

@@ -351,3 +351,24 @@ def test_saving_while_training_goes_on_in_one_process(tmp_path: Path) -> None:
 
 def test_a_refused_checkpoint_is_a_warning_of_its_own_kind() -> None:
     assert issubclass(CheckpointWarning, UserWarning)
+
+
+def test_a_half_of_what_a_quantizer_remembers_starts_anew(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        return lpq.convert(nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)), "fp8-delayed")
+
+    remembers, other = net(), net()
+    for each in (remembers, other):
+        for memory in [*each[0].memories().values(), *each[1].memories().values()]:
+            memory.fill_(3.0)
+    remembers[0]._non_persistent_buffers_set.add("x_amax")
+    path = checkpoint.save(tmp_path / "half", remembers)
+    torch.save(remembers.state_dict(), tmp_path / "half.pt")
+    for load in (lambda: checkpoint.load(path, other), lambda: checkpoint.import_file(tmp_path / "half.pt", other)):
+        other[0].x_amax.fill_(3.0)
+        with pytest.warns(CheckpointWarning, match=r"has nothing for 0\.x_amax, and for what else .* starts anew"):
+            load()
+        assert not other[0].x_amax.any()
+        assert not other[0].x_amax_history.any()
+        assert other[0].w_amax_history.any()
+        assert other[1].x_amax_history.any()
