@@ -17,7 +17,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.finding import DESCRIPTION, EXTRA, Found, find
+from lpq.checkpoint.finding import Found, find
+from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
 from lpq.checkpoint.ranks import Ranks
 from lpq.recipes import Policy, Steps
 from lpq.registry.errors import words
@@ -91,6 +92,8 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
         why = error if isinstance(error, CheckpointError) else f"its {DESCRIPTION} is damaged: {words(error)}"
         raise CheckpointError(f"checkpoint {path} cannot be read: {why}") from error
     beside: dict[str, Any] = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
+    if not isinstance(beside, dict) or not beside.keys() >= OWNERS.keys() or not isinstance(beside["model"], dict):
+        raise CheckpointError(f"checkpoint {path} cannot be read: its {EXTRA} is not what lpq.checkpoint.save writes")
     return Info(path, description.step, beside["extra"], description, found.refused), beside
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
+from lpq.checkpoint.claim import Claim
 from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.files import PARTIAL
-from lpq.checkpoint.finding import DESCRIPTION, EXTRA, is_checkpoint, step_name
+from lpq.checkpoint.finding import step_name
 from lpq.checkpoint.info import pickled
+from lpq.checkpoint.manifest import DESCRIPTION, EXTRA, is_ours
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.optimizer import Optimizers, OptimizerState
 from lpq.checkpoint.ranks import Ranks
@@ -40,13 +41,16 @@ def save(
 
     All ranks call it. Without ``step``, ``directory`` itself is the checkpoint. ``extra`` is whatever else the run
     needs (a scheduler's state, the position in the data): rank 0's is kept, if ``torch.load(…, weights_only=True)`` can
-    read it. ``keep``: of this run only so many checkpoints stay, up to this one; the others are removed. A checkpoint
-    in the same place is replaced once the new one is whole.
+    read it. ``keep``: of this run only so many whole checkpoints stay, up to this one; the others are removed. A
+    checkpoint in the same place is replaced once the new one is whole. While another job saves it, it is refused.
     """
     ranks, target = Ranks(), _target(Path(directory), step, keep)
     with ranks.saying(_failed(target)), _quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
-        dcp.save(state, storage_writer=writer, no_dist=not ranks.many)
+        try:
+            dcp.save(state, storage_writer=writer, no_dist=not ranks.many)
+        finally:
+            writer.release()
     return target
 
 
@@ -68,23 +72,34 @@ def save_async(
     with ranks.saying(_failed(target)), _quiet():
         ranks.all(_check_gloo)
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
-        ranks.all(lambda: writer.copy(state))
-        group = dist.new_group(backend="gloo") if ranks.many else None
+        group = None
         try:
+            ranks.all(lambda: writer.copy(state))
+            group = dist.new_group(backend="gloo") if ranks.many else None
             future = dcp.async_save(state, storage_writer=writer, process_group=group)
         except BaseException:
+            writer.release()
             _destroy(group)
             raise
-    return Saving(target, cast("Future[Any]", future), ranks, group)
+    return Saving(target, cast("Future[Any]", future), ranks, group, writer.release)
 
 
 class Saving:
     """A checkpoint that is being written."""
 
-    def __init__(self, path: Path, future: Future[Any], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        future: Future[Any],
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+        release: Callable[[], None],
+    ) -> None:
+        """``group``: what was made for the ranks that write to talk in. ``release``: to call when all is written."""
         self.path = path
         """Where it will be."""
-        self._future, self._ranks, self._group = future, ranks, group
+        self._future, self._ranks, self._group, self._release = future, ranks, group, release
+        future.add_done_callback(lambda _: release())
 
     def done(self) -> bool:
         """Whether writing has ended on this rank, well or badly."""
@@ -96,6 +111,7 @@ class Saving:
             with self._ranks.saying(_failed(self.path)):
                 self._future.result()
         finally:
+            self._release()
             _destroy(self._group)
             self._group = None
         return self.path
@@ -132,8 +148,8 @@ def _prepare(
     """Collect what is to be saved, and make sure that all ranks mean the same."""
     state: dict[str, dict[str, Tensor]] = {}
     small: dict[str, bytes] = {}
-
     held: list[str] = []
+    claims: list[Claim] = []
 
     def collect() -> tuple[str, str, str, dict[str, Tensor]]:
         seen = Model(model)
@@ -153,8 +169,7 @@ def _prepare(
     def begin() -> None:
         _check_place(target, step)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (left := target.with_name(target.name + PARTIAL)).exists():
-            shutil.rmtree(left)
+        claims.append(Claim.take(target.with_name(target.name + PARTIAL)))
 
     found = ranks.all(collect)
     if len(places := {place for place, *_ in found}) > 1:
@@ -174,7 +189,7 @@ def _prepare(
         combined = torch.stack([memories[name] for *_, memories in found]).amax(0)
         state["model"][name.removeprefix("model.")] = combined
     ranks.first(begin)
-    return state, Writer(target, small, keep)
+    return state, Writer(target, small, keep, next(iter(claims), None))
 
 
 def _digest(data: bytes) -> str:
@@ -198,11 +213,9 @@ def _check_place(target: Path, step: int | None) -> None:
     """Make sure that what the checkpoint will replace, if anything, is one."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file, and a checkpoint is a directory: give another path")
-    if step is None and target.exists() and any(target.iterdir()) and not is_checkpoint(target):
-        raise CheckpointError(
-            f"{target} is there, and is no checkpoint that could be replaced: give step= to save one in it, or another "
-            "directory"
-        )
+    if target.exists() and not is_ours(target):
+        remedy = "give step= to save one in it, or another directory" if step is None else "give another directory"
+        raise CheckpointError(f"{target} is there, and is no checkpoint that could be replaced: {remedy}")
 
 
 def _nested(flat: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:

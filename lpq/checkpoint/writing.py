@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,31 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lpq.checkpoint import files
+from lpq.checkpoint.claim import LOCK, Claim, left_behind
+from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.files import PARTIAL
-from lpq.checkpoint.finding import MANIFEST, REPLACED, STEP, steps_in
+from lpq.checkpoint.finding import REPLACED, STEP, steps_in
+from lpq.checkpoint.manifest import MANIFEST, is_ours, is_whole
 from lpq.checkpoint.ranks import as_checkpoint_error
 
 
 class Writer(FileSystemWriter):
     """Writes one checkpoint to ``target``."""
 
-    def __init__(self, target: Path, small: dict[str, bytes], keep: int | None) -> None:
-        """``small``: files to write beside DCP's. ``keep``: how many checkpoints of the run stay."""
-        self.target, self._small, self._keep = target, small, keep
+    def __init__(self, target: Path, small: dict[str, bytes], keep: int | None, claim: Claim | None) -> None:
+        """``small``: files to write beside DCP's. ``keep``: how many checkpoints of the run stay.
+
+        ``claim``: on the first rank, the right to write it.
+        """
+        self.target, self._small, self._keep, self._claim = target, small, keep, claim
         self._partial = target.with_name(target.name + PARTIAL)
         self._staged: dict[str, Any] | None = None
         super().__init__(self._partial)
+
+    def release(self) -> None:
+        """Let another job write it."""
+        if self._claim is not None:
+            self._claim.release()
 
     def copy(self, state_dict: dict[str, Any]) -> None:
         """Make the copy in the CPU's memory, while an error still reaches all ranks; ``stage`` gives it to DCP."""
@@ -72,23 +84,36 @@ class Writer(FileSystemWriter):
         return {n: {"bytes": p.stat().st_size, "sha256": files.digest(p)} for n, p in paths.items()}
 
     def _publish(self) -> None:
+        refused = self._claim.refused() if self._claim is not None else []
         replaced = self.target.with_name(self.target.name + REPLACED)
         if self.target.exists():
             _remove(replaced)
             files.publish(self.target, replaced)  # a process that ends now leaves this one, which is whole
         files.publish(self._partial, self.target)
+        (self.target / LOCK).unlink(missing_ok=True)
         _remove(replaced)
         if self._keep is not None:
             self._tidy(self._keep)
+        if refused:
+            warnings.warn(
+                f"checkpoint {self.target} is this process's. While it was written, {', '.join(refused)} wanted to "
+                "save it, too, and was refused: give each job a directory of its own",
+                CheckpointWarning,
+                stacklevel=2,
+            )
 
     def _tidy(self, keep: int) -> None:
-        """Remove all checkpoints of the run but the last ones up to this one: from those beyond, it did not go on."""
+        """Remove all checkpoints of the run but the last whole ones up to this one: it did not go on from the others.
+
+        Whole as far as the sizes of their files tell. What another job is writing, and what is no checkpoint, stays.
+        """
         found = steps_in(self.target.parent)
         match = STEP.fullmatch(self.target.name)
         assert match is not None
-        whole = [path for step, ending, path in found if not ending and step <= int(match[1])]
-        for _, _, path in reversed(found):
-            if path not in whole[:keep]:
+        upto = [path for step, ending, path in found if not ending and step <= int(match[1])]
+        whole = [path for path in upto if path == self.target or is_whole(path)]
+        for _, ending, path in reversed(found):
+            if path not in whole[:keep] and (left_behind(path) if ending == PARTIAL else is_ours(path)):
                 _remove(path)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from lpq.checkpoint import finding
+from lpq.checkpoint.manifest import MANIFEST
 
 NONE, EMPTY = b"N", b")"
 END = b"."
@@ -81,9 +81,9 @@ def put(path: Path, name: str, raw: bytes) -> None:
 
 def listed(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Change what the manifest lists."""
-    manifest = json.loads((path / finding.MANIFEST).read_text())
-    manifest["files"] = change(manifest["files"])
-    (path / finding.MANIFEST).write_text(json.dumps(manifest))
+    said = json.loads((path / MANIFEST).read_text())
+    said["files"] = change(said["files"])
+    (path / MANIFEST).write_text(json.dumps(said))
 
 
 def two_faced(path: Path, marker: Path) -> bytes:

@@ -53,13 +53,14 @@ def refused(path: Path, words: str) -> None:
 
 
 def _it_would_have(path: Path) -> None:
-    """DCP by itself takes the file for tensors once, and runs its code then. The process is of no use afterwards."""
+    """DCP by itself takes the file for tensors once, and runs its code then."""
     first, second = (FileSystemReader(path).read_metadata().state_dict_metadata for _ in range(2))
     changed = [n for n in first if type(first[n]) is not type(second[n])]
     assert [type(second[n]) for n in changed] == [metadata.BytesStorageMetadata]
-    assert hasattr(metadata.BytesStorageMetadata, "__setstate__")
+    assert hasattr(metadata.BytesStorageMetadata, "__setstate__")  # and that it stays, in the whole process
     dcp.load({"model": model(0.0).state_dict()}, storage_reader=FileSystemReader(path))
     assert (path / "ran").exists()
+    del metadata.BytesStorageMetadata.__setstate__
 
 
 def _on_two_ranks(rank: int, path: Path) -> None:
@@ -148,6 +149,14 @@ def test_no_other_file_of_a_checkpoint_does_either(path: Path, tmp_path: Path) -
         with pytest.raises(CheckpointError, match="holds something else than tensors"):
             checkpoint.import_file(_written(tmp_path / "one.pt", raw), model(0.0))
         assert not marker.exists()
+
+
+def test_what_lies_beside_the_tensors_is_what_a_save_writes(path: Path) -> None:
+    for wrong in ([1], {"extra": 1, "model": {}}, {"extra": 1, "model": 2, "optimizer": None}):
+        buffer = io.BytesIO()
+        torch.save(wrong, buffer)
+        put(path, "extra.pt", buffer.getvalue())
+        refused(path, r"its extra\.pt is not what lpq\.checkpoint\.save writes")
 
 
 def _archive(program: bytes) -> bytes:

@@ -1,0 +1,72 @@
+"""``manifest.json``: the files of a checkpoint with their sizes and digests. Without it a checkpoint is none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lpq.checkpoint import files
+from lpq.checkpoint.claim import LOCK
+from lpq.checkpoint.errors import listed
+from lpq.checkpoint.files import PARTIAL
+from lpq.checkpoint.index import INDEX
+
+MANIFEST = "manifest.json"
+DESCRIPTION = "lpq.json"
+EXTRA = "extra.pt"
+DATA = ".distcp"
+"""What the names of DCP's files end in."""
+UNFINISHED = "it was never finished (a process ended while it was written)"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one says."""
+
+    files: dict[str, dict[str, Any]]
+
+    def fault(self, path: Path, name: str, *, thorough: bool) -> str | None:
+        """Why one of the files is not as it says, or None. Not ``thorough``: large ones are not digested."""
+        said = self.files[name]
+        digested = thorough or name in (DESCRIPTION, EXTRA)
+        return files.fault(path, name, said["bytes"], said["sha256"] if digested else None)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those of the files."""
+        return {name: said["bytes"] for name, said in self.files.items()}
+
+
+def read_manifest(path: Path) -> Manifest | str:
+    """The manifest of a checkpoint, or why there is none that could be used."""
+    if path.name.endswith(PARTIAL):
+        return UNFINISHED
+    try:
+        if (wrong := files.astray(path, MANIFEST)) is not None:
+            return f"{MANIFEST}: {wrong}"
+        said = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        found = Manifest(said["files"])
+        if all(type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in found.files.values()):
+            lacking = [name for name in (INDEX, DESCRIPTION, EXTRA) if name not in found.files]
+            return f"its {MANIFEST} does not list {listed(lacking)}" if lacking else found
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}: lpq.checkpoint.save did not write it, or somebody removed that"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    return f"its {MANIFEST} is damaged"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint has all its files, in their sizes."""
+    found = read_manifest(path)
+    return isinstance(found, Manifest) and all(found.fault(path, n, thorough=False) is None for n in found.files)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory is a checkpoint, or what is left of one, and holds nobody else's files alone."""
+    if (path / INDEX).exists() or isinstance(read_manifest(path), Manifest):
+        return True
+    ours = (MANIFEST, DESCRIPTION, EXTRA, LOCK)
+    return all(found.name in ours or found.name.endswith(DATA) for found in path.iterdir())

@@ -1,0 +1,129 @@
+"""The checkpoints of a run: which is loaded, which stay, and who may write one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killed import model
+from torch import nn
+
+from lpq import checkpoint
+from lpq.checkpoint import CheckpointError, CheckpointWarning, claim, files, writing
+
+
+def value(net: nn.Module) -> float:
+    """The one value of all parameters."""
+    (found,) = {v for p in net.parameters() for v in p.detach().flatten().tolist()}
+    return float(found)
+
+
+def loaded(path: Path) -> float:
+    checkpoint.load(path, net := model(0.0))
+    return value(net)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def step(number: int) -> str:
+    return f"step-{number:08d}"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+# ------------------------------------------------------------------------------ which stay
+
+
+def test_only_whole_ones_are_counted(tmp_path: Path) -> None:
+    for number in (10, 20, 30):
+        checkpoint.save(tmp_path, model(float(number)), step=number)
+    truncate(tmp_path / step(20) / "__0_0.distcp")
+    (tmp_path / step(30) / "manifest.json").unlink()
+    checkpoint.save(tmp_path, model(40.0), step=40, keep=2)
+    assert names(tmp_path) == [step(10), step(40)]
+
+
+def test_what_is_no_checkpoint_is_neither_removed_nor_replaced(tmp_path: Path) -> None:
+    for number in (5, 10):
+        (tmp_path / step(number)).mkdir()
+        (tmp_path / step(number) / "manifest.json").write_text('{"name": "a web page"}')
+        (tmp_path / step(number) / "picture.png").touch()
+    with pytest.raises(CheckpointError, match="no checkpoint that could be replaced: give another directory"):
+        checkpoint.save(tmp_path, model(10.0), step=10)
+    with pytest.raises(CheckpointError, match="no checkpoint that could be replaced: give step="):
+        checkpoint.save(tmp_path / step(5), model(10.0))
+    checkpoint.save(tmp_path, model(20.0), step=20, keep=1)
+    assert names(tmp_path) == [step(5), step(10), step(20)]
+    assert names(tmp_path / step(5)) == ["manifest.json", "picture.png"]
+
+
+# ------------------------------------------------------------------------------ who writes
+
+OTHER = """
+import sys
+from pathlib import Path
+from killed import model
+from lpq import checkpoint
+try:
+    checkpoint.save(Path(sys.argv[1]), model(2.0), step=10, keep=1)
+except checkpoint.CheckpointError as error:
+    print(error)
+"""
+
+
+def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second finds the first at it, is refused, and takes nothing away from it."""
+    checkpoint.save(tmp_path, model(0.0), step=10)
+    other: list[subprocess.CompletedProcess[str]] = []
+    real = writing.Writer.finish
+
+    def slow(*args: Any, **options: Any) -> None:
+        """While the first one writes, another process tries the same; and this one, for another model."""
+        environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
+        command = [sys.executable, "-c", OTHER, str(tmp_path)]
+        other.append(subprocess.run(command, capture_output=True, text=True, check=True, env=environment))
+        monkeypatch.setattr(writing.Writer, "finish", real)
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* is saving it at this moment"):
+            checkpoint.save(tmp_path, model(3.0), step=10)
+        checkpoint.save(tmp_path, model(4.0), step=20, keep=1)  # whose tidying leaves it alone, too
+        real(*args, **options)
+
+    monkeypatch.setattr(writing.Writer, "finish", slow)
+    with pytest.warns(
+        CheckpointWarning, match=rf"{step(10)} is this process's.*process \d+ on .*, process {os.getpid()}"
+    ):
+        checkpoint.save(tmp_path, model(1.0), step=10)
+    (done,) = other
+    assert f"process {os.getpid()} on" in done.stdout
+    assert "is saving it at this moment, and the checkpoint will be that one's" in done.stdout
+    assert loaded(tmp_path / step(10)) == 1.0
+    assert claim.LOCK not in names(tmp_path / step(10))
+    checkpoint.save(tmp_path, model(5.0), step=10)
+    assert loaded(tmp_path / step(10)) == 5.0
+
+
+def test_the_lock_of_a_save_that_failed_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for save in (checkpoint.save, lambda *args, **options: checkpoint.save_async(*args, **options).wait()):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "digest", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                save(tmp_path, model(1.0), step=1)
+        assert names(tmp_path) == [f"{step(1)}.partial"]
+        assert save(tmp_path, model(2.0), step=1) == tmp_path / step(1)
+        assert names(tmp_path) == [step(1)]
+        shutil.rmtree(tmp_path / step(1))
+
+
+def test_a_directory_that_is_no_directory_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / f"{step(1)}.partial").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="is there and is no directory: remove it"):
+        checkpoint.save(tmp_path, model(1.0), step=1)
