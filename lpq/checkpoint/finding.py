@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,23 +36,29 @@ class Found:
     """Of its files, which its manifest lists."""
     refused: tuple[str, ...]
     """What was refused before it, in words."""
+    why: str
+    """Why it is this one, in words, where others are of later steps; empty, if none is."""
 
 
 def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> Found:
-    """The checkpoint at ``path``, or the newest whole one below it.
+    """The checkpoint at ``path``, or of the run there the whole one that was written last.
 
     Not ``thorough``: the sizes of all files are compared, and the digests of the small ones only.
     """
     candidates = ranks.first(lambda: _candidates(path))
     refused: list[str] = []
     unfinished = 0
-    for candidate in candidates:
+    for number, candidate in enumerate(candidates):
         manifest = ranks.first(lambda: read_manifest(candidate))  # noqa: B023
         reason = manifest if isinstance(manifest, str) else _why_not(candidate, manifest, ranks, thorough)
         if isinstance(manifest, Manifest) and reason is None:
-            for line in refused:
-                warnings.warn(f"{line}; {candidate.name} is loaded in its place", CheckpointWarning, stacklevel=3)
-            return Found(candidate, manifest.sizes, tuple(refused))
+            why = _why(candidate, candidates[number + 1 :])
+            for line in [
+                *(f"{line}; {candidate.name} is loaded in its place" for line in refused),
+                *([why] if why else []),
+            ]:
+                warnings.warn(line, CheckpointWarning, stacklevel=3)
+            return Found(candidate, manifest.sizes, tuple(refused), why)
         refused.append(f"checkpoint {candidate} is refused: {reason}")
         unfinished += reason == UNFINISHED
     others = ranks.first(lambda: _others(path))
@@ -70,6 +77,42 @@ def steps_in(directory: Path) -> list[tuple[int, str, Path]]:
     return sorted(found, key=lambda entry: (-entry[0], ("", REPLACED, PARTIAL).index(entry[1])))
 
 
+def manifests_in(directory: Path) -> dict[Path, Manifest]:
+    """Those of a run's checkpoints, where they can be read."""
+    read = {path: read_manifest(path) for _, _, path in steps_in(directory)}
+    return {path: found for path, found in read.items() if isinstance(found, Manifest)}
+
+
+def _newest_first(directory: Path) -> list[Path]:
+    """The checkpoints of a run by when they were written, which goes by steps unless the run went back.
+
+    One that does not tell comes before all that are of its step or of an earlier one.
+    """
+    found, manifests = steps_in(directory), manifests_in(directory)
+    told = [(step, manifests[path].written) for step, _, path in found if path in manifests]
+
+    def written(step: int, path: Path) -> int:
+        if path in manifests:
+            return manifests[path].written
+        return max((when for other, when in told if other <= step), default=0)
+
+    return [path for step, _, path in sorted(found, key=lambda entry: (-written(entry[0], entry[2]), -entry[0]))]
+
+
+def _why(taken: Path, older: Sequence[Path]) -> str:
+    """What to say where a checkpoint is taken though others, which were written earlier, are of later steps."""
+    match = STEP.fullmatch(taken.name)
+    steps = [(STEP.fullmatch(path.name), path.name) for path in older]
+    later = [name for found, name in steps if match and found and not found[2] and int(found[1]) > int(match[1])]
+    if not later:
+        return ""
+    return (
+        f"checkpoint {taken} is loaded, which was written last: {listed(later)} beside it "
+        f"{'is of a later step and was' if len(later) == 1 else 'are of later steps and were'} written before it, so "
+        "the run went back. To load another one give its own path"
+    )
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a directory is a checkpoint, and not one of a run or of anything else."""
     return (path / MANIFEST).exists() or (path / INDEX).exists()
@@ -83,7 +126,7 @@ def _candidates(path: Path) -> list[Path]:
             "lpq.checkpoint.import_file"
         )
     if path.is_dir() and not is_checkpoint(path):
-        return [found for _, _, found in steps_in(path)]
+        return _newest_first(path)
     beside = [path, path.with_name(path.name + REPLACED), path.with_name(path.name + PARTIAL)]
     return [p for p in beside if p.exists()][:1]
 

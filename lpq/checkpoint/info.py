@@ -40,6 +40,8 @@ class Info:
     description: Description
     refused: tuple[str, ...] = ()
     """The newer checkpoints that are not whole, in words."""
+    why: str = ""
+    """Why it is this one, in words, where others beside it are of later steps: it was written last."""
 
     def __str__(self) -> str:
         """A few lines to read; ``repr`` has all of it."""
@@ -53,6 +55,7 @@ class Info:
             *(f"{name} from {entry['distribution']} {entry['version']}" for name, entry in said.formats.items()),
             *([f"extra: {' '.join(reprlib.repr(self.extra).split())}"] if self.extra is not None else []),
             *self.refused,
+            *([self.why] if self.why else []),
         ]
         return "\n  ".join(lines)
 
@@ -74,7 +77,7 @@ class Info:
 
 
 def info(path: str | Path) -> Info:
-    """What is saved in the checkpoint at ``path``, or in the newest whole one of the run there.
+    """What is saved in the checkpoint at ``path``, or in the whole one of the run there that was written last.
 
     All ranks call it. The tensors are not read; ``load`` checks their digests, this only the sizes of their files.
     """
@@ -94,7 +97,7 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
     beside: dict[str, Any] = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
     if not isinstance(beside, dict) or not beside.keys() >= OWNERS.keys() or not isinstance(beside["model"], dict):
         raise CheckpointError(f"checkpoint {path} cannot be read: its {EXTRA} is not what lpq.checkpoint.save writes")
-    return Info(path, description.step, beside["extra"], description, found.refused), beside
+    return Info(path, description.step, beside["extra"], description, found.refused, found.why), beside
 
 
 def pickled(beside: dict[str, Any]) -> bytes:

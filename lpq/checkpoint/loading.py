@@ -23,8 +23,9 @@ from lpq.checkpoint.reading import Planner, Reader
 def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, any_policy: bool = False) -> Info:
     """Load a checkpoint into the model and its optimizer (or several), on any number of ranks; say what it holds.
 
-    All ranks call it. ``path`` is a checkpoint, or the directory of a run: then the newest whole one is loaded, and a
-    warning tells which were refused. Every file is compared with the manifest before anything is written.
+    All ranks call it. ``path`` is a checkpoint, or the directory of a run: then the whole one that was written last is
+    loaded, and warnings tell which were refused, and which are of later steps. Every file is compared with the manifest
+    before anything is written.
 
     The model must have the policy that it was saved with, and its layers get the recipes that they had at that step;
     call ``lpq.set_step`` in the loop as before. With ``any_policy`` it keeps its own, and what its quantizers remember

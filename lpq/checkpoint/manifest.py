@@ -26,6 +26,8 @@ class Manifest:
     """What one says."""
 
     files: dict[str, dict[str, Any]]
+    written: int
+    """When it was written, in nanoseconds since 1970; later ones of a run have more. 0: it does not say."""
 
     def fault(self, path: Path, name: str, *, thorough: bool) -> str | None:
         """Why one of the files is not as it says, or None. Not ``thorough``: large ones are not digested."""
@@ -47,8 +49,10 @@ def read_manifest(path: Path) -> Manifest | str:
         if (wrong := files.astray(path, MANIFEST)) is not None:
             return f"{MANIFEST}: {wrong}"
         said = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        found = Manifest(said["files"])
-        if all(type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in found.files.values()):
+        found = Manifest(said["files"], said.get("written", 0))
+        if type(found.written) is int and all(
+            type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in found.files.values()
+        ):
             lacking = [name for name in (INDEX, DESCRIPTION, EXTRA) if name not in found.files]
             return f"its {MANIFEST} does not list {listed(lacking)}" if lacking else found
     except FileNotFoundError:

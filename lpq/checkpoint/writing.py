@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +24,7 @@ from lpq.checkpoint import files
 from lpq.checkpoint.claim import LOCK, Claim, left_behind
 from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.files import PARTIAL
-from lpq.checkpoint.finding import REPLACED, STEP, steps_in
+from lpq.checkpoint.finding import REPLACED, STEP, manifests_in, steps_in
 from lpq.checkpoint.manifest import MANIFEST, is_ours, is_whole
 from lpq.checkpoint.ranks import as_checkpoint_error
 
@@ -74,7 +75,7 @@ class Writer(FileSystemWriter):
             for name, data in self._small.items():
                 files.write(self._partial / name, data)
             said.update(self._said([*self._small, ".metadata"]))
-            files.write(self._partial / MANIFEST, json.dumps({"files": said}, indent=1).encode())
+            files.write(self._partial / MANIFEST, self._manifest(said))
             self._publish()
         except Exception as error:
             raise as_checkpoint_error(error) from error
@@ -82,6 +83,12 @@ class Writer(FileSystemWriter):
     def _said(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         paths = {name: self._partial / name for name in sorted(names)}
         return {n: {"bytes": p.stat().st_size, "sha256": files.digest(p)} for n, p in paths.items()}
+
+    def _manifest(self, said: dict[str, dict[str, Any]]) -> bytes:
+        """The list of files; and when it was written: later than any other one of the run, whatever clocks tell."""
+        others = manifests_in(self.target.parent) if STEP.fullmatch(self.target.name) else {}
+        last = max((other.written for other in others.values()), default=0)
+        return json.dumps({"files": said, "written": max(time.time_ns(), last + 1)}, indent=1).encode()
 
     def _publish(self) -> None:
         refused = self._claim.refused() if self._claim is not None else []

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 HELD_OUT_BATCHES = 16
 """How many batches of the held-out text the final loss is the mean of."""
+BESIDE = {"losses", "measured", "rng", "text", "policy", "config"}
+"""What a run needs beside its tensors."""
 KEEP = 2
 """How many checkpoints stay: the newest, and one in case the newest is damaged."""
 
@@ -187,7 +189,7 @@ class Trainer:
             if any(directory.glob("step-*")):
                 say(str(none))
             return False
-        for line in found.refused:
+        for line in [*found.refused, *([found.why] if found.why else [])]:
             say(line)
         beside = found.extra
         assert found.step is not None
@@ -202,7 +204,9 @@ class Trainer:
             torch.cuda.set_rng_state(rng["cuda"], self.device)
         return True
 
-    def _check(self, beside: dict[str, Any]) -> None:
+    def _check(self, beside: Any) -> None:
+        if not isinstance(beside, dict) or not beside.keys() >= BESIDE:
+            raise CheckpointError("the checkpoint was not written by lpq train: resume with what wrote it")
         if beside["text"] != self.text.digest:
             raise CheckpointError(
                 f"the text ({self.text.source}) has changed since the checkpoint was written, so the run "

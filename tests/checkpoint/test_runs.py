@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,46 @@ def step(number: int) -> str:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
+
+
+# ------------------------------------------------------------------------------ which is loaded
+
+
+def test_after_a_run_went_back_what_was_written_last_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (10, 20, 30):
+        checkpoint.save(tmp_path, model(float(number)), step=number)
+    monkeypatch.setattr(time, "time_ns", lambda: 5)  # a clock that was put back, too
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        assert loaded(tmp_path) == 30.0
+    checkpoint.save(tmp_path, model(21.0), step=20)
+    words = rf"{step(20)} is loaded, which was written last: {step(30)} beside it is of a later step"
+    with pytest.warns(CheckpointWarning, match=words):
+        assert loaded(tmp_path) == 21.0
+    with pytest.warns(CheckpointWarning, match=words):
+        info = checkpoint.info(tmp_path)
+    assert info.step == 20
+    assert info.why in str(info)
+    assert loaded(tmp_path / step(30)) == 30.0  # which has a path of its own
+    truncate(tmp_path / step(20) / "extra.pt")
+    with pytest.warns(CheckpointWarning, match=rf"{step(20)} is refused"):
+        assert loaded(tmp_path) == 30.0
+    checkpoint.save(tmp_path, model(40.0), step=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        assert loaded(tmp_path) == 40.0
+
+
+def test_checkpoints_that_do_not_tell_when_they_were_written_go_by_their_steps(tmp_path: Path) -> None:
+    for number in (20, 10):
+        path = checkpoint.save(tmp_path, model(float(number)), step=number)
+        said = json.loads((path / "manifest.json").read_text())
+        del said["written"]
+        (path / "manifest.json").write_text(json.dumps(said))
+    assert loaded(tmp_path) == 20.0
+    checkpoint.save(tmp_path, model(5.0), step=5)
+    with pytest.warns(CheckpointWarning, match=rf"{step(20)}, {step(10)} beside it are of later steps"):
+        assert loaded(tmp_path) == 5.0
 
 
 # ------------------------------------------------------------------------------ which stay

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from training import MakeConfig, saved
 
+from lpq import checkpoint
 from lpq.checkpoint import CheckpointError, files
 from lpq.train.data import load
 from lpq.train.team import Team
@@ -158,6 +159,12 @@ def test_a_checkpoint_is_what_pytorch_reads_alone(trainer: Trainer, tmp_path: Pa
         assert torch.equal(found["tensors"]["model"][name], value)
     assert found["beside"]["extra"]["losses"] == trainer.losses
     assert json.loads((tmp_path / "c" / NAMES[-1] / "lpq.json").read_text())["step"] == 2
+
+
+def test_what_another_program_saved_is_not_gone_on_from(trainer: Trainer, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", trainer.model, trainer.optimizer, step=1, extra={"epoch": 1})
+    with pytest.raises(CheckpointError, match="was not written by lpq train"):
+        trainer.resume(tmp_path / "c", silent)
 
 
 def test_going_on_from_a_file_that_would_run_code_is_refused(trainer: Trainer, tmp_path: Path) -> None:
