@@ -8,10 +8,11 @@ index is read as data, and all else as ``torch.load(…, weights_only=True)`` re
 together, and what is wrong on one of them is the same error on all.
 """
 
+from lpq.checkpoint.background import Saving
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, MissingPlugin, NoCheckpoint
 from lpq.checkpoint.info import Info, info
 from lpq.checkpoint.loading import load
-from lpq.checkpoint.saving import Saving, save, save_async
+from lpq.checkpoint.saving import save, save_async
 from lpq.checkpoint.single import export_file, import_file
 
 __all__ = [

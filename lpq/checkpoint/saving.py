@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
+from lpq.checkpoint.background import Saving, destroy, failing, unheard
 from lpq.checkpoint.claim import Claim
-from lpq.checkpoint.errors import CheckpointError, listed, shown
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed, shown
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.finding import step_name
 from lpq.checkpoint.info import pickled
@@ -45,7 +46,7 @@ def save(
     checkpoint in the same place is replaced once the new one is whole. While another job saves it, it is refused.
     """
     ranks, target = Ranks(), _target(Path(directory), step, keep)
-    with ranks.saying(_failed(target)), _quiet():
+    with ranks.saying(failing(target)), _quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         try:
             dcp.save(state, storage_writer=writer, no_dist=not ranks.many)
@@ -65,11 +66,12 @@ def save_async(
 ) -> Saving:
     """As ``save``, but return once all is copied to the CPU's memory: training may go on while it is written.
 
-    It counts as saved when ``Saving.wait`` returns; wait for one before the next begins. The ranks that write talk over
-    gloo, in a group of their own, so that it does not matter over what, and when, training talks.
+    It counts as saved when ``Saving.wait`` returns; wait for one before the next begins. What goes wrong with one that
+    nobody waits for is a warning in ``Saving.done``, at the next save or at the process's end. The ranks that write
+    talk over gloo, in a group of their own, so that it does not matter over what, and when, training talks.
     """
     ranks, target = Ranks(), _target(Path(directory), step, keep)
-    with ranks.saying(_failed(target)), _quiet():
+    with ranks.saying(failing(target)), _quiet():
         ranks.all(_check_gloo)
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         group = None
@@ -79,48 +81,9 @@ def save_async(
             future = dcp.async_save(state, storage_writer=writer, process_group=group)
         except BaseException:
             writer.release()
-            _destroy(group)
+            destroy(group)
             raise
     return Saving(target, cast("Future[Any]", future), ranks, group, writer.release)
-
-
-class Saving:
-    """A checkpoint that is being written."""
-
-    def __init__(
-        self,
-        path: Path,
-        future: Future[Any],
-        ranks: Ranks,
-        group: dist.ProcessGroup | None,
-        release: Callable[[], None],
-    ) -> None:
-        """``group``: what was made for the ranks that write to talk in. ``release``: to call when all is written."""
-        self.path = path
-        """Where it will be."""
-        self._future, self._ranks, self._group, self._release = future, ranks, group, release
-        future.add_done_callback(lambda _: release())
-
-    def done(self) -> bool:
-        """Whether writing has ended on this rank, well or badly."""
-        return self._future.done()
-
-    def wait(self) -> Path:
-        """Wait until it is whole and in its place, and return its path; or raise what went wrong on any rank."""
-        try:
-            with self._ranks.saying(_failed(self.path)):
-                self._future.result()
-        finally:
-            self._release()
-            _destroy(self._group)
-            self._group = None
-        return self.path
-
-
-def _destroy(group: dist.ProcessGroup | None) -> None:
-    """What ``save_async`` made, if there are ranks to talk to."""
-    if group is not None:
-        dist.destroy_process_group(group)
 
 
 def _target(directory: Path, step: int | None, keep: int | None) -> Path:
@@ -130,10 +93,6 @@ def _target(directory: Path, step: int | None, keep: int | None) -> Path:
     if keep is not None and (step is None or type(keep) is not int or keep < 1):
         raise ValueError(f"keep={keep!r}: it is how many checkpoints of a run stay, at least 1, and needs step=")
     return directory / step_name(step) if step is not None else directory
-
-
-def _failed(target: Path) -> str:
-    return f"the checkpoint {target} could not be saved, and those before it are as they were"
 
 
 def _prepare(
@@ -171,6 +130,8 @@ def _prepare(
         target.parent.mkdir(parents=True, exist_ok=True)
         claims.append(Claim.take(target.with_name(target.name + PARTIAL)))
 
+    for said in dict.fromkeys(said for failed in ranks.all(unheard) for said in failed):
+        warnings.warn(f"{said} (nobody called Saving.wait)", CheckpointWarning, stacklevel=3)
     found = ranks.all(collect)
     if len(places := {place for place, *_ in found}) > 1:
         said = ", ".join(sorted(places))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -116,11 +117,16 @@ import sys
 from pathlib import Path
 from killed import model
 from lpq import checkpoint
+from lpq.checkpoint import files
+def full(path): raise OSError("the disk is full")
 try:
     checkpoint.save(Path(sys.argv[1]), model(2.0), step=10, keep=1)
 except checkpoint.CheckpointError as error:
     print(error)
+files.digest = full
+checkpoint.save_async(Path(sys.argv[2]), model(2.0), step=11)
 """
+"""Is refused, and then leaves a save in the background to itself, which fails."""
 
 
 def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +138,7 @@ def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
     def slow(*args: Any, **options: Any) -> None:
         """While the first one writes, another process tries the same; and this one, for another model."""
         environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
-        command = [sys.executable, "-c", OTHER, str(tmp_path)]
+        command = [sys.executable, "-c", OTHER, str(tmp_path), str(tmp_path / "elsewhere")]
         other.append(subprocess.run(command, capture_output=True, text=True, check=True, env=environment))
         monkeypatch.setattr(writing.Writer, "finish", real)
         with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* is saving it at this moment"):
@@ -148,6 +154,9 @@ def test_two_jobs_that_save_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
     (done,) = other
     assert f"process {os.getpid()} on" in done.stdout
     assert "is saving it at this moment, and the checkpoint will be that one's" in done.stdout
+    assert f"{step(11)} could not be saved" in done.stderr  # told when the process ended
+    assert "the disk is full" in done.stderr
+    assert "(nobody called Saving.wait)" in done.stderr
     assert loaded(tmp_path / step(10)) == 1.0
     assert claim.LOCK not in names(tmp_path / step(10))
     checkpoint.save(tmp_path, model(5.0), step=10)
@@ -170,3 +179,38 @@ def test_a_directory_that_is_no_directory_is_in_the_way(tmp_path: Path) -> None:
     (tmp_path / f"{step(1)}.partial").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match="is there and is no directory: remove it"):
         checkpoint.save(tmp_path, model(1.0), step=1)
+
+
+# ------------------------------------------------------------------------------ what nobody waited for
+
+
+def failed(folder: Path, number: int) -> checkpoint.Saving:
+    """A save in the background that has failed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "digest", lambda path: (_ for _ in ()).throw(OSError("the disk is full")))
+        saving = checkpoint.save_async(folder, model(1.0), step=number)
+        saving._future.exception()
+    return saving
+
+
+def test_a_save_that_failed_and_was_not_waited_for_is_told(tmp_path: Path) -> None:
+    words = rf"{step(1)} could not be saved, and those before it are as they were: .*the disk is full"
+    saving = failed(tmp_path, 1)
+    with pytest.warns(CheckpointWarning, match=words):
+        assert saving.done()
+    with pytest.raises(CheckpointError, match=words):
+        saving.wait()
+    failed(tmp_path, 2)
+    gc.collect()  # whether anybody has it still or not
+    with pytest.warns(
+        CheckpointWarning, match=rf"{step(2)} could not be saved.*disk is full.*nobody called Saving\.wait"
+    ):
+        checkpoint.save(tmp_path, model(3.0), step=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        assert loaded(tmp_path / step(3)) == 3.0  # and it was saved
+        with pytest.raises(CheckpointError):
+            failed(tmp_path, 4).wait()
+        checkpoint.save(tmp_path, model(5.0), step=5)  # what was told is told once
+        checkpoint.save_async(tmp_path, model(6.0), step=6)._future.result()
+        checkpoint.save(tmp_path, model(7.0), step=7)

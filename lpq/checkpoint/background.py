@@ -1,0 +1,120 @@
+"""Saves that go on in the background: what goes wrong with one is told, also if nobody waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
+from lpq.checkpoint.ranks import Ranks
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(
+        self,
+        path: Path,
+        future: Future[Any],
+        ranks: Ranks,
+        group: dist.ProcessGroup | None,
+        release: Callable[[], None],
+    ) -> None:
+        """``group``: what was made for the ranks that write to talk in. ``release``: to call when all is written."""
+        self.path = path
+        """Where it will be."""
+        self._future, self._ranks, self._group, self._release = future, ranks, group, release
+        _unheard.add(self)
+        future.add_done_callback(self._ended)
+
+    def done(self) -> bool:
+        """Whether writing has ended on this rank, well or badly; a warning tells what went wrong."""
+        ended = self._future.done()
+        if ended and (said := self.failed()) is not None:
+            warnings.warn(said, CheckpointWarning, stacklevel=2)
+            _unheard.discard(self)
+        return ended
+
+    def wait(self) -> Path:
+        """Wait until it is whole and in its place, and return its path; or raise what went wrong on any rank."""
+        _unheard.discard(self)
+        try:
+            with self._ranks.saying(failing(self.path)):
+                self._future.result()
+        finally:
+            self._release()
+            destroy(self._group)
+            self._group = None
+        return self.path
+
+    def failed(self) -> str | None:
+        """What went wrong, in words; None if nothing did, or it is being written still."""
+        if not self._future.done() or self._future.exception() is None:
+            return None
+        try:
+            with self._ranks.saying(failing(self.path)):
+                self._future.result()
+        except CheckpointError as error:
+            return str(error)
+        except BaseException as error:  # an interrupt of this process
+            return f"{failing(self.path)}: {type(error).__name__}"
+        return None
+
+    def _ended(self, future: Future[Any]) -> None:
+        self._release()
+        if future.exception() is None:
+            _unheard.discard(self)
+
+
+class _Unheard:
+    """The saves of this process whose end nobody was told of. Threads write them, and end with the process, too."""
+
+    def __init__(self) -> None:
+        self._savings: dict[int, Saving] = {}
+        self._lock = threading.Lock()
+
+    def add(self, saving: Saving) -> None:
+        with self._lock:
+            self._savings[id(saving)] = saving
+
+    def discard(self, saving: Saving) -> None:
+        with self._lock:
+            self._savings.pop(id(saving), None)
+
+    def told(self) -> tuple[str, ...]:
+        """What went wrong, each once."""
+        with self._lock:
+            savings = [*self._savings.values()]
+        failed = [(saving, said) for saving in savings if (said := saving.failed()) is not None]
+        for saving, _ in failed:
+            self.discard(saving)
+        return tuple(said for _, said in failed)
+
+
+_unheard = _Unheard()
+unheard = _unheard.told
+
+
+@atexit.register
+def _tell() -> None:
+    """Say at the process's end what nobody asked for. Python has waited for the threads by then."""
+    for said in unheard():
+        warnings.warn(f"{said} (nobody called Saving.wait)", CheckpointWarning, stacklevel=2)
+
+
+def failing(target: Path) -> str:
+    """What is said of a checkpoint that could not be saved."""
+    return f"the checkpoint {target} could not be saved, and those before it are as they were"
+
+
+def destroy(group: dist.ProcessGroup | None) -> None:
+    """End what ``save_async`` made, if there are ranks to talk to."""
+    if group is not None:
+        dist.destroy_process_group(group)
