@@ -6,7 +6,7 @@ import atexit
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,22 @@ class _Unheard:
             self.discard(saving)
         return tuple(said for _, said in failed)
 
+    def settle(self, group: dist.ProcessGroup) -> None:
+        """Wait until no rank talks in this group any more."""
+        with self._lock:
+            writing = [saving._future for saving in self._savings.values() if saving._ranks.group is group]
+        wait(writing)
+
 
 _unheard = _Unheard()
 unheard = _unheard.told
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks of a group, or of the default one; after what is written in the background in that very group."""
+    if group is not None:
+        _unheard.settle(group)
+    return Ranks(group)
 
 
 @atexit.register

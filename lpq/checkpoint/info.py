@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
-from lpq.checkpoint.ranks import Ranks
 from lpq.recipes import Policy, Steps
 from lpq.registry.errors import words
 
@@ -76,12 +77,13 @@ class Info:
         return conversion.get("steps")
 
 
-def info(path: str | Path) -> Info:
+def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) -> Info:
     """What is saved in the checkpoint at ``path``, or in the whole one of the run there that was written last.
 
-    All ranks call it. The tensors are not read; ``load`` checks their digests, this only the sizes of their files.
+    All ranks call it, or those of ``process_group``. The tensors are not read; ``load`` checks their digests, this only
+    the sizes of their files.
     """
-    ranks = Ranks()
+    ranks = ranks_of(process_group)
     found = find(Path(path), ranks, thorough=False)
     return ranks.all(lambda: read(found)[0])[ranks.rank]
 

@@ -7,25 +7,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
-from lpq.checkpoint.errors import CheckpointWarning, listed
+from lpq.checkpoint.agreeing import Meshes, check_one_model, check_optimizers
+from lpq.checkpoint.background import ranks_of
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, master_name, untrained
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, kind, master_name, untrained
 from lpq.checkpoint.reading import Planner, Reader
 
 
-def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, any_policy: bool = False) -> Info:
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    any_policy: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Info:
     """Load a checkpoint into the model and its optimizer (or several), on any number of ranks; say what it holds.
 
-    All ranks call it. ``path`` is a checkpoint, or the directory of a run: then the whole one that was written last is
-    loaded, and warnings tell which were refused, and which are of later steps. Every file is compared with the manifest
-    before anything is written.
+    All ranks call it, or those of ``process_group``, over which the model then lies. ``path`` is a checkpoint, or the
+    directory of a run: then the whole one that was written last is loaded, and warnings tell which were refused, and
+    which are of later steps. Every file is compared with the manifest before anything is written.
 
     The model must have the policy that it was saved with, and its layers get the recipes that they had at that step;
     call ``lpq.set_step`` in the loop as before. With ``any_policy`` it keeps its own, and what its quantizers remember
@@ -37,11 +46,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
     not have was frozen, and they take what it decodes to. Masters that have no place are left out, and a warning tells
     so, unless the checkpoint is loaded without an optimizer.
     """
-    ranks = Ranks()
+    ranks = ranks_of(process_group)
     with ranks.saying(f"{path} cannot be loaded"):
-        ranks.alike(
-            lambda: _asked(path, model, optimizer), "the ranks were given different paths: pass the same to all"
-        )
+        asked = ranks.all(lambda: _asked(path, model, optimizer))
+        if len({place for place, _, _ in asked}) > 1:
+            raise CheckpointError("the ranks were given different paths: pass the same to all")
+        check_one_model([meshes for _, meshes, _ in asked], ranks)
+        check_optimizers([kinds for _, _, kinds in asked], ranks)
     found = find(Path(path), ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
@@ -60,7 +71,13 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(plan.state(), storage_reader=reader, planner=Planner(), no_dist=not ranks.many)
+        dcp.load(
+            plan.state(),
+            storage_reader=reader,
+            planner=Planner(),
+            process_group=ranks.group,
+            no_dist=not ranks.many,
+        )
     for filled in plan.matches:
         filled.finish()
     seen.forget(plan.fresh)
@@ -79,11 +96,9 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers = None, *, an
     return plan.info
 
 
-def _asked(path: str | Path, model: nn.Module, given: Optimizers) -> str:
-    """Where to load from, once it is known that the others are what can be loaded into: to look there takes long."""
-    Model(model)
-    given_optimizers(given)
-    return str(path)
+def _asked(path: str | Path, model: nn.Module, given: Optimizers) -> tuple[str, Meshes, list[str]]:
+    """From where and into what to load, which all ranks must mean alike: to look there takes long."""
+    return str(path), Model(model).meshes(), [*map(kind, given_optimizers(given))]
 
 
 class _Job:

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as Replicas
 
+from lpq.checkpoint.agreeing import Meshes
 from lpq.checkpoint.description import Description, formats_of, origins
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed, shown
 from lpq.checkpoint.tensors import described, held
@@ -35,6 +39,7 @@ class Model:
                 f"model is to be a torch.nn.Module, not {type(model).__name__}: pass the model itself, no state_dict()"
             )
         self.module = _unwrapped(model)
+        self._given = model
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Parameters and persistent buffers by name; and what modules return from ``get_extra_state``."""
@@ -44,6 +49,24 @@ class Model:
             found = extra if is_extra(key) else tensors
             found[PREFIX + plain_name(key)] = value
         return tensors, extra
+
+    def meshes(self) -> Meshes:
+        """The ranks over which its tensors lie, and those of its replicas."""
+        over = [mesh.mesh.flatten().tolist() for mesh in self._meshes()]
+        over += [get_process_group_ranks(replicas.process_group) for replicas in self._replicas()]
+        return frozenset(tuple(sorted(ranks)) for ranks in over)
+
+    def groups(self, device: str) -> list[ProcessGroup]:
+        """The groups over which it is trained on this type of device."""
+        found = [group for mesh in self._meshes() if mesh.device_type == device for group in mesh.get_all_groups()]
+        return found + [replicas.process_group for replicas in self._replicas() if replicas.device_type == device]
+
+    def _meshes(self) -> list[DeviceMesh]:
+        tensors = self.module.state_dict(keep_vars=True).values()
+        return [*{id(t.device_mesh): t.device_mesh for t in tensors if isinstance(t, DTensor)}.values()]
+
+    def _replicas(self) -> list[Replicas]:
+        return [module for module in self._given.modules() if isinstance(module, Replicas)]
 
     def check_extra_state(self, saved: Collection[str]) -> None:
         """Make sure that what modules return from ``get_extra_state`` was saved, and has a place."""
@@ -185,7 +208,7 @@ def _stored_formats(tensor: Tensor) -> set[str]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        inner = model.module if isinstance(model, Replicas) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

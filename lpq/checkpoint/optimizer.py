@@ -58,12 +58,22 @@ def given_optimizers(given: Optimizers) -> list[Optimizer]:
     return every
 
 
+def kind(optimizer: Optimizer) -> str:
+    """What the optimizer is called whose state it is, with masters or without."""
+    return type(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer).__name__
+
+
 class OptimizerState:
     """The optimizers of one model, which may be several."""
 
     def __init__(self, given: Optimizers, names: Mapping[int, str]) -> None:
         """``names``: of the model's parameters, by their ``id``."""
         self._optimizers = [_One(optimizer, names) for optimizer in given_optimizers(given)]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of which kind each is."""
+        return [one.kind for one in self._optimizers]
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All tensors by name, and the plain data around them."""
@@ -117,7 +127,7 @@ class _One:
                 )
         self.names = [names[id(p)] for p in self.params]
         self.masters = optimizer.masters if isinstance(optimizer, MasterWeights) else {}
-        self.kind = type(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer).__name__
+        self.kind = kind(optimizer)
 
     def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Name, parameter and state of each parameter that has some."""

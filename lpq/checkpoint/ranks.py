@@ -16,12 +16,21 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All processes of the default group, or this one alone where there is none."""
+    """All processes of a group, or of the default one; this one alone where there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.many = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.many else 0
-        self.size = dist.get_world_size() if self.many else 1
+        if group is not None and not (self.many and isinstance(group, dist.ProcessGroup)):
+            raise CheckpointError(
+                "process_group is to be a group that this process is in: call it on the ranks of the group only, and "
+                "for a mesh pass mesh.get_group()"
+            )
+        self.group = group
+        self.rank = dist.get_rank(group) if self.many else 0
+        """Which of them this process is."""
+        self.names = dist.get_process_group_ranks(group or dist.group.WORLD) if self.many else [0]
+        """Their ranks among all processes, by which the user knows them."""
+        self.size = len(self.names)
 
     def all(self, function: Callable[[], T]) -> list[T]:
         """Call ``function`` on every rank; what it returned on each. An error on any rank is raised on all."""
@@ -34,10 +43,10 @@ class Ranks:
         found: list[Any] = [(result, error)]
         if self.many:
             found = [None] * self.size
-            dist.all_gather_object(found, (result, error))
+            dist.all_gather_object(found, (result, error), group=self.group)
         errors = {rank: error for rank, (_, error) in enumerate(found) if error is not None}
         if errors:
-            raise _of_ranks(errors, self.size) from cause
+            raise self._raised(errors) from cause
         return [result for result, _ in found]
 
     def alike(self, function: Callable[[], T], differ: str) -> T:
@@ -62,12 +71,19 @@ class Ranks:
             if mine is not None and not isinstance(mine, Exception):
                 raise mine from error  # this process is interrupted
             failures = {rank: as_checkpoint_error(failure[0]) for rank, failure in error.failures.items()}
-            found, cause = _of_ranks(failures, self.size), error.__cause__ or error
+            found, cause = self._raised(failures), error.__cause__ or error
         except Exception as error:  # or the group's own: another process died, or none answers
             found, cause = as_checkpoint_error(error), error
         else:
             return
         raise type(found)(f"{what if isinstance(what, str) else what()}: {found}") from cause
+
+    def _raised(self, errors: dict[int, CheckpointError]) -> CheckpointError:
+        """The error of the first rank that has one, which says whose it is unless all have it."""
+        rank, error = min(errors.items())
+        if len(errors) == self.size and len({str(e) for e in errors.values()}) == 1:
+            return type(error)(str(error))
+        return type(error)(f"rank {self.names[rank]}: {error}")
 
 
 def as_checkpoint_error(error: BaseException) -> CheckpointError:
@@ -75,11 +91,3 @@ def as_checkpoint_error(error: BaseException) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(str(error) if isinstance(error, LpqError) else words(error))
-
-
-def _of_ranks(errors: dict[int, CheckpointError], ranks: int) -> CheckpointError:
-    """The error of the first rank that has one, which says whose it is unless all have it."""
-    rank, error = min(errors.items())
-    if len(errors) == ranks and len({str(e) for e in errors.values()}) == 1:
-        return type(error)(str(error))
-    return type(error)(f"rank {rank}: {error}")

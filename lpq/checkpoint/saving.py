@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -15,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from lpq.checkpoint.background import Saving, destroy, failing, unheard
+from lpq.checkpoint.agreeing import Told, check_alike, check_tensors, digest
+from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
 from lpq.checkpoint.claim import Claim
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed, shown
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.finding import step_name
 from lpq.checkpoint.info import pickled
@@ -37,19 +37,21 @@ def save(
     step: int | None = None,
     extra: Any = None,
     keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save the model, its policy and its optimizer (or several) as ``directory/step-00000100``; return that path.
 
-    All ranks call it. Without ``step``, ``directory`` itself is the checkpoint. ``extra`` is whatever else the run
-    needs (a scheduler's state, the position in the data): rank 0's is kept, if ``torch.load(…, weights_only=True)`` can
-    read it. ``keep``: of this run only so many whole checkpoints stay, up to this one; the others are removed. A
-    checkpoint in the same place is replaced once the new one is whole. While another job saves it, it is refused.
+    All ranks call it, or those of ``process_group``, over which the model then lies. Without ``step``, ``directory``
+    itself is the checkpoint. ``extra`` is whatever else the run needs (a scheduler's state, the position in the data):
+    the first rank's is kept, if ``torch.load(…, weights_only=True)`` can read it. ``keep``: of this run only so many
+    whole checkpoints stay, up to this one; the others are removed. A checkpoint in the same place is replaced once the
+    new one is whole. While another job saves it, it is refused.
     """
-    ranks, target = Ranks(), _target(Path(directory), step, keep)
+    ranks, target = ranks_of(process_group), _target(Path(directory), step, keep)
     with ranks.saying(failing(target)), _quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         try:
-            dcp.save(state, storage_writer=writer, no_dist=not ranks.many)
+            dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.many)
         finally:
             writer.release()
     return target
@@ -63,22 +65,25 @@ def save_async(
     step: int | None = None,
     extra: Any = None,
     keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
     """As ``save``, but return once all is copied to the CPU's memory: training may go on while it is written.
 
     It counts as saved when ``Saving.wait`` returns; wait for one before the next begins. What goes wrong with one that
     nobody waits for is a warning in ``Saving.done``, at the next save or at the process's end. The ranks that write
-    talk over gloo, in a group of their own, so that it does not matter over what, and when, training talks.
+    talk over gloo, in a group of their own, so that it does not matter over what, and when, training talks. A
+    ``process_group`` is that group: one with gloo, over which nothing else talks meanwhile.
     """
-    ranks, target = Ranks(), _target(Path(directory), step, keep)
+    ranks, target = ranks_of(process_group), _target(Path(directory), step, keep)
     with ranks.saying(failing(target)), _quiet():
-        ranks.all(_check_gloo)
+        ranks.all(lambda: _check_talk(Model(model), ranks))
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         group = None
         try:
             ranks.all(lambda: writer.copy(state))
-            group = dist.new_group(backend="gloo") if ranks.many else None
-            future = dcp.async_save(state, storage_writer=writer, process_group=group)
+            if ranks.many and ranks.group is None:
+                group = dist.new_group(backend="gloo")
+            future = dcp.async_save(state, storage_writer=writer, process_group=ranks.group or group)
         except BaseException:
             writer.release()
             destroy(group)
@@ -110,20 +115,27 @@ def _prepare(
     held: list[str] = []
     claims: list[Claim] = []
 
-    def collect() -> tuple[str, str, str, dict[str, Tensor]]:
+    def collect() -> Told:
         seen = Model(model)
         tensors, module_extra = seen.state()
         names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
-        theirs, rest = OptimizerState(given, names).split()
+        optimizers = OptimizerState(given, names)
+        theirs, rest = optimizers.split()
         every = {**tensors, **theirs}
         description = seen.describe(every, step)
         state.update(_nested(part for name, tensor in every.items() for part in parts(name, tensor).items()))
         beside = {"extra": extra, "model": module_extra, "optimizer": rest if given is not None else None}
         small.update({DESCRIPTION: description.json(), EXTRA: pickled(beside) if ranks.rank == 0 else b""})
         memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
-        held.extend(sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in tensors.items()))
-        described, holds = _digest(small[DESCRIPTION]), _digest(repr(held).encode())
-        return str(target.absolute()), described, holds, memories if ranks.many else {}
+        held.extend(sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in every.items()))
+        return Told(
+            place=str(target.absolute()),
+            meshes=seen.meshes(),
+            optimizers=tuple(optimizers.kinds),
+            description=digest(small[DESCRIPTION]),
+            tensors=digest(repr(held).encode()),
+            memories=memories if ranks.many else {},
+        )
 
     def begin() -> None:
         _check_place(target, step)
@@ -133,41 +145,14 @@ def _prepare(
     for said in dict.fromkeys(said for failed in ranks.all(unheard) for said in failed):
         warnings.warn(f"{said} (nobody called Saving.wait)", CheckpointWarning, stacklevel=3)
     found = ranks.all(collect)
-    if len(places := {place for place, *_ in found}) > 1:
-        said = ", ".join(sorted(places))
-        raise CheckpointError(
-            f"the ranks would write it to different places, and it would be whole in none: {said}; pass the same "
-            "directory on all ranks, one that all of them see"
-        )
-    if len({description for _, description, _, _ in found}) > 1:
-        raise CheckpointError(
-            "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model: call "
-            "lpq.set_step and lpq.checkpoint.save alike on all ranks"
-        )
-    if len({holds for _, _, holds, _ in found}) > 1:
-        _refuse_others(ranks.all(lambda: held))
-    for name in found[0][3]:  # ranks may have seen different inputs; as after a step, the largest statistics count
-        combined = torch.stack([memories[name] for *_, memories in found]).amax(0)
+    check_alike(found, ranks)
+    if len({told.tensors for told in found}) > 1:
+        check_tensors(ranks.all(lambda: held), ranks)
+    for name in found[0].memories:  # ranks may have seen other inputs; as after a step, the largest statistics count
+        combined = torch.stack([told.memories[name] for told in found]).amax(0)
         state["model"][name.removeprefix("model.")] = combined
     ranks.first(begin)
     return state, Writer(target, small, keep, next(iter(claims), None))
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _refuse_others(held: list[list[str]]) -> None:
-    """Say which tensors one rank has and another one has not: what is loaded would lack them, or mix two of them."""
-    for rank, (mine, theirs) in enumerate((held[0], other) for other in held):
-        if mine != theirs:
-            only, others = (
-                listed([n for n in a if n not in set(b)]) or "none" for a, b in ((mine, theirs), (theirs, mine))
-            )
-            raise CheckpointError(
-                f"the ranks hold different tensors: rank 0 has {only}, and rank {rank} has {others} in their place. A "
-                "checkpoint is of one model: build it alike on all ranks"
-            )
 
 
 def _check_place(target: Path, step: int | None) -> None:
@@ -188,9 +173,17 @@ def _nested(flat: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
     return nested
 
 
-def _check_gloo() -> None:
+def _check_talk(model: Model, ranks: Ranks) -> None:
+    """Make sure that the ranks can talk on the CPU while they write, and that training does not in the same group."""
     if not dist.is_gloo_available():
         raise CheckpointError("save_async needs gloo, which this PyTorch was built without: use lpq.checkpoint.save")
+    if ranks.group is None:
+        return
+    remedy = 'pass one that is for this alone, dist.new_group(ranks, backend="gloo")'
+    if torch.device("cpu") not in ranks.group._device_types:
+        raise CheckpointError(f"save_async talks on the CPU, and process_group has no backend for it: {remedy}")
+    if any(group is ranks.group for group in model.groups("cpu")):
+        raise CheckpointError(f"training talks over process_group, and would while it is written: {remedy}")
 
 
 @contextmanager

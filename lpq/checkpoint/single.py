@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpq.checkpoint import files
+from lpq.checkpoint.agreeing import check_one_model
+from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.info import Info, pickled
@@ -30,14 +33,16 @@ from lpq.core.tensor import rebuild
 from lpq.registry.errors import words
 
 
-def export_file(path: str | Path, model: nn.Module, *, decode: bool = False) -> Path:
-    """Write the whole model into one file, on rank 0; all ranks call it.
+def export_file(
+    path: str | Path, model: nn.Module, *, decode: bool = False, process_group: dist.ProcessGroup | None = None
+) -> Path:
+    """Write the whole model into one file, on the first rank; all ranks call it, or those of ``process_group``.
 
     ``decode``: for models without lpq, which load ``torch.load(path, weights_only=True)["model"]`` as any state dict:
     with quantized weights as tensors of their own dtype and without what quantizers remember. Else all is bit for bit
-    what it is here. Rank 0 has the whole model in the CPU's memory on the way.
+    what it is here. The first rank has the whole model in the CPU's memory on the way.
     """
-    ranks, target = Ranks(), Path(path)
+    ranks, target = ranks_of(process_group), Path(path)
     pieces: dict[str, Tensor] = {}
     other: dict[str, Any] = {}
 
@@ -50,6 +55,7 @@ def export_file(path: str | Path, model: nn.Module, *, decode: bool = False) -> 
         return seen.describe(tensors, None)
 
     with ranks.saying(f"{target} cannot be exported"):
+        check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         description = ranks.alike(collect, "the ranks hold different models, and the file is of one")
     complete: dict[str, Tensor] = {}
     for name, part in pieces.items():
@@ -61,14 +67,15 @@ def export_file(path: str | Path, model: nn.Module, *, decode: bool = False) -> 
     return target
 
 
-def import_file(path: str | Path, model: nn.Module) -> Info:
+def import_file(path: str | Path, model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> Info:
     """Load a file of ``export_file``, or any file with a state dict, into the model, however it is sharded.
 
-    All ranks call it. What is stored quantized must have been so by the same quantizer, or is encoded of what was saved
-    in high precision; what is stored in high precision takes what a quantized weight decodes to, and is cast to its own
-    dtype as ``load_state_dict`` does it. The policy is not compared. A file that is not as it was saved is refused.
+    All ranks call it, or those of ``process_group``. What is stored quantized must have been so by the same quantizer,
+    or is encoded of what was saved in high precision; what is stored in high precision takes what a quantized weight
+    decodes to, and is cast to its own dtype as ``load_state_dict`` does it. The policy is not compared. A file that is
+    not as it was saved is refused.
     """
-    ranks, source = Ranks(), Path(path)
+    ranks, source = ranks_of(process_group), Path(path)
     job: list[tuple[Model, Description, dict[str, Tensor], dict[str, Any], Match]] = []
 
     def prepare() -> list[str]:
@@ -77,6 +84,7 @@ def import_file(path: str | Path, model: nn.Module) -> Info:
         return job[0][-1].encoded
 
     with ranks.saying(f"{source} cannot be imported"):
+        check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         ranks.alike(prepare, "the ranks read different files, or hold different models")
     ((seen, description, tensors, other, found),) = job
     with torch.no_grad():

@@ -1,0 +1,101 @@
+"""What ranks tell each other before they save or load together, and why they may not: they must mean one model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.ranks import Ranks
+
+Meshes = frozenset[tuple[int, ...]]
+"""The ranks over which tensors of a model lie, of each mesh that it has."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells the others of what it is to save."""
+
+    place: str
+    meshes: Meshes
+    optimizers: tuple[str, ...]
+    """Of which kind each is."""
+    description: str
+    """The digest of it."""
+    tensors: str
+    """The digest of their names and shapes."""
+    memories: dict[str, Tensor] = field(default_factory=dict)
+
+
+def digest(data: bytes) -> str:
+    """A short name for what all ranks must have alike."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_alike(found: Sequence[Told], ranks: Ranks) -> None:
+    """Refuse what all ranks told, if they do not mean the same."""
+    if len(places := {told.place for told in found}) > 1:
+        said = ", ".join(sorted(places))
+        raise CheckpointError(
+            f"the ranks would write it to different places, and it would be whole in none: {said}; pass the same "
+            "directory on all ranks, one that all of them see"
+        )
+    check_one_model([told.meshes for told in found], ranks)
+    check_optimizers([told.optimizers for told in found], ranks)
+    if len({told.description for told in found}) > 1:
+        raise CheckpointError(
+            "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model: call "
+            "lpq.set_step and lpq.checkpoint.save alike on all ranks"
+        )
+
+
+def check_one_model(found: Sequence[Meshes], ranks: Ranks) -> None:
+    """Refuse models of their own, whose tensors have the same names and would be mixed.
+
+    Ranks have one model if its tensors join them: if there is a way from each to any other over meshes.
+    """
+    meshes = sorted({mesh for own in found for mesh in own})
+    if strangers := [mesh for mesh in meshes if not {*mesh} <= {*ranks.names}]:
+        raise CheckpointError(
+            f"a tensor lies over the ranks {[*strangers[0]]}, and those that were called together are "
+            f"{ranks.names}: call it on all ranks of the model, with a process_group of just these"
+        )
+    groups: list[set[int]] = [{rank} for rank in ranks.names]
+    for mesh in meshes:
+        joined = [group for group in groups if group & {*mesh}]
+        groups = [group for group in groups if group not in joined] + [set[int]().union(*joined)]
+    if meshes and len(groups) > 1:
+        said = " and ".join(str(sorted(group)) for group in sorted(groups, key=min))
+        raise CheckpointError(
+            f"no tensor joins the ranks {said}, so these have models of their own, and one would hide the other: call "
+            "it for each by itself, with a directory of its own and process_group=mesh.get_group(), or a group of all "
+            "ranks of its mesh"
+        )
+
+
+def check_optimizers(found: Sequence[Collection[str]], ranks: Ranks) -> None:
+    """Refuse an optimizer that some ranks were given and others were not."""
+    for name, kinds in zip(ranks.names, found, strict=True):
+        if kinds != found[0]:
+            first, other = (", ".join(given) or "no optimizer" for given in (found[0], kinds))
+            raise CheckpointError(
+                f"rank {ranks.names[0]} was given {first}, and rank {name} {other}: pass the same optimizers on all "
+                "ranks"
+            )
+
+
+def check_tensors(held: Sequence[Sequence[str]], ranks: Ranks) -> None:
+    """Say which tensors one rank has and another one has not: what is loaded would lack them, or mix two of them."""
+    mine = held[0]
+    for name, theirs in zip(ranks.names, held, strict=True):
+        if mine != theirs:
+            only, others = (
+                listed([n for n in a if n not in set(b)]) or "none" for a, b in ((mine, theirs), (theirs, mine))
+            )
+            raise CheckpointError(
+                f"the ranks hold different tensors: rank {ranks.names[0]} has {only}, and rank {name} has {others} in "
+                "their place. A checkpoint is of one model: build it alike on all ranks"
+            )
