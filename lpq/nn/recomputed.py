@@ -2,15 +2,17 @@
 
 A run that is recomputed must see what it saw. What a layer remembers moves in backward: of two runs, the backward of
 one moves it before the other is recomputed. Autograd counts the writes to a tensor, so a state is known by its counts.
-Those that the last run saw are compared when a run begins inside of backward. Other runs may have come between: so
-where saved tensors are recomputed, one more is saved, with what the recomputed run saw, and is compared in backward.
-With ``use_reentrant=True``, where nothing is saved, runs that came between go unnoticed.
+There are two ways to checkpoint. One saves tensors that it recomputes: among them is saved what the run saw that they
+come from, and backward compares. The other runs forward inside of an autograd function, and again in that function's
+backward: what a run saw is noted on the function's context. A run of which nothing is noted is compared with the last.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lpq.nn.linear import Layer
 
+NOTES = "_lpq_seen"
 States = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -33,8 +36,22 @@ def check(layer: Layer, states: States) -> None:
     found = _counts(states)
     if torch._C._current_graph_task_id() == -1:  # outside of backward
         layer.__dict__["_seen"] = found
-    elif layer.__dict__.get("_seen", found) != found:
-        _refuse(layer.title)
+    else:
+        noted = getattr(torch._C._current_autograd_node(), NOTES, {})
+        if noted.get(id(layer), layer.__dict__.get("_seen", found)) != found:
+            _refuse(layer.title)
+    if not torch.is_grad_enabled() and (context := _context()) is not None:
+        context.__dict__.setdefault(NOTES, {})[id(layer)] = found
+
+
+def _context() -> Any:
+    """The context of the autograd function whose forward this runs in; None: of none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",):
+            return frame.f_locals["ctx"]
+        frame = frame.f_back
+    return None
 
 
 def seen(states: States) -> Tensor | None:

@@ -74,9 +74,10 @@ def test_several_batches_before_backward_are_refused(reentrant: bool) -> None:
         second.backward()
 
 
-def test_a_run_between_hides_nothing() -> None:
+@REENTRANT
+def test_a_run_between_hides_nothing(reentrant: bool) -> None:
     """As in a pipeline, where forward of one batch comes between the backward of others."""
-    module, run = layer(), checkpointed(reentrant=False)
+    module, run = layer(), checkpointed(reentrant)
     xs = inputs(3)
     first, second = (run(module, x).sum() for x in xs[:2])
     first.backward()
@@ -86,10 +87,31 @@ def test_a_run_between_hides_nothing() -> None:
     third.backward()
 
 
-def test_one_at_a_time_and_evaluation_between_are_no_matter() -> None:
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_one_region_in_another_is_no_matter() -> None:
+    """What is recomputed is noted again, for it is recomputed once more."""
+    plain = nn.Sequential(layer(), layer())
+    module = copy.deepcopy(plain)
+
+    def outer(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(module[1], checkpoint(module[0], x, use_reentrant=True), use_reentrant=True)
+        return y
+
+    for x in inputs(3):
+        plain(x).sum().backward()
+        with torch.no_grad():
+            module(x * 9)
+        y: Tensor = checkpoint(outer, x, use_reentrant=True)
+        y.sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(module), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), module.buffers(), strict=True))
+
+
+@REENTRANT
+def test_one_at_a_time_and_evaluation_between_are_no_matter(reentrant: bool) -> None:
     plain = layer()
     module = copy.deepcopy(plain)
-    run = checkpointed(reentrant=False)
+    run = checkpointed(reentrant)
     for x in inputs(3):
         plain(x).sum().backward()
         y = run(module, x).sum()
