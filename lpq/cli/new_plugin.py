@@ -6,6 +6,7 @@ The templates are the INT8 format of the design, with ``NAME`` for its name and 
 from __future__ import annotations
 
 import re
+import shlex
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -46,15 +47,15 @@ def new_plugin(
                 f"{file} cannot be written: {error.strerror or error}; choose another --dir"
             ) from error
     typer.echo(f"{target}: the format {name}, for now symmetric INT8. To go on:")
-    typer.echo(f"  pip install -e {target}\n  lpq check {name}\n  edit {target}/lpq_{name}/format.py")
+    typer.echo(f"  pip install -e {shlex.quote(str(target))}\n  lpq check {name}\n  edit {target}/lpq_{name}/format.py")
 
 
 def check_name(name: str) -> None:
     """Refuse a name that cannot be a format's, or that is taken."""
     if not NAME.fullmatch(name):
         raise NewPluginError(
-            f"{brief(name)} cannot be the name of a format: use at most 64 lower-case letters, digits and _, a letter "
-            "first"
+            f"{brief(name)} cannot be the name of a format: use lower-case letters, digits and _, a letter first, "
+            "64 at most"
         )
     (_, value), *_ = parse(f"format(name={name})").options
     if value != name:

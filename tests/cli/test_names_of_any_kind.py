@@ -25,7 +25,7 @@ from lpq.train.report import plain
         (("explain", "hybrid(row=" * 3000), 2, "a recipe or a quantizer has at most"),
         (("doctor", "x" * 300), 2, "there is no format"),
         (("check", "x" * 300), 2, "there is no format"),
-        (("new-plugin", "x" * 300), 1, "cannot be the name of a format: use at most 64"),
+        (("new-plugin", "x" * 300), 1, "cannot be the name of a format: use lower-case letters"),
         (("explain", "fprop=mxfp8"), 1, "nothing is said of dgrad and wgrad"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else None,
