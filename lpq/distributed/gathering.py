@@ -28,6 +28,7 @@ from lpq.core.steps import reduce_beside, wrapping
 from lpq.distributed import fsdp
 from lpq.distributed.attach import attach, local
 from lpq.distributed.gather import Gather, Layer
+from lpq.distributed.trained import Trained
 
 
 class Gathering:
@@ -91,6 +92,13 @@ class Gathering:
                 gather.measure(reductions)
         reductions.run()
 
+    def weights(self) -> dict[str, Tensor]:
+        """All weights that ``lpq.convert`` prepared, as an optimizer has them, by name."""
+        sharded = fsdp.sites(fsdp.outermost(self.root), "weight")
+        own = {name: m for name, m in self.root.named_modules() if getattr(m, "gathering", None) is self}
+        found = {name: sharded[m].param if m in sharded else m._parameters.get("weight") for name, m in own.items()}
+        return {f"{name}.weight".strip("."): weight for name, weight in found.items() if weight is not None}
+
     def written_by(self, params: Collection[int]) -> Iterator[Gather]:
         """Those of the parameters with these ids."""
         return (g for g in self._gathers.values() if id(g.site.param) in params)
@@ -110,6 +118,7 @@ class _Steps:
         self._gatherings: list[weakref.ref[Gathering]] = []
         self._reduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those in whose step everything was reduced already, together with what it wrote to stored weights."""
+        self._trained = Trained()
         self._lent: list[Tensor] = []
         """The buffers that hold memory while torch compiles."""
         reduce_beside(self.add)
@@ -122,11 +131,12 @@ class _Steps:
         self._gatherings.append(weakref.ref(gathering))
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Stored weights are about to be written to, maybe before any forward."""
+        """Weights are about to be written to, stored ones maybe before any forward."""
         self._reduced.discard(optimizer)  # a step that raised may have left it
-        if not self._alive():
+        if not (alive := self._alive()):
             return
-        for param in _params(optimizer):
+        params = _params(optimizer)
+        for param in params:
             if (by := getattr(param, "replaced_by", None)) is not None:
                 raise RuntimeError(
                     f"this {type(optimizer).__name__} has a {list(param.shape)} parameter that {by} replaced in the "
@@ -135,6 +145,9 @@ class _Steps:
                 )
             if getattr(local(param), "amax_group", None) == "unattached":
                 attach(param)
+        if self._trained.is_new(optimizer, params):
+            self._trained.look(optimizer, params, [gathering.weights() for gathering in alive])
+        self._trained.check(optimizer)
 
     def add(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Reduce what belongs to the weights that it has, but for those of an optimizer that wraps it, whose step ends

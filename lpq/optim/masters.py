@@ -85,6 +85,11 @@ class MasterWeights(Optimizer):
     def _master_of(self, weight: Tensor) -> Tensor:
         if not isinstance(local(weight), QuantizedTensor):
             return weight
+        if weight in self.masters:
+            raise ValueError(
+                f"{_whose(weight)}a {list(weight.shape)} weight stands in the optimizer twice: give it each parameter "
+                "once"
+            )
         attach(weight)
         state = self.optimizer.state.pop(weight, None)
         self.masters[weight] = torch.zeros_like(weight, dtype=torch.float32)  # on its device, shared out as it is
@@ -119,6 +124,13 @@ class MasterWeights(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for weight, stand_in in self._pairs():
+            if self.masters.get(weight, weight) is not stand_in:
+                raise RuntimeError(
+                    f"{_whose(weight)}a {list(weight.shape)} parameter took the place of another one after "
+                    "MasterWeights was made, so that a step would train nothing: have parameters exchanged, as "
+                    "libraries do that shard a model, in the optimizer that it wraps, and make it afterwards"
+                )
         for weight in self.masters:
             if not self._fresh(weight):
                 raise RuntimeError(
@@ -282,7 +294,7 @@ class MasterWeights(Optimizer):
 
 
 def _whose(weight: Tensor) -> str:
-    return cast("QuantizedTensor", local(weight)).whose
+    return getattr(local(weight), "whose", "")
 
 
 def _shape(tensor: Tensor) -> str:

@@ -1,0 +1,110 @@
+"""Whether optimizers train each weight of a model, and each once.
+
+Some libraries exchange the parameters of an optimizer for those of a sharded model. Where that goes wrong, a weight
+stands in it several times and others in none, and the loss may fall nevertheless. Several optimizers may share a model
+out, have parameters of others beside, and leave weights alone that are frozen or get no gradient.
+
+It is decided from what all ranks have alike: which optimizers there are, and of what.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+Named = Mapping[str, Tensor]
+"""Weights that belong to one model, by their names in it."""
+
+
+class Trained:
+    """What is known of the optimizers that have stepped."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        """The ids of the parameters that each had when it was looked at."""
+        self._left: weakref.WeakKeyDictionary[Optimizer, list[_Weight]] = weakref.WeakKeyDictionary()
+        """The weights beside those of each that no optimizer is known to have; most of the time there are none."""
+
+    def is_new(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+        """Whether it has not stepped yet, or has other parameters since."""
+        return self._seen.get(optimizer) != [*map(id, params)]
+
+    def look(self, optimizer: Optimizer, params: Sequence[Tensor], models: Iterable[Named]) -> None:
+        """Look at an optimizer that is new; an error if it has one of its parameters several times."""
+        ids = [*map(id, params)]
+        has = set(ids)
+        mine = [weights for weights in models if any(id(weight) in has for weight in weights.values())]
+        if mine and len(has) < len(ids):
+            raise RuntimeError(_twice(optimizer, params, mine))
+        self._seen[optimizer] = ids
+        self._left[optimizer] = [
+            _Weight(name, weakref.ref(weight)) for weights in mine for name, weight in weights.items()
+        ]
+        known = {i for seen in self._seen.values() for i in seen}
+        for left in self._left.values():
+            left[:] = [weight for weight in left if weight.id not in known]
+
+    def check(self, optimizer: Optimizer) -> None:
+        """An error if a weight beside those of this optimizer got a gradient, and no optimizer has it."""
+        left = self._left.get(optimizer)
+        if not left or not any(weight.got_a_gradient for weight in left):
+            return
+        others = _optimizers()
+        if not any(other is optimizer for other in others):  # gc.freeze() hides it, and maybe others
+            left.clear()
+            return
+        groups = (group for other in others for group in getattr(other, "param_groups", ()))
+        owned = {id(param) for group in groups for param in group["params"]}
+        left[:] = [weight for weight in left if weight.id not in owned]
+        lost = [weight.name for weight in left if weight.got_a_gradient]
+        if lost:
+            raise RuntimeError(
+                f"no optimizer has {_listed(lost)}, though this {type(optimizer).__name__} has other weights of the "
+                "model, and so these would never be trained: give them to an optimizer that is made before the first "
+                "step, or freeze them by requires_grad_(False)"
+            )
+
+
+class _Weight(NamedTuple):
+    """A weight, for as long as it lives."""
+
+    name: str
+    ref: weakref.ref[Tensor]
+
+    @property
+    def id(self) -> int:
+        return id(self.ref())
+
+    @property
+    def got_a_gradient(self) -> bool:
+        weight = self.ref()
+        return weight is not None and weight.requires_grad and weight.grad is not None
+
+
+def _optimizers() -> list[Optimizer]:
+    """All there are. torch has no list of them."""
+    gc.collect()  # else it would depend on when a rank did it last
+    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]  # isinstance() may run code
+
+
+def _twice(optimizer: Optimizer, params: Sequence[Tensor], models: Sequence[Named]) -> str:
+    names = {id(weight): name for weights in models for name, weight in weights.items()}
+    times = Counter(map(id, params))
+    several = next(param for param in params if times[id(param)] > 1)
+    name = names.get(id(several), f"a parameter of {[*several.shape]}")
+    none = [name for weight, name in names.items() if weight not in times]
+    return (
+        f"this {type(optimizer).__name__} has {name} {times[id(several)]} times, so that a step would write to it as "
+        f"often{f', and it has no {_listed(none)}' if none else ''}: make it of model.parameters() once the model is "
+        "sharded. If a library exchanged its parameters, have that shard the model as well"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
