@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lpq.core.operators import overwrites, written
 from lpq.core.quantize import DTYPES, as_matrix
+from lpq.core.refusals import check_flattened, check_received
 from lpq.core.storage import Storage
 from lpq.core.tensor import PrecisionWarning, QuantizedTensor, Window
 from lpq.core.write import overwrite, write
@@ -330,6 +331,9 @@ for _like in (aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, a
 
 @implements(aten.cat.default)
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            check_flattened(tensor)
     first = tensors[0]
     if not all(_joins(first, t) for t in tensors):
         return NotImplemented
@@ -474,12 +478,9 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on decoded tensors."""
-    collective = func.namespace == "c10d" and func._schema.name.endswith("_")
-    if collective and any(isinstance(t, QuantizedTensor) for t in tree_leaves(args[0])):
-        raise TypeError(
-            f"{func._schema.name} would receive into a decoded copy of a QuantizedTensor, and that would be lost: "
-            "pass its buffers, [t for _, operand in tensor.operands for t in operand.tensors()]"
-        )
+    for tensor in tree_leaves(args[:1]):
+        if isinstance(tensor, QuantizedTensor):
+            check_received(func, tensor)
     told: list[str] = []
 
     def decode(value: Any) -> Any:

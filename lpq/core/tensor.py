@@ -25,6 +25,7 @@ from lpq.core.operations import decode, transpose
 from lpq.core.operators import opaque_when_traced
 from lpq.core.quantizer import Direction, Quantizer
 from lpq.core.rebuilt import operands_of
+from lpq.core.refusals import REMEDY
 from lpq.core.storage import Storage
 
 if TYPE_CHECKING:
@@ -246,7 +247,8 @@ class QuantizedTensor(Gathered, Tensor):
         if value.shape != self.shape:
             raise ValueError(
                 f"{self.whose}this tensor, stored as {self.quantizer}, is {list(self.shape)}, and what is assigned to "
-                f"its data {list(value.shape)}: make a new parameter of it"
+                f"its data {list(value.shape)}, as FullyShardedDataParallel (FSDP1) does it: {REMEDY}; or make a new "
+                "parameter of it"
             )
         with torch.no_grad():
             self.copy_(value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Shard
@@ -68,6 +68,8 @@ class Site:
     @cached_property
     def refusal(self) -> str | None:
         """Why this parameter cannot be gathered quantized, for a reason that is FSDP2's; None if it can."""
+        if not isinstance(self._param.mesh_info, FSDPMeshInfo):
+            return "every rank keeps it whole, as replicate(…) has it; use fully_shard, on a mesh with replicas"
         placement = self._param.fsdp_placement
         if placement != Shard(0):
             return f"it is sharded by {placement}, and quantized weights are sharded along dimension 0"

@@ -18,6 +18,7 @@ from lpq.core import QuantizedTensor
 from lpq.core.gathered import Gathered
 from lpq.core.inference import normal_tensors
 from lpq.core.operators import written
+from lpq.core.refusals import REMEDY
 from lpq.distributed.attach import local
 
 aten = torch.ops.aten
@@ -44,6 +45,26 @@ class WeightShard(Gathered, Tensor):
     @property
     def first_buffer(self) -> Tensor:
         return self.held
+
+    @property
+    def data(self) -> Tensor:
+        """A view that autograd does not know. It takes the memory of what is assigned to it."""
+        view: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return view
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            place = getattr(self.layer() if self.layer is not None else None, "place", "")
+            raise ValueError(
+                f"{f'{place}.weight: ' if place else ''}this weight, which lpq.convert(…, weights=…) prepared, is "
+                f"{list(self.shape)}, and what is assigned to its data {list(value.shape)}, as "
+                f"FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
+            )
+        new = plain(value.detach())
+        self.writes[0] += 1 + self.held._version
+        Tensor.data.__set__(self, WeightShard(new, self.writes))  # type: ignore[attr-defined]
+        self.held = new
 
     @staticmethod
     def __new__(cls, held: Tensor, writes: list[int] | None = None) -> WeightShard:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lpq.core.gathered import Gathered
 from lpq.core.operators import once_when_traced
 from lpq.core.quantize import DTYPES
+from lpq.core.refusals import REMEDY
 from lpq.nn.accumulation import check_accumulation
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ def check(layer: Layer, input: Tensor, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh"):
         raise RuntimeError(
             f"{layer.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
-            "called on, whose forward gathers it, or its unshard(). Tensor parallelism is not supported"
+            "called on, whose forward gathers it, or its unshard(). Tensor parallelism is not supported: leave the "
+            "layer out of its plan, or give it no recipe"
         )
     if input.device != weight.device:
         raise RuntimeError(
@@ -50,6 +53,17 @@ def check(layer: Layer, input: Tensor, weight: Tensor) -> None:
         )
     if layer.accumulate is not None:
         check_accumulation(layer, weight)
+    if layer.gathering is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
+        _check_prepared(layer)
+
+
+def _check_prepared(layer: Layer) -> None:
+    """An error if the weight that FSDP2 was to gather quantized has become a part of another parameter."""
+    if layer.weight._base is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
+        raise RuntimeError(
+            f"{layer.title}: its weight, which lpq.convert(…, weights=…) prepared, was made a part of another "
+            f"parameter, as FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
+        )
 
 
 def check_memories(layer: Layer, memories: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -1,0 +1,164 @@
+"""What else shards or replicates a model trains weights that lpq prepared as it does others, or is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from operands import as_bytes
+from ranks import spawn
+from sharded import model
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.distributed.shard import WeightShard
+
+Wrap = Callable[[nn.Module], nn.Module]
+JOINED = r"0\.up\.weight: a flattened weight that is stored as nvfp4.* would be joined with others.*fully_shard"
+SENT = r"0\.up\.weight: c10d::\w+ would receive into a decoded copy.*tensor parallelism do that.*fully_shard"
+TAKEN = r"layer 0\.up, .* its weight, which .* prepared, was made a part of another parameter.*fully_shard"
+ASSIGNED = r"0\.up\.weight: this weight, .* is \[128, 64\], and what is assigned to its data \[\d+\].*fully_shard"
+NOT_GATHERED = r"layer 0\.up, .* its weight is sharded and was not gathered.*Tensor parallelism is not supported: leave"
+WHOLE = r"layer 0\.up, .* is stored as nvfp4.* and cannot be gathered so: every rank keeps it whole, as replicate"
+
+
+def _fsdp1(net: nn.Module, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(net, device_id=torch.device("cpu"), **options)
+
+
+def _in_place(net: nn.Module) -> nn.Module:
+    return _fsdp1(net, use_orig_params=True)
+
+
+def _tensor_parallel(net: nn.Module) -> nn.Module:
+    return parallelize_module(net, init_device_mesh("cpu", (2,)), {"0.up": ColwiseParallel()})
+
+
+def _replicated_by_fsdp2(net: nn.Module) -> nn.Module:
+    from torch.distributed._composable import replicate_with_fsdp
+
+    return replicate_with_fsdp.replicate(net, mesh=init_device_mesh("cpu", (2,)))  # type: ignore[no-any-return]
+
+
+def _itself(net: nn.Module) -> nn.Module:
+    return net
+
+
+def _sgd(net: nn.Module) -> Optimizer:
+    return SGD(net.parameters(), lr=0.1)
+
+
+def _zero(net: nn.Module) -> Optimizer:
+    return ZeroRedundancyOptimizer(net.parameters(), optimizer_class=SGD, lr=0.1)
+
+
+CASES: dict[str, tuple[Wrap, Callable[[nn.Module], Optimizer], str | None, str]] = {
+    # what it makes of weights in high precision (None: it trains them), and of stored ones
+    "DistributedDataParallel": (DistributedDataParallel, _sgd, None, JOINED),
+    "replicate": (replicate, _sgd, None, JOINED),
+    "replicate of FSDP2": (_replicated_by_fsdp2, _sgd, None, WHOLE),
+    "FSDP1": (_fsdp1, _sgd, TAKEN, JOINED),
+    "FSDP1 with parameters as they were": (_in_place, _sgd, ASSIGNED, JOINED),
+    "tensor parallelism": (_tensor_parallel, _sgd, NOT_GATHERED, SENT),
+    "ZeroRedundancyOptimizer": (_itself, _zero, None, SENT),
+}
+
+
+def _net(weights: Any) -> nn.Module:
+    return lpq.convert(model(64, 128), "nvfp4", weights=weights)
+
+
+def _trained(net: nn.Module, wrap: Wrap, optimizer_of: Callable[[nn.Module], Optimizer]) -> list[Tensor]:
+    wrapped = wrap(net)
+    optimizer = optimizer_of(wrapped)
+    outputs = []
+    for number in range(3):
+        torch.manual_seed(number)  # of what is rounded stochastically
+        outputs.append(wrapped(torch.randn(32, 64)))
+        outputs[-1].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs
+
+
+def _bytes(net: nn.Module) -> list[Tensor]:
+    stored = (p for p in net.parameters() if isinstance(p, QuantizedTensor))
+    return [as_bytes(buffer) for p in stored for _, s in p.sides for buffer in s.tensors()]
+
+
+def _trains_or_is_refused(rank: int, name: str) -> None:
+    wrap, optimizer_of, kept, stored = CASES[name]
+    if kept is None:
+        ordinary = _trained(_net(None), wrap, optimizer_of)
+        assert not torch.equal(ordinary[0], ordinary[2])
+        found = _trained(_net("high_precision"), wrap, optimizer_of)
+        assert all(torch.equal(a, b) for a, b in zip(ordinary, found, strict=True))
+    else:
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=kept):
+            _trained(_net("high_precision"), wrap, optimizer_of)
+    net = _net("quantized")
+    before = _bytes(net)
+    assert len(before) == 12
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=stored):
+        _trained(net, wrap, optimizer_of)
+    if stored is JOINED:
+        assert all(torch.equal(a, b) for a, b in zip(before, _bytes(net), strict=True))
+    dist.barrier()  # nobody waits for anybody
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(name: str) -> None:
+    spawn(_trains_or_is_refused, 2, name)
+
+
+def _one_stored_weight_alone(rank: int) -> None:
+    net = lpq.convert(nn.Linear(64, 64, bias=False), "nvfp4", weights="quantized")
+    with pytest.raises(TypeError, match=r"would receive into a decoded copy"):
+        DistributedDataParallel(net)
+
+
+def test_one_stored_weight_alone() -> None:
+    """Which is not joined with others, and sent as it is."""
+    spawn(_one_stored_weight_alone, 2)
+
+
+# ---------------------------------------------------------------------------------- what is assigned to ``data``
+
+
+def test_what_is_assigned_to_the_data_of_a_weight_is_the_weight() -> None:
+    net = _net("high_precision")
+    weight = net[0].up.weight
+    assert isinstance(weight, WeightShard)
+    count = weight.write_count
+    new = torch.randn(128, 64)
+    weight.data = new
+    assert weight.held.data_ptr() == new.data_ptr()
+    assert weight.write_count > count
+    x = torch.randn(32, 64)
+    twin = _net(None)
+    twin.load_state_dict(net.state_dict())
+    assert torch.equal(twin[0].up.weight, new)
+    assert torch.equal(net(x), twin(x))
+    weight.data = weight.data.bfloat16()
+    assert (weight.dtype, weight.held.dtype) == (torch.bfloat16, torch.bfloat16)
+    nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in net.parameters())), net.parameters())
+    assert not any(p.detach().any() for p in net.parameters())
+
+
+def test_another_shape_is_refused() -> None:
+    for weights in ("high_precision", "quantized"):
+        weight = _net(weights)[0].up.weight
+        with pytest.raises(ValueError, match=r"0\.up\.weight: .*assigned to its data \[3\].*fully_shard"):
+            weight.data = torch.zeros(3)
+        assert weight.shape == (128, 64)
