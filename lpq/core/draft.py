@@ -17,11 +17,13 @@ class Draft:
     and nothing of a step that begins meanwhile.
     """
 
-    __slots__ = ("step", "writes")
+    __slots__ = ("step", "told", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
         """How often the buffers were written to; autograd's count does not grow by what goes through ``.data``."""
+        self.told = False
+        """Whether somebody was told that the tensor is not finite."""
         self.step: Step | None = None
         """The step of an optimizer that may write to the tensor."""
 

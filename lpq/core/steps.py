@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lpq.core.draft import Draft
+from lpq.core.finite import Finite
 from lpq.core.reduce import Reductions
 from lpq.core.tensor import QuantizedTensor
 from lpq.core.write import write
@@ -70,6 +71,7 @@ class Step:
         if written:
             targets, values, unless = zip(*written, strict=True)
             write(targets, values, unless, reduced_with(ended) if ended is not None else None)
+            watch().finite.check(targets, values)
 
     def end(self, optimizer: Optimizer) -> None:
         try:
@@ -111,6 +113,7 @@ class _Watch:
     def __init__(self) -> None:
         self.asked: list[Callable[[Optimizer, Reductions], None]] = []
         """Who is asked what else is reduced when a step has written to stored weights."""
+        self.finite = Finite()
         register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lpq.core import QuantizedTensor
 from lpq.core.reduce import Reductions
-from lpq.core.steps import reduced_with
+from lpq.core.steps import reduced_with, watch
 from lpq.core.write import write
 from lpq.distributed.attach import attach, local
 
@@ -180,8 +180,10 @@ class MasterWeights(Optimizer):
         """Encode the weights that are due."""
         due = [weight for weight in self.masters if weight in self._due]  # in the same order on all ranks
         values = [local(self.masters[weight]).detach() for weight in due]
+        stored = [cast("QuantizedTensor", local(weight)) for weight in due]
         try:
-            write([cast("QuantizedTensor", local(weight)) for weight in due], values, beside=beside)
+            write(stored, values, beside=beside)
+            watch().finite.check(stored, values)
         finally:  # whatever was written before it raised is no write of somebody else's
             for weight in due:
                 self._seen[weight] = _Seen.of(weight)
