@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import spawn
-from sharded import How, batch, model, train, whole
+from sharded import How, batch, built, model, train, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim import AdamW, Optimizer
@@ -32,18 +32,24 @@ def _accelerator(rank: int, **options: Any) -> Any:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"], **options
-    )
+    blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **{**blocks, **options})
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     accelerator.state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
     return accelerator
 
 
+def _converted(how: How) -> nn.Module:
+    return lpq.convert(model(how.width, how.inner, how.blocks), how.recipe, weights=how.weights, ranks=how.ranks)
+
+
+def _adam(params: Any) -> Optimizer:
+    return AdamW(params, lr=1e-2, foreach=True)
+
+
 def _prepared(rank: int, how: How, **options: Any) -> tuple[Any, nn.Module, Any]:
-    accelerator = _accelerator(rank, **options)
-    net = lpq.convert(model(how.width, how.inner, how.blocks), how.recipe, weights=how.weights, ranks=how.ranks)
-    return accelerator, *accelerator.prepare(net, AdamW(net.parameters(), lr=1e-2, foreach=True))
+    accelerator, net = _accelerator(rank, **options), _converted(how)
+    return accelerator, *accelerator.prepare(net, _adam(net.parameters()))
 
 
 def _trained(
@@ -72,7 +78,7 @@ def _values(parameter: Tensor) -> Tensor:
 
 
 def _masters(params: Any) -> Optimizer:
-    return MasterWeights(AdamW(params, lr=1e-2, foreach=True))
+    return MasterWeights(_adam(params))
 
 
 def _trains_as_by_hand(rank: int) -> None:
@@ -93,7 +99,22 @@ def _is_loaded_on_rank_0_alone(rank: int) -> None:
     assert _trained(rank, HOW, loads_once=True) == ordinary
 
 
+def _what_cannot_be_exchanged_is_refused(rank: int) -> None:
+    """The parameters of a model that somebody else sharded, and those of which there are masters already."""
+    stored = replace(HOW, weights="quantized")
+    for net, make, words in (
+        (built(HOW), _adam, r"has 1\.down\.weight \d+ times, .*If a library exchanged its parameters, have that shard"),
+        (_converted(stored), _masters, r"took the place of another one after MasterWeights was made"),
+    ):
+        accelerator = _accelerator(rank, cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap")
+        net, optimizer = accelerator.prepare(net, make(net.parameters()))
+        accelerator.backward(net(batch(0, HOW)).square().mean())
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.step()
+
+
 def _two_ranks(rank: int) -> None:
+    _what_cannot_be_exchanged_is_refused(rank)
     _trains_as_by_hand(rank)
     _is_loaded_on_rank_0_alone(rank)
 
