@@ -24,14 +24,14 @@ class _Sums(NamedTuple):
 
 
 class Finite:
-    """What was written and has yet to be looked at: on a GPU, what the step before wrote."""
+    """What was written and has yet to be looked at: where the host is ahead of a GPU, what the step before wrote."""
 
     def __init__(self) -> None:
         self._pending: list[_Sums] = []
 
     def check(self, targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-        """Warn of what is not finite among these values, now or, if they are not on the CPU, when this is called next
-        and they have arrived."""
+        """Warn of what is not finite among these values, now or, where a device has yet to compute it, when this is
+        called next."""
         on: dict[torch.device, list[tuple[QuantizedTensor, Tensor]]] = {}
         for target, value in zip(targets, values, strict=True):
             on.setdefault(value.device, []).append((target, value))

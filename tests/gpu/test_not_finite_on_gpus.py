@@ -29,6 +29,7 @@ def test_it_is_said_at_the_next_step(masters: bool) -> None:
             if (number, i) == (2, 1):
                 layer.weight.grad[17, 23] = torch.nan
         torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)  # so that the host is ahead of the step, as it is in training
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("error" if number else "default")  # in the first step state is made
