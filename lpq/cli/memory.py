@@ -74,6 +74,14 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
         f"{plain.parameters:,} parameters; {converted:,} are converted: those of the blocks' linear layers, but for "
         f"weights that {ranks} ranks cannot cut into whole blocks."
     )
+    for way, m in found.items():
+        if m.total > plain.total:
+            of, bare = (f"{count / plain.total:.0%}" for count in (m.total, m.total - m.masters))
+            typer.echo(
+                f"{way}: a rank holds {of} of what it holds in bf16. The fp32 masters alone take what there the fp32 "
+                f"shards take, and the quantized weights, {m.share:.0%} of bf16, come on top; what is saved is in the "
+                f"gathers. With an optimizer of the quantized weights themselves, without masters, it is {bare}."
+            )
 
 
 def counted(shape: Shape, recipe: Recipe, weights: Weights | None, ranks: int) -> Memory:

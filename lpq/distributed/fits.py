@@ -44,10 +44,27 @@ def why_uncut(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
     return None
 
 
-def sent_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The bytes that all ranks together send of a weight in forward, and in backward."""
-    row = _sent(quantizer.side("row"), 0, rows, cols, dtype)
-    return row, row if derives_col(quantizer) else _sent(quantizer.side("col"), 1, cols, rows, dtype)
+def sent_bytes(
+    quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, *, kept: bool = False, stored: bool = False
+) -> tuple[int, int]:
+    """The bytes that all ranks together send of a weight in forward, and in backward.
+
+    ``kept``: it stays gathered from forward to backward, which both operands are gathered for. ``stored``: as for
+    ``operand_bytes``.
+    """
+    high = math.inf if stored else rows * cols * dtype.itemsize
+    directions = [(True, True)] if kept else [(True, False), (False, True)]
+    sent = [int(min(operand_bytes(quantizer, rows, cols, dtype, *wanted), high)) for wanted in directions]
+    return sent[0], 0 if kept else sent[1]
+
+
+def operand_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, row: bool, col: bool) -> int:
+    """The bytes of these operands of a weight, as far as they travel. Where they are more than those of the weight in
+    high precision, that travels in their place, and is encoded where it arrives; but for weights that are stored
+    quantized."""
+    derived = derives_col(quantizer)
+    rows_sent = _sent(quantizer.side("row"), 0, rows, cols, dtype) if row or derived else 0
+    return rows_sent + (_sent(quantizer.side("col"), 1, cols, rows, dtype) if col and not derived else 0)
 
 
 def _sent(side: Quantizer, dim: int, rows: int, cols: int, dtype: torch.dtype) -> int:

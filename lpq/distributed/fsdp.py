@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor, Shard
 class Site:
     """One parameter as FSDP2 shards and gathers it."""
 
-    def __init__(self, param: FSDPParam, group: Any) -> None:
+    def __init__(self, param: FSDPParam, group: Any, root: bool) -> None:
         self._param = param
         self._group = group
+        self._root = root
 
     @property
     def local(self) -> Tensor:
@@ -82,6 +83,12 @@ class Site:
         """Whether ``reshard_after_forward`` is a number of ranks, which FSDP2 supports for ordinary tensors only."""
         return bool(self._group._use_post_forward_mesh)
 
+    @property
+    def stays(self) -> bool:
+        """Whether it stays gathered from forward to backward. FSDP2 decides that of the outermost module in its first
+        forward, unless ``reshard_after_forward`` is given: then it stays."""
+        return self._root or not self._group._reshard_after_forward
+
     def directions(self, again: bool) -> tuple[bool, bool]:
         """Whether the gather that is beginning must bring the row operand, and the column operand.
 
@@ -123,11 +130,13 @@ def sites(root: nn.Module, name: str) -> dict[nn.Module, Site]:
     """The modules below ``root`` whose parameter of this name FSDP2 shards, and how."""
     found: dict[nn.Module, Site] = {}
     for module in root.modules():
+        outermost = module is root and _get_module_fsdp_state(module)
+        decides = bool(outermost and outermost._auto_reshard_after_forward)
         for group in _groups(module):
             for param in group.fsdp_params:
                 info = param._module_info
                 if info.param_name == name:  # a parameter that modules share is not gathered quantized
-                    found[info.module] = Site(param, group)
+                    found[info.module] = Site(param, group, decides)
     return found
 
 

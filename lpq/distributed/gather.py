@@ -23,9 +23,9 @@ from lpq.core.quantize import recall
 from lpq.core.reduce import Reductions, spans
 from lpq.distributed import fsdp
 from lpq.distributed.attach import attach
-from lpq.distributed.fits import why_not, why_uncut
+from lpq.distributed.fits import operand_bytes, why_not, why_uncut
 from lpq.distributed.shard import WeightShard, plain
-from lpq.distributed.whole import Whole
+from lpq.distributed.whole import Whole, as_bytes
 
 
 class Layer(Protocol):
@@ -85,6 +85,12 @@ class Gather:
         self._known: list[Tensor | None] = []
         """What forward recalled of earlier steps."""
         self._local: tuple[Storage | None, Storage | None] = (None, None)
+        self._heavy: frozenset[tuple[bool, bool]] = frozenset()
+        """The operands wanted together that are more bytes than the weight in high precision, which then travels."""
+        self._high: list[Tensor] = []
+        """Where the bytes of that arrive, while it travels."""
+        self._use: list[Tensor | None] = []
+        """The statistics to encode it with."""
         self._filled: list[Tensor] = []
         """What FSDP2 frees beside what it gathered into: it holds this very list."""
 
@@ -170,6 +176,7 @@ class Gather:
         elif self.stale:
             self._refresh()
         self._filled.clear()
+        self._high = []
         quantizer = self._stored_quantizer(shard) if isinstance(shard, QuantizedTensor) else self.quantizer
         self._make(quantizer, dtype)
         if self._whole is None:
@@ -178,9 +185,11 @@ class Gather:
         self._wanted = self.site.directions(self.runs_again)
         if isinstance(shard, QuantizedTensor):
             self._local = self._stored(shard, quantizer)
+        elif self._wanted in self._heavy:
+            return self._begin_high(quantizer, dtype)
         else:
             with torch.no_grad():
-                self._local = self._encoded(self._prepared(shard), quantizer)
+                self._local = self._encoded(self._prepared(shard), quantizer, self._statistics(quantizer))
         travels = [(w, s.astype(dtype)) for w, s in zip((row, col), self._local, strict=True) if s is not None]
         if row.ranks == 1:  # there is nobody to send to, and FSDP2 takes one tensor only
             self.site.gather_into([_nothing(self.site.device)])
@@ -198,12 +207,31 @@ class Gather:
             (rows, cols), ranks = self.layer.weight.shape, self.site.group.size()
             of = (rows, cols, ranks, dtype, self.site.device)
             self._whole = quantizer, Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
+            self._heavy = heavy(quantizer, rows, cols, dtype) if ranks > 1 else frozenset()
 
-    def _encoded(self, x: Tensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
-        """The operands of this rank's shard that travel."""
-        row_side, col_side, of = _sides(quantizer)
-        known = self._recalled(quantizer) or [None] * len(of)
-        use = [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
+    def _begin_high(self, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Have the weight itself gathered, and encoded where it arrives: into the same bytes, with the statistics that
+        its shards would be encoded with."""
+        self._use = self._statistics(quantizer)
+        shard = plain(self.site.padded).to(self.site.device, dtype, non_blocking=True)
+        self._high = [torch.empty(shard.nbytes * self.site.group.size(), dtype=torch.uint8, device=shard.device)]
+        fsdp.free(self._high)
+        self.site.gather_into(self._high)
+        return (as_bytes(shard),)
+
+    def _encoded_high(self, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Storage | None, Storage | None]:
+        """The operands of the whole weight, which arrived."""
+        for stat in self._use:
+            if stat is not None and stat.is_cuda:  # it was made on the stream on which FSDP2 gathers
+                stat.record_stream(torch.cuda.current_stream(stat.device))
+        with torch.no_grad():
+            return self._encoded(self._high[0].view(dtype).view(self.layer.weight.shape), quantizer, self._use)
+
+    def _encoded(
+        self, x: Tensor, quantizer: Quantizer, use: list[Tensor | None]
+    ) -> tuple[Storage | None, Storage | None]:
+        """The operands that are wanted, and do not follow from each other, of a shard or of the whole."""
+        row_side, col_side, _ = _sides(quantizer)
         row = col = None
         if self._wanted[0] or col_side is None:
             row, _, _ = quantize(x, use[: len(row_side.stats)], row_side, None, dtype=self.site.dtype)
@@ -211,16 +239,17 @@ class Gather:
             _, col, _ = quantize(x, use[len(row_side.stats) :], None, col_side, dtype=self.site.dtype)
         return row, col
 
-    def _recalled(self, quantizer: Quantizer) -> list[Tensor | None]:
-        """What the layer remembers of earlier steps. Backward encodes with what forward did, even if another backward
-        moved the layer's memory in between."""
-        state = self.layer.weight_state()
-        if not state:
-            return []
-        if not (self._known and self.site.for_backward):
-            row, col, _ = _sides(quantizer)
-            self._known = [None if k is None else k.clone() for k in recall(quantizer, row, col, state)]
-        return self._known
+    def _statistics(self, quantizer: Quantizer) -> list[Tensor | None]:
+        """What to encode with: what the layer remembers of earlier steps, else what was measured of the whole weight;
+        None where what is encoded has all. Backward encodes with what forward did, even if another backward moved the
+        layer's memory in between."""
+        row, col, of = _sides(quantizer)
+        known: list[Tensor | None] = [None] * len(of)
+        if state := self.layer.weight_state():
+            if not (self._known and self.site.for_backward):
+                self._known = [None if k is None else k.clone() for k in recall(quantizer, row, col, state)]
+            known = self._known
+        return [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
 
     def _stored(self, shard: QuantizedTensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
         """As ``_encoded``, of a shard that is quantized already."""
@@ -254,20 +283,33 @@ class Gather:
         quantizer, row, col = self._whole
         local_row, local_col = self._local
         self._local = None, None
+        receive = Whole.receive
+        if self._high:
+            local_row, local_col = self._encoded_high(quantizer, row.operand.dtype)
+            receive = Whole.take
         if local_row is not None:
-            row.receive(local_row)
+            receive(row, local_row)
         if local_col is not None:
-            col.receive(local_col)
+            receive(col, local_col)
         elif self._wanted[1]:
             col.take(derive_col(quantizer, row.operand))
         if not self._wanted[0]:
             fsdp.free(row.large)
+        if self._high:
+            fsdp.free(self._high)
+            self._high, self._use = [], []
         self._filled += [*row.large, *col.large]
         if out is not None:
             return None
         whole = QuantizedTensor(row.operand, col.operand, quantizer, self.layer.weight.shape, row.operand.dtype)
         whole.place = f"the weight of {self.layer.title}"
         return whole, self._filled
+
+
+def heavy(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype) -> frozenset[tuple[bool, bool]]:
+    """Which operands of a weight, the row and the column one, are more bytes together than it has in high precision."""
+    wanted, high = ((True, False), (False, True), (True, True)), rows * cols * dtype.itemsize
+    return frozenset(w for w in wanted if operand_bytes(quantizer, rows, cols, dtype, *w) > high)
 
 
 @cache  # asked before every gather

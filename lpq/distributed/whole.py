@@ -42,7 +42,7 @@ class Whole:
         self.large = [self.operand.tensors()[i] for i in self._travels]
         """The buffers that travel."""
         in_place = direction == "row" or ranks == 1 or self._turned
-        self.arrived = [_bytes(t) if in_place else _bytes(torch.empty_like(t)) for t in self.large]
+        self.arrived = [as_bytes(t) if in_place else as_bytes(torch.empty_like(t)) for t in self.large]
         """Where their bytes arrive, one rank's after the other's: of rows, that is their place."""
         self._in_place = in_place
         if self._turned:
@@ -52,7 +52,7 @@ class Whole:
     def departing(self, local: Storage) -> list[Tensor]:
         """What this rank sends of its operand."""
         tensors = (transpose_reference(local) if self._turned else local).tensors()
-        return [_bytes(tensors[i]) for i in self._travels]
+        return [as_bytes(tensors[i]) for i in self._travels]
 
     def receive(self, local: Storage) -> None:
         """Complete the operand by what arrived and, of this rank's, what is the same on all."""
@@ -80,10 +80,10 @@ class Whole:
             fsdp.fill([target.view(unit).view(rows, self.ranks, -1)], [by_rank.transpose(0, 1)])
         fsdp.free(self.arrived)
 
-    def take(self, operand: Storage) -> None:
-        """Take the whole operand."""
+    def take(self, local: Storage) -> None:
+        """Take what is the whole operand already."""
         fsdp.allocate(self.large)
-        fsdp.fill(self.operand.tensors(), operand.tensors())
+        fsdp.fill(self.operand.tensors(), local.tensors())
 
 
 def _unit(count: int) -> torch.dtype:
@@ -93,5 +93,6 @@ def _unit(count: int) -> torch.dtype:
     return next(unit for unit in units if count % unit.itemsize == 0)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, row by row."""
     return row_major(tensor).view(-1).view(torch.uint8)

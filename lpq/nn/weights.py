@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from lpq.core import QuantizedTensor
@@ -151,11 +152,11 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
         elif layer.gathering is None:
             continue
         elif site is not None:  # the layer itself may have the gathered weight at present
-            yield name, _note(layer, site.param, ranks, site.refusal)
+            yield name, _note(layer, site.param, ranks, site.refusal, site.dtype, site.stays)
         elif sharded and not hasattr(layer.weight, "device_mesh"):
             yield name, _note_unsharded(layer)
         else:
-            yield name, _note(layer, layer.weight, ranks, None)
+            yield name, _note(layer, layer.weight, ranks, None, layer.weight.dtype, stays=False)
 
 
 def _form(weight: Tensor) -> str:
@@ -169,8 +170,9 @@ def _note_unsharded(layer: Layer) -> str:
     return f"{form}, whole on every rank and not gathered: fully_shard ignores it, or got no module that it is in"
 
 
-def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None) -> str:
-    from lpq.distributed.fits import sent_bytes, why_not, why_uncut
+def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None, dtype: torch.dtype, stays: bool) -> str:
+    """``dtype``: of the weight where it is whole. ``stays``: it does so from forward to backward."""
+    from lpq.distributed.fits import operand_bytes, sent_bytes, why_not, why_uncut
     from lpq.distributed.shard import WeightShard
 
     quantizer, kept = layer.weight_quantizer(), _stored(weight)
@@ -187,9 +189,19 @@ def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None) 
     reason = refusal or (why_uncut if kept is not None else why_not)(quantizer, rows, over)
     if reason is not None:
         return f"in high precision: {reason}" if kept is None else f"{_form(weight)}, and cannot be gathered: {reason}"
-    shares = [sent / (2 * rows * cols) for sent in sent_bytes(quantizer, rows, cols, weight.dtype)]
-    how = "stored and gathered" if kept is not None else "gathered"
-    return f"{how} as {quantizer}: {shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
+    sent = sent_bytes(quantizer, rows, cols, dtype, kept=stays, stored=kept is not None)
+    shares = [count / (2 * rows * cols) for count in sent]
+    how = f"{'stored and ' if kept is not None else ''}gathered as {quantizer}: "
+    if stays:
+        how += f"{shares[0]:.2f} of bf16, once for forward and backward"
+    else:
+        how += f"{shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
+    wanted = {"": (True, True)} if stays else {" in forward": (True, False), " in backward": (False, True)}
+    for (when, directions), count in zip(wanted.items(), sent, strict=False):
+        operands = operand_bytes(quantizer, rows, cols, dtype, *directions)
+        if operands > count and over > 1:
+            how += f"; in high precision{when}, for its operands would be {operands / (2 * rows * cols):.2f}"
+    return how
 
 
 def _is_computed(layer: Layer) -> bool:

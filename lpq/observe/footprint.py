@@ -16,11 +16,13 @@ from lpq import registry
 from lpq.core import QuantizedTensor, Quantizer
 from lpq.core.derive import derives_col
 from lpq.distributed.attach import local
-from lpq.distributed.fits import sent_bytes, why_not, why_uncut
+from lpq.distributed.fits import operand_bytes, sent_bytes, why_not, why_uncut
 from lpq.nn import Layer
 
 FP32 = torch.float32.itemsize
 BF16 = torch.bfloat16.itemsize
+WANTED = {True: ((True, False), (False, True)), False: ((True, True),)}
+"""The operands, row and column, that are gathered together: of a block that is resharded after forward, or not."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,11 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
     trained = p.requires_grad
     elements, here = p.numel(), _local_elements(p, ranks)
     updated = FP32 if stored else p.dtype.itemsize
-    row, col = _sent(p, ranks, dtype or p.dtype, quantizer)
-    every = row if quantizer is None or derives_col(quantizer) else row + col
+    held = [_gathered(p, ranks, dtype or p.dtype, quantizer, *wanted) for wanted in WANTED[resharded]]
+    forward, backward = held[0], held[-1] if resharded else 0
+    if quantizer is not None:
+        rows, cols = p.shape
+        forward, backward = sent_bytes(quantizer, rows, cols, dtype or p.dtype, kept=not resharded, stored=stored)
     return Memory(
         ranks,
         parameters=elements,
@@ -124,9 +129,9 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
         masters=FP32 * here if stored and trained else 0,
         gradients=p.dtype.itemsize * here if trained else 0,
         moments=2 * updated * here if trained else 0,
-        forward=(row if resharded else every) if ranks > 1 else 0,
-        backward=col if resharded and ranks > 1 else 0,
-        at_once=(max(row, col) if resharded else every) if ranks > 1 else 0,
+        forward=forward if ranks > 1 else 0,
+        backward=backward if ranks > 1 else 0,
+        at_once=max(held) if ranks > 1 else 0,
     )
 
 
@@ -143,13 +148,12 @@ def _local_bytes(p: Tensor, ranks: int) -> int:
     return held_bytes(p.detach()[: -(-p.shape[0] // ranks)])
 
 
-def _sent(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | None) -> tuple[int, int]:
-    """The bytes that all ranks together send of a parameter for forward, and for backward."""
+def _gathered(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | None, row: bool, col: bool) -> int:
+    """The bytes of a parameter that is gathered: of these operands, if it is quantized."""
     if quantizer is not None:
         rows, cols = p.shape
-        return sent_bytes(quantizer, rows, cols, dtype)
-    size = ranks * _local_elements(p, ranks) * dtype.itemsize  # FSDP2 pads shards to equal sizes
-    return size, size
+        return operand_bytes(quantizer, rows, cols, dtype, row, col)
+    return ranks * _local_elements(p, ranks) * dtype.itemsize  # FSDP2 pads shards to equal sizes
 
 
 @registry.cached

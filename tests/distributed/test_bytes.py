@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ranks import spawn
-from sharded import How, batch, built
+from sharded import How, batch, built, train, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -73,8 +74,9 @@ class Travels:
         return self.row.bytes(rows, cols) if self.derived else self.col.bytes(cols, rows)
 
     def both(self, rows: int, cols: int) -> int:
-        """By one gather for both directions."""
-        return self.forward(rows, cols) + (0 if self.derived else self.backward(rows, cols))
+        """By one gather for both directions: of both operands or, if that is less, of the weight."""
+        operands = self.forward(rows, cols) + (0 if self.derived else self.backward(rows, cols))
+        return min(operands, BF16.bytes(rows, cols))
 
     def measured(self, rows: int, cols: int) -> int:
         """The statistics that are reduced."""
@@ -93,6 +95,7 @@ TRAVELS = {
     W8.format("identity(dtype=bf16)"): Travels(BF16, BF16, derived=True),
     W8.format("hybrid(row=mxfp8, col=nvfp4)"): Travels(MXFP8, NVFP4, amaxes=1),
     W8.format("hybrid(row=nvfp4, col=mxfp8)"): Travels(NVFP4, MXFP8, amaxes=1),
+    W8.format("hybrid(row=nvfp4, col=identity(dtype=bf16))"): Travels(NVFP4, BF16, amaxes=1),
     W8.format("hybrid(row=fp8, col=nvfp4)"): Travels(FP8, NVFP4, amaxes=2),
     W8.format("hybrid(row=nvfp4, col=mxfp8, col_source=row)"): Travels(NVFP4, MXFP8, derived=True, amaxes=1),
     W8.format("hybrid(row=mxfp8, col=fp8, col_source=row)"): Travels(MXFP8, FP8, derived=True),
@@ -183,7 +186,40 @@ def every_collective_of_a_step(rank: int, recipes: Iterable[str] = TRAVELS, devi
                 begun = _reduction(measured if weights == "high_precision" else [])
                 assert first == Step(begun + step.forward, step.backward, step.update), (about, first)
                 seen[recipe, reshard] = step
+                assert _reported(net) == _in_words(gathered, again[::-1] or [0, 0]), about
     return seen
+
+
+def _in_words(forward: list[int], backward: list[int]) -> list[tuple[str, ...]]:
+    """Of each weight the shares of bf16."""
+    sizes = [2 * rows * cols for rows, cols in SHAPES]
+    each = zip(forward, backward, sizes, strict=True)
+    return [(f"{there / size:.2f}", f"{back / size:.2f}") for there, back, size in each]
+
+
+def _reported(net: nn.Module) -> list[tuple[str, ...]]:
+    """The same in the report."""
+    found = []
+    for entry in lpq.report(net).weights:
+        shares = re.search(r"gathered as .*: (\S+) of bf16(?: in forward, (\S+) in backward)?", entry.note)
+        assert shares is not None
+        assert (shares[2] is None) == ("of bf16, once for forward and backward" in entry.note)
+        found.append((shares[1], shares[2] or "0.00"))
+    return found
+
+
+def _what_is_less_travels(rank: int) -> None:
+    """Both operands of these are more than the weight, which is encoded where it arrives, into the same bytes."""
+    for recipe in ("mxfp8", W8.format("hybrid(row=fp8(scaling=delayed, history=2), col=mxfp8)")):
+        for way in ({"reshard": False, "accumulate": 2}, {"checkpoint": True}):
+            of: list[Any] = []
+            for how in (How(recipe, None, mixed=True, **way), How(recipe, mixed=True, **way)):
+                losses, net = train(how)
+                of.append((losses, [whole(p) for p in net.parameters()]))
+            assert of[0][0] == of[1][0], (recipe, way)
+            assert all(torch.equal(a, b) for a, b in zip(of[0][1], of[1][1], strict=True)), (recipe, way)
+            note = lpq.report(net).weights[0].note
+            assert ("in high precision, for its operands would be 1.0" in note) == ("reshard" in way), note
 
 
 def _fp8_and_mxfp8_gather_at_most_052_of_bf16_in_each_direction(seen: Counted) -> None:
@@ -320,6 +356,7 @@ def _every_collective(rank: int) -> None:
     "check",
     [
         _every_collective,
+        _what_is_less_travels,
         _nothing_escapes_the_count,
         _every_kind_is_counted,
         _a_checkpointed_block_gathers_both_in_backward,
