@@ -131,7 +131,7 @@ class QuantizedTensor(Gathered, Tensor):
         """Whether the group of a shard is known. The layer whose it is finds that out, once FSDP2 has sharded it."""
         layer = self.owner() if self.owner is not None else None
         if self.amax_group == "unattached" and layer is not None:
-            self.amax_group = layer.weight_group()
+            self.amax_group = layer.weight_gather().attached()
         return self.amax_group != "unattached"
 
     @property

@@ -8,9 +8,9 @@ filled in backward. An operand that follows from the other one never travels.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,11 @@ from lpq.distributed.attach import attach
 from lpq.distributed.fits import operand_bytes, why_not, why_uncut
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.whole import Whole, as_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lpq.distributed.gathering import Gathering
 
 
 class Layer(Protocol):
@@ -68,14 +73,14 @@ class Sides(NamedTuple):
 class Gather:
     """How one weight is gathered. FSDP2 calls ``begin`` before a gather and ``finish`` after it."""
 
-    def __init__(self, layer: Layer, site: fsdp.Site, refresh: Callable[[], None], checkpointed: bool) -> None:
+    def __init__(self, layer: Layer, site: fsdp.Site, gathering: Gathering, checkpointed: bool) -> None:
         self.layer, self.site = layer, site
         self.stats: list[Tensor | None] = []
         """The statistics of the whole weight that reach beyond a shard or are remembered, as ``declared`` has them."""
         self.runs_again = checkpointed
         """Whether forward runs again in backward, which then needs the row operand too."""
         self._checkpointed = checkpointed
-        self._refresh = refresh
+        self._gathering = gathering
         self._measured: Measured | None = None
         self._asked: tuple[Quantizer | None, Quantizer | None] = (None, None)
         """What was last wanted, and what that is quantized with."""
@@ -97,6 +102,11 @@ class Gather:
     def note(self, runs_again: bool) -> None:
         """Forward begins, and it will, or will not, run again in backward."""
         self.runs_again = runs_again or self._checkpointed
+
+    def attached(self) -> ProcessGroup:
+        """The group that shards the weight; that is attached to this rank's shard, if it is stored quantized."""
+        attach(self.site.param)
+        return self.site.group
 
     # ------------------------------------------------------------------------------ the quantizer and the statistics
 
@@ -165,6 +175,8 @@ class Gather:
 
     def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Encode the shard; what FSDP2 gathers of it."""
+        if not self._gathering.alike:
+            self._gathering.compare()
         if self.site.reshards_to_fewer_ranks:
             raise ValueError(
                 "fully_shard(reshard_after_forward=…) with a number of ranks: FSDP2 supports that for ordinary "
@@ -174,7 +186,7 @@ class Gather:
             attach(self.site.param)
             shard.settled(together=True)
         elif self.stale:
-            self._refresh()
+            self._gathering.refresh()
         self._filled.clear()
         self._high = []
         quantizer = self._stored_quantizer(shard) if isinstance(shard, QuantizedTensor) else self.quantizer

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 from lpq.core.reduce import Reductions
 from lpq.core.steps import reduce_beside, wrapping
 from lpq.distributed import fsdp
+from lpq.distributed.alike import check_alike
 from lpq.distributed.attach import attach, local
 from lpq.distributed.gather import Gather, Layer
 from lpq.distributed.trained import Trained
@@ -39,6 +40,8 @@ class Gathering:
         self._begin()
 
     def _begin(self) -> None:
+        self.alike = False
+        """Whether all ranks have the same model: to be compared again when a recipe has changed."""
         self._gathers: dict[nn.Module, Gather] = {}
         self._steps = _steps()
         self._steps.watch(self)
@@ -80,9 +83,18 @@ class Gathering:
                 gathers = gathering._gathers
                 if module not in gathers:
                     layer = cast("Layer", module)
-                    gathers[module] = Gather(layer, site, gathering.refresh, module in checkpointed)
+                    gathers[module] = Gather(layer, site, gathering, module in checkpointed)
                 found.append(gathers[module])
         return found
+
+    def compare(self) -> None:
+        """Compare the whole model with that of the other ranks; a collective."""
+        around = fsdp.outermost(self.root)
+        sites, names = fsdp.sites(around, "weight"), {module: name for name, module in around.named_modules()}
+        check_alike(sites, names)
+        for module in sites:
+            if isinstance(gathering := getattr(module, "gathering", None), Gathering):
+                gathering.alike = True
 
     def refresh(self) -> None:
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""

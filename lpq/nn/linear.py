@@ -34,8 +34,6 @@ from lpq.nn.refusals import check, check_memories
 from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from lpq.distributed.gather import Gather
     from lpq.distributed.gathering import Gathering
     from lpq.nn.stages import Stages
@@ -291,6 +289,8 @@ class Layer(nn.Module):
         for name in self.memories():
             delattr(self, name)
         self._recipe, self._plan = recipe, plan
+        if self.gathering is not None:
+            self.gathering.alike = False
         for tensor in TENSORS if plan is not None else ():
             for key, memory in getattr(plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{key}", memory)
@@ -408,14 +408,6 @@ class Layer(nn.Module):
         if self.gathering is None:
             raise RuntimeError(f"{self.title}: its weight was prepared by lpq.convert(…, weights=…) for another layer")
         return self.gathering.of(self)
-
-    def weight_group(self) -> ProcessGroup:
-        """The ranks among which FSDP2 has shared out a weight that is stored quantized."""
-        from lpq.distributed.attach import attach
-
-        site = self.weight_gather().site
-        attach(site.param)
-        return site.group
 
     def _gathered(self, remembers: bool) -> list[Tensor]:
         """Forward begins: say whether it runs again, and get what was measured of a weight that was gathered."""

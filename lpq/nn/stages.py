@@ -33,6 +33,8 @@ class Stages:
         self._model = weakref.ref(model)
         self._by: weakref.ref[Optimizer] | None = None
         self.step = 0
+        self.told = False
+        """Whether ``set_step`` has given one."""
         self.last = last
         """The step from which on no recipe changes any more; None: it is not known yet."""
         self.due = False
@@ -42,6 +44,7 @@ class Stages:
 
     def move(self, step: int) -> None:
         """Take the step that ``set_step`` gives."""
+        self.told = True
         if step != self.step:
             self.step, self.due, self._by = step, False, None
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from agreed import COMPARED
 from ranks import spawn
 from sharded import How, batch, built, train, whole
 from torch import nn
@@ -183,7 +184,7 @@ def every_collective_of_a_step(rank: int, recipes: Iterable[str] = TRAVELS, devi
                 assert others == _of("reduce_scatter", gradients), (about, others)
                 assert step.update == _reduction(measured + remembered), (about, step.update)
                 # what was initialised is measured when it is gathered first; what is stored quantized has been
-                begun = _reduction(measured if weights == "high_precision" else [])
+                begun = [COMPARED, *_reduction(measured if weights == "high_precision" else [])]
                 assert first == Step(begun + step.forward, step.backward, step.update), (about, first)
                 seen[recipe, reshard] = step
                 assert _reported(net) == _in_words(gathered, again[::-1] or [0, 0]), about

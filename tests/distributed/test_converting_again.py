@@ -161,7 +161,7 @@ def test_the_report_tells_what_is_stored_where_a_layer_was_given_another_recipe(
 
 
 def _sharded(rank: int) -> None:
-    net = fully_shard(_stored())
+    net = fully_shard(_stored(), reshard_after_forward=True)
     _trains(net)
     before = _all_of(net)
     with pytest.raises(RecipeError, match="0: its weight is stored as fp8, which it keeps, and the policy wants it"):

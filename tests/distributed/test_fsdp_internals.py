@@ -33,7 +33,7 @@ PARAM = {
     "unsharded_accumulated_grad",
 }  # fmt: skip
 GROUP = {"_reshard_after_forward", "_training_state", "_use_post_forward_mesh", "fsdp_params"}
-STATE = {"_fsdp_param_group", "_fsdp_param_groups"}
+STATE = {"_auto_reshard_after_forward", "_fsdp_param_group", "_fsdp_param_groups"}
 TORCH = {"_C", "_current_graph_task_id", "_unsafe_preserve_version_counter"}
 """Autograd's, and no secrets of FSDP2."""
 DTENSOR = {"_local_tensor"}
@@ -233,6 +233,8 @@ def _reshard_to_fewer(rank: int) -> None:
     assert not group._reshard_after_forward
     (site,) = fsdp.sites(layer, "weight").values()
     assert site.directions(again=False) == (True, True)
+    assert site.stays
+    _who_stays_gathered()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     (site,) = fsdp.sites(fully_shard(Layer(), mesh=mesh), "weight").values()
     assert isinstance(site._param.shard_mesh, DeviceMesh)
@@ -241,6 +243,19 @@ def _reshard_to_fewer(rank: int) -> None:
     layer = fully_shard(Layer(), shard_placement_fn=lambda parameter: Shard(1))
     (site,) = fsdp.sites(layer, "weight").values()
     assert "dimension 0" in (site.refusal or "")
+
+
+def _who_stays_gathered() -> None:
+    """What FSDP2 decides of the outermost module in its first forward is foreseen."""
+    for option, stays in ((None, True), (True, False), (False, True)):
+        inner, outer = nn.Sequential(Layer()), nn.Sequential(nn.Identity(), Layer())
+        net = nn.Sequential(fully_shard(inner), *outer)
+        fully_shard(net, reshard_after_forward=option)
+        state, sites = _get_module_fsdp_state(net), fsdp.sites(net, "weight")
+        assert [sites[m].stays for m in (inner[0], outer[1])] == [False, stays], option
+        state._lazy_init()
+        assert [sites[m].stays for m in (inner[0], outer[1])] == [False, stays], option
+        assert [not sites[m]._group._reshard_after_forward for m in (inner[0], outer[1])] == [False, stays], option
 
 
 def test_two_ranks() -> None:

@@ -5,13 +5,13 @@ Where a rank raises in the middle of a step the others end after a timeout: ``te
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from agreed import agreed
 from operands import as_bytes
 from ranks import fully_shard, spawn
 from torch import Tensor, nn
@@ -23,21 +23,6 @@ from lpq.core import QuantizedTensor
 from lpq.distributed import cast_master_weights
 from lpq.observe import collectives
 from lpq.optim import MasterWeights, load_high_precision
-
-SOON = 30
-"""Seconds: a fraction of the timeout of the process group."""
-
-
-def _agreed(work: Callable[[], Any], errors: Any = (ValueError, RuntimeError, TypeError)) -> list[str]:
-    """The errors of all ranks, every one of which raises, soon."""
-    start = time.monotonic()
-    with pytest.raises(errors) as raised:
-        work()
-    assert time.monotonic() - start < SOON
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, f"{type(raised.value).__name__}: {raised.value}")
-    return found
-
 
 # ---------------------------------------------------------------------------------- casting masters
 
@@ -61,7 +46,7 @@ def _bytes(weights: list[QuantizedTensor]) -> list[Tensor]:
 
 def _nothing_is_cast(rank: int, weights: list[QuantizedTensor], **options: Any) -> list[str]:
     before = _bytes(weights)
-    found = _agreed(lambda: _cast(rank, weights, **options))
+    found = agreed(lambda: _cast(rank, weights, **options))
     assert all(torch.equal(a, b) for a, b in zip(before, _bytes(weights), strict=True))
     return found
 
@@ -164,7 +149,7 @@ def _loading_what_one_rank_lacks(rank: int, mesh: Any = None, unlucky: int = 1) 
     for how, words in SAID.items():
         net, optimizer = _stored(mesh)
         state = _spoiled(how if rank == unlucky else "")
-        found = _agreed(lambda: load_high_precision(net, state, optimizer), (RuntimeError, AttributeError))  # noqa: B023
+        found = agreed(lambda: load_high_precision(net, state, optimizer), (RuntimeError, AttributeError))  # noqa: B023
         for other, said in enumerate(found):
             assert words in said, (how, said)
             told = f"weights in high precision could not be loaded on all ranks, because rank {unlucky} could not: "

@@ -1,0 +1,95 @@
+"""Whether the ranks that share weights out mean the same model: other recipes on other ranks would be mixed in silence.
+
+They compare one hash, in a collective of a few words, before the first gather and when a recipe has changed. Where it
+differs they tell each other what they have, and all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lpq.core import QuantizedTensor
+from lpq.core.reduce import same_ranks
+from lpq.distributed.shard import WeightShard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lpq.distributed.fsdp import Site
+
+WORDS = 4
+BITS = 30
+LIMIT = (1 << BITS) - 1
+"""Words of so many bits, of the hash. With each goes its complement, so that a MAX shows whether all are equal."""
+REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
+
+
+def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str]) -> None:
+    """Raise on all ranks if those that share out these parameters, or hold replicas of them, have others; a collective
+    for each set of ranks."""
+    shared: dict[tuple[int, ...], list[tuple[nn.Module, Site]]] = {}
+    for module, site in sites.items():
+        shared.setdefault(same_ranks(site.group), []).append((module, site))
+    for parts in shared.values():
+        site = parts[0][1]
+        groups = [group for group in (site.group, site.replicas) if group is not None and group.size() > 1]
+        _compare([_told(names[module], module, site) for module, site in parts], groups, site.device)
+
+
+def _told(name: str, module: nn.Module, site: Site) -> str:
+    """All that ranks must have alike of a parameter: its module's name, and then what that is."""
+    local, shape = site.local, list(site.param.shape)
+    kind = type(module).__name__.removeprefix("FSDP")
+    if isinstance(local, QuantizedTensor):
+        how = f"stored as {local.quantizer}"
+    else:
+        how = "in high precision" if not isinstance(local, WeightShard) else "gathered quantized"
+    said = f"{name}: {kind} with a weight {shape} of {site.dtype}, {how}"
+    if not hasattr(module, "weight_quantizer"):
+        return said
+    layer: Any = module
+    said += f", recipe {layer.recipe.text if layer.recipe is not None else None}"
+    if layer.schedule is None or len(layer.schedule.pieces) == 1:
+        return said
+    told = layer.stages is not None and layer.stages.told
+    return f"{said}, at step {layer.stages.step} of ({layer.schedule})" if told else f"{said}, before lpq.set_step"
+
+
+def _compare(told: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device) -> None:
+    import torch.distributed as dist
+
+    number = int.from_bytes(hashlib.sha256("\n".join(told).encode()).digest()[:16], "big")
+    words = [number >> (BITS * i) & LIMIT for i in range(WORDS)]
+    both = torch.tensor([*words, *(LIMIT - word for word in words)], dtype=torch.int32, device=device)
+    for group in groups:
+        try:
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "before weights are gathered ranks compare recipes that are new, and another rank did not, or is gone. "
+                f"{REMEDY}, before the same forward ({error})"
+            ) from error
+    if all(a + b == LIMIT for a, b in zip(*both.view(2, -1).tolist(), strict=True)):
+        return
+    known = {dist.get_rank(): list(told)}
+    for group in groups:
+        found: list[dict[int, list[str]]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(found, known, group=group)
+        known = {rank: said for one in found for rank, said in one.items()}
+    raise RuntimeError(f"the ranks do not have the same model: {_first_difference(known)}. {REMEDY}")
+
+
+def _first_difference(known: Mapping[int, Sequence[str]]) -> str:
+    """The first thing that a rank has otherwise than the first rank."""
+    first = min(known)
+    rank = next((rank for rank in sorted(known) if known[rank] != known[first]), first)
+    for a, b in zip_longest(known[first], known[rank], fillvalue="no more layers"):
+        if a != b:
+            return f"rank {first} has [{a}], and rank {rank} has [{b}]"
+    return "their descriptions have the same words and other hashes"

@@ -1,0 +1,102 @@
+"""Ranks that have other models: all raise at the first gather, or when recipes change, and say what differs where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from agreed import agreed
+from ranks import spawn
+from sharded import How, built
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import lpq
+from lpq.observe import collectives
+
+SMALL = {"width": 64, "inner": 256}
+STAGED = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 2}, {"match": "*", "recipe": "nvfp4"}]}
+LAYER = "Linear with a weight [256, 64] of torch.float32"
+
+
+def _refused(net: nn.Module, *words: str) -> None:
+    """At the first gather, before anything is gathered of other sizes."""
+    for said in agreed(lambda: net(torch.ones(4, 64)), RuntimeError):
+        assert said.startswith("RuntimeError: the ranks do not have the same model: rank 0 has ["), said
+        assert all(word in said for word in words), (words, said)
+        assert said.endswith("alike on all ranks"), said
+
+
+def _other_models(rank: int) -> None:
+    other_dy = "x=mxfp8(), w=mxfp8(), dy=nvfp4()"
+    for recipes, words in (
+        (("mxfp8", "mxfp8(dtype=e5m2)"), (f"[0.up: {LAYER}", ", recipe mxfp8()]", ", recipe mxfp8(dtype=e5m2)]")),
+        (("mxfp8", other_dy), (f", recipe {other_dy}]",)),
+        (("fp8-current", "nvfp4"), (", recipe x=fp8(), w=fp8(), dy=fp8(dtype=e5m2)]", "w=nvfp4(block=16x16)")),
+        (("mxfp8", "fp8-delayed"), ("w=fp8(scaling=delayed)",)),
+    ):
+        _refused(built(How(recipes[rank], **SMALL)), *words)
+    _refused(built(How("mxfp8", **SMALL, blocks=2 + rank)), "has [no more layers], and rank 1 has [2.norm: LayerNorm")
+    stored = built(How("mxfp8", ("high_precision", "quantized")[rank], **SMALL))
+    _refused(stored, f"[0.up: {LAYER}, gathered quantized, recipe", "stored as mxfp8, recipe")
+    _refused(built(How("mxfp8", width=64, inner=256 * (1 + rank))), "weight [256, 64]", "weight [512, 64]")
+    mixed = built(How("mxfp8", **SMALL, mixed=bool(rank)))
+    _refused(mixed, "torch.float32, in high precision", "torch.bfloat16, in high precision")
+
+
+def _other_steps(rank: int) -> None:
+    """As they are before the first gather, and where all change their recipes."""
+    net = built(How(STAGED, **SMALL))
+    if rank == 0:
+        lpq.set_step(net, 0)
+    _refused(net, "recipe mxfp8(), at step 0 of (mxfp8 until step 2, then nvfp4)]", "mxfp8(), before lpq.set_step]")
+    lpq.set_step(net, 0)
+    net(torch.ones(4, 64))
+    lpq.set_step(net, 1)
+    net(torch.ones(4, 64))
+    lpq.set_step(net, 2 + rank)
+    _refused(net, "at step 2 of", "at step 3 of")
+    lpq.set_step(net, 2)
+    for first in (True, False):
+        lpq.set_step(net, 2 if first else 3)  # which changes no recipe
+        with collectives() as seen:
+            net(torch.ones(4, 64))
+        compared = [c.bytes for c in seen if c.kind == "all_reduce"][:1] == [32]
+        assert compared == first
+    plain = built(How("mxfp8", **SMALL))
+    lpq.set_step(plain, rank)  # it has no stages
+    plain(torch.ones(4, 64))
+
+
+def _by_hand(rank: int) -> None:
+    net = built(How("mxfp8", **SMALL))
+    net(torch.ones(4, 64))
+    net[1].up.recipe = ("nvfp4", "mxfp8(dtype=e5m2)")[rank]
+    _refused(net, "[1.up: ")
+
+
+def _two_meshes(rank: int) -> None:
+    """Models on meshes of their own are no concern of each other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shard"))["shard"]
+    built(How(("mxfp8", "nvfp4")[rank // 2], mesh=mesh, **SMALL))(torch.ones(4, 64))
+
+
+def _replicas(rank: int) -> None:
+    """They do not gather with each other, and are compared as well."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    _refused(built(How(("mxfp8", "nvfp4")[rank // 2], mesh=mesh, **SMALL)), "and rank 2 has [0.up: ")
+
+
+def _four_ranks(rank: int) -> None:
+    _two_meshes(rank)
+    _replicas(rank)
+
+
+@pytest.mark.parametrize("check", [_other_models, _other_steps, _by_hand])
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
+
+
+def test_four_ranks() -> None:
+    spawn(_four_ranks, 4)
