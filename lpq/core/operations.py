@@ -20,7 +20,8 @@ from lpq.core.layout import Stat
 from lpq.core.multiplicand import operand_of
 from lpq.core.operators import alone, define, distinct, layouts
 from lpq.core.philox import RandomBits
-from lpq.core.quantizer import Quantizer, encoded_by, measured_by
+from lpq.core.quantizer import Quantizer
+from lpq.core.returned import decoded_by, encoded_by, measured_by, transposed_by
 from lpq.core.seeds import draw_seeds
 from lpq.core.storage import Storage, check_there
 from lpq.ops import Choice, KernelError, choose
@@ -307,7 +308,7 @@ def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
 
 def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
     """The matrix that the operand stands for, rounded once to ``dtype``."""
-    return operand.decode().to(dtype)
+    return decoded_by(operand).to(dtype)
 
 
 def _decoded(operand: Storage, dtype: torch.dtype) -> Tensor:
@@ -349,7 +350,7 @@ def transpose(operand: Storage) -> Storage:
 
 def transpose_reference(operand: Storage) -> Storage:
     """The operand of the transposed matrix."""
-    return operand.transposed().bind(operand.quantizer, operand.shape[::-1], operand.dtype)
+    return transposed_by(operand)
 
 
 def _transposed(operand: Storage) -> Storage:

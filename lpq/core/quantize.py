@@ -16,6 +16,7 @@ from lpq.core import operations, pairs
 from lpq.core.given import as_seed, check_dense, check_offset, state_of
 from lpq.core.operators import ORDINARY, alone
 from lpq.core.reduce import check_shard, reduce_stats, spans
+from lpq.core.returned import recalled_by
 from lpq.core.storage import Storage
 from lpq.core.tensor import QuantizedTensor, wrap_operands
 from lpq.ops import choose
@@ -114,8 +115,7 @@ def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, s
     known: list[Tensor | None] = []
     for prefix, branch in _branches(quantizer, row, col):
         if branch.state:
-            recalled = branch.recall({s.name: state[prefix + s.name] for s in branch.state})
-            known += [recalled[s.name] for s in branch.stats]
+            known += recalled_by(branch, {s.name: state[prefix + s.name] for s in branch.state})
         else:
             known += [None for _ in branch.stats]
     return known

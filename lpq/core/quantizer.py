@@ -203,39 +203,37 @@ class Quantizer:
         """What the buffers of an operand are called, in their order."""
         return tuple(buffer.name for buffer in self.layout)
 
+    @cached_property
+    def checked(self) -> set[object]:
+        """Which methods returned what is declared, for which dtype and device: ``lpq.core.returned`` adds to it."""
+        return set()
+
     def ready(self) -> Self:
         """Look up now what is looked up once: ``torch.compile``, which cannot trace that, then finds it done."""
         for quantizer in (self, self.side("row"), self.side("col")):
             _ = quantizer.text, quantizer.storage
-        for side in (self.side("row"), self.side("col")):
+        for direction in get_args(Direction):
+            side = self.side(direction)
             _ = side.layout, side.names, side.stats, side.state, side.transposable, side._uncut
+            _check_side(self, side, direction)
         return self
 
     def __str__(self) -> str:
         return self.text
 
 
-def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
-    """What the format's ``measure`` finds, in the order of ``stats``."""
-    found = quantizer.measure(x) or {}
-    if lacking := [stat.name for stat in quantizer.stats if stat.name not in found]:
-        raise TypeError(
-            f"{quantizer}: {type(quantizer).__name__}.measure returned no {lacking[0]!r}, which stats declares: return "
-            "a dict of all of them"
+def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> None:
+    """Refuse early what would fail in a compiler, which cannot make quantizers, or at the first transpose."""
+    name, storage = registry.format_of(type(side)).name, side.storage.__name__
+    if quantizer.side(direction) is not side:
+        cause = (
+            f"{quantizer}: {type(quantizer).__name__}.side({direction!r}) makes a new quantizer whenever it is called"
         )
-    return [found[stat.name] for stat in quantizer.stats]
-
-
-def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:
-    """What the format's ``encode`` makes of a matrix, or ``encode_stochastic`` where there are random bits."""
-    storage = quantizer.encode(x, stats) if bits is None else quantizer.encode_stochastic(x, stats, bits)
-    if not isinstance(storage, Storage):
-        method = f"{type(quantizer).__name__}.{'encode' if bits is None else 'encode_stochastic'}"
-        raise TypeError(
-            f"{quantizer}: {method} returned {type(storage).__name__} and no storage: return "
-            f"{quantizer.storage.__name__}({', '.join(f'{name}=…' for name in quantizer.names)})"
-        )
-    return storage.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
+        remedy = "make it once, in a functools.cached_property, and return that; torch.compile cannot make one"
+        raise registry.at_fault(registry.format_of(type(quantizer)).name, cause, remedy)
+    if side.transposable and side.storage.transposed is Storage.transposed:
+        cause = f"{side} says that it is transposable, and {storage} has no transposed()"
+        raise registry.at_fault(name, cause, f"define {storage}.transposed(self), or take transposable away")
 
 
 def _hints(cls: type) -> dict[str, Any]:

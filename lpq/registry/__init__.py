@@ -26,6 +26,7 @@ __all__ = [
     "PluginError",
     "PluginInfo",
     "RecipeSpec",
+    "at_fault",
     "cached",
     "convert_module",
     "format",
@@ -88,6 +89,11 @@ def kernels(op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
 def provider_of(kernel: KernelSpec) -> PluginInfo | None:
     """The plugin that brought this very kernel; None for one that no plugin returned."""
     return default().provider_of(kernel)
+
+
+def at_fault(name: str, cause: str, remedy: str) -> PluginError:
+    """The error of the plugin that brings this format, for a mistake of its that shows when the format is used."""
+    return default().at_fault(name, cause, remedy)
 
 
 def quantizer_class(name: str) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lpq.core import Quantizer, RandomBits, Storage
 from lpq.core.operations import measure_reference
-from lpq.core.quantizer import Direction, encoded_by
+from lpq.core.quantizer import Direction
+from lpq.core.returned import encoded_by
 from lpq.recipes import Recipe, recipe
 
 SEED = 1234

@@ -25,27 +25,23 @@ Run = Callable[[broken.Plugin, str], pytest.RunResult]
 MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
     broken.WrongDtype: (
         "test_encode_fills_the_declared_buffers",
-        "Int8Storage.layout says data is torch.int8; encode returned torch.int16",
+        "WrongDtype.encode returned data as torch.int16; Int8Storage.layout says torch.int8, block (1, 1)",
     ),
     broken.WrongShape: (
         "test_encode_fills_the_declared_buffers",
-        "Int8Storage.layout says scale covers (1, None), so for [[]*[]] it must be (*, 1); encode returned (*,)",
+        "encode returned scale of shape [[]*[]] for [[]*[]]; Int8Storage.layout says *, block (1, None), so [[]*, 1[]]",
     ),
     broken.MissingBuffer: (
         "test_encode_fills_the_declared_buffers",
-        "Int8Storage.layout declares [[]'data', 'scale'[]]; encode set [[]'data', 'scales'[]]",
+        "MissingBuffer.encode set [[]'data', 'scales'[]]; Int8Storage.layout declares [[]'data', 'scale'[]]",
     ),
     broken.ReturnsNothing: (
         "test_encode_fills_the_declared_buffers",
-        "broken: ReturnsNothing.encode returned NoneType and no storage: return Int8Storage(data=…, scale=…)",
+        "ReturnsNothing.encode returned NoneType and no storage. Remedy: return Int8Storage(data=…, scale=…)",
     ),
     broken.MeasuresNothing: (
         "test_encode_is_pure",
-        "broken: MeasuresNothing.measure returned no 'amax', which stats declares: return a dict of all of them",
-    ),
-    broken.SaysTransposable: (
-        "test_transposed_is_the_operand_of_the_transpose",
-        "broken is not transposable; a quantizer that says so needs Int8Storage.transposed()",
+        "MeasuresNothing.measure returned no 'amax', which stats declares. Remedy: return a dict of all of them",
     ),
     broken.Dithers: ("test_encode_is_pure", "encoding the same matrix a second time, buffer 'data'"),
     broken.ChangesItsInput: ("test_encode_is_pure", "encode changed its input"),
@@ -90,6 +86,12 @@ def test_the_same_tests_pass_on_a_right_format(run: Run) -> None:
     result = run(broken.Plugin(broken.Int8), " or ".join({test for test, _ in MISTAKES.values()}))
     assert result.ret == pytest.ExitCode.OK
     assert result.parseoutcomes()["passed"] >= len(MISTAKES)
+
+
+def test_a_transpose_that_is_not_there_is_found_before_any_test(run: Run) -> None:
+    result = run(broken.Plugin(broken.SaysTransposable), "test_transposed")
+    words = "broken says that it is transposable, and Int8Storage has no transposed(). Remedy: define Int8Storage.tr"
+    result.stdout.fnmatch_lines([f"*{words}*"])
 
 
 def test_wrong_bits_are_found(run: Run) -> None:
