@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lpq.core import QuantizedTensor, Storage
 
+T = TypeVar("T")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,6 +25,25 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
             f"{what}: {len(differing)} of {actual.numel()} elements differ, first at {list(at)}: "
             f"it is {value(actual[at])} and must be {value(expected[at])}"
         )
+
+
+def equal(actual: object, expected: object, what: str) -> None:
+    """Both are equal: shapes, dtypes, names."""
+    assert actual == expected, f"{what}: it is {actual} and must be {expected}"
+
+
+def there(value: T | None, what: str) -> T:
+    """The value, which must not be missing."""
+    assert value is not None, f"{what}: it is missing and must be there"
+    return value
+
+
+def quantized_still(tensor: object, what: str) -> QuantizedTensor:
+    """The tensor, which must be quantized."""
+    assert isinstance(tensor, QuantizedTensor), (
+        f"{what}: it is a {type(tensor).__name__}, and must be a QuantizedTensor"
+    )
+    return tensor
 
 
 def bits(tensor: Tensor, integer: torch.dtype) -> Tensor:
@@ -45,10 +65,10 @@ def same_operand(actual: Storage, expected: Storage, what: str) -> None:
 
 def same_quantized(actual: Tensor, expected: Tensor, what: str) -> None:
     """Both are quantized tensors that hold the same operands."""
-    assert isinstance(expected, QuantizedTensor)
-    assert isinstance(actual, QuantizedTensor), f"{what}: it is a {type(actual).__name__}, not a QuantizedTensor"
-    assert actual.shape == expected.shape, f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
-    assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
+    expected = quantized_still(expected, f"{what}: what is expected")
+    actual = quantized_still(actual, what)
+    equal(list(actual.shape), list(expected.shape), what)
+    equal(actual.dtype, expected.dtype, what)
     held = [d for d, _ in actual.operands]
     wanted = [d for d, _ in expected.operands]
     assert held == wanted, f"{what}: it holds the operands {held} and must hold {wanted}"
@@ -58,7 +78,7 @@ def same_quantized(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def memory(tensor: Tensor) -> list[int]:
     """Where each buffer of a quantized tensor lies, if it has elements."""
-    assert isinstance(tensor, QuantizedTensor)
+    tensor = quantized_still(tensor, "what was made")
     return [b.data_ptr() for _, operand in tensor.operands for b in operand.tensors() if b.numel()]
 
 

@@ -1,6 +1,6 @@
 """Which quantizers of a format the kit tests: what the type hints of its options say that they can be.
 
-A ``Literal`` or a ``bool`` gives its values, and a field that is a quantizer gives the other installed
+A ``Literal`` or a ``bool`` gives its values, and a field that is a quantizer gives the other built-in
 formats. Any other option keeps its default. Up to ``ALL`` combinations are all taken; of more, as many as
 it needs for every two values of two options to meet.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lpq import registry
 from lpq.core import Quantizer
-from lpq.registry.errors import LpqError, OptionError
+from lpq.registry.errors import OptionError
 from lpq.registry.quantizers import required
 
 ALL = 8
@@ -109,33 +110,22 @@ def _alternatives(name: str, hint: Any) -> Iterator[Any]:
     elif hint is bool:
         yield from (False, True)
     elif isinstance(hint, type) and issubclass(hint, Quantizer):
-        yield from (registry.quantizer(other) for other in simple_formats() if other != name)
+        yield from (registry.quantizer(other) for other in partners() if other != name)
     elif not isinstance(hint, type) and hint is not NoneType:
         for part in get_args(hint):
             yield from _alternatives(name, part)
 
 
 @registry.cached
-def partners() -> dict[str, str]:
-    """The installed formats that need no option, each with the reason why it cannot be loaded, or ``""``.
-
-    A format that is tested meets the others here, and what is wrong with one of them is not its fault.
-    """
-    found: dict[str, str] = {}
-    for name in registry.formats():
-        try:
+def partners() -> tuple[str, ...]:
+    """The built-in formats that need no option. A format that is tested meets these: what is wrong with somebody
+    else's, which happens to be installed, is not its fault."""
+    found = []
+    for name in (name for plugin in registry.plugins() if plugin.builtin for name in plugin.formats):
+        with contextlib.suppress(OptionError):  # it needs an option
             registry.quantizer(name)
-            found[name] = ""
-        except OptionError:  # it needs an option
-            continue
-        except Exception as error:
-            found[name] = str(error) if isinstance(error, LpqError) else f"{name}: {type(error).__name__}: {error}"
-    return found
-
-
-def simple_formats() -> tuple[str, ...]:
-    """Those of them that can be loaded."""
-    return tuple(name for name, reason in partners().items() if not reason)
+            found.append(name)
+    return tuple(found)
 
 
 def _pairwise(valid: dict[Quantizer, tuple[Any, ...]]) -> list[Quantizer]:
@@ -167,8 +157,19 @@ def only(predicate: Callable[[Quantizer], bool], words: str) -> Callable[[Test],
 def known_failures(quantizer: Quantizer) -> dict[str, str]:
     """What a format says it cannot do: ``known_failures`` of its quantizer, the name of a test to the reason.
 
-    It is read from the quantizer, not from its class: a property gives what holds for these options. Such a
-    test must fail: once it passes, the kit asks to take it off the list.
+    ``test_name`` is the whole test, ``test_name[case]`` one of its ``cases``. It is read from the quantizer, not from
+    its class: a property gives what holds for these options. Such a test must fail: once it passes, the kit asks to
+    take it off the list.
     """
     known: dict[str, str] = getattr(quantizer, "known_failures", {})
     return known
+
+
+def cases(test: Callable[..., Any]) -> list[str]:
+    """What a known failure of one case has in brackets: the names that pytest gives to a test's own parameters."""
+    given = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    names = [list(partners())] if "partner" in inspect.signature(test).parameters else []
+    for mark in given:
+        ids = mark.kwargs.get("ids", str)
+        names.append([ids(value) for value in mark.args[1]] if callable(ids) else list(ids))
+    return ["-".join(case) for case in itertools.product(*names)] if names else []

@@ -52,7 +52,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         elif argument == "family":
             _parametrize(metafunc, argument, {family: family.default for family in families}, asked)
         elif argument == "partner":
-            metafunc.parametrize(argument, [_partner(name, reason) for name, reason in partners().items()])
+            metafunc.parametrize(argument, partners())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What a format says it cannot do must fail: a test, or one case of it."""
+    call = getattr(item, "callspec", None)
+    if call is None or not isinstance(item, pytest.Function) or not item.function.__module__.startswith(KIT):
+        return
+    from lpq.testing.options import known_failures
+
+    value = next((call.params[name] for name in ("quantizer", "side", "family") if name in call.params), None)
+    if value is None:
+        return
+    known = known_failures(getattr(value, "default", value))
+    name, case = item.function.__name__, f"-{call.id}-".replace(f"-{value}-", "-", 1).strip("-")
+    reason = known.get(name) or known.get(f"{name}[{case}]")
+    if reason:
+        item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Say with a failure what the test asks for."""
+    if call.excinfo is None or not isinstance(item, pytest.Function) or not item.function.__module__.startswith(KIT):
+        return
+    asked = " ".join((item.function.__doc__ or "").split())
+    if asked and call.excinfo.errisinstance(Exception):
+        call.excinfo.value.add_note(f"{item.function.__name__} asks for this: {asked}")
 
 
 def _families(metafunc: pytest.Metafunc) -> list[Family]:
@@ -72,22 +99,12 @@ def _families(metafunc: pytest.Metafunc) -> list[Family]:
         raise pytest.Collector.CollectError(str(error)) from None
 
 
-def _partner(name: str, reason: str) -> Any:
-    """A format to stand on the other side of a hybrid; one that cannot be loaded is skipped, with the reason."""
-    return pytest.param(name, id=name, marks=[pytest.mark.skip(reason=reason)] if reason else [])
-
-
 def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Quantizer], asked: str) -> None:
-    """Give the test each of these values whose quantizer it is about; known failures must fail."""
-    from lpq.testing.options import ONLY, known_failures
+    """Give the test each of these values whose quantizer it is about."""
+    from lpq.testing.options import ONLY
 
     applies, words = getattr(metafunc.function, ONLY, (lambda quantizer: True, ""))
-    parameters = []
-    for value, quantizer in values.items():
-        if applies(quantizer):
-            reason = known_failures(quantizer).get(metafunc.function.__name__)
-            marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-            parameters.append(pytest.param(value, id=str(value), marks=marks))
+    parameters = [pytest.param(value, id=str(value)) for value, quantizer in values.items() if applies(quantizer)]
     if not parameters:
         reason = f"nothing {words} in {asked}"
         parameters = [pytest.param(None, id="none", marks=pytest.mark.skip(reason=reason))]

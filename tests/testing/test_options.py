@@ -8,7 +8,7 @@ import broken_formats as broken
 
 import lpq
 from lpq import registry
-from lpq.testing.options import ALL, family, simple_formats
+from lpq.testing.options import ALL, family, partners
 
 
 def test_all_combinations_of_few_options() -> None:
@@ -40,7 +40,7 @@ def test_parentheses_mean_one_quantizer() -> None:
 def test_a_quantizer_as_an_option_is_every_other_format() -> None:
     hybrids = family("hybrid").quantizers
     others = {"fp8", "mxfp8", "nvfp4", "identity"}
-    assert others <= set(simple_formats())
+    assert others <= set(partners())
     assert {(str(q.row), str(q.col)) for q in hybrids} >= set(itertools.product(others, others))
     assert {q.col_source for q in hybrids} == {"original", "row"}
 

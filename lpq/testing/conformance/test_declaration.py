@@ -14,7 +14,7 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.registry.errors import suggestion
 from lpq.testing.operands import stored_bits
-from lpq.testing.options import known_failures, only
+from lpq.testing.options import cases, known_failures, only
 
 
 def test_quantizer_is_a_constant(quantizer: Quantizer) -> None:
@@ -66,8 +66,10 @@ def test_declarations_can_be_read(side: Quantizer) -> None:
 def test_effective_bits_are_those_of_the_buffers(quantizer: Quantizer) -> None:
     """The bits an element that the spec advertises are the bytes of the layout, on a large matrix."""
     said, bits = advertised(quantizer), stored_bits(quantizer.side("row"))
-    assert said is not None
-    assert abs(bits - said) < 0.05, f"the spec says effective_bits={said}; the layout takes {bits:.3f} bits an element"
+    assert said is not None, f"{quantizer} has no effective_bits, and was chosen for them"
+    assert abs(bits - said) < 0.05, (
+        f"the spec says effective_bits={said}; the layout takes {bits:.3f} bits an element: say that in FormatSpec"
+    )
 
 
 def advertised(quantizer: Quantizer) -> float | None:
@@ -76,9 +78,14 @@ def advertised(quantizer: Quantizer) -> float | None:
 
 
 def test_known_failures_name_tests(quantizer: Quantizer) -> None:
-    """A known failure is a test of the kit, and has a reason."""
-    from lpq.testing.conformance import __all__ as tests
+    """A known failure is a test of the kit or one case of it, as ``test_name[case]``, and has a reason."""
+    from lpq.testing import conformance
 
     for name, reason in known_failures(quantizer).items():
-        assert name in tests, f"known_failures of {type(quantizer).__name__}: {name!r}: {suggestion(name, tests)}"
-        assert reason, f"known_failures of {type(quantizer).__name__}: {name!r} needs a reason"
+        what = f"known_failures of {type(quantizer).__name__}: {name!r}"
+        test, bracket, case = name.removesuffix("]").partition("[")
+        assert test in conformance.__all__, f"{what} is no test of the kit: {suggestion(test, conformance.__all__)}"
+        if bracket:
+            known = cases(getattr(conformance, test))
+            assert case in known, f"{what} is no case of {test}: {suggestion(case, known)}"
+        assert reason, f"{what} has no reason: say why it cannot be otherwise"

@@ -24,9 +24,9 @@ from lpq.ops.table import BACKENDS, ENVIRONMENT, why_not
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
 from lpq.testing.calls import DTYPES, SHAPES, SIZES, calls, fresh, matrices, of_operands, on, parts
-from lpq.testing.expect import relative_error, same
+from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import SEED, encode, normal
-from lpq.testing.options import Family, only
+from lpq.testing.options import Family, only, partners
 
 POISON = 0xA5
 SUMS = ("gemm", "exact", "exact_tile")
@@ -47,7 +47,7 @@ Pair = tuple[Quantizer | None, Quantizer | None]
 NOTHING = {
     "exact": "it has no exact form of any operand that it was given",
     "exact_tile": "nothing was made by it of any matrix, though it accepts these operands",
-    "tile": "no other format that is installed has an operand to make beside its own",
+    "tile": "no other built-in format has an operand to make beside its own",
 }
 """Why there was nothing to compare, though a kernel accepts its operands."""
 
@@ -197,22 +197,21 @@ def compare(
     """Run a kernel, and on the CPU the reference of its operation, on the same input, which messages call ``name``.
     Whether there was anything to compare."""
     if kernel.op == "remember":
-        assert row is not None
+        row = there(row, f"the operand of {kernel.impl}")
         return compare_memories(kernel, row, x.to(device))
     if kernel.op == "exact":
-        assert row is not None
+        row = there(row, f"the operand of {kernel.impl}")
         operand = on(device, fresh(encode(row, x)))
         return compare_exact(kernel, operand, f"{row}, {list(x.shape)} {x.dtype}, {name}")
     if kernel.op == "cast":
-        assert row is not None
+        row = there(row, f"the operand of {kernel.impl}")
         return compare_cast(row, x.to(device))
     if kernel.op == "tile":
         return compare_tiles(row, col, x, device, name)
     if kernel.op == "exact_tile":
         first, second = row or col, col or row
-        assert first is not None
-        assert second is not None
-        return compare_multiplicands(first, second, on(device, x), (row is not None, col is not None))
+        one, other = (there(side, f"an operand for {kernel.impl}") for side in (first, second))
+        return compare_multiplicands(one, other, on(device, x), (row is not None, col is not None))
     of = f"{_named(row, col)}, {list(x.shape)} {x.dtype}, {name}"
     compared = [
         compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of)
@@ -334,9 +333,8 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> bool:
 def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str) -> bool:
     """An operand, and one of another format that takes part, are made from one read as by the reference. Whether there
     is such a format."""
-    side = row or col
-    assert side is not None
-    for partner in registry.formats():
+    side = there(row or col, "an operand to make tile by tile")
+    for partner in partners():
         other = registry.quantizer(partner) if registry.kernels("tile", (partner,)) else side
         if type(other) is not type(side):
             first, second = row or other.side("row"), col or other.side("col")
@@ -353,18 +351,18 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
             made = pairs_of_any.multiplicands(x, row, col, seed, exact)
         encoded = operations.quantize(x, None, row, col, seed)
     for got, operand in zip(made or (), encoded, strict=False):
-        assert isinstance(operand, Storage)
+        assert isinstance(operand, Storage), "quantize returns its operands first"
         what = f"{operand.quantizer}, {list(x.shape)}"
         if isinstance(got, Multiplicand):
             expected = exact_form(operand)
             if expected is None:  # LPQ_KERNELS leaves out what would say it
                 close(got.decode_rotated().double(), operand.decode_rotated().double().cpu(), 1e-6, what)
                 continue
-            assert got.form.constant == expected.constant
+            equal(got.form.constant, expected.constant, f"the constant of {what}")
             same(got.form.matrix.cpu(), expected.matrix.cpu(), f"the matrix of {what}")
             if expected.factor is not None:
-                assert got.form.factor is not None
-                same(got.form.factor.cpu(), expected.factor.cpu(), f"the factor of {what}")
+                factor = there(got.form.factor, f"the factor of {what}")
+                same(factor.cpu(), expected.factor.cpu(), f"the factor of {what}")
         else:
             for one, other in zip(got.tensors(), operand.tensors(), strict=True):
                 same(one.cpu(), other.cpu(), f"{what}, beside one that is not encoded")
