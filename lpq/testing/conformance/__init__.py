@@ -1,10 +1,11 @@
 """Abstract tests over what a format declares, one subject a module; see ``lpq.testing`` for how to run them.
 
 The argument of a test says what it runs for: ``family``, each format; ``quantizer``, each of its options;
-``side``, the quantizer of each operand that these have; ``partner``, each installed format that needs no option.
+``side``, the quantizer of each operand that these have; ``partner``, each built-in format that needs no option.
 
 A quantizer may say two things to the kit, each as a class attribute or as a property that depends on its
-options. What it cannot do, by test, with the reason; such a test must fail::
+options. What it cannot do, by test, with the reason; such a test must fail. One case of a test is named as pytest
+names it, without the quantizer: ``test_error_is_bounded[tiny]``::
 
     @property
     def known_failures(self) -> dict[str, str]:
@@ -25,8 +26,11 @@ from lpq.testing.conformance.test_hybrid import *
 from lpq.testing.conformance.test_kernels import *
 from lpq.testing.conformance.test_layout import *
 from lpq.testing.conformance.test_linear import *
+from lpq.testing.conformance.test_purity import *
+from lpq.testing.conformance.test_rounding import *
 from lpq.testing.conformance.test_shards import *
 from lpq.testing.conformance.test_slices import *
+from lpq.testing.conformance.test_state import *
 from lpq.testing.conformance.test_tensor import *
 from lpq.testing.conformance.test_tracing import *
 from lpq.testing.conformance.test_writes import *

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, decode
 from lpq.testing.conformance.test_tensor import HELD, quantized
-from lpq.testing.expect import memory, plain, same_quantized, same_values
+from lpq.testing.expect import equal, memory, plain, quantized_still, same_quantized, same_values
 from lpq.testing.operands import cut, no_parts, normal, rotated, sides
 from lpq.testing.options import only
 
@@ -73,12 +73,15 @@ def test_views_stay_quantized(quantizer: Quantizer, held: str) -> None:
     for name, op in VIEWS.items():
         what, result = f"{name} of {quantizer} ({held})", op(tensor, rows, cols)
         directions = [d for d, _ in tensor.operands]
-        whole = name in CUTS and no_parts(quantizer, CUTS[name], directions)
-        if whole:
-            assert not isinstance(result, QuantizedTensor), f"{what} made a part of what has none"
+        if name in CUTS and no_parts(quantizer, CUTS[name], directions):
+            assert not isinstance(result, QuantizedTensor), (
+                f"{what} made a part of what has none; it must decode: leave narrow and cat as Storage has them"
+            )
         else:
-            assert isinstance(result, QuantizedTensor), f"{what} decoded the tensor"
-            assert [d for d, _ in result.operands] == directions
+            assert isinstance(result, QuantizedTensor), (
+                f"{what} decoded the tensor; on whole blocks its buffers can be viewed, and it must stay quantized"
+            )
+            equal([d for d, _ in result.operands], directions, f"{what}: the operands that it holds")
         same_values(result, op(decoded, rows, cols), what, exact=not rotated(quantizer))
 
 
@@ -107,8 +110,11 @@ def test_transposed_tensors(quantizer: Quantizer, held: str) -> None:
     for flipped in (tensor.t(), tensor.transpose(0, 1), tensor.transpose(-1, -2)):
         same_values(flipped, expected, f"{quantizer} ({held}): t()")
         if quantizer.flipped() is not None:
-            assert isinstance(flipped, QuantizedTensor)
-            assert {d for d, _ in flipped.operands} == {{"row": "col", "col": "row"}[d] for d, _ in tensor.operands}
+            what = f"{quantizer} ({held}): t() (flipped() names its quantizer; None is right where there is none)"
+            turned = {d for d, _ in quantized_still(flipped, what).operands}
+            equal(
+                turned, {{"row": "col", "col": "row"}[d] for d, _ in tensor.operands}, f"{what}: the operands it holds"
+            )
             same_quantized(flipped.t(), tensor, f"{quantizer} ({held}): t().t()")
     same_values(tensor.transpose(0, 0), tensor, f"{quantizer} ({held}): transpose(0, 0)")
 
@@ -124,15 +130,19 @@ def test_making_new_tensors(quantizer: Quantizer, held: str) -> None:
         "new_zeros of 0 rows": tensor.new_zeros((0, 48)),
     }
     for name, result in made.items():
-        assert isinstance(result, QuantizedTensor), f"{name} of {quantizer} is an ordinary tensor"
-        assert [d for d, _ in result.operands] == [d for d, _ in tensor.operands]
-        assert result.dtype == tensor.dtype
+        what = f"{name} of {quantizer}"
+        made_of = [d for d, _ in quantized_still(result, what).operands]
+        equal(made_of, [d for d, _ in tensor.operands], f"{what}: the operands that it holds")
+        equal(result.dtype, tensor.dtype, what)
     zeros = made["new_zeros"]
     same_values(zeros, torch.zeros(64, 48), f"{quantizer}: new_zeros", exact=not rotated(quantizer))
     before = memory(tensor)
-    assert tensor.zero_() is tensor
-    assert memory(tensor) == before, f"{quantizer}: zero_ replaced the buffers"
-    assert (tensor.dequantize() == 0).all(), f"{quantizer}: zero_ leaves {tensor.dequantize().abs().max().item()}"
+    assert tensor.zero_() is tensor, f"{quantizer}: zero_ returned another tensor; it must write in place"
+    assert memory(tensor) == before, f"{quantizer}: zero_ replaced the buffers; it must write into them"
+    assert (tensor.dequantize() == 0).all(), (
+        f"{quantizer}: zero_ leaves {tensor.dequantize().abs().max().item():g}; it must leave 0: give 0 a code of "
+        "its own"
+    )
 
 
 @HELD
@@ -152,4 +162,6 @@ def test_decoding_is_said(quantizer: Quantizer) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plain(tensor + normal(32, 48))
-    assert any(issubclass(w.category, PrecisionWarning) for w in caught), f"{quantizer}: t + x said nothing"
+    assert any(issubclass(w.category, PrecisionWarning) for w in caught), (
+        f"{quantizer}: t + x decodes and gives no PrecisionWarning; it must: leave operators to QuantizedTensor"
+    )

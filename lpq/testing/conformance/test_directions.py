@@ -22,10 +22,8 @@ def test_operands_are_those_of_the_matrix_and_its_transpose(quantizer: Quantizer
     tensor = quantizer.quantize(x, seed=SEED)
     row, col = quantizer.side("row"), quantizer.side("col")
     expected_row, expected_col = encode(row, x), column_operand(quantizer, x)
-    assert tensor.row is not None
-    assert tensor.col is not None
-    same_operand(tensor.row, expected_row, f"{row}: the row operand of {[rows, cols]}")
-    same_operand(tensor.col, expected_col, f"{col}: the column operand of {[rows, cols]}")
+    same_operand(tensor.operand("row"), expected_row, f"{row}: the row operand of {[rows, cols]}")
+    same_operand(tensor.operand("col"), expected_col, f"{col}: the column operand of {[rows, cols]}")
 
 
 def column_operand(quantizer: Quantizer, x: torch.Tensor) -> Storage:
@@ -43,8 +41,10 @@ def test_one_direction_is_that_of_both(quantizer: Quantizer) -> None:
     both = quantizer.quantize(x, seed=SEED)
     row = quantizer.quantize(x, col=False, seed=SEED)
     col = quantizer.quantize(x, row=False, seed=SEED)
-    assert row.col is None
-    assert col.row is None
+    assert row.col is None, (
+        f"{quantizer}: quantize(col=False) made a column operand; leave quantize as Quantizer has it"
+    )
+    assert col.row is None, f"{quantizer}: quantize(row=False) made a row operand; leave quantize as Quantizer has it"
     same_operand(row.operand("row"), both.operand("row"), f"{quantizer}: the row operand alone")
     same_operand(col.operand("col"), both.operand("col"), f"{quantizer}: the column operand alone")
 
@@ -55,13 +55,16 @@ def test_one_direction_is_that_of_both(quantizer: Quantizer) -> None:
 @example(rows=33, cols=17)
 @only(lambda side: side.transposable, "is transposable")
 def test_transposed_is_the_operand_of_the_transpose(side: Quantizer, rows: int, cols: int) -> None:
-    """``transposed`` needs only the buffers and gives the very bytes of encoding the transposed matrix."""
-    x = normal(rows, cols)
-    operand, expected = encode(side, x), encode(side, x.t())
-    wrapped = side.storage.wrap(operand.tensors(), side, (rows, cols), x.dtype)
-    what = f"{side.storage.__name__}.transposed of {[rows, cols]}"
-    same_operand(wrapped.transposed().bind(side, (cols, rows), x.dtype), expected, what)
-    same_operand(transpose(transpose(wrapped)), operand, f"{what}, twice")
+    """``transposed`` needs only the buffers and gives the very bytes of encoding the transposed matrix, with a NaN and
+    an infinity in it too."""
+    odd = normal(rows, cols)
+    odd[rows // 2, cols // 2], odd[-1, -1] = torch.nan, torch.inf
+    for x, holds in ((normal(rows, cols), ""), (odd, " with a NaN and an infinity")):
+        operand, expected = encode(side, x), encode(side, x.t())
+        wrapped = side.storage.wrap(operand.tensors(), side, (rows, cols), x.dtype)
+        what = f"{side.storage.__name__}.transposed of {[rows, cols]}{holds}, beside encoding the transposed matrix"
+        same_operand(wrapped.transposed().bind(side, (cols, rows), x.dtype), expected, what)
+        same_operand(transpose(transpose(wrapped)), operand, f"{what}, twice")
 
 
 def test_decoding_agrees_in_both_directions(quantizer: Quantizer) -> None:
@@ -83,8 +86,11 @@ def test_leading_dimensions_are_rows(quantizer: Quantizer) -> None:
     matrix = quantizer.quantize(x, seed=SEED)
     cube = quantizer.quantize(x.view(2, 12, 64), seed=SEED)
     vector = quantizer.quantize(x[0], seed=SEED)
-    assert cube.shape == (2, 12, 64)
-    assert vector.shape == (64,)
+    for made, shape in ((cube, (2, 12, 64)), (vector, (64,))):
+        assert made.shape == shape, (
+            f"{quantizer}: a tensor {list(shape)} became one {list(made.shape)}; it must keep its shape: leave "
+            "quantize as Quantizer has it"
+        )
     for direction, operand in matrix.operands:
         same_operand(cube.operand(direction), operand, f"{quantizer}: the {direction} operand of a 3-D tensor")
     first = quantizer.quantize(x[:1], seed=SEED)

@@ -1,4 +1,4 @@
-"""Encoding is a pure function, and what it keeps is as good as the bits it takes.
+"""What encoding keeps is as good as the bits it takes, for matrices of any shape and numbers of any size.
 
 The error bound: of the ``b`` bits that an element takes, half may buy range (the exponent of E5M2 does),
 the other half must buy precision: normally distributed values come back with a relative RMS error of at
@@ -21,8 +21,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lpq.core import Quantizer
-from lpq.testing.expect import relative_error, same, same_operand
-from lpq.testing.operands import encode, few, measure, normal, stored_bits
+from lpq.testing.expect import relative_error
+from lpq.testing.operands import encode, few, normal, stored_bits
 from lpq.testing.options import only
 
 SHAPE = (160, 256)
@@ -43,14 +43,15 @@ def allowance(side: Quantizer) -> str:
     return "its error_bound is" if own else f"{stored_bits(side):.2f} bits an element allow"
 
 
-@pytest.mark.parametrize("magnitude", [2.0**-10, 1.0, 2.0**10], ids=["small", "one", "large"])
+@pytest.mark.parametrize("magnitude", [2.0**-30, 2.0**-10, 1.0, 2.0**10], ids=["tiny", "small", "one", "large"])
 def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
-    """A round trip of normal values, at three magnitudes, is within the bound above."""
+    """A round trip of normal values, at four magnitudes, is within the bound above."""
     x = normal(*SHAPE) * magnitude
     decoded = encode(side, x).decode()
     error, allowed, bits = relative_error(decoded, x), bound(side), stored_bits(side)
     assert error <= allowed, (
-        f"{side}: the relative RMS error of normal values is {error:.4f}; {allowance(side)} {allowed:.4f}"
+        f"{side}: the relative RMS error of normal values is {error:.4f}; {allowance(side)} {allowed:.4f}: "
+        f"of {magnitude:.3g} times normal values more must be kept, or error_bound say why not"
     )
     assert error >= 2**-bits or bits >= 16, (
         f"{side}: the relative RMS error of normal values is {error:.2e}, which {bits:.2f} bits an element "
@@ -67,13 +68,27 @@ def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
 @given(rows=st.integers(1, 40), cols=st.integers(1, 140), seed=st.integers(0, 99))
 @example(rows=1, cols=1, seed=0)
 @example(rows=5, cols=40, seed=0)
+@example(rows=5, cols=1025, seed=0)
+@example(rows=3, cols=2 * 1024 + 200, seed=0)
+@example(rows=1024 + 7, cols=3, seed=0)
 def test_ragged_edges_do_no_harm(side: Quantizer, rows: int, cols: int, seed: int) -> None:
-    """Values near ±1 come back from a matrix of any shape, those of its last row and column too."""
+    """Values near ±1 come back from a matrix of any shape: each row and each column, the last ones too."""
     x = normal(rows, cols, seed=seed).sign() + normal(rows, cols, seed=seed + 1) * 0.1
     decoded = encode(side, x).decode()
-    for part, what in ((..., "the values"), ((-1,), "the last row"), ((..., -1), "the last column")):
-        error = relative_error(decoded[part], x[part])
-        assert error <= 3 * bound(side), f"{side}, {what} of a matrix {[rows, cols]}: relative error {error:.3f}"
+    error, allowed = relative_error(decoded, x), 3 * bound(side)
+    assert error <= allowed, (
+        f"{side}: values near ±1 in a matrix {[rows, cols]} have the relative error {error:.3f}; at most "
+        f"{allowed:.3f} is allowed: a ragged edge must be encoded as if it were padded with zeros, and cut off when "
+        "it is decoded"
+    )
+    for dim, what in enumerate(("row", "column")):
+        errors = ((decoded - x).square().mean(1 - dim) / x.square().mean(1 - dim)).sqrt()
+        worst = int(errors.argmax())
+        assert errors[worst] <= min(2 * allowed, 0.9), (
+            f"{side}: {what} {worst} of a matrix {[rows, cols]} of values near ±1 has the relative error "
+            f"{errors[worst]:.3f}; at most {min(2 * allowed, 0.9):.3f} is allowed: encode the whole matrix, however "
+            "wide or high it is, and its last block even if that is ragged"
+        )
 
 
 @only(lambda side: not side.stochastic and side.rotation is None, "rounds to nearest in its own basis")
@@ -93,60 +108,61 @@ def test_zeros_stay_zeros(side: Quantizer) -> None:
     """Also beside other values."""
     for x in (torch.zeros(20, 40), normal(20, 40) * (normal(20, 40, seed=1) > 0)):
         decoded = encode(side, x).decode()
-        assert (decoded[x == 0] == 0).all(), f"{side}: a zero comes back as {decoded[x == 0].abs().max().item()}"
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_non_finite_is_never_silently_finite(side: Quantizer, value: float, dtype: torch.dtype) -> None:
-    """NaN and infinities come back as NaN or infinity."""
-    for at in ((0, 0), (3, 17), (4, 39)):
-        x = normal(5, 40, dtype)
-        x[at] = value
-        decoded = encode(side, x).decode()
-        assert not decoded[at].isfinite(), f"{side}: {value} at {list(at)} comes back as {decoded[at].item()}"
-
-
-def test_large_values_overflow_or_survive(side: Quantizer) -> None:
-    """Near the top of bf16 a value comes back with its sign, or not finite: it never wraps around."""
-    x = normal(16, 64).clamp(-4, 4).bfloat16().float() * 2.0**125
-    decoded = encode(side, x).decode().float()
-    wrapped = decoded.isfinite() & (decoded.sign() * x.sign() < 0)
-    if side.rotation is None:
-        assert not wrapped.any(), f"{side}: {x[wrapped][0].item():.3g} comes back as {decoded[wrapped][0].item():.3g}"
-    if decoded.isfinite().all():
-        error, allowed = relative_error(decoded, x), bound(side)
-        assert error <= allowed, (
-            f"{side}: near the top of bf16 the relative RMS error is {error:.4f}; {allowance(side)} {allowed:.4f}: "
-            "scale the values so that they fit, or let them come back as infinity or NaN"
+        assert (decoded[x == 0] == 0).all(), (
+            f"{side}: a zero comes back as {decoded[x == 0].abs().max().item():g}; it must stay 0, or what a mask or "
+            "a ReLU set to zero counts again: give 0 a code of its own"
         )
 
 
+PLACES = {
+    (5, 40): [(0, 0), (3, 17), (4, 39)],
+    (3, 1100): [(0, 128), (1, 700), (2, 1099)],
+    (260, 5): [(130, 2), (259, 4)],
+}
+"""By shape, where one number is not finite: in the first block, far from it, and in the last one."""
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_encode_is_pure(side: Quantizer, dtype: torch.dtype) -> None:
-    """The same bytes twice, the inputs and torch's generator untouched, and strides do not matter."""
-    x = normal(24, 72, dtype)
-    kept, stats, generator = x.clone(), measure(side, x), torch.get_rng_state()
-    kept_stats = {name: tensor.clone() for name, tensor in stats.items()}
-    first = encode(side, x, stats)
-    first = first.map(torch.clone)
-    same(x, kept, f"{side}: encode changed its input")
-    for name, tensor in kept_stats.items():
-        same(stats[name], tensor, f"{side}: encode changed the statistic {name!r}")
-    same_operand(encode(side, x, stats), first, f"{side}: encoding the same matrix a second time")
-    assert torch.equal(torch.get_rng_state(), generator), f"{side}: encode draws from torch's generator"
-    strided = torch.empty(72, 48, dtype=dtype).t()[::2].copy_(x)
-    same_operand(encode(side, strided), first, f"{side}: encoding the same values from a strided view")
-    expanded = x[:1].expand(24, 72)
-    repeated = encode(side, expanded.contiguous())
-    same_operand(encode(side, expanded), repeated, f"{side}: encoding an expanded view")
+def test_non_finite_is_never_silently_finite(side: Quantizer, value: float, dtype: torch.dtype) -> None:
+    """NaN and infinities come back as NaN or infinity, wherever they are; of a transposed operand, too."""
+    for (rows, cols), places in PLACES.items():
+        for at in places:
+            x = normal(rows, cols, dtype)
+            x[at] = value
+            operand = encode(side, x)
+            found = {"": operand.decode()}
+            if side.transposable:
+                turned = operand.map(torch.clone).transposed().bind(side, (cols, rows), dtype)
+                found[", after transposed()"] = turned.decode().t()
+            for how, decoded in found.items():
+                assert not decoded[at].isfinite(), (
+                    f"{side}: {value} at {list(at)} of a matrix {[rows, cols]} in {dtype} comes back as "
+                    f"{decoded[at].item():g}{how}; it must come back as NaN or infinity, or a diverged training goes "
+                    "on unseen: let the scale be NaN where the amax is not finite"
+                )
 
 
-@only(lambda side: side.stochastic, "rounds stochastically")
-def test_stochastic_rounding_is_unbiased(side: Quantizer) -> None:
-    """The mean of many roundings approaches the value, and each seed gives bytes of its own."""
-    x = normal(32, 64)
-    rounded = [encode(side, x, seed=seed).decode() for seed in range(64)]
-    assert not torch.equal(rounded[0], rounded[1]), f"{side}: two seeds give the same rounding"
-    one, mean = relative_error(rounded[0], x), relative_error(torch.stack(rounded).mean(0), x)
-    assert mean < one / 3, f"{side}: the mean of 64 roundings is off by {mean:.4f}, a single one by {one:.4f}"
+LARGE = {"2^30": 2.0**30, "2^90": 2.0**90, "2^125": 2.0**125, "largest": torch.finfo(torch.bfloat16).max}
+
+
+@pytest.mark.parametrize("magnitude", LARGE)
+def test_large_values_overflow_or_survive(side: Quantizer, magnitude: str) -> None:
+    """Up to the largest bf16 a value comes back with its sign, or not finite: it never wraps around."""
+    x = normal(16, 64)
+    x = (x.sign() if magnitude == "largest" else x.clamp(-4, 4).bfloat16().float()) * LARGE[magnitude]
+    decoded = encode(side, x).decode().float()
+    wrapped = decoded.isfinite() & (decoded.sign() * x.sign() < 0)
+    if side.rotation is None:
+        assert not wrapped.any(), (
+            f"{side}: {x[wrapped][0].item():.3g} comes back as {decoded[wrapped][0].item():.3g}; it must keep its "
+            "sign: clamp to the range of the codes before you cast"
+        )
+    if decoded.isfinite().all():
+        error, allowed = relative_error(decoded, x), bound(side)
+        if magnitude == "largest":  # one value, and not the mean of many
+            allowed *= 2
+        assert error <= allowed, (
+            f"{side}: of values near {LARGE[magnitude]:.3g} the relative RMS error is {error:.4f}; {allowance(side)} "
+            f"{allowed:.4f}: scale the values so that they fit, or let them come back as infinity or NaN"
+        )

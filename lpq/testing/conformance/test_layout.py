@@ -7,7 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lpq.core import Quantizer, Storage
-from lpq.testing.operands import encode, few, measure, normal
+from lpq.testing.expect import equal
+from lpq.testing.operands import encode, few, normal
 from lpq.testing.options import only
 
 shapes = st.tuples(st.integers(0, 70), st.integers(1, 140))
@@ -21,7 +22,7 @@ shapes = st.tuples(st.integers(0, 70), st.integers(1, 140))
 @example(shape=(40, 0))
 def test_encode_fills_the_declared_buffers(side: Quantizer, shape: tuple[int, int]) -> None:
     """Names, dtypes and shapes of all buffers; ``[40, 0]`` is the column operand of a tensor of 0 rows."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_buffers(side, encode(side, normal(*shape, dtype=dtype)), shape, dtype)
 
 
@@ -49,7 +50,8 @@ def test_storage_empty_matches(side: Quantizer) -> None:
     for shape in ((0, 32), (1, 1), (5, 40), (64, 128)):
         check_buffers(side, side.storage.empty(side, shape, torch.float16, torch.device("cpu")), shape, torch.float16)
         bits = 8 * encode(side, normal(*shape)).nbytes
-        assert side.storage.empty(side, shape, torch.float32, torch.device("meta")).nbytes * 8 == bits
+        room = 8 * side.storage.empty(side, shape, torch.float32, torch.device("meta")).nbytes
+        equal(room, bits, f"{side.storage.__name__}.empty for {list(shape)}: the bits of its buffers, beside encode's")
 
 
 @few
@@ -60,7 +62,7 @@ def test_storage_empty_matches(side: Quantizer) -> None:
 def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[int, int]) -> None:
     """Names and shapes of all statistics; fp32 and not negative, since they are combined as such."""
     name = type(side).__name__
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         measured = side.measure(normal(*shape, dtype=dtype)) or {}
         declared = [stat.name for stat in side.stats]
         assert set(measured) == set(declared), f"{name}.stats declares {declared}; measure returned {list(measured)}"
@@ -87,21 +89,3 @@ def test_decode_has_the_logical_shape(side: Quantizer, shape: tuple[int, int]) -
     assert tuple(decoded.shape) == shape, f"{what} returned {list(decoded.shape)} for a matrix {list(shape)}"
     assert decoded.dtype == torch.float32, f"{what} returned {decoded.dtype}; it must be float32"
     assert torch.equal(decoded, operand.decode()), f"{what} depends on something that is not in the layout"
-
-
-@only(lambda quantizer: bool(quantizer.new_state()), "keeps state across steps")
-def test_state_gives_the_declared_statistics(quantizer: Quantizer) -> None:
-    """``recall`` gives statistics to encode with, from a fresh state and from one that has seen a tensor."""
-    x = normal(24, 40)
-    for side in quantizer.state_branches().values():
-        if not side.state:
-            continue
-        name, state = type(side).__name__, {s.name: torch.zeros(s.shape) for s in side.state}
-        for _ in ("fresh", "used"):
-            recalled = side.recall(state)
-            for stat in side.stats:
-                shape, grid = tuple(recalled[stat.name].shape), stat.grid(*x.shape)
-                assert shape == grid, f"{name}.recall: {stat.name} is {shape} and must be {grid}"
-            check_buffers(side, encode(side, x, recalled), (24, 40), x.dtype)
-            side.remember(state, measure(side, x))
-        assert any(tensor.any() for tensor in state.values()), f"{name}.remember leaves the state at zeros"

@@ -12,7 +12,7 @@ import lpq
 from lpq.core import QuantizedTensor, Quantizer, gemm
 from lpq.core.derive import rounds_stochastically
 from lpq.nn import Linear
-from lpq.testing.expect import relative_error, same
+from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import normal, recipe_of
 from lpq.testing.options import Family, only
 
@@ -36,34 +36,39 @@ def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
     layer, x, dy = layer_and_data(quantizer)
     y = layer(x)
     y.backward(dy)
-    assert x.grad is not None
-    assert layer.weight.grad is not None
-    assert layer.bias.grad is not None
+    gradients = x.grad, layer.weight.grad, layer.bias.grad
+    dx, dw, db = (there(gradient, f"{quantizer}: a gradient of a linear layer") for gradient in gradients)
     if rounds_stochastically(quantizer):  # the layer draws its own seeds: compare with what is expected of them
-        for got, exact in (
-            (y.detach() - layer.bias.detach(), x.detach() @ layer.weight.detach().t()),
-            (x.grad, dy @ layer.weight.detach()),
-            (layer.weight.grad, dy.t() @ x.detach()),
+        for name, got, exact in (
+            ("y", y.detach() - layer.bias.detach(), x.detach() @ layer.weight.detach().t()),
+            ("dx", dx, dy @ layer.weight.detach()),
+            ("dw", dw, dy.t() @ x.detach()),
         ):
-            assert relative_error(got, exact) < 0.5
+            error = relative_error(got, exact)
+            assert error < 0.5, (
+                f"{quantizer}: {name} of a linear layer is off by {error:.3f} of the product in fp32; below 0.5 is "
+                "rounding: look at what one operand decodes to, in each direction"
+            )
         return
-    recipe = layer.recipe
-    assert recipe is not None
+    recipe = there(layer.recipe, "the recipe of a layer that was made with one")
     qx, qw, qdy = operands(recipe.x, x), operands(recipe.w, layer.weight), operands(recipe.dy, dy)
     products = {
         "y": (y.detach(), qx.row, qw.row, layer.bias.detach()),
-        "dx": (x.grad, qdy.row, qw.col, None),
-        "dw": (layer.weight.grad, qdy.col, qx.col, None),
+        "dx": (dx, qdy.row, qw.col, None),
+        "dw": (dw, qdy.col, qx.col, None),
     }
-    for name, (got, a, b, bias) in products.items():
-        assert a is not None
-        assert b is not None
+    for name, (got, first, second, bias) in products.items():
+        a, b = (there(operand, f"{quantizer}: an operand of {name}") for operand in (first, second))
         same(got, gemm(a, b, bias=bias), f"{quantizer}: {name} of a linear layer")
         exact = a.decode().double() @ b.decode().double().t() + (0 if bias is None else bias)
         kept = a.tensors()[0].dtype if a.quantizer.plain and b.quantizer.plain else torch.float32
         allowed = 4 * max(torch.finfo(kept).eps, 1e-6)  # ordinary matrices multiply in their own dtype
-        assert relative_error(got, exact) < allowed, f"{quantizer}: {name} is not the product of its decoded operands"
-    torch.testing.assert_close(layer.bias.grad, dy.sum(0))
+        error = relative_error(got, exact)
+        assert error < allowed, (
+            f"{quantizer}: {name} is off by {error:.1e} of the product of its decoded operands; below {allowed:.1e} "
+            "is the order of sums: let decode_rotated say the same as decode, in the basis that rotation names"
+        )
+    torch.testing.assert_close(db, dy.sum(0), msg=lambda text: f"{quantizer}: the gradient of the bias: {text}")
 
 
 @pytest.mark.parametrize("shape", [(5, 40, 24), (1, 1, 1), (0, 32, 16), (17, 33, 7)], ids=str)
@@ -74,18 +79,23 @@ def test_any_shape(quantizer: Quantizer, shape: tuple[int, int, int]) -> None:
     x = normal(rows, cols, torch.bfloat16).requires_grad_()
     y = layer(x)
     y.float().sum().backward()
-    assert y.shape == (rows, out)
-    assert x.grad is not None
-    assert layer.weight.grad is not None
-    assert (x.grad.shape, x.grad.dtype) == (x.shape, x.dtype)
-    assert layer.weight.grad.isfinite().all()
-    assert layer(x.detach().expand(3, rows, cols)).shape == (3, rows, out)
+    what = f"{quantizer}: a layer of {cols} by {out}, of {rows} rows"
+    equal(tuple(y.shape), (rows, out), f"{what}: y")
+    dx, dw = there(x.grad, f"{what}: dx"), there(layer.weight.grad, f"{what}: dw")
+    equal((dx.shape, dx.dtype), (x.shape, x.dtype), f"{what}: dx")
+    assert dw.isfinite().all(), (
+        f"{what}: dw has NaN or infinity, of finite values; it must be finite: decode what pads an operand to zeros"
+    )
+    equal(tuple(layer(x.detach().expand(3, rows, cols)).shape), (3, rows, out), f"{what}: y of a 3-D input")
 
 
 def test_it_trains(quantizer: Quantizer) -> None:
     """A few steps on a linear task bring the loss well down."""
     losses = train(Linear(K, N, recipe=recipe_of(quantizer)))
-    assert losses[-1] < 0.6 * losses[0], f"{quantizer}: the loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
+    assert losses[-1] < 0.6 * losses[0], (
+        f"{quantizer}: the loss of a linear task went from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} "
+        "steps; it must fall below 0.6 of the first: compare y, dx and dw with those of fp32"
+    )
 
 
 def train(layer: Linear, steps: int = 8) -> list[float]:
@@ -126,8 +136,8 @@ def test_quantized_weights_work(quantizer: Quantizer) -> None:
     """A layer whose weight is stored quantized gives what the layer that encodes it gives."""
     layer, x, _ = layer_and_data(quantizer)
     expected = layer(x)
-    assert layer.recipe is not None
-    weight = layer.recipe.w.quantize(layer.weight.detach())
+    recipe = there(layer.recipe, "the recipe of a layer that was made with one")
+    weight = recipe.w.quantize(layer.weight.detach())
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     same(layer(x).detach(), expected.detach(), f"{quantizer}: y of a layer with a quantized weight")
 
@@ -138,8 +148,9 @@ def test_conversion_by_text(quantizer: Quantizer) -> None:
     keys = set(model.state_dict())
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     converted = lpq.convert(model, str(recipe_of(quantizer)))
-    assert converted is model
-    assert isinstance(model[0], Linear)
-    assert keys <= set(model.state_dict())
+    what = f"{quantizer}: a model converted by the text {str(recipe_of(quantizer))!r}"
+    equal(converted is model, True, f"{what}: whether it is the same object")
+    equal(type(model[0]), Linear, f"{what}: its layer")
+    equal(keys - set(model.state_dict()), set(), f"{what}: the keys that its state dict lost")
     model.load_state_dict(state)
-    assert len(lpq.report(model).converted) == 1
+    equal(len(lpq.report(model).converted), 1, f"{what}: how many layers the report has as converted")

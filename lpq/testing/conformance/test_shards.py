@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,20 +12,28 @@ from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import DIRECTIONS, encode, measure, normal, unit
 from lpq.testing.options import only
 
-RANKS = 3
+WHOLE = 48
+"""Rows or columns of the whole, at least: enough for what goes by whole sixteens, if it may not."""
 
 
-def sharded(side: Quantizer, dim: int) -> tuple[Tensor, list[Tensor], int]:
-    """A matrix, its shards along a dimension of the operand, and the size of each.
+def sizes(side: Quantizer, dim: int) -> list[int]:
+    """Of three shards: the unit at which an operand can be cut, an odd multiple of it, and the rest."""
+    step = unit(side, dim)
+    return [step, 3 * step, step * (max(7, WHOLE // step) - 4)]
+
+
+def sharded(side: Quantizer, dim: int) -> tuple[Tensor, list[Tensor], list[int]]:
+    """A matrix, its shards along a dimension of the operand, and where each begins.
 
     One shard has an outlier, so that whatever is computed from a shard alone shows.
     """
     if (reason := side.why_no_parts(dim)) is not None:
         pytest.skip(f"it is not sharded so: {reason}")
-    size = math.lcm(16, unit(side, dim))
-    x = normal(RANKS * size, 40) if dim == 0 else normal(40, RANKS * size)
-    x.narrow(dim, size, size).mul_(37)
-    return x, [x.narrow(dim, rank * size, size) for rank in range(RANKS)], size
+    parts = sizes(side, dim)
+    x = normal(sum(parts), 40) if dim == 0 else normal(40, sum(parts))
+    shards = list(torch.split(x, parts, dim))
+    shards[1].mul_(37)
+    return x, shards, [sum(parts[:rank]) for rank in range(len(parts))]
 
 
 def reduced(stat: Stat, dim: int, parts: list[Tensor]) -> Tensor:
@@ -43,7 +49,10 @@ def test_statistics_of_shards_are_those_of_the_whole(side: Quantizer, direction:
     x, shards, _ = sharded(side, dim)
     whole, parts = measure(side, x), [measure(side, shard) for shard in shards]
     for stat in side.stats:
-        what = f"{side}: statistic {stat.name!r} of a {direction} operand, reduced over {RANKS} shards"
+        what = (
+            f"{side}: statistic {stat.name!r} of a {direction} operand, reduced over shards of {sizes(side, dim)} "
+            f"(one value covers {stat.block}, as stats says)"
+        )
         same(reduced(stat, dim, [part[stat.name] for part in parts]), whole[stat.name], what)
 
 
@@ -51,23 +60,34 @@ def test_statistics_of_shards_are_those_of_the_whole(side: Quantizer, direction:
 def test_a_shard_is_its_piece_of_the_whole(side: Quantizer, direction: Direction) -> None:
     """With reduced statistics, and its offset for random bits, a shard has the bytes of its place.
 
-    A format that takes a scale from the shard itself, not from ``stats``, fails here: ranks would disagree.
+    A format that takes a scale from the shard itself, not from ``stats``, fails here: ranks would disagree. So does one
+    whose values share a scale beyond what a buffer or statistic is declared to cover.
     """
     dim = DIRECTIONS.index(direction)
-    x, shards, size = sharded(side, dim)
+    x, shards, starts = sharded(side, dim)
     whole, parts = encode(side, x, direction=direction), [measure(side, shard) for shard in shards]
     spanning = [stat for stat in side.stats if stat.block[dim] is None]
     alone = []
-    for rank, shard in enumerate(shards):
+    for rank, (shard, start) in enumerate(zip(shards, starts, strict=True)):
         stats = dict(parts[rank])
         for stat in spanning:
             stats[stat.name] = reduced(stat, dim, [part[stat.name] for part in parts])
-        offset = (rank * size, 0) if dim == 0 else (0, rank * size)
-        piece = whole.narrow(dim, rank * size, (rank + 1) * size)
-        assert piece is not None
-        what = f"{side}: shard {rank} of {RANKS} of a {direction} operand, encoded with the reduced statistics"
+        offset = (start, 0) if dim == 0 else (0, start)
+        stop = start + shard.shape[dim]
+        piece = whole.narrow(dim, start, stop)
+        assert piece is not None, (
+            f"{side}: {'rows' if dim == 0 else 'columns'} [{start}, {stop}) lie on whole blocks of the layout, and "
+            "cannot be taken from the operand: let narrow follow from the blocks, as Storage does"
+        )
+        what = (
+            f"{side}: shard [{start}, {stop}) of a {direction} operand of {sum(sizes(side, dim))}, encoded with the "
+            "reduced statistics (take scales from stats, and let no value share one beyond its block)"
+        )
         same_operand(encode(side, shard, stats, direction=direction, offset=offset), piece, what)
         alone.append(encode(side, shard, parts[rank], direction=direction, offset=offset).decode())
     if spanning:
         own = torch.cat(alone, dim)
-        assert not torch.equal(own, whole.decode()), f"{side} encodes alike without the reduction: this saw nothing"
+        assert not torch.equal(own, whole.decode()), (
+            f"{side}: shards encode alike with their own statistics and with the reduced ones, so the statistic that "
+            f"spans them, {spanning[0].name!r}, is of no use: take the scale from it, or do not declare it"
+        )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lpq.core import QuantizedTensor, Quantizer
-from lpq.testing.expect import memory, same, same_quantized
+from lpq.testing.expect import equal, memory, quantized_still, same, same_quantized
 from lpq.testing.operands import SEED, normal, rotated
 from lpq.testing.options import Family
 
@@ -52,13 +52,15 @@ def test_copies_and_pickles(quantizer: Quantizer, held: str) -> None:
 def test_parameters(quantizer: Quantizer, held: str) -> None:
     """It can be a frozen ``nn.Parameter``: in a state dict, copied and loaded."""
     module = torch.nn.Module()
-    module.weight = torch.nn.Parameter(quantized(quantizer, held), requires_grad=False)
-    assert isinstance(module.weight, torch.nn.Parameter)
+    module.weight = original = torch.nn.Parameter(quantized(quantizer, held), requires_grad=False)
     other = copy.deepcopy(module)
-    assert isinstance(other.weight, torch.nn.Parameter)
-    other.weight.zero_()
+    weight = other.weight
+    assert isinstance(weight, torch.nn.Parameter), (
+        f"{quantizer}: a parameter that was copied is a {type(weight).__name__}; it must still be a parameter"
+    )
+    weight.detach().zero_()
     other.load_state_dict(module.state_dict())
-    same_quantized(other.weight.detach(), module.weight.detach(), f"{quantizer}: loaded from a state dict")
+    same_quantized(weight.detach(), original.detach(), f"{quantizer}: loaded from a state dict")
 
 
 @HELD
@@ -66,14 +68,14 @@ def test_moves(quantizer: Quantizer, held: str) -> None:
     """``.to`` another dtype keeps the bytes and changes what they stand for; meta tensors keep the shapes."""
     tensor = quantized(quantizer, held)
     half = tensor.to(torch.bfloat16)
-    assert isinstance(half, QuantizedTensor)
-    assert half.dtype == torch.bfloat16
+    equal(quantized_still(half, f"{quantizer}: as bf16").dtype, torch.bfloat16, f"{quantizer}: as bf16")
     if not rotated(quantizer):
         same(half.dequantize(), tensor.dequantize().bfloat16(), f"{quantizer}: as bf16, decoded")
     same_quantized(tensor.to("cpu"), tensor, f"{quantizer}: moved to where it is")
     meta = tensor.to("meta")
-    assert isinstance(meta, QuantizedTensor)
-    assert (meta.shape, meta.dtype, meta.device.type) == (tensor.shape, tensor.dtype, "meta")
+    what = f"{quantizer}: moved to meta"
+    quantized_still(meta, what)
+    equal((meta.shape, meta.dtype, meta.device.type), (tensor.shape, tensor.dtype, "meta"), what)
 
 
 @pytest.mark.gpu
@@ -82,8 +84,8 @@ def test_devices(family: Family) -> None:
     """Pinned memory, moves to a GPU and back, and streams keep every byte."""
     tensor = quantized(family.default, "both")
     pinned = tensor.pin_memory()
-    assert pinned.is_pinned()
+    equal(pinned.is_pinned(), True, f"{family}: whether it is pinned")
     moved = pinned.to("cuda", non_blocking=True)
-    assert moved.device.type == "cuda"
+    equal(moved.device.type, "cuda", f"{family}: moved to a GPU")
     moved.record_stream(torch.cuda.current_stream())
     same_quantized(moved.cpu(), tensor, f"{family}: moved to a GPU and back")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lpq.core import QuantizedTensor, Quantizer, decode, gemm, operations, transpose
-from lpq.testing.expect import same
-from lpq.testing.operands import DIRECTIONS, SEED, normal, sides
+from lpq.core.quantizer import Direction
+from lpq.testing.expect import equal, same
+from lpq.testing.operands import DIRECTIONS, SEED, cut, normal, sides
 from lpq.testing.options import Family, only
 
 CHECKS = ("test_autograd_registration", "test_faketensor")
@@ -34,13 +36,13 @@ def test_meta_and_fake_tensors(quantizer: Quantizer, shape: tuple[int, int]) -> 
     """Without numbers everything has the dtypes and shapes that it has with them."""
     real = quantizer.quantize(normal(*shape, dtype=torch.bfloat16), seed=SEED)
     meta = quantizer.quantize(torch.empty(shape, dtype=torch.bfloat16, device="meta"), seed=SEED)
-    assert meta.device.type == "meta"
-    assert described(meta) == described(real)
-    assert meta.dequantize().shape == real.shape
+    equal(meta.device.type, "meta", f"{quantizer}: where a meta tensor is encoded to")
+    equal(described(meta), described(real), f"{quantizer}: what a meta tensor {list(shape)} is encoded to")
+    equal(meta.dequantize().shape, real.shape, f"{quantizer}: a meta tensor, decoded")
     with FakeTensorMode():
         fake = quantizer.quantize(torch.empty(shape, dtype=torch.bfloat16), seed=SEED)
-        assert described(fake) == described(real)
-        assert fake.dequantize().dtype == torch.bfloat16
+        equal(described(fake), described(real), f"{quantizer}: what a fake tensor {list(shape)} is encoded to")
+        equal(fake.dequantize().dtype, torch.bfloat16, f"{quantizer}: a fake tensor, decoded")
 
 
 @only(lambda quantizer: not all(side.plain for side in sides(quantizer)), "has an operator to check")
@@ -57,7 +59,7 @@ def test_operators_pass_opcheck(quantizer: Quantizer) -> None:
             gemm(operand, operand, bias=torch.zeros(operand.shape[0]))
             if operand.quantizer.transposable:
                 transpose(operand)
-    assert calls.made, f"{quantizer} calls no operator"
+    assert calls.made, f"{quantizer} calls no operator of lpq; it must, or say plain = True if it encodes nothing"
     for op, args in calls.made:
         opcheck(op, args)
 
@@ -82,27 +84,38 @@ def opcheck(op: Any, args: tuple[Any, ...]) -> None:
     for tensor, copy in zip(given, before, strict=True):
         same(tensor, copy, f"{op} changed an input")
     inputs, outputs = ([t.untyped_storage().data_ptr() for t in tensors] for tensors in (given, made))
-    assert len(set(outputs)) == len(outputs), f"{op} returns one buffer twice"
-    assert not set(inputs) & set(outputs), f"{op} returns a view of an input"
+    assert len(set(outputs)) == len(outputs), f"{op} returns one buffer twice; each must have memory of its own"
+    assert not set(inputs) & set(outputs), f"{op} returns a view of an input; what it returns must be new"
     # torch checks inputs by allclose, which has no 8-bit floats: there the lines above stand in for it.
     wide = all(t.element_size() > 1 or not t.is_floating_point() for t in given)
     torch.library.opcheck(op, args, test_utils=("test_schema", *CHECKS) if wide else CHECKS)
 
 
 def test_compile_without_a_break(family: Family) -> None:
-    """Quantizing and decoding by every option make one graph, which gives the bits of eager execution."""
-    x = normal(32, 48, torch.bfloat16)
+    """Quantizing and decoding by every option make one graph, for any number of rows and columns that a compiler has
+    left open, and it gives the bits of eager execution."""
+    rows, cols = (math.lcm(*sizes) for sizes in zip(*map(cut, family.quantizers), strict=True))
+    shapes = ((rows + 32, cols + 16), (2 * rows + 7, 3 * cols + 5))
+    x, other = (normal(*shape, dtype=torch.bfloat16) for shape in shapes)
+
+    ways: dict[Any, tuple[Quantizer, Direction]] = {}  # each operand once, whatever else its tensor has
+    for quantizer in family.quantizers:
+        for direction in DIRECTIONS:
+            source = quantizer.side("row") if direction == "col" and quantizer.col_source == "row" else None
+            ways.setdefault((direction, quantizer.side(direction), source), (quantizer, direction))
 
     def round_trips(x: Tensor) -> list[Tensor]:
         tensors = [
             quantizer.quantize(x, row=direction == "row", col=direction == "col", seed=SEED)
-            for quantizer in family.quantizers
-            for direction in DIRECTIONS
+            for quantizer, direction in ways.values()
         ]
         return [tensor.dequantize() for tensor in tensors]
 
     torch._dynamo.reset()
-    compiled = torch.compile(round_trips, fullgraph=True, backend="aot_eager")(x)
-    names = [f"{quantizer}: the {direction} operand" for quantizer in family.quantizers for direction in DIRECTIONS]
-    for name, traced, eager in zip(names, compiled, round_trips(x), strict=True):
-        same(traced, eager, f"{name}, compiled and not")
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(x, dim)  # and an error if a size in the graph is that of x
+    compiled = torch.compile(round_trips, fullgraph=True, backend="aot_eager")
+    names = [f"{quantizer}: the {direction} operand" for quantizer, direction in ways.values()]
+    for given, how in ((x, "compiled"), (other, "compiled for another shape")):
+        for name, traced, eager in zip(names, compiled(given), round_trips(given), strict=True):
+            same(traced, eager, f"{name} of {list(given.shape)}, {how}, beside that of eager execution")

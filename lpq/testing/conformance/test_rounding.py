@@ -1,0 +1,118 @@
+"""Rounding does not drift: ties go either way, and what is rounded with random bits is right on average.
+
+A bias that is far below the error of one value adds up over the terms of a product, and over the steps of a training.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lpq.core import Quantizer
+from lpq.testing.expect import relative_error
+from lpq.testing.operands import encode, normal
+from lpq.testing.options import only
+
+SEEDS = 64
+PROBES = 2048
+"""Values of each sign that are tried, to see which of them come back."""
+HITS = 4
+"""A value that comes back for fewer of them may have neighbours that were not seen."""
+
+
+@only(lambda side: not side.stochastic and side.rotation is None, "rounds to nearest in its own basis")
+def test_ties_go_either_way(side: Quantizer) -> None:
+    """Half-way between two values that it represents, some go up and some down, as to even: a mean does not drift.
+
+    It asks where those values are evenly spaced, and found in the decoded ones: not of 16 bits, nor of logarithms."""
+    units = _units(side)
+    if units is None:
+        pytest.skip(f"{side} represents no values that are evenly spaced and few enough to be found")
+    for sign, what in ((1, "above"), (-1, "below")):
+        levels = _levels(side, units, sign)
+        lower, upper = levels[:-1], levels[1:]
+        ties = (lower + upper) / 2
+        got = _decoded(side, ties * sign, units) * sign
+        astray = (got != lower) & (got != upper)
+        if astray.any():
+            at = int(astray.nonzero()[0])
+            raise AssertionError(
+                f"{side}: {ties[at] * sign:g}, half-way between {lower[at] * sign:g} and {upper[at] * sign:g}, comes "
+                f"back as {got[at] * sign:g}; it must be one of the two: round in encode, in fp32"
+            )
+        outward = int((got == upper).sum())
+        if len(ties) >= 4:
+            assert len(ties) / 4 <= outward <= len(ties) * 3 / 4, (
+                f"{side}: {outward} of {len(ties)} ties {what} zero are rounded away from zero, the others towards it; "
+                "about half of them must be: round a tie to the even neighbour, as torch.round does"
+            )
+
+
+def _units(side: Quantizer) -> float | None:
+    """By which largest value the ones that come back are whole numbers; None: they are not, or cannot be found."""
+    found = _levels(side, 1.0)
+    if len(found) < 3:
+        return None
+    units = float(1 / (found[1:] - found[:-1]).min())
+    whole = float(round(units))
+    if abs(units - whole) > 1e-3 * units:
+        return None
+    found = _levels(side, whole)
+    return whole if len(found) >= 3 and torch.equal(found, found.round()) else None
+
+
+def _levels(side: Quantizer, largest: float, sign: int = 1) -> Tensor:
+    """The values of one sign that come back, without that, if the largest one is this: neighbours without a gap."""
+    probes = torch.linspace(0, largest, PROBES + 1, dtype=torch.float64).float()
+    found, hits = torch.unique(_decoded(side, probes * sign, largest) * sign, return_counts=True)
+    rare = (hits < HITS).nonzero()
+    inside = rare[(rare > 0) & (rare < len(found) - 1)]  # the first and the last have half an interval
+    first = int(inside.max()) + 1 if len(inside) else 0
+    levels: Tensor = found[first:]
+    return levels
+
+
+def _decoded(side: Quantizer, values: Tensor, largest: float) -> Tensor:
+    """What these come back as beside the largest magnitude, whatever shares a scale with them."""
+    x = torch.full((len(values), 8), largest)
+    x[:, 1] = values
+    return encode(side, x).decode()[:, 1]
+
+
+@only(lambda side: side.stochastic, "rounds stochastically")
+def test_stochastic_rounding_is_unbiased(side: Quantizer) -> None:
+    """The mean of many roundings is the value, within a twentieth of a step, and each seed gives bytes of its own."""
+    x = normal(32, 64)
+    rounded = torch.stack([encode(side, x, seed=seed).decode() for seed in range(SEEDS)])
+    assert not torch.equal(rounded[0], rounded[1]), (
+        f"{side}: seeds 0 and 1 give the same rounding; they must differ: take the random bits from "
+        "bits.bytes(rows, cols) in encode_stochastic"
+    )
+    one, mean = relative_error(rounded[0], x), relative_error(rounded.mean(0), x)
+    off = (rounded.mean(0) - x) / (rounded - x).square().mean().sqrt()
+    for drift, where in ((off.mean(), "upward"), ((off * x.sign()).mean(), "away from zero")):
+        assert abs(drift) <= 0.1, (
+            f"{side}: the mean of {SEEDS} roundings lies {drift:+.3f} of the error of one rounding {where}; at most "
+            "0.1 of it is chance: round up with the probability of the place between two neighbours"
+        )
+    assert mean <= 0.2 * one, (
+        f"{side}: the mean of {SEEDS} roundings is off by {mean:.4f} and a single one by {one:.4f}; it must be below a "
+        "fifth of that: round up with the probability of the place between two neighbours"
+    )
+
+
+@only(lambda side: side.stochastic, "rounds stochastically")
+def test_directions_draw_bits_of_their_own(side: Quantizer) -> None:
+    """What rounding adds to the row operand has nothing to do with what it adds to the column operand: a gradient is
+    made of both."""
+    x = normal(64, 64)
+    row = encode(side, x, direction="row").decode() - x
+    for given, how in ((x, "that of the same matrix"), (x.t(), "that of the transposed matrix")):
+        col = encode(side, given, direction="col").decode() - given
+        col = col if given is x else col.t()
+        alike = float((row * col).mean() / (row.square().mean() * col.square().mean()).sqrt())
+        assert abs(alike) < 0.3, (
+            f"{side}: the rounding errors of a row operand and of a column operand, {how}, correlate by {alike:.2f}; "
+            "they must be independent: take the random bits from bits.bytes(rows, cols), which know the direction"
+        )

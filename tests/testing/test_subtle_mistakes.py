@@ -1,0 +1,150 @@
+"""The kit finds mistakes that show for some matrices only, each by the test about it, which says what is wrong."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis  # noqa: F401  what a run inside this process may not import a second time
+import pytest
+import subtle_formats as subtle
+
+from lpq import registry
+from lpq.core import Quantizer
+from lpq.testing import conformance  # with all that it imports, for the same reason
+from lpq.testing.options import family
+
+pytest_plugins = ["pytester"]
+
+MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
+    subtle.SharesRows: ("test_statistics_of_shards_are_those_of_the_whole", "over shards of [[]1, 3, 44[]]*differ"),
+    subtle.HidesFarNaN: (
+        "test_non_finite_is_never_silently_finite",
+        "nan at [[]0, 128[]] of *comes back as 0; it must",
+    ),
+    subtle.TransposeHidesNaN: (
+        "test_non_finite_is_never_silently_finite",
+        "*, after transposed(); it must come back as",
+    ),
+    subtle.WritesWhereNaN: (
+        "test_encode_is_pure",
+        "a NaN in torch.float32: encode changed its input; compute with a copy",
+    ),
+    subtle.ClampsItsStatistics: (
+        "test_encode_is_pure",
+        "normal values in *: encode writes to the statistic 'amax', here",
+    ),
+    subtle.LosesTheTiny: ("test_error_is_bounded", "8.* bits an element allow 0.06*: of 9.31e-10 times normal values"),
+    subtle.ClipsTheTop: (
+        "test_large_values_overflow_or_survive",
+        "of values near 3.39e+38 the relative RMS error is",
+    ),
+    subtle.ForgetsTheWide: (
+        "test_ragged_edges_do_no_harm",
+        "column 1024 of a matrix [[]5, 1025[]] *: encode the whole",
+    ),
+    subtle.ForgetsTheRest: ("test_ragged_edges_do_no_harm", "column * of a matrix *: encode the whole"),
+    subtle.Fp16ByBf16: (
+        "test_the_same_numbers_give_the_same_bytes",
+        "numbers in torch.float16, beside the same in torch.f",
+    ),
+    subtle.RoundsTiesUp: (
+        "test_ties_go_either_way",
+        "ties above zero are rounded away from zero, the others towards it",
+    ),
+    subtle.NeverMoves: (
+        "test_state_follows_the_tensor",
+        "NeverMoves.recall gives the same statistics as before, after 8",
+    ),
+    subtle.Wraps: (
+        "test_values_beyond_what_is_remembered_saturate",
+        "beyond the * that its state remembers, comes back as",
+    ),
+    subtle.Drifts: (
+        "test_stochastic_rounding_is_unbiased",
+        "the mean of 64 roundings lies +0.* upward; at most 0.1 of it",
+    ),
+    subtle.SameBits: (
+        "test_directions_draw_bits_of_their_own",
+        "that of the same matrix, correlate by 1.00; they must be",
+    ),
+}
+RIGHT = (subtle.Int8, subtle.Transposes, subtle.Delayed, subtle.Stochastic)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    formats = (*MISTAKES, *RIGHT, subtle.OneShape, subtle.SaysThatItLosesTheTiny, subtle.MisspeltCase)
+    registry.register(subtle.Plugin(*formats), name="subtle")
+    yield
+    registry.refresh()
+
+
+def reports(pytester: pytest.Pytester, select: str, *quantizers: type[Quantizer]) -> list[pytest.TestReport]:
+    """What those tests of the kit that an expression selects report of some formats."""
+    asked = [f"--lpq-format={subtle.name_of(quantizer)}" for quantizer in quantizers]
+    options = ["--pyargs", "lpq.testing.conformance", *asked, "-k", select, "--tb=short"]
+    ran = pytester.inline_run("-p", "no:cacheprovider", "-p", "no:xdist", *options)
+    made = ran.getreports("pytest_runtest_logreport")
+    return [one for one in made if one.when == "call"]
+
+
+@pytest.mark.usefixtures("registered")
+def test_each_mistake_is_found_by_the_test_about_it(pytester: pytest.Pytester) -> None:
+    """One run for all of them; the right formats beside them pass."""
+    tests = {test for test, _ in MISTAKES.values()}
+    ran = reports(pytester, " or ".join(tests), *MISTAKES, *RIGHT)
+    failed = [report for report in ran if report.failed]
+    for quantizer, (test, words) in MISTAKES.items():
+        name = subtle.name_of(quantizer)
+        said = [report.longreprtext for report in failed if f"::{test}[" in report.nodeid and name in report.nodeid]
+        assert said, f"{quantizer.__name__} passes {test}"
+        assert any(fnmatch.fnmatchcase(" ".join(text.split()), f"*{words}*") for text in said), "\n".join(said)
+        assert all(f"{test} asks for this: " in text for text in said)
+    for quantizer in RIGHT:
+        name = f"{subtle.name_of(quantizer)}"
+        mine = [report for report in ran if f"[{name}]" in report.nodeid or f"[{name}-" in report.nodeid]
+        assert len(mine) > len(tests) / 2
+        assert [report.nodeid for report in mine if report.failed] == []
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_is_compiled_for_one_shape_is_found() -> None:
+    """Called, not run: what a compiler imports may not be imported a second time. The formats that ship are the
+    control."""
+    with pytest.raises(RuntimeError, match=r"as dynamic but your code specialized it to be a constant"):
+        conformance.test_compile_without_a_break(family(subtle.name_of(subtle.OneShape)))
+
+
+@pytest.mark.usefixtures("registered")
+def test_one_case_of_a_test_may_be_a_known_failure(pytester: pytest.Pytester) -> None:
+    """The other cases must pass, and a case that there is not is named."""
+    said, misspelt = subtle.SaysThatItLosesTheTiny, subtle.MisspeltCase
+    ran = reports(pytester, "test_error_is_bounded or test_known", said, misspelt)
+    mine = {report.nodeid: report for report in ran if subtle.name_of(said) in report.nodeid}
+    expected = [nodeid.partition("[")[2] for nodeid, report in mine.items() if hasattr(report, "wasxfail")]
+    assert expected == [f"{subtle.name_of(said)}-tiny]"]
+    assert sorted(report.outcome for report in mine.values()) == ["passed"] * 4 + ["skipped"]
+    failed = [report for report in ran if report.failed]
+    assert [report.nodeid.partition("::")[2] for report in failed] == [
+        f"test_known_failures_name_tests[{subtle.name_of(misspelt)}]"
+    ]
+    assert "'test_error_is_bounded[tinny]' is no case of test_error_is_bounded: did you mean 'tiny'?" in str(
+        failed[0].longreprtext
+    )
+
+
+def test_every_assertion_of_the_kit_has_words() -> None:
+    """``assert 0.579 < 0.5`` tells nobody anything."""
+    kit = Path(conformance.__path__[0])
+    files = [*kit.glob("*.py"), kit.parent / "expect.py"]
+    assert len(files) > 10
+    bare = [
+        f"{path.name}:{node.lineno}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert) and node.msg is None
+    ]
+    assert bare == []
