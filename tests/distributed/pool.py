@@ -60,6 +60,7 @@ def context() -> Any:
     where there are GPUs, as a process that was forked may have none.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each would start processes that import torch
     multiprocessing.set_forkserver_preload(IMPORTED)
     return torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # type: ignore[no-untyped-call]
 
@@ -75,12 +76,14 @@ class Call:
     args: tuple[Any, ...]
     environment: dict[str, str]
     directory: str
+    path: list[str]
 
     def run(self, rank: int) -> None:
         """Run it as in a new process."""
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.directory)
+        sys.path[:] = self.path
         registry.refresh()
         torch.compiler.reset()
         torch.default_generator.set_state(FIRST_RANDOM)
@@ -154,7 +157,7 @@ class Pool:
 
     def run(self, function: Callable[..., None], *args: Any, patience: float = PATIENCE) -> None:
         """Run ``function(rank, *args)`` in all ranks; ``RankError`` if it failed in any, which ends all."""
-        call = pickle.dumps(Call(function, args, dict(os.environ), os.getcwd()))
+        call = pickle.dumps(Call(function, args, dict(os.environ), os.getcwd(), self.path))
         try:
             self._send(call)
             failed = self._answers(patience)

@@ -67,6 +67,7 @@ def _leave(rank: int) -> None:
     os.environ["LEFT"] = "behind"
     del os.environ["HANDED"]
     os.chdir("/")
+    sys.path.insert(0, "/left/behind")
     torch.manual_seed(7)
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
@@ -82,6 +83,7 @@ def _as_new(rank: int, here: str, random: float) -> None:
     assert "LEFT" not in os.environ
     assert os.environ["HANDED"] == "over"
     assert os.getcwd() == here
+    assert "/left/behind" not in sys.path
     assert torch.rand(()).item() == random
     assert torch.ones(1).dtype == torch.float32
     assert torch.ones(1).device.type == "cpu"
