@@ -108,6 +108,14 @@ def check(weight: QuantizedTensor, expected: Sequence[Tensor], what: object) -> 
         assert torch.equal(as_bytes(actual), as_bytes(wanted)), (what, name, actual, wanted)
 
 
+def check_all(ranks: Sequence[Sequence[QuantizedTensor]], cases: Sequence[Case], what: object) -> None:
+    """Each rank's weights are the casts of the whole masters, which are cast once for all ranks."""
+    expected = [one.expected(i) for i, one in enumerate(cases)]
+    for rank, weights in enumerate(ranks):
+        for weight, one, wanted in zip(weights, cases, expected, strict=True):
+            check(weight, wanted, (what, rank, one.quantizer, one.spans))
+
+
 def owned(total: int, ranks: int, rng: random.Random) -> list[tuple[int, int]]:
     """Fragments anywhere, some of them empty, of ranks in any order."""
     cuts = sorted(rng.choice((0, total, rng.randint(0, total), rng.randint(0, total))) for _ in range(ranks - 1))

@@ -22,6 +22,7 @@ from casting import (
     case,
     cast,
     check,
+    check_all,
     gather,
     register_example,
     started,
@@ -82,18 +83,14 @@ def test_every_rank_gets_the_cast_of_the_whole_master(
     text: str, rng: random.Random, ranks: int, sides: tuple[bool, bool]
 ) -> None:
     cases = [case(text, ranks, rng, row=sides[0], col=sides[1]) for _ in range(4)]
-    for rank, weights in enumerate(cast(cases)):
-        for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
-            check(weight, one.expected(i), (text, rank, one.spans))
+    check_all(cast(cases), cases, text)
 
 
 @pytest.mark.parametrize("text", SERVED)
 def test_every_kind_of_fragment(text: str) -> None:
     cases = [Case(lpq.quantizer(text), torch.randn(40, 130), spans) for spans in SPANS.values() if len(spans) == 9]
     cases += [Case(lpq.quantizer(text), torch.randn(130, 40), spans) for spans in SPANS.values() if len(spans) == 9]
-    for rank, weights in enumerate(cast(cases)):
-        for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
-            check(weight, one.expected(i), (text, rank))
+    check_all(cast(cases), cases, text)
 
 
 @pytest.mark.parametrize("text", SERVED)
@@ -113,9 +110,8 @@ def test_ranks_with_and_without_kernels_tell_each_other_the_same(text: str, monk
     for pieces in mixed:
         pieces.encode(heard.clone())
     gather(cases, mixed)
-    for pieces in mixed:
-        for i, (item, one) in enumerate(zip(sorted(_items(pieces), key=lambda item: item.index), cases, strict=True)):
-            check(item.weight, one.expected(i), (text, one.spans))
+    in_order = [sorted(_items(pieces), key=lambda item: item.index) for pieces in mixed]
+    check_all([[item.weight for item in items] for items in in_order], cases, text)
 
 
 def _items(pieces: Any) -> list[Any]:

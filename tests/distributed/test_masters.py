@@ -25,6 +25,7 @@ from casting import (
     case,
     cast,
     check,
+    check_all,
     gather,
     owned,
     register_example,
@@ -74,9 +75,7 @@ def test_every_rank_gets_the_cast_of_the_whole_master(
     dtype = rng.choice((torch.float32, torch.bfloat16))
     options: dict[str, Any] = {"shape": shape, "row": sides[0], "col": sides[1], "dtype": dtype}
     cases = [case(text, ranks, rng, **options) for _ in range(3)]
-    for rank, weights in enumerate(cast(cases)):
-        for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
-            check(weight, one.expected(i), (text, rank, one.spans))
+    check_all(cast(cases), cases, text)
 
 
 @pytest.mark.parametrize("text", [*odd_formats.NAMES, *whole_formats.NAMES, whole_formats.STRIDED])
@@ -84,9 +83,7 @@ def test_every_rank_gets_the_cast_of_the_whole_master(
 @given(st.randoms(use_true_random=False), st.integers(2, 5), st.sampled_from(SIDES))
 def test_formats_that_declare_little(text: str, rng: random.Random, ranks: int, sides: tuple[bool, bool]) -> None:
     cases = [case(text, ranks, rng, shape=s, odd=(0.0, 1e6), row=sides[0], col=sides[1]) for s in [(37, 70)] * 2]
-    for rank, weights in enumerate(cast(cases)):
-        for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
-            check(weight, one.expected(i), (text, rank, one.spans))
+    check_all(cast(cases), cases, text)
 
 
 @pytest.mark.parametrize("text", [text for text in FORMATS if "stochastic" not in text])
@@ -135,9 +132,7 @@ def test_many_kinds_at_once_and_weights_without_elements() -> None:
     rng = random.Random(3)
     cases = [case(text, 3, rng) for text in FORMATS for _ in range(2)]
     cases += [Case(lpq.quantizer("nvfp4"), torch.zeros(shape), [(0, 0)] * 3) for shape in ((0, 16), (16, 0))]
-    for weights in cast(cases):
-        for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
-            check(weight, one.expected(i), (one.quantizer, one.spans))
+    check_all(cast(cases), cases, "all at once")
 
 
 def test_batches_may_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +145,7 @@ def test_batches_may_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
         "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
     ):
         cases = [case(text, 3, random.Random(i), shape=(40, 34)) for i in range(4)]
-        for weights in cast(cases):
-            for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
-                check(weight, one.expected(i), text)
+        check_all(cast(cases), cases, text)
 
 
 # ---------------------------------------------------------------------------------------------- what is found out
@@ -177,9 +170,7 @@ def test_every_hybrid_of_two(ranks: int) -> None:
     rng = random.Random(ranks)
     for text in PAIRS:
         cases = [case(text, ranks, rng) for _ in range(2)]
-        for rank, weights in enumerate(cast(cases)):
-            for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
-                check(weight, one.expected(i), (text, rank, one.spans))
+        check_all(cast(cases), cases, text)
 
 
 def test_only_elements_that_share_a_code_are_told() -> None:
@@ -393,32 +384,33 @@ def _gathered(pieces: Pieces, spans: list[list[tuple[int, int]]], rank: int, gro
             at += size
 
 
-def _on_real_ranks(rank: int) -> None:
+def _on_real_ranks(rank: int, seed: int) -> None:
     register_example()
     world = dist.group.WORLD
     assert world is not None
-    for seed in range(4):
-        rng = random.Random(seed)
-        cases = [case(text, 3, rng, row=row, col=col) for text in FORMATS for row, col in SIDES]
-        if seed == 1:  # one rank owns nothing at all
-            cases = [Case(c.quantizer, c.master, [(0, 0), *owned(c.master.numel(), 2, rng)]) for c in cases]
-        if seed == 2:
-            cases = [one for one in cases for _ in range(3)]
-        weights = [one.weight() for one in cases]
-        parts: list[Tensor | None] = [one.part(rank) for one in cases]
-        parts = [part if part is not None and (len(part) or seed) else None for part in parts]
-        with _Collectives() as mode:
-            pieces = cast_master_weights(weights, parts, [one.spans[rank][0] for one in cases], world, seed=SEED)
-        assert mode.seen == ["allreduce_.default"], mode.seen
-        _gathered(pieces, [list(one.spans) for one in cases], rank, world)
-        with _Collectives() as mode:
-            finish_gather(pieces)
-        assert mode.seen == []
-        for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
-            check(weight, one.expected(i), (seed, rank, one.quantizer, one.spans))
-    _in_a_part_of_the_ranks(rank)
+    rng = random.Random(seed)
+    cases = [case(text, 3, rng, row=row, col=col) for text in FORMATS for row, col in SIDES]
+    if seed == 1:  # one rank owns nothing at all
+        cases = [Case(c.quantizer, c.master, [(0, 0), *owned(c.master.numel(), 2, rng)]) for c in cases]
+    if seed == 2:
+        cases = [one for one in cases for _ in range(3)]
+    weights = [one.weight() for one in cases]
+    parts: list[Tensor | None] = [one.part(rank) for one in cases]
+    parts = [part if part is not None and (len(part) or seed) else None for part in parts]
+    with _Collectives() as mode:
+        pieces = cast_master_weights(weights, parts, [one.spans[rank][0] for one in cases], world, seed=SEED)
+    assert mode.seen == ["allreduce_.default"], mode.seen
+    _gathered(pieces, [list(one.spans) for one in cases], rank, world)
+    with _Collectives() as mode:
+        finish_gather(pieces)
+    assert mode.seen == []
+    for i, (weight, one) in enumerate(zip(weights, cases, strict=True)):
+        check(weight, one.expected(i), (seed, rank, one.quantizer, one.spans))
+
+
+def _owned_twice(rank: int) -> None:
     with pytest.raises(ValueError, match=r"more than one rank of the group owns elements \[0, 2048\)"):
-        cast_master_weights([_weight()], [FULL], [0], world)
+        cast_master_weights([_weight()], [FULL], [0], dist.group.WORLD)
 
 
 def _in_a_part_of_the_ranks(rank: int) -> None:
@@ -436,8 +428,14 @@ def _in_a_part_of_the_ranks(rank: int) -> None:
     check(weight, one.expected(0), rank)
 
 
-def test_real_ranks() -> None:
-    spawn(_on_real_ranks, 3)
+@pytest.mark.parametrize("seed", range(4))
+def test_real_ranks(seed: int) -> None:
+    spawn(_on_real_ranks, 3, seed)
+
+
+@pytest.mark.parametrize("check", [_in_a_part_of_the_ranks, _owned_twice])
+def test_a_part_of_the_ranks(check: Any) -> None:
+    spawn(check, 3)
 
 
 def _on_gpus(rank: int) -> None:
