@@ -325,27 +325,36 @@ def _one_rank_encodes(rank: int, folder: Path) -> None:
     assert "the ranks read different files under that name, or hold different models" in _agreed(raised.value)
 
 
-def _all(rank: int, folder: Path) -> None:
+Check = Callable[[int, Path], None]
+
+
+def _after_a_save(rank: int, check: Check, folder: Path) -> None:
     checkpoint.save(folder, _net(1), step=1)
-    _one_rank_raises_while_it_writes(rank, folder)
-    _one_rank_raises_before_it_writes(rank, folder)
-    _ranks_disagree(rank, folder)
-    _one_rank_finds_damage(rank, folder)
-    _one_rank_finds_damage_in_one_file(rank, folder)
-    _one_rank_has_another_model(rank, folder)
-    _training_goes_on_while_it_is_written(rank, folder)
-    _saving_that_cannot_begin_leaves_no_group(rank, folder)
-    _ranks_remember_differently(rank, folder)
-    _quantized_of_a_checkpoint_in_high_precision(rank, folder)
-    _shards_that_cut_blocks_are_refused(rank, folder)
-    _ranks_write_to_different_places(rank, folder)
-    _ranks_are_given_different_paths(rank, folder)
-    _one_rank_lacks_a_file(rank, folder)
-    _one_rank_encodes(rank, folder)
+    check(rank, folder)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    spawn(_all, 2, tmp_path)
+@pytest.mark.parametrize(
+    "check",
+    [
+        _one_rank_raises_while_it_writes,
+        _one_rank_raises_before_it_writes,
+        _ranks_disagree,
+        _one_rank_finds_damage,
+        _one_rank_finds_damage_in_one_file,
+        _one_rank_has_another_model,
+        _training_goes_on_while_it_is_written,
+        _saving_that_cannot_begin_leaves_no_group,
+        _ranks_remember_differently,
+        _quantized_of_a_checkpoint_in_high_precision,
+        _shards_that_cut_blocks_are_refused,
+        _ranks_write_to_different_places,
+        _ranks_are_given_different_paths,
+        _one_rank_lacks_a_file,
+        _one_rank_encodes,
+    ],
+)
+def test_two_ranks(check: Check, tmp_path: Path) -> None:
+    spawn(_after_a_save, 2, check, tmp_path)
 
 
 def _one_rank_is_killed(rank: int, folder: Path) -> None:

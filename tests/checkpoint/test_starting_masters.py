@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -236,24 +237,27 @@ def _frozen_weights(folder: Path, recipe: str, shard: bool) -> None:
         goes_on(net, resumed, shard)
 
 
-def _all(rank: int, folder: Path, shard: bool = True) -> None:
-    for number, recipe in enumerate(RECIPES):
-        for check in (
-            _masters_of_high_precision,
-            _high_precision_of_masters,
-            _masters_without_a_place,
-            _masters_of_stored_weights,
-            _frozen_weights,
-        ):
-            check(folder / str(number), recipe, shard)
+Check = Callable[[Path, str, bool], None]
+CHECKS: list[Check] = [
+    _masters_of_high_precision, _high_precision_of_masters, _masters_without_a_place, _masters_of_stored_weights,
+    _frozen_weights,
+]  # fmt: skip
 
 
-def test_not_sharded(tmp_path: Path) -> None:
-    _all(0, tmp_path, shard=False)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_not_sharded(check: Check, recipe: str, tmp_path: Path) -> None:
+    check(tmp_path, recipe, False)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    spawn(_all, 2, tmp_path)
+def _sharded(rank: int, check: Check, folder: Path, recipe: str) -> None:
+    check(folder, recipe, True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_ranks(check: Check, recipe: str, tmp_path: Path) -> None:
+    spawn(_sharded, 2, check, tmp_path, recipe)
 
 
 BLOCKS = "fp8(scaling=block, block=128x128)"

@@ -113,14 +113,11 @@ def _what_cannot_be_exchanged_is_refused(rank: int) -> None:
             optimizer.step()
 
 
-def _two_ranks(rank: int) -> None:
-    _what_cannot_be_exchanged_is_refused(rank)
-    _trains_as_by_hand(rank)
-    _is_loaded_on_rank_0_alone(rank)
-
-
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2, fresh=True)  # accelerate has one state for each process
+@pytest.mark.parametrize(
+    "check", [_what_cannot_be_exchanged_is_refused, _trains_as_by_hand, _is_loaded_on_rank_0_alone]
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2, fresh=True)  # accelerate has one state for each process
 
 
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from operands import same
 from ranks import spawn
@@ -84,32 +86,47 @@ def _as_unsharded(way: Way) -> list[float]:
     return losses
 
 
-def _ways(rank: int) -> None:
+MIXED = W8.format("hybrid(row=nvfp4, col=fp8)")
+
+
+def _every_recipe(rank: int) -> None:
     trained = {}
     for recipe in RECIPES:
         for masters in (False, True):
             trained[recipe, masters] = tuple(_as_unsharded(Way(recipe, masters=masters, bf16=recipe in RECIPES[::2])))
     assert len(set(trained.values())) > len(RECIPES)
-    mixed = W8.format("hybrid(row=nvfp4, col=fp8)")
+
+
+def _every_optimizer(rank: int) -> None:
     for optimizer in OPTIMIZERS:
         for masters in (False, True):
-            _as_unsharded(Way(mixed, optimizer, masters, scheduled=optimizer != "foreach"))
+            _as_unsharded(Way(MIXED, optimizer, masters, scheduled=optimizer != "foreach"))
     plain = _as_unsharded(Way("fp8-current", masters=True))
     assert _as_unsharded(Way("fp8-current", masters=True, scheduled=True)) != plain
+
+
+def _every_way(rank: int) -> None:
     for masters in (False, True):
-        _as_unsharded(Way(mixed, masters=masters, accumulate=3))
-        _as_unsharded(Way(mixed, masters=masters, checkpoint=True))
-        _as_unsharded(Way(mixed, masters=masters, reshard=False))
-        _as_unsharded(Way(mixed, masters=masters, offload=True))
+        _as_unsharded(Way(MIXED, masters=masters, accumulate=3))
+        _as_unsharded(Way(MIXED, masters=masters, checkpoint=True))
+        _as_unsharded(Way(MIXED, masters=masters, reshard=False))
+        _as_unsharded(Way(MIXED, masters=masters, offload=True))
         _as_unsharded(Way("fp8-delayed", masters=masters, accumulate=2, checkpoint=True, reshard=False))
+
+
+def _mixed_precision(rank: int) -> None:
     for recipe in RECIPES:
         _as_unsharded(Way(recipe, masters=True, mixed=True))
-    _as_unsharded(Way(mixed, "fused", mixed=True, checkpoint=True, reshard=False))
-    _as_unsharded(Way(mixed, masters=True, compile="inductor"))
+    _as_unsharded(Way(MIXED, "fused", mixed=True, checkpoint=True, reshard=False))
 
 
-def test_sharded_training_is_unsharded_training() -> None:
-    spawn(_ways, 2)
+def _compiled(rank: int) -> None:
+    _as_unsharded(Way(MIXED, masters=True, compile="inductor"))
+
+
+@pytest.mark.parametrize("check", [_every_recipe, _every_optimizer, _every_way, _mixed_precision, _compiled])
+def test_sharded_training_is_unsharded_training(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
 
 
 def _ways_on_four(rank: int) -> None:

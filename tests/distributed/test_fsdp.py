@@ -52,10 +52,11 @@ def _trains_as_with_ordinary_gathers(how: How) -> None:
         assert torch.equal(whole(p), expected), (how, name)
 
 
-def _all_recipes_and_ways(rank: int, ways: list[str]) -> None:
+def _every_way(rank: int, recipe: str, ways: list[str]) -> None:
+    """What is the same for several ways is trained once."""
+    size = {} if "block" in recipe else {"width": 128, "inner": 256}  # whole blocks for each of four ranks
     for way in ways:
-        for recipe in RECIPES:
-            _trains_as_with_ordinary_gathers(How(recipe, **WAYS[way]))
+        _trains_as_with_ordinary_gathers(How(recipe, **size, **WAYS[way]))
 
 
 OWN = [
@@ -77,18 +78,16 @@ def _on_own_data(how: How, together: bool) -> tuple[list[float], nn.Sequential]:
     return losses, net
 
 
-def _ranks_see_different_data(rank: int) -> None:
-    for recipe in OWN:
-        how = How(recipe, width=128, inner=128, own_data=True)
-        ordinary, a = _on_own_data(replace(how, weights=None), together="delayed" in recipe)
-        quantized, b = _on_own_data(how, together=False)  # lpq does it
-        assert ordinary == quantized, recipe
-        alike = [torch.equal(whole(p), whole(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True)]
-        assert all(alike), recipe
-        assert len({tuple(losses) for losses in _of_all_ranks(ordinary)}) > 1, recipe
-        if "delayed" in recipe:  # what the other ranks saw makes a difference
-            apart, _ = _on_own_data(replace(how, weights=None), together=False)
-            assert _of_all_ranks(apart) != _of_all_ranks(ordinary), recipe
+def _ranks_see_different_data(rank: int, recipe: str) -> None:
+    how = How(recipe, width=128, inner=128, own_data=True)
+    ordinary, a = _on_own_data(replace(how, weights=None), together="delayed" in recipe)
+    quantized, b = _on_own_data(how, together=False)  # lpq does it
+    assert ordinary == quantized
+    assert all(torch.equal(whole(p), whole(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert len({tuple(losses) for losses in _of_all_ranks(ordinary)}) > 1
+    if "delayed" in recipe:  # what the other ranks saw makes a difference
+        apart, _ = _on_own_data(replace(how, weights=None), together=False)
+        assert _of_all_ranks(apart) != _of_all_ranks(ordinary)
 
 
 def _of_all_ranks(losses: list[float]) -> list[Any]:
@@ -97,42 +96,42 @@ def _of_all_ranks(losses: list[float]) -> list[Any]:
     return every
 
 
-def _same_and_different_data(rank: int, ways: list[str]) -> None:
-    _all_recipes_and_ways(rank, ways)
-    _ranks_see_different_data(rank)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_recipe(ranks: int, recipe: str) -> None:
+    ways = {1: ["plain", "not resharded, mixed", "checkpointed"], 2: list(WAYS), 4: ["plain"]}
+    spawn(_every_way, ranks, recipe, ways[ranks])
 
 
+@pytest.mark.parametrize("recipe", OWN)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_recipe(ranks: int) -> None:
-    spawn(_same_and_different_data, ranks, list(WAYS) if ranks == 2 else ["plain"])
+def test_ranks_see_different_data(ranks: int, recipe: str) -> None:
+    spawn(_ranks_see_different_data, ranks, recipe)
 
 
-def test_one_rank() -> None:
-    spawn(_all_recipes_and_ways, 1, ["plain", "not resharded, mixed", "checkpointed"])
-
-
-def _hsdp(rank: int) -> None:
+def _hsdp(rank: int, recipe: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for recipe in ("nvfp4", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"):
-        _trains_as_with_ordinary_gathers(How(recipe, mesh=mesh))
+    _trains_as_with_ordinary_gathers(How(recipe, mesh=mesh))
 
 
-def test_hsdp() -> None:
-    spawn(_hsdp, 4)
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+def test_hsdp(recipe: str) -> None:
+    spawn(_hsdp, 4, recipe)
 
 
-def _compiled(rank: int) -> None:
+def _compiled(rank: int, recipe: str, backend: str, way: dict[str, Any]) -> None:
+    _trains_as_with_ordinary_gathers(How(recipe, compile=True, backend=backend, **way))
+
+
+ONE, OTHER = "fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
+
+
+@pytest.mark.parametrize("recipe", [ONE, OTHER])
+@pytest.mark.parametrize("way", [{}, {"checkpoint": True}, {"reshard": False}], ids=["plain", "checkpoint", "reshard"])
+def test_compiled(way: dict[str, Any], recipe: str) -> None:
     """Inductor takes ten seconds for a model, and what comes before it one: Inductor has each recipe once."""
-    one, other = "fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
-    for way, by_inductor in (({}, other), ({"checkpoint": True}, one), ({"reshard": False}, None)):
-        for recipe in (one, other):
-            backend = "inductor" if recipe == by_inductor else "aot_eager"
-            torch._dynamo.reset()  # it keeps a few programs for a function, and each backend has its own
-            _trains_as_with_ordinary_gathers(How(recipe, compile=True, backend=backend, **way))
-
-
-def test_compiled() -> None:
-    spawn(_compiled, 2)
+    by_inductor = (way, recipe) in (({}, OTHER), ({"checkpoint": True}, ONE))
+    spawn(_compiled, 2, recipe, "inductor" if by_inductor else "aot_eager", way)
 
 
 STORED = [
@@ -146,19 +145,19 @@ STORED = [
 """Ways of running a model whose weights are stored quantized that train alike."""
 
 
-def _stored(rank: int) -> None:
-    for recipe in ("fp8-current", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"):
-        found: dict[str, list[float]] = {}
-        for one, other in STORED:
-            if "compile" in one and recipe != "nvfp4":
-                continue  # a compilation takes seconds
-            for way in (one, other):
-                if str(way) not in found:
-                    found[str(way)] = train(How(recipe, weights="quantized", ranks=2, **way))[0]
-            losses = found[str(one)]
-            assert losses == found[str(other)], (recipe, one)
-            assert losses[0] != losses[1]
+def _stored(rank: int, recipe: str) -> None:
+    found: dict[str, list[float]] = {}
+    for one, other in STORED:
+        if "compile" in one and recipe != "nvfp4":
+            continue  # a compilation takes seconds
+        for way in (one, other):
+            if str(way) not in found:
+                found[str(way)] = train(How(recipe, weights="quantized", ranks=2, **way))[0]
+        losses = found[str(one)]
+        assert losses == found[str(other)], one
+        assert losses[0] != losses[1]
 
 
-def test_stored_weights() -> None:
-    spawn(_stored, 2)
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+def test_stored_weights(recipe: str) -> None:
+    spawn(_stored, 2, recipe)

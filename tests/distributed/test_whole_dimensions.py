@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -76,13 +77,19 @@ def _buffers_of_odd_strides_travel(rank: int) -> None:
     assert same(losses, unsharded)
 
 
-def _two_ranks(rank: int) -> None:
+def _with_the_formats(rank: int, check: Callable[[int], None]) -> None:
     whole_formats.register()
-    _they_stay_in_high_precision(rank)
-    _a_hybrid_whose_rows_alone_are_of_that_kind(rank)
-    _what_is_not_known_at_conversion_is_refused(rank)
-    _buffers_of_odd_strides_travel(rank)
+    check(rank)
 
 
-def test_two_ranks() -> None:
-    spawn(_two_ranks, 2)
+@pytest.mark.parametrize(
+    "check",
+    [
+        _they_stay_in_high_precision,
+        _a_hybrid_whose_rows_alone_are_of_that_kind,
+        _what_is_not_known_at_conversion_is_refused,
+        _buffers_of_odd_strides_travel,
+    ],
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(_with_the_formats, 2, check)
