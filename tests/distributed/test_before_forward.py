@@ -100,7 +100,7 @@ def _shards_in_high_precision(rank: int, recipe: str) -> None:
     """They are measured when they are gathered first."""
     losses = []
     for weights in ("high_precision", None):
-        how = How(recipe, weights=weights)
+        how = How(recipe, weights=weights, width=64, inner=128)
         net = built(how)
         optimizer = how.optimizer(net.parameters())
         _stepped(net, optimizer)

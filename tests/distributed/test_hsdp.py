@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from operands import as_bytes, read, watched
 from ranks import spawn
-from sharded import WIDTH, How, built
+from sharded import How, built
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +23,7 @@ from lpq.distributed import attach
 from lpq.optim import MasterWeights
 
 DELAYED = "fp8-delayed"
+WIDTH = 64
 RECIPES = ["fp8-current", DELAYED, "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"]
 Bytes = dict[str, Tensor]
 
@@ -83,7 +84,7 @@ def _step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Bytes:
 
 
 def _trained(rank: int, mesh: DeviceMesh, recipe: str, weights: str, masters: bool) -> None:
-    net = built(How(recipe, weights=weights, mesh=mesh))
+    net = built(How(recipe, weights=weights, width=WIDTH, inner=2 * WIDTH, mesh=mesh))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     optimizer = MasterWeights(optimizer) if masters else optimizer
     replicas, shards = mesh.get_group("replicate"), mesh.get_group("shard")
