@@ -49,6 +49,15 @@ class Gathered:
         else, such as a detached tensor in a state dict, has 0, by which PyTorch tells that it has no memory to copy."""
         return self.first_buffer.data_ptr() if getattr(self, "_is_param", False) else 0
 
+    def storage(self) -> Any:
+        """Refuse: safetensors, which asks for it, would write whatever bytes lie there in place of the values."""
+        assert isinstance(self, Tensor)
+        raise TypeError(
+            f"{getattr(self, 'whose', '')}this {list(self.shape)} {type(self).__name__} has no storage of its own: "
+            "write the model with lpq.checkpoint.export_file(path, model, decode=True), or what dequantize() of a "
+            "QuantizedTensor gives, and load it with model.load_state_dict"
+        )
+
     @property
     def replaced_by(self) -> str | None:
         """What has put another parameter in its place, so that an optimizer which has this one trains nothing."""

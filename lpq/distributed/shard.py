@@ -1,8 +1,8 @@
 """WeightShard: a high-precision weight that FSDP2 gathers in its quantized form.
 
 It wraps an ordinary tensor, and adds that FSDP2 asks the layer what to gather and that writes are counted. FSDP2 cuts,
-pads and moves parameters, so views and copies keep the class, and every other operator gives an ordinary tensor. In a
-state dict it is saved as an ordinary tensor, too.
+pads and moves parameters, so views and copies keep the class, and every other operator gives an ordinary tensor. A
+state dict has an ordinary tensor over the same data.
 """
 
 from __future__ import annotations
@@ -153,6 +153,16 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     return DTensor.from_local(
         given, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
     )
+
+
+def ordinary(weight: Tensor) -> Tensor:
+    """The same data in an ordinary tensor, whole or sharded, which a write to it counts; one that is stored quantized
+    stays so."""
+    part = local(weight)
+    if not isinstance(part, WeightShard):
+        return weight.detach()
+    held = part.held.detach()  # of the tensor that counts: of a view that an operator made torch counts apart
+    return DTensor(held, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else held  # type: ignore[no-untyped-call]
 
 
 def plain(tensor: Tensor) -> Tensor:

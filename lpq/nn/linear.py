@@ -9,7 +9,6 @@ evaluation leaves it alone and activation checkpointing, which runs forward twic
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,7 +19,6 @@ from lpq import recipes, registry
 from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
 from lpq.core.derive import rounds_stochastically
 from lpq.core.exact import serves
-from lpq.core.gathered import Gathered
 from lpq.core.quantize import as_matrix
 from lpq.core.quantizer import Direction
 from lpq.core.seeds import draw_seeds
@@ -31,11 +29,11 @@ from lpq.nn.exported import forward_of
 from lpq.nn.held import HeldWeight, as_it_is
 from lpq.nn.memories import Memory, check_names, memories
 from lpq.nn.refusals import check, check_memories
+from lpq.nn.saved import Saved
 from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
-    from lpq.distributed.gathering import Gathering
     from lpq.nn.stages import Stages
     from lpq.recipes import Recipe, RecipeLike, Schedule
 
@@ -232,7 +230,7 @@ def _take(described: Any, saved: list[Tensor]) -> tuple[Storage | None, list[Ten
     return quantizer.storage.wrap(saved[:count], quantizer, shape, dtype), saved[count:]
 
 
-class Layer(nn.Module):
+class Layer(Saved):
     """``y = x Wᵀ + b`` with the three GEMMs of ``recipe``, for a class of modules that has ``weight`` and ``bias`` and
     does the same in high precision: a subclass of this and of that class. With ``recipe=None`` it is that class.
 
@@ -241,7 +239,6 @@ class Layer(nn.Module):
     another recipe say nothing here, and are left out.
     """
 
-    weight: Tensor
     bias: nn.Parameter
     in_features: int
     out_features: int
@@ -256,8 +253,6 @@ class Layer(nn.Module):
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     stages: Stages | None
     """The step of the model, if the schedule has several recipes."""
-    gathering: Gathering | None
-    """With which other weights this one is gathered quantized, if it is."""
     place: str
     """Its name in the model that was converted, for error messages."""
     accumulate: Accumulate | None
@@ -302,37 +297,6 @@ class Layer(nn.Module):
             states.setdefault(tensor, {})[key] = getattr(self, name)
         return states
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        assigned = args[0].get("assign_to_params_buffers") and f"{prefix}weight" in state_dict
-        if assigned and self.gathering is not None:
-            from lpq.distributed.shard import in_place_of
-
-            state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])
-        for name, memory in self.memories().items():
-            if prefix + name in state_dict and state_dict[prefix + name].shape != memory.shape:
-                del state_dict[prefix + name]  # another recipe's, which remembers more steps or fewer
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        missing: list[str] = args[2]
-        unexpected: list[str] = args[3]
-        for name, memory in self.memories().items():
-            if prefix + name in missing:
-                missing.remove(prefix + name)
-                fresh = memory.is_meta and not self.weight.is_meta
-                setattr(self, name, torch.zeros_like(memory, device=self.weight.device) if fresh else memory.zero_())
-        self.claim_weight()  # with assign=True it is another one
-        others = tuple(f"{prefix}{tensor}_" for tensor in TENSORS)
-        unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        state = self.memories()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
-            device = getattr(self, name).device
-            fresh = before.is_meta and device.type != "meta"
-            setattr(self, name, torch.zeros_like(before, device=device) if fresh else before.to(device))
-        self.claim_weight()  # torch has put another tensor's attributes in place of its own
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_held": None, "stages": None}  # nobody would release a copy's, or step it
 
@@ -340,14 +304,6 @@ class Layer(nn.Module):
         """Of a copy, or of what is loaded from a pickle."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.claim_weight()
-
-    def claim_weight(self) -> None:
-        """Have a weight that FSDP2 will gather quantized know whose it is, so that it knows when it is replaced."""
-        weight = self._parameters.get("weight")
-        if isinstance(weight, Gathered):
-            weight.layer = weakref.ref(self)
-        if isinstance(weight, QuantizedTensor):
-            weight.owner = weakref.ref(self)
 
     @property
     def title(self) -> str:
