@@ -25,7 +25,8 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _SUBMODULES = (
-    "checkpoint", "core", "distributed", "nn", "observe", "ops", "optim", "recipes", "registry", "testing", "train",
+    "checkpoint", "core", "distributed", "integrations", "nn", "observe", "ops", "optim", "recipes", "registry",
+    "testing", "train",
 )  # fmt: skip
 
 __all__ = [

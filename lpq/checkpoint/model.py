@@ -120,8 +120,11 @@ class Model:
             stored=tuple(sorted(stored)),
         )
 
-    def check_policy(self, saved: Description) -> None:
-        """Make sure that the model has the policy that it had when it was saved; one never converted has none."""
+    def check_policy(self, saved: Description, otherwise: str = "load(…, any_policy=True)") -> None:
+        """Make sure that the model has the policy that it had when it was saved; one never converted has none.
+
+        ``otherwise``: what goes on under another one.
+        """
         theirs = saved.policies()
         mine = {name: (c.policy, c.steps) for name, c in self.conversions().items()}
         if not theirs or (theirs.keys() == mine.keys() and all(_same(theirs[n], mine[n]) for n in theirs)):
@@ -130,7 +133,7 @@ class Model:
             "it was saved under another policy than the model's, and going on would change the run.\n"
             f"{_shown('the checkpoint', theirs)}\n{_shown('the model', mine)}\n"
             "Convert the model with the checkpoint's policy, lpq.checkpoint.info(path).policy, for as many steps, or "
-            "say load(…, any_policy=True) to go on under the model's own"
+            f"say {otherwise} to go on under the model's own"
         )
 
     def restore_recipes(self, saved: Description) -> None:

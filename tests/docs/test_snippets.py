@@ -28,6 +28,8 @@ from lpq.cli.new_plugin import rendered
 from lpq.core import operations
 from lpq.ops import choose
 
+NEEDED = {"huggingface.md": ("transformers", "accelerate", "peft", "safetensors")}
+"""What a page is about and lpq does not need; without it the page is skipped."""
 IN_A_PROCESS = {"check"}
 """Commands that run in a process of their own, since they run pytest; the others run here: it is faster."""
 
@@ -160,6 +162,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_snippet_runs(page: Path, reader: Reader) -> None:
+    for name in NEEDED.get(page.name, ()):
+        pytest.importorskip(name, reason=f"needs {name}, which `make install` brings")
     for block in blocks(page):
         try:
             reader.run(block)

@@ -1,0 +1,38 @@
+"""Saving weights that are stored quantized as what they decode to, by transformers' ``save_pretrained``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lpq.core import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def attach(model: nn.Module) -> nn.Module:
+    """Have ``model.save_pretrained`` write what weights that are stored quantized decode to, and return the model.
+
+    ``LpqCallback`` does it, too. A sharded model is left as it is: what accelerate gathers of it is decoded already.
+    """
+    if hasattr(model, "save_pretrained") and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
+        from transformers.quantizers.base import HfQuantizer
+
+        made: Any = type("LpqQuantizer", (_Decoded, HfQuantizer), {})
+        model.hf_quantizer = made(made)
+    return model
+
+
+class _Decoded:
+    """What transformers asks of a quantizer whose model is trained and saved as any other."""
+
+    quant_method = "lpq"
+    is_trainable = is_qat_trainable = is_compileable = True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The model's tensors, in high precision."""
+        state = model.state_dict()
+        return {n: t.dequantize() if isinstance(t, QuantizedTensor) else t for n, t in state.items()}, {}

@@ -1,0 +1,129 @@
+"""Hugging Face's transformers: a callback for its Trainer; ``attach``, for saving weights that are stored quantized.
+
+``LpqCallback`` tells the model at which step the Trainer is, and how many steps it takes, so that a policy's rules end
+where they say. It keeps the policy in the Trainer's checkpoints (``trainer_state.json``), and refuses to go on under
+another one. transformers is imported when ``LpqCallback`` or ``attach`` is first used.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lpq.checkpoint.description import Description
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
+from lpq.checkpoint.model import Model
+from lpq.core import QuantizedTensor
+from lpq.distributed.attach import local
+from lpq.integrations.decoded import attach
+from lpq.nn import replan, set_step
+from lpq.nn.memories import memories
+from lpq.optim import MasterWeights
+
+__all__ = ["LpqCallback", "attach", "resume"]
+
+NAME = "LpqCallback"
+"""Under this name the Trainer keeps what the callback tells it."""
+if TYPE_CHECKING:
+    LpqCallback: type[Any]
+
+
+class _Steps:
+    """The callback, but for what the Trainer wants it to be derived from."""
+
+    def __init__(self, *, any_policy: bool = False) -> None:
+        """``any_policy``: go on from a checkpoint of another policy, under the model's own."""
+        self.any_policy, self.policy = any_policy, None
+        self._model: nn.Module | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
+        """Plan the policy for the Trainer's number of steps, and compare it with that of the checkpoint."""
+        self._model = attach(model)
+        told = state.stateful_callbacks.get(NAME) if state.global_step else None
+        _go_on(model, state.global_step, state.max_steps, told, self.any_policy)
+        if state.global_step:
+            _encode_again(model, others.get("optimizer"))
+        state.stateful_callbacks.setdefault(NAME, self.state())  # absent if the checkpoint was saved without it
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        """Give each layer the recipe of this step."""
+        set_step(model, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        """Give the best model, if it was loaded, the recipes under which it was the best."""
+        if not (args.load_best_model_at_end and state.best_global_step):
+            return
+        if lost := _would_forget(model, state.best_global_step - 1):
+            warnings.warn(
+                f"what layers remembered is not that of the best model, which had other recipes: {listed(lost)}. "
+                f"lpq.integrations.transformers.resume(model, {state.best_model_checkpoint!r}), and load it again",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        set_step(model, state.best_global_step - 1)
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer keeps in its checkpoint."""
+        if self._model is not None:
+            said = Model(self._model).describe({}, None).data()
+            self.policy = {key: said[key] for key in ("conversions", "formats")}  # type: ignore[assignment]
+        return {"args": {"any_policy": self.any_policy}, "attributes": {"policy": self.policy}}
+
+
+def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False) -> None:
+    """Bring the converted model to the step of a Trainer's checkpoint, before that is loaded.
+
+    A step decides the recipe, and the recipe decides what of the checkpoint layers remember. So where a policy gives
+    delayed scaling at that step and not at step 0, call it before ``trainer.train(resume_from_checkpoint=checkpoint)``.
+    """
+    said = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    _go_on(model, 0, said["max_steps"], said["stateful_callbacks"].get(NAME), any_policy)
+    set_step(model, said["global_step"])
+
+
+def _go_on(model: nn.Module, step: int, steps: int, told: Any, any_policy: bool) -> None:
+    """Plan the policy for so many steps; make sure that it is the one that was told, and that nothing was forgotten."""
+    replan(model, steps=steps)
+    if told is not None and not any_policy:
+        policy = (told[0] if isinstance(told, list) else told)["attributes"]["policy"]
+        saved = Description.read({**Description().data(), **(policy or {})})
+        Model(model).check_policy(saved, otherwise=f"{NAME}(any_policy=True)")
+    if step and (lost := _would_forget(model, step)):
+        raise CheckpointError(
+            f"what these layers remember was not loaded, since they had other recipes then: {listed(lost)}. Call "
+            "lpq.integrations.transformers.resume(model, checkpoint) before trainer.train(resume_from_checkpoint=…)"
+        )
+
+
+def _encode_again(model: nn.Module, optimizer: Any) -> None:
+    """Make weights that are stored quantized what they were: they were loaded from what one operand decodes to."""
+    masters = optimizer if isinstance(optimizer, MasterWeights) else getattr(optimizer, "optimizer", None)
+    if isinstance(masters, MasterWeights):
+        masters.encode()
+    elif any(isinstance(w, QuantizedTensor) and w.write_count for w in map(local, model.parameters())):
+        warnings.warn(
+            "the Trainer saves what weights that are stored quantized decode to, and encoding that again may give "
+            "other bits. With lpq.optim.MasterWeights a run goes on bit for bit, and with lpq.checkpoint",
+            CheckpointWarning,
+            stacklevel=3,
+        )
+
+
+def _would_forget(model: nn.Module, step: int) -> list[str]:
+    """The layers that will have another recipe at this step than they have now, and would remember something."""
+    layers = ((name, layer, layer.schedule.at(step)) for name, layer in Model(model).layers() if layer.schedule)
+    return [name for name, layer, recipe in layers if recipe and recipe != layer.recipe and memories(recipe)]
+
+
+def __getattr__(name: str) -> Any:
+    if name != NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from transformers.trainer_callback import ExportableState, TrainerCallback
+
+    made = type(NAME, (_Steps, TrainerCallback, ExportableState), {"__module__": __name__, "__doc__": _Steps.__doc__})
+    globals()[name] = made
+    return made

@@ -1,0 +1,232 @@
+"""Hugging Face's Trainer on a CPU: a policy that follows its steps, and what its checkpoints hold of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import llama
+import pytest
+import safetensors.torch as safetensors
+import torch
+from llama import STEPS, TWO_STAGES, codes, converted, decoded, equal, losses, trainer, transformers
+
+import lpq
+from lpq.checkpoint import CheckpointError, CheckpointWarning
+from lpq.integrations.transformers import LpqCallback, attach, resume
+
+pytestmark = pytest.mark.filterwarnings("ignore::lpq.core.tensor.PrecisionWarning")
+REVERSED = {
+    "rules": [{**TWO_STAGES["rules"][0], "recipe": "mxfp8"}, {**TWO_STAGES["rules"][1], "recipe": "fp8-delayed"}]
+}
+
+
+class Recipes(transformers.TrainerCallback):
+    """Notes the recipe of a layer in each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        recipe = model.model.layers[0].mlp.up_proj.recipe
+        self.seen.append(next(name for name in ("mxfp8", "fp8-delayed") if recipe == lpq.recipe(name)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A run of two stages that was not interrupted, and where its checkpoints are."""
+    out = tmp_path_factory.mktemp("run")
+    seen = Recipes()
+    done = trainer(converted(TWO_STAGES, weights="high_precision"), out, LpqCallback(), seen)
+    done.train()
+    assert seen.seen == ["fp8-delayed"] * 3 + ["mxfp8"] * 3
+    return done, out
+
+
+def test_a_run_goes_on_bit_for_bit(run: tuple[Any, Path], tmp_path: Path) -> None:
+    done, out = run
+    seen = Recipes()
+    resumed = trainer(converted(TWO_STAGES, weights="high_precision"), tmp_path, LpqCallback(), seen)
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert seen.seen == ["fp8-delayed"] + ["mxfp8"] * 3
+    assert len(losses(done)) == STEPS
+    assert losses(resumed) == losses(done)
+    assert equal(resumed.model.state_dict(), done.model.state_dict())
+    assert lpq.report(resumed.model).weights == lpq.report(done.model).weights
+
+
+def test_without_the_callback_the_first_stage_stays(run: tuple[Any, Path], tmp_path: Path) -> None:
+    seen = Recipes()
+    alone = trainer(converted(TWO_STAGES, weights="high_precision"), tmp_path, seen)
+    with pytest.warns(UserWarning, match=r"lpq\.set_step"):
+        alone.train()
+    assert set(seen.seen) == {"fp8-delayed"}
+    assert losses(alone)[:3] == losses(run[0])[:3]
+    assert losses(alone)[4:] != losses(run[0])[4:]
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_was_saved_without_the_callback(
+    run: tuple[Any, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(run[1] / "checkpoint-2", tmp_path / "checkpoint-2")
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"].pop("LpqCallback")["attributes"]["policy"]["conversions"][""]["steps"] == STEPS
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
+    resumed = trainer(converted(TWO_STAGES, weights="high_precision"), tmp_path, LpqCallback())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(run[0])
+    saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert "LpqCallback" in saved["stateful_callbacks"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "words"),
+    [
+        ("mxfp8", {}, "another policy than the model's"),
+        (TWO_STAGES, {"max_steps": STEPS + 2}, f"for {STEPS + 2} steps"),
+    ],
+)
+def test_another_policy_or_another_length_is_refused(
+    policy: Any, options: dict[str, Any], words: str, run: tuple[Any, Path], tmp_path: Path
+) -> None:
+    given = str(run[1] / "checkpoint-4")
+    other = trainer(converted(policy), tmp_path, LpqCallback(), **options)
+    with pytest.raises(CheckpointError, match=rf"(?s){words}.*LpqCallback\(any_policy=True\)"):
+        other.train(resume_from_checkpoint=given)
+    other = trainer(converted(policy), tmp_path, LpqCallback(any_policy=True), **options)
+    other.train(resume_from_checkpoint=given)
+    assert other.state.global_step == options.get("max_steps", STEPS)
+
+
+def test_what_a_later_stage_remembers_is_loaded_or_missed(run: tuple[Any, Path], tmp_path: Path) -> None:
+    other = trainer(converted(REVERSED), tmp_path / "b", LpqCallback())
+    with pytest.raises(CheckpointError, match="another policy"):  # which is said first
+        other.train(resume_from_checkpoint=str(run[1] / "checkpoint-4"))
+    done = trainer(converted(REVERSED), tmp_path / "a", LpqCallback())
+    done.train()
+    checkpoint = tmp_path / "a" / "checkpoint-4"
+    unprepared = trainer(converted(REVERSED), tmp_path / "b", LpqCallback())
+    with pytest.raises(CheckpointError, match=r"was not loaded.*mlp\.\w+_proj.*Call .*resume\(model, checkpoint\)"):
+        unprepared.train(resume_from_checkpoint=str(checkpoint))
+    model = converted(REVERSED)
+    resume(model, checkpoint)
+    resumed = trainer(model, tmp_path / "b", LpqCallback())
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert losses(resumed) == losses(done)
+    assert equal(model.state_dict(), done.model.state_dict())
+    histories = [t for name, t in model.state_dict().items() if name.endswith("x_amax_history")]
+    assert len(histories) == 7
+    assert all(t.any() for t in histories)
+    with pytest.raises(CheckpointError, match="another policy"):
+        resume(converted("mxfp8"), checkpoint)
+
+
+def test_from_pretrained_tells_what_layers_remembered_and_it_can_be_loaded(
+    run: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model = converted("fp8-delayed", weights="high_precision")
+    trainer(model, tmp_path, LpqCallback(), max_steps=2).train()
+    model.save_pretrained(tmp_path)
+    plain, said = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    state = model.state_dict()
+    remembered = {name for name in state if "_amax" in name}
+    assert said["unexpected_keys"] == remembered
+    assert not said["missing_keys"]
+    assert equal(plain.state_dict(), {name: t for name, t in state.items() if name not in remembered})
+    again = lpq.convert(plain, "fp8-delayed", weights="high_precision")
+    assert not again.model.layers[0].mlp.up_proj.x_amax_history.any()
+    safetensors.load_model(again, tmp_path / "model.safetensors")
+    assert equal(again.state_dict(), state)
+
+
+# ---------------------------------------------------------------------------------------------- stored quantized
+
+
+def test_stored_weights_with_masters_go_on_bit_for_bit(tmp_path: Path) -> None:
+    recipe = "fp8-current"  # what its weights decode to is not encoded to the same bits
+    options = {"masters": True, "max_steps": 4}
+    done = trainer(converted(recipe, weights="quantized"), tmp_path / "a", LpqCallback(), **options)
+    done.train()
+    resumed = trainer(converted(recipe, weights="quantized"), tmp_path / "b", LpqCallback(), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert losses(resumed) == losses(done)
+    assert equal(decoded(resumed.model), decoded(done.model))
+    assert len(codes(done.model)) > 7
+    assert equal(codes(resumed.model), codes(done.model))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-4")
+    assert equal(loaded.state_dict(), decoded(done.model))
+
+
+def test_stored_weights_without_masters_are_encoded_again_and_that_is_said(tmp_path: Path) -> None:
+    trainer(converted(weights="quantized"), tmp_path, LpqCallback(), max_steps=2).train()
+    resumed = trainer(converted(weights="quantized"), tmp_path, LpqCallback(), max_steps=4)
+    with pytest.warns(CheckpointWarning, match=r"encoding that again.*lpq\.optim\.MasterWeights"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_stored_weights_are_saved_as_they_decode_once_that_is_asked(tmp_path: Path) -> None:
+    model = converted("nvfp4", weights="quantized")
+    with pytest.raises(TypeError, match=r"q_proj\.weight: .*lpq\.checkpoint\.export_file"):
+        model.save_pretrained(tmp_path)
+    assert attach(model) is model
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert equal(loaded.state_dict(), decoded(model))
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+# ---------------------------------------------------------------------------------------------- the best model
+
+
+@pytest.mark.parametrize("policy", [TWO_STAGES, REVERSED])
+def test_the_best_model_has_the_recipes_under_which_it_was_best(policy: Any, tmp_path: Path) -> None:
+    """The learning rate makes the first checkpoint the best: it is of the first stage."""
+    best = trainer(
+        converted(policy, weights="high_precision"), tmp_path, LpqCallback(), Recipes(), load_best_model_at_end=True,
+        eval_strategy="steps", eval_steps=2, learning_rate=10.0, lr_scheduler_type="constant",
+    )  # fmt: skip
+    forgotten = policy is TWO_STAGES
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        best.train()
+    assert best.state.best_global_step == 2
+    assert any(w.category is CheckpointWarning and "resume(model, " in str(w.message) for w in said) == forgotten
+    assert best.model.model.layers[0].mlp.up_proj.recipe == lpq.recipe(policy["rules"][0]["recipe"])
+    saved = safetensors.load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    state = best.model.state_dict()
+    weights = [name for name in state if "_amax" not in name]
+    assert equal({n: state[n] for n in weights}, {n: saved[n] for n in weights})
+
+
+# ---------------------------------------------------------------------------------------------- the module
+
+
+def test_transformers_is_imported_when_it_is_used() -> None:
+    code = "import sys, lpq.integrations.transformers; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+    assert issubclass(LpqCallback, transformers.TrainerCallback)
+    assert LpqCallback is lpq.integrations.transformers.LpqCallback
+    assert (LpqCallback.__name__, LpqCallback.__module__) == ("LpqCallback", "lpq.integrations.transformers")
+
+
+def test_a_model_that_was_not_converted_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"call lpq\.convert"):
+        trainer(llama.llama(), tmp_path, LpqCallback()).train()
+    with pytest.raises(AttributeError, match="no attribute 'LpqCallbacks'"):
+        lpq.integrations.transformers.LpqCallbacks  # noqa: B018
+
+
+def test_callbacks_that_are_restored_from_a_checkpoint_go_on(run: tuple[Any, Path], tmp_path: Path) -> None:
+    resumed = trainer(
+        converted(TWO_STAGES), tmp_path, LpqCallback(any_policy=True), restore_callback_states_from_checkpoint=True
+    )
+    resumed.train(resume_from_checkpoint=str(run[1] / "checkpoint-4"))
+    assert torch.equal(torch.tensor(losses(resumed)), torch.tensor(losses(run[0])))

@@ -1,0 +1,139 @@
+"""Hugging Face's Trainer under accelerate's FSDP2, on two ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as safetensors
+import torch.distributed as dist
+from llama import STEPS, TWO_STAGES, converted, equal, losses, trainer, transformers
+from ranks import spawn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import lpq
+from lpq.integrations.transformers import LpqCallback
+
+accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate, which `make install` brings")
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+
+
+class _Sharded(transformers.Trainer):  # type: ignore[misc]
+    """Shards as ``accelerate launch`` has it on GPUs: on a CPU FSDP2 is not offered, and the code is the same."""
+
+    kind = FULL
+
+    def create_accelerator_and_postprocess(self) -> None:
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            cpu_ram_efficient_loading=False,
+            state_dict_type=self.kind,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        state = accelerate.Accelerator(cpu=True).state
+        state._shared_state["fsdp_plugin"] = plugin
+        for shared in (PartialState._shared_state, state._shared_state):
+            shared["distributed_type"] = DistributedType.FSDP
+        super().create_accelerator_and_postprocess()
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+class _InShards(_Sharded):
+    kind = SHARDED
+
+
+@contextmanager
+def _launched(rank: int) -> Iterator[None]:
+    from accelerate.state import AcceleratorState
+
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # never used: the processes are connected
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def _whole(trained: Any) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = trained.accelerator.get_state_dict(trained.model)
+    return state
+
+
+def _goes_on_bit_for_bit(rank: int, out: Path) -> None:
+    with _launched(rank):
+        done = trainer(converted(TWO_STAGES, weights="high_precision"), out / "a", LpqCallback(), cls=_Sharded)
+        done.train()
+        assert all(isinstance(p, DTensor) for p in done.model.parameters())
+        assert any("gathered as" in entry.note for entry in lpq.report(done.model).weights)
+        resumed = trainer(converted(TWO_STAGES, weights="high_precision"), out / "b", LpqCallback(), cls=_Sharded)
+        resumed.train(resume_from_checkpoint=str(out / "a" / "checkpoint-2"))
+        assert len(set(losses(done))) == STEPS
+        assert losses(resumed) == losses(done)
+        state = _whole(done)
+        assert equal(_whole(resumed), state)
+        resumed.save_model(str(out / "final"))
+        if rank == 0:
+            loaded = transformers.LlamaForCausalLM.from_pretrained(out / "final")
+            assert equal(loaded.state_dict(), state)
+            assert type(next(iter(state.values()))) is Tensor
+
+
+def _sharded_checkpoints_go_on_too(rank: int, out: Path) -> None:
+    """Accelerate's default kind, which holds the codes of stored weights themselves."""
+    with _launched(rank):
+        options: Any = {"cls": _InShards, "max_steps": 4}
+        done = trainer(converted("fp8-current", weights="quantized", ranks=2), out / "a", LpqCallback(), **options)
+        done.train()
+        resumed = trainer(converted("fp8-current", weights="quantized", ranks=2), out / "b", LpqCallback(), **options)
+        resumed.train(resume_from_checkpoint=str(out / "a" / "checkpoint-2"))
+        assert losses(resumed) == losses(done)
+        assert equal(_whole(resumed), _whole(done))
+        for a, b in zip(resumed.model.parameters(), done.model.parameters(), strict=True):
+            assert repr(a._local_tensor) == repr(b._local_tensor)
+
+
+def _the_best_model_is_loaded(rank: int, out: Path) -> None:
+    with _launched(rank):
+        best = trainer(
+            converted(weights="quantized", ranks=2), out, LpqCallback(), cls=_Sharded, load_best_model_at_end=True,
+            eval_strategy="steps", eval_steps=2, learning_rate=10.0, lr_scheduler_type="constant", max_steps=4,
+        )  # fmt: skip
+        best.train()
+        assert best.state.best_global_step == 2
+        state = _whole(best)
+        if rank == 0:
+            assert equal(safetensors.load_file(out / "checkpoint-2" / "model.safetensors"), state)
+            assert not equal(safetensors.load_file(out / "checkpoint-4" / "model.safetensors"), state)
+
+
+def _masters_that_were_made_before_sharding_are_refused(rank: int, out: Path) -> None:
+    with _launched(rank):
+        model = converted(weights="quantized", ranks=2)
+        early = trainer(model, out, LpqCallback(), masters=True, cls=_Sharded, max_steps=1)
+        with pytest.raises(RuntimeError, match="took the place of another one after MasterWeights was made"):
+            early.train()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _goes_on_bit_for_bit,
+        _sharded_checkpoints_go_on_too,
+        _the_best_model_is_loaded,
+        _masters_that_were_made_before_sharding_are_refused,
+    ],
+)
+def test_two_ranks(check: Any, tmp_path: Path) -> None:
+    spawn(check, 2, tmp_path)
