@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -115,20 +113,28 @@ def train(layer: Linear, steps: int = 8) -> list[float]:
 
 
 def test_compiled_layer_is_the_layer(family: Family) -> None:
-    """Forward and backward in one graph each (``fullgraph=True``), with the bits of eager execution."""
+    """Forward and backward in one graph each (``fullgraph=True``) for any number of rows, with the bits of eager
+    execution."""
     quantizer = family.default
-    results: list[tuple[Any, ...]] = []
+    results: list[list[Tensor | None]] = []
     for compiled in (False, True):
         layer, x, dy = layer_and_data(quantizer)
         torch._dynamo.reset()
+        torch._dynamo.mark_dynamic(x, 0)  # and an error if a number of rows in the graph is that of x
         run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         torch.manual_seed(3)
-        y = run(x)
-        y.backward(dy)
-        results.append((y.detach(), x.grad, layer.weight.grad))
-    for eager, traced, name in zip(*results, ("y", "dx", "dw"), strict=True):
+        results.append([])
+        for rows in (M, M - 8):
+            given = x if rows == M else x.detach()[:rows].requires_grad_()
+            layer.zero_grad()
+            y = run(given)
+            y.backward(dy[:rows])
+            results[-1] += [y.detach(), given.grad, layer.weight.grad]
+    names = (f"{name} of a compiled layer, of {rows} rows" for rows in (M, M - 8) for name in ("y", "dx", "dw"))
+    for eager, traced, name in zip(*results, names, strict=True):
         if not rounds_stochastically(quantizer):
-            same(traced, eager, f"{quantizer}: {name} of a compiled layer")
+            what = f"{quantizer}: {name}"
+            same(there(traced, what), there(eager, what), what)
 
 
 @only(lambda q: not rounds_stochastically(q) and not q.new_state(), "gives a weight the same bytes in any step")
