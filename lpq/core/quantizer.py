@@ -84,7 +84,8 @@ class Quantizer:
         return ()
 
     def side(self, direction: Direction) -> Quantizer:
-        """The quantizer of the operand in this direction: this one, unless the directions differ."""
+        """The quantizer of the operand in this direction: this one, unless the directions differ. At each call it is the
+        same object: a compiler cannot make one."""
         return self
 
     def flipped(self) -> Quantizer | None:
@@ -224,16 +225,20 @@ class Quantizer:
 
 def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> None:
     """Refuse early what would fail in a compiler, which cannot make quantizers, or at the first transpose."""
-    name, storage = registry.format_of(type(side)).name, side.storage.__name__
     if quantizer.side(direction) is not side:
-        cause = (
-            f"{quantizer}: {type(quantizer).__name__}.side({direction!r}) makes a new quantizer whenever it is called"
+        method = f"{type(quantizer).__name__}.side({direction!r})"
+        raise registry.at_fault(
+            registry.format_of(type(quantizer)).name,
+            f"{quantizer}: {method} makes a new quantizer whenever it is called",
+            "make it once, in a functools.cached_property, and return that; torch.compile cannot make one",
         )
-        remedy = "make it once, in a functools.cached_property, and return that; torch.compile cannot make one"
-        raise registry.at_fault(registry.format_of(type(quantizer)).name, cause, remedy)
     if side.transposable and side.storage.transposed is Storage.transposed:
-        cause = f"{side} says that it is transposable, and {storage} has no transposed()"
-        raise registry.at_fault(name, cause, f"define {storage}.transposed(self), or take transposable away")
+        storage = side.storage.__name__
+        raise registry.at_fault(
+            registry.format_of(type(side)).name,
+            f"{side} says that it is transposable, and {storage} has no transposed()",
+            f"define {storage}.transposed(self), or take transposable away",
+        )
 
 
 def _hints(cls: type) -> dict[str, Any]:
