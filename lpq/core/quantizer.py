@@ -84,8 +84,8 @@ class Quantizer:
         return ()
 
     def side(self, direction: Direction) -> Quantizer:
-        """The quantizer of the operand in this direction: this one, unless the directions differ. At each call it is the
-        same object: a compiler cannot make one."""
+        """The quantizer of the operand in this direction: this one, unless the directions differ. It is the same object
+        at each call: a compiler cannot make one."""
         return self
 
     def flipped(self) -> Quantizer | None:
