@@ -41,7 +41,7 @@ STOCHASTIC = "x=mxfp8(), w=nvfp4(stochastic=true), dy=mxfp8()"
 def _model(recipe: str, weights: Any, ranks: int | None = None) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
-    return lpq.convert(nn.Sequential(*layers), recipe, weights=weights, ranks=ranks)
+    return lpq.convert(nn.Sequential(*layers), recipe, weights=weights, ranks=ranks, include="all")
 
 
 def _shard(net: nn.Sequential) -> nn.Sequential:
@@ -177,7 +177,7 @@ def _refused_where_it_is_sharded(rank: int) -> None:
         (2, "fp8-current", "shards of 1 rows of a tensor that is stored as fp8 leave nothing to some ranks"),
         (1, "mxfp8", "shards of 1 rows of a tensor that is stored as mxfp8 leave nothing to some ranks"),
     ):
-        net = lpq.convert(nn.Sequential(nn.Linear(64, rows)), recipe, weights="quantized")
+        net = lpq.convert(nn.Sequential(nn.Linear(64, rows)), recipe, weights="quantized", include="all")
         with pytest.raises(ValueError, match="that is stored as") as caught:
             fully_shard(net)
         said = _on_every_rank(str(caught.value))
