@@ -59,7 +59,7 @@ def _states(net: Side) -> list[Any]:
 def _high_precision(quantizers: list[str], seed: int, x: Tensor, dtype: torch.dtype, **options: Any) -> None:
     """As initialised, and after an optimizer's step."""
     net, values = _sharded(quantizers, "high_precision", seed, **options)
-    assert all("in high precision" not in entry.note for entry in lpq.report(net).weights)
+    assert all(entry.note.startswith("gathered as ") for entry in lpq.report(net).weights)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     _check(net, quantizers, [v.to(dtype) for v in values], _states(net), x)
     optimizer.step()
