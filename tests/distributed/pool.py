@@ -35,8 +35,6 @@ PATIENCE = 600.0
 """Seconds after which a function that has not ended in all ranks is taken to hang."""
 GRACE = 1.0
 """Seconds that ranks have to tell their own errors, once one has told its."""
-FIRST_RANDOM = torch.default_generator.get_state()
-"""The state of torch's random numbers in a new process."""
 IMPORTED = [
     "pytest",
     "hypothesis",
@@ -85,13 +83,13 @@ class Call:
         os.chdir(self.directory)
         sys.path[:] = self.path
         registry.refresh()
-        torch.compiler.reset()
-        torch.default_generator.set_state(FIRST_RANDOM)
+        torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
+        torch.compiler.reset()
         with warnings.catch_warnings():
             self.function(rank, *self.args)
         dist.barrier()
@@ -102,7 +100,7 @@ def _stacks(folder: str, rank: int) -> Path:
 
 
 def _serve(calls: Connection, rank: int, ranks: int, backend: str, folder: str) -> None:
-    """Take calls until whoever makes them is gone."""
+    """Say that this rank is ready, and take calls until whoever makes them is gone."""
     gc.freeze()  # what was imported is left alone: to look through it takes up to a tenth of a rank's time
     with _stacks(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
@@ -111,6 +109,7 @@ def _serve(calls: Connection, rank: int, ranks: int, backend: str, folder: str) 
         store = dist.FileStore(str(Path(folder) / "store"), ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
         try:
+            calls.send(None)
             while True:
                 calls.send(_answer(rank, calls.recv_bytes()))
         except (EOFError, OSError):
@@ -144,12 +143,14 @@ class Pool:
         starting = context()
         for rank in range(ranks):
             here, there = starting.Pipe()
+            _stacks(self._folder.name, rank).touch()
             args = (there, rank, ranks, backend, self._folder.name)
             process = starting.Process(target=_serve, args=args)
             process.start()
             there.close()
             self._calls.append(here)
             self._processes.append(process)
+        self._raise(PATIENCE)
 
     def serves(self, ranks: int) -> bool:
         """Whether it has so many ranks, and they can import what can be imported here."""
@@ -158,15 +159,18 @@ class Pool:
     def run(self, function: Callable[..., None], *args: Any, patience: float = PATIENCE) -> None:
         """Run ``function(rank, *args)`` in all ranks; ``RankError`` if it failed in any, which ends all."""
         call = pickle.dumps(Call(function, args, dict(os.environ), os.getcwd(), self.path))
+        self._send(call)
+        self._raise(patience)
+
+    def _raise(self, patience: float) -> None:
+        """Wait for all ranks; if one failed, or the test is interrupted, the pool is closed."""
         try:
-            self._send(call)
             failed = self._answers(patience)
-        except BaseException:  # a test that is interrupted
+            if failed:
+                raise RankError("\n".join(failed))
+        except BaseException:
             self.close()
             raise
-        if failed:
-            self.close()
-            raise RankError("\n".join(failed))
 
     def _send(self, call: bytes) -> None:
         for calls in self._calls:
