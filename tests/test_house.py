@@ -20,7 +20,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PLUGINS: dict[str, str] = PYPROJECT["project"]["entry-points"]["lpq.plugins"]
 
 FLOORS = {
-    "registry": 1, "ops": 2, "core": 2, "recipes": 3, "distributed": 4, "nn": 5, "optim": 6,
+    "registry": 1, "torch_private": 1, "ops": 2, "core": 2, "recipes": 3, "distributed": 4, "nn": 5, "optim": 6,
     "checkpoint": 6, "calibrate": 6, "export": 6, "observe": 6, "testing": 7, "integrations": 7,
     "train": 8, "cli": 8, "__main__": 8,
 }  # fmt: skip

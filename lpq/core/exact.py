@@ -7,18 +7,20 @@ factors of both, and no pair of formats has code of its own. The operation has n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lpq import registry
+from lpq.core.binding import Multiply, Operand, Product, unbound_product
 from lpq.core.multiplicand import Exact, Multiplicand
 from lpq.core.operations import decode, gemm_reference
-from lpq.core.operators import alone, once_when_traced
+from lpq.core.operators import once_when_traced
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose, cublaslt
-from lpq.ops.products import product, product_with_alpha, scaled_product
+from lpq.ops.products import bind_product_with_alpha, product, scaled_product
 from lpq.ops.table import ANY_PAIR
 
 if TYPE_CHECKING:
@@ -39,16 +41,13 @@ def decoded(operand: Storage) -> Exact:
     return Exact(decode(operand, torch.bfloat16))
 
 
-def serves(a: Quantizer, b: Quantizer, x: Tensor) -> bool:
-    """Whether operands of these, one of which is made of ``x``, are multiplied by way of their exact forms. Where
-    others look on than a compiler, they see encoded ones."""
-    if torch.compiler.is_dynamo_compiling():
-        return _serves(a.text, b.text, x.device)
-    return alone(x) and choose("gemm", (a.text, b.text), x.device).kernel in ANY_PAIR
+def multiplied_exactly(pair: tuple[Quantizer, Quantizer] | None, device: torch.device) -> bool:
+    """Whether operands of these two are multiplied by way of their exact forms."""
+    return pair is not None and _multiplied_exactly(pair[0].text, pair[1].text, device)
 
 
 @once_when_traced
-def _serves(a: str, b: str, device: torch.device) -> bool:
+def _multiplied_exactly(a: str, b: str, device: torch.device) -> bool:
     try:
         return choose("gemm", (a, b), device).kernel in ANY_PAIR
     except KernelError:  # the product will say so
@@ -78,32 +77,61 @@ def why_not_alpha(a: Quantizer, b: Quantizer) -> str | None:
     return why_not(a, b)
 
 
-def gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False) -> Tensor:
+def bind(p: Product) -> Multiply | None:
     """As the reference, up to the order of sums. Factors are applied in a pass of their own."""
-    return _gemm(a, b, bias, dtype, scaled_product)
+    return _bind(p, alpha=False)
 
 
-def gemm_with_alpha(
-    a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
-) -> Tensor:
+def bind_with_alpha(p: Product) -> Multiply | None:
     """As the reference, up to the order of sums. Factors of whole matrices are applied before sums are written."""
-    return _gemm(a, b, bias, dtype, product_with_alpha)
+    return _bind(p, alpha=True)
 
 
-def _gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, multiply: Callable[..., Tensor]) -> Tensor:
-    left = right = None
-    if 0 not in (*a.shape, *b.shape):
-        left, right = exact(a), exact(b)
-    if left is None or right is None or (left.rest is None) != (right.rest is None):
-        return gemm_reference(a, b, bias, dtype)
-    factors = [e.factor for e in (left, right) if e.factor is not None]
-    constant = left.constant * right.constant
-    if any(factor.dim() for factor in factors):
-        multiply = scaled_product
-    if left.rest is not None and right.rest is not None:
-        out = multiply(left.matrix, right.matrix, left.factor, right.factor, constant, None, torch.float32)
+gemm = unbound_product(bind)
+gemm_with_alpha = unbound_product(bind_with_alpha)
+
+
+def _bind(p: Product, *, alpha: bool) -> Multiply | None:
+    (rows, inner), cols, dtype = p.a.shape, p.b.shape[0], p.dtype
+    if 0 in (rows, cols, inner):
+        return None
+    of_a, of_b = _exact_form(p.a, p.device), _exact_form(p.b, p.device)
+
+    def scaled(left: Exact, right: Exact, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        (first, second), constant = (left.factor, right.factor), left.constant * right.constant
+        if first is None and second is None:
+            return product(left.matrix, right.matrix, bias, dtype)
+        if not alpha or (first is not None and first.dim()) or (second is not None and second.dim()):
+            return scaled_product(left.matrix, right.matrix, first, second, constant, bias, dtype)
+        run = _product_with_alpha(p.device, rows, cols, left.matrix.shape[1], bias is not None, dtype, p.operator)
+        return run(left.matrix, right.matrix, first, second, constant, bias)
+
+    def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        left, right = of_a(a), of_b(b)
+        if left is None or right is None or (left.rest is None) != (right.rest is None):
+            return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)
+        if left.rest is None or right.rest is None:
+            return scaled(left, right, bias, dtype)
+        out = scaled(left, right, None, torch.float32)
         out.addmm_(left.rest, right.rest.t())
         return (out if bias is None else out.add_(bias)).to(dtype)
-    if not factors:
-        return product(left.matrix, right.matrix, bias, dtype)
-    return multiply(left.matrix, right.matrix, left.factor, right.factor, constant, bias, dtype)
+
+    return multiply
+
+
+_product_with_alpha = registry.cached_few(bind_product_with_alpha)
+
+
+def _exact_form(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
+    """What gives the exact form of an operand of its buffers."""
+    form = operand.form
+    if form is not None:
+        factor, constant = form.factor, form.constant
+        return lambda tensors: Exact(tensors[0], tensors[1] if factor else None, constant)
+    choice = choose("exact", (operand.quantizer.text,), device)
+    if choice.bind is not None and 0 not in operand.shape:
+        bound: Callable[[Sequence[Tensor]], Exact | None] | None = choice.bind(operand, device)
+        if bound is not None:
+            return bound
+    impl = choice.impl
+    return lambda tensors: impl(operand.over(tensors)) if impl is not None else None

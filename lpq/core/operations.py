@@ -78,7 +78,7 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
 
 
 def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
-    choice = _serving("measure", row, col, x.device)
+    choice = serving("measure", row, col, x.device)
     if choice is None:
         return distinct(_measured(x, row, None, dtype) + _measured(x, None, col, dtype), ())
     if choice.impl is None:
@@ -88,7 +88,7 @@ def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: to
     return measured
 
 
-def _serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device) -> Choice | None:
+def serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device) -> Choice | None:
     """What serves these operands together; None: each has what serves it by itself.
 
     That is so where no kernel takes two operands that share nothing together.
@@ -252,7 +252,7 @@ def _encoded(
     measure: bool,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    choice = _serving("quantize", row, col, x.device)
+    choice = serving("quantize", row, col, x.device)
     if choice is not None:
         if choice.impl is None:
             return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
@@ -410,7 +410,7 @@ def gemm(
     if a.quantizer.plain and b.quantizer.plain:
         if not torch.compiler.is_compiling():
             check_there(second[0])
-        return _plain_gemm(first[0], second[0], bias, dtype)
+        return plain_gemm(first[0], second[0], bias, dtype)
     if alone(first[0]):
         check_there(first[0])
         check_there(second[0])
@@ -424,7 +424,7 @@ def gemm(
     )  # fmt: skip
 
 
-def _plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     common = torch.promote_types(a.dtype, b.dtype)
     bias = bias.to(common) if bias is not None else None
     product = torch.nn.functional.linear(a.to(common), b.to(common), bias)

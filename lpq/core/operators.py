@@ -4,8 +4,8 @@ operator writes to."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from zlib import crc32
 
 import torch
@@ -48,46 +48,42 @@ def opaque_when_traced(function: F) -> F:
 
 
 def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
-    """Give an operator its body on every device, what it returns for fake tensors, and a gradient that is refused.
-
-    Without the last, autograd would record what the body does inside, on which not every body can be run."""
+    """Give an operator its body on every device, and what it returns for fake tensors."""
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, **options)  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, _without_autocast(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, _by_itself(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"lpq::{name}", fake, lib=LIBRARY)
-    torch.library.register_autograd(f"lpq::{name}", partial(_refuse_gradient, name), lib=LIBRARY)
 
 
-def _refuse_gradient(name: str, ctx: Any, *grads: Any) -> NoReturn:
-    raise RuntimeError(
-        f"no gradient flows through torch.ops.lpq.{name}: backward is part of lpq.nn.Linear, and a module that "
-        "torch.export made has forward only. Train the module that was exported, or call this one under torch.no_grad()"
-    )
-
-
-def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body in the precision in which it is written: autocast would round the operands of a reference's matmul."""
+def _by_itself(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body as it is written: autocast would round the operands of a reference's matmul, and autograd would record
+    what a body does inside, on which not every body can be run."""
 
     @wraps(body)
     def run(first: Tensor | list[Tensor], *args: Any) -> Any:
         device = (first if isinstance(first, Tensor) else first[0]).device.type
-        if device == "meta" or not torch.is_autocast_enabled(device):
-            return body(first, *args)
-        with torch.autocast(device, enabled=False):
-            return body(first, *args)
+        with torch.no_grad():
+            if device == "meta" or not torch.is_autocast_enabled(device):
+                return body(first, *args)
+            with torch.autocast(device, enabled=False):
+                return body(first, *args)
 
     return run
 
 
 def alone(x: Tensor) -> bool:
-    """Whether a body may be called by itself: nobody looks on, and there is neither a gradient nor a cast to stop.
+    """Whether a body may be called by itself: there is no gradient to stop, and the dispatcher may be bypassed."""
+    return not torch.is_grad_enabled() and can_bypass_dispatcher(x)
 
-    What is on the meta device has no values: its operator knows the shapes without the body."""
+
+def can_bypass_dispatcher(x: Tensor) -> bool:
+    """Whether nothing that the dispatcher serves is at work: no tracer, mode, transform, subclass or cast.
+
+    What is on the meta device has no values: an operator infers its shapes without the body."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and type(x) in ORDINARY
         and not x.is_meta
-        and not torch.is_grad_enabled()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)

@@ -11,24 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.core.multiplicand import Form, Multiplicand
-from lpq.core.operations import quantize_reference, shared
+from lpq.core.binding import ALIGNED as ALIGNED_BYTES
+from lpq.core.binding import Encode, Encoded, Encoding, Operand, on_device, unbound
+from lpq.core.multiplicand import Form
+from lpq.core.operations import shared
 from lpq.core.operators import alone, define, layouts, once_when_traced
 from lpq.core.storage import Storage
 from lpq.ops import KernelError, choose
+from lpq.ops.fresh import allocator
 from lpq.ops.tiles import (
     INPUTS,
     SQUARE,
     Shape,
     amax_parts,
+    bind_amax_parts,
     covering,
-    is_whole,
+    divides,
     tile_kernels,
     tiles,
 )
@@ -96,9 +100,9 @@ class TileSide:
     """For ``exact_tile``: the buffers are the matrix of such an exact form and, if it has one, the factor. Rows and
     columns are multiples of ``ALIGNED`` then."""
 
-    def needs(self, stats: Sequence[Tensor | None], measure: bool) -> bool:
-        """Whether something must be measured before."""
-        return (self.amax or self.find is not None) and (stats[0] is None or (measure and not self.by_product))
+    def needs(self, given: bool, measure: bool) -> bool:
+        """Whether something must be measured before. ``given``: the operand's first statistic is."""
+        return (self.amax or self.find is not None) and (not given or (measure and not self.by_product))
 
 
 def side_of(quantizer: Quantizer, direction: Direction, device: torch.device, op: str = "tile") -> TileSide | str:
@@ -123,11 +127,19 @@ def why_not(row: Quantizer, col: Quantizer) -> str | None:
     return next((side for side in sides if isinstance(side, str)), None)
 
 
-def quantize(x: Tensor, stats: Sequence[Tensor | None], row: Quantizer, col: Quantizer, *rest: Any) -> list[Tensor]:
-    """As the reference."""
-    pair = _pair(row.text, col.text, x.get_device())
-    assert pair is not None
-    return pair.quantize(x, stats, row, col, *rest)
+def bind(e: Encoding) -> Encode | None:
+    """How both operands of matrices of one shape are made from one read; None where they are not."""
+    assert e.row is not None
+    assert e.col is not None
+    pair = _pair(e.row.text, e.col.text, e.device.index or 0, *_ops(e.exact))
+    return pair.bind(e) if pair is not None else None
+
+
+quantize = unbound(bind)
+
+
+def _ops(exact: tuple[bool, bool]) -> tuple[str, str]:
+    return "exact_tile" if exact[0] else "tile", "exact_tile" if exact[1] else "tile"
 
 
 def multiplicands(
@@ -140,39 +152,24 @@ def multiplicands(
         return None
     if seed is None and (row.stochastic or col.stochastic):
         return None
+    forms = exact_forms(row.text, col.text, *exact, x.device)
+    if forms is None:
+        return None
+    texts = row.text, col.text
     if alone(x):
-        pair = _making(row.text, col.text, *exact, x.device)
-        if pair is None:
-            return None
-        made, beside = pair.made(x.contiguous(), (), row, col, seed, 0, False)
-        first, second = made.buffers, beside.buffers
-        forms = pair.row.exact, pair.col.exact
+        both = _multiplicands(x, *texts, seed, *exact)
     else:
-        found = _forms(row.text, col.text, *exact, x.device)
-        if found is None:
-            return None
-        forms = found
-        texts = row.text, col.text
         both = torch.ops.lpq.multiplicands(x, *texts, seed, *exact, layouts(*texts))
-        at = len(row.layout) if forms[0] is None else 1 + forms[0].factor
-        first, second = both[:at], both[at:]
+    at = len(row.layout) if forms[0] is None else 1 + forms[0].factor
     return (
-        _operand(first, forms[0], row, (rows, cols), x.dtype),
-        _operand(second, forms[1], col, (cols, rows), x.dtype),
+        Operand(row, (rows, cols), x.dtype, forms[0]).over(both[:at]),
+        Operand(col, (cols, rows), x.dtype, forms[1]).over(both[at:]),
     )
-
-
-def _operand(
-    tensors: Sequence[Tensor], form: Form | None, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype
-) -> Storage:
-    if form is None:
-        return quantizer.storage.wrap(tensors, quantizer, shape, dtype)
-    return Multiplicand.over(tensors, form.constant, quantizer, shape, dtype)
 
 
 def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device) -> Pair | None:
     """What makes both operands, those that are ``exact`` in that form; None: nothing does."""
-    ops = "exact_tile" if exact_row else "tile", "exact_tile" if exact_col else "tile"
+    ops = _ops((exact_row, exact_col))
     try:
         if any(choose(op, (side,), device).impl is None for op, side in zip(ops, (row, col), strict=True)):
             return None
@@ -182,7 +179,7 @@ def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.
 
 
 @once_when_traced
-def _forms(
+def exact_forms(
     row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device
 ) -> tuple[Form | None, Form | None] | None:
     """The form in which each operand is made, None of one that is encoded. None: they cannot be made so."""
@@ -195,16 +192,23 @@ def _multiplicands(
 ) -> list[Tensor]:
     pair = _making(row, col, exact_row, exact_col, x.device)
     assert pair is not None
-    quantizers = cast("Quantizer", registry.quantizer(row)), cast("Quantizer", registry.quantizer(col))
-    first, second = pair.made(x.contiguous(), (), *quantizers, seed, 0, False)
-    return [*first.buffers, *second.buffers]
+    sides = cast("Quantizer", registry.quantizer(row)), cast("Quantizer", registry.quantizer(col))
+    x = x.contiguous()
+    at, shape, exact = x.data_ptr(), (x.shape[0], x.shape[1]), (exact_row, exact_col)
+    encode = bind(
+        Encoding(*sides, shape, x.dtype, x.dtype, x.device, exact=exact, aligned=at % ALIGNED_BYTES == 0, operator=True)
+    )
+    assert encode is not None
+    with on_device(x.device):
+        of_row, of_col, _ = encode(x, at, (), seed)
+    return [*of_row, *of_col]
 
 
 def _multiplicands_fake(
     x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
 ) -> list[Tensor]:
     rows, cols = x.shape
-    forms = _forms(row, col, exact_row, exact_col, x.device)
+    forms = exact_forms(row, col, exact_row, exact_col, x.device)
     assert forms is not None
     out: list[Tensor] = []
     for form, text, shape in zip(forms, (row, col), ((rows, cols), (cols, rows)), strict=True):
@@ -230,77 +234,58 @@ class Pair:
             f"LPQ_ROW={row.struct}", f'LPQ_ROW_HEADER="{row.header}"',
             f"LPQ_COL={col.struct}", f'LPQ_COL_HEADER="{col.header}"',
         )  # fmt: skip
-        self._compiled_for: dict[tuple[torch.dtype, bool, bool], tuple[str, ...]] = {}
+        self.bind = registry.cached_few(self._bind)
+        """How matrices of one shape are encoded; None where the reference has to."""
 
-    def compiled_for(self, dtype: torch.dtype, *, stats: bool, whole: bool) -> tuple[str, ...]:
-        """The macros for an input, where statistics are given or wanted, and where tiles cover the matrix exactly."""
-        key = dtype, stats, whole
-        if key not in self._compiled_for:
-            switches = ["LPQ_STATS"] if stats else []
-            self._compiled_for[key] = (INPUTS[dtype], *self.macros, *switches, *covering(self.shape, whole))
-        return self._compiled_for[key]
+    def _macros_for(self, dtype: torch.dtype, *, stats: bool, whole: bool) -> tuple[str, ...]:
+        """Those for an input, where statistics are given or wanted, and where tiles cover the matrix exactly."""
+        return (INPUTS[dtype], *self.macros, *(["LPQ_STATS"] if stats else []), *covering(self.shape, whole))
 
-    def quantize(
-        self,
-        x: Tensor,
-        stats: Sequence[Tensor | None],
-        row: Quantizer,
-        col: Quantizer,
-        seed: Tensor | None,
-        offset: int,
-        measure: bool,
-    ) -> list[Tensor]:
-        """As the reference."""
-        if x.numel() == 0 or offset % self.row.aligned or offset % self.col.aligned:
-            return quantize_reference(x, stats, row, col, seed, offset, measure)
-        made, beside = self.made(x.contiguous(), stats, row, col, seed, offset, measure)
-        return [*made.buffers, *beside.buffers, *made.measured, *beside.measured]
-
-    def made(
-        self,
-        x: Tensor,
-        stats: Sequence[Tensor | None],
-        row: Quantizer,
-        col: Quantizer,
-        seed: Tensor | None,
-        offset: int,
-        measure: bool,
-    ) -> tuple[Made, Made]:
+    def _bind(self, e: Encoding) -> Encode | None:
         """One read of the tensor, after those in which its amaxes are found if they are needed."""
-        first, second = self.row, self.col
-        rows, cols = x.shape
-        known = [None if s is None else s.contiguous() for s in stats] or [None] * (len(row.stats) + len(col.stats))
-        given = known[: len(row.stats)], known[len(row.stats) :]
-        found = _found(x, (first, second), given, measure)
-        whole = is_whole(x, rows, cols, self.shape)
-        jobs = [
-            Job(x, shape, own, before, seed, offset, measure)
-            for shape, own, before in zip(((rows, cols), (cols, rows)), given, found, strict=True)
-        ]
-        made, beside = first.make(jobs[0]), second.make(jobs[1])
-        count = tiles(rows, cols, self.shape)
-        self.kernel.launch(
-            x.get_device(), self.compiled_for(x.dtype, stats=measure or bool(stats), whole=whole),
-            -(-count // self.turns), x.data_ptr(), *made.parameters, *beside.parameters, count, rows, cols,
-        )  # fmt: skip
-        return made, beside
+        if 0 in e.shape or e.offset % self.row.aligned or e.offset % self.col.aligned:
+            return None
+        assert e.row is not None
+        assert e.col is not None
+        (rows, cols), index = e.shape, e.device.index or 0
+        count, first, second = len(e.row.stats), self.row, self.col
+        none = (None,) * (count + len(e.col.stats))
+        given = e.given or (False,) * len(none)
+        needs = first.needs(given[0], e.measure), second.needs(given[count], e.measure)
+        finds = [i for i, side in enumerate((first, second)) if needs[i] and side.find is not None]
+        wanted = [i for i, side in enumerate((first, second)) if needs[i] and side.amax]
+        parts, look = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted and not finds else (None, None)
+        empty = allocator(e.device, dispatched=e.operator)
+        blocks = tiles(rows, cols, self.shape)
+        whole = e.aligned and divides(rows, cols, self.shape)
+        macros = self._macros_for(e.dtype, stats=e.measure or True in given, whole=whole)
+        launch = self.kernel.bind(index, macros, -(-blocks // self.turns))
+        make, make_beside = first.make, second.make
+        tail = blocks, rows, cols
 
+        def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+            x = x.view(rows, cols)
+            stats = stats or none
+            found: list[Tensor | None] = [None, None]
+            amax = None
+            for i in finds:
+                find = (first if i == 0 else second).find
+                assert find is not None
+                found[i], beside = find(x, bool(wanted) and amax is None)
+                amax = beside if amax is None else amax
+            if look is not None and parts is not None:
+                amax = empty(*parts)
+                look(at, amax.data_ptr())
+            elif wanted and amax is None:
+                amax = amax_parts(x, e.dtype)
+            for i in wanted:
+                found[i] = amax
+            made = make(Job(x, (rows, cols), stats[:count], found[0], seed, e.offset, e.measure))
+            beside_it = make_beside(Job(x, (cols, rows), stats[count:], found[1], seed, e.offset, e.measure))
+            launch(at, *made.parameters, *beside_it.parameters, *tail)
+            return made.buffers, beside_it.buffers, (*made.measured, *beside_it.measured)
 
-def _found(
-    x: Tensor, sides: tuple[TileSide, TileSide], given: tuple[Sequence[Tensor | None], ...], measure: bool
-) -> list[Tensor | None]:
-    """What each side needs of the matrix before, all of it from one read if one can give it."""
-    need = [side.needs(stats, measure) for side, stats in zip(sides, given, strict=True)]
-    found: list[Tensor | None] = [None, None]
-    wants_amax = any(side.amax for side, needed in zip(sides, need, strict=True) if needed)
-    amax = None
-    for i, side in enumerate(sides):
-        if need[i] and side.find is not None:
-            found[i], beside = side.find(x, wants_amax and amax is None)
-            amax = beside if amax is None else amax
-    if wants_amax and amax is None:
-        amax = amax_parts(x, x.dtype)
-    return [amax if side.amax and needed else f for side, needed, f in zip(sides, need, found, strict=True)]
+        return encode
 
 
 @registry.cached

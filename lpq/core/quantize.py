@@ -121,6 +121,11 @@ def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, s
     return known
 
 
+def recalls(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> tuple[bool, ...]:
+    """For each statistic whether ``recall`` gives it."""
+    return tuple(bool(branch.state) for _, branch in _branches(quantizer, row, col) for _ in branch.stats)
+
+
 def remember(
     quantizer: Quantizer,
     state: State,

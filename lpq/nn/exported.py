@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from lpq.core.operators import define
+from lpq.core.operators import LIBRARY, define
 
 if TYPE_CHECKING:
-    from lpq.nn.linear import Plan
+    from lpq.nn.multiply import Call
 
 
 class _NoBackward:
@@ -29,16 +29,18 @@ class _NoBackward:
 
 
 def forward_of(multiply: Any) -> Callable[..., Tensor]:
-    """Forward of an autograd function, outside of it: autograd sees the operators, which refuse a gradient."""
+    """Forward of an autograd function, outside of it: autograd sees the operators, the last of which
+    refuses a gradient."""
     return partial(_forward, multiply)
 
 
-def _forward(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, *rest: Any) -> Tensor:
-    y: Tensor = multiply.forward(_NoBackward(), x, weight, bias, plan, *rest)
-    row, col = ([q.side(side).plain for q in (plan.x, plan.w, plan.dy)] for side in ("row", "col"))
-    if row[0] and row[1] and not all(row + col):  # y is a product of torch's, with a gradient of its own
-        return cast("Tensor", torch.ops.lpq.forward_only(y, x, weight))
-    return y
+def _forward(multiply: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    shapes, plan = call.shapes._replace(needs_dx=False, needs_dw=False), call.plan
+    y: Tensor = multiply.forward(_NoBackward(), x, weight, bias, call._replace(shapes=shapes))
+    sides = [q.side(direction) for q in (plan.x, plan.w, plan.dy) for direction in ("row", "col")]
+    if all(side.plain for side in sides):  # y is a product of torch's, with a gradient of its own
+        return y
+    return cast("Tensor", torch.ops.lpq.forward_only(y, x, weight))
 
 
 def _forward_only(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -49,4 +51,12 @@ def _forward_only_fake(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(y)
 
 
+def _refuse_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "no gradient flows through torch.ops.lpq.forward_only: backward is part of lpq.nn.Linear, and a module that "
+        "torch.export made has forward only. Train the module that was exported, or call this one under torch.no_grad()"
+    )
+
+
 define("forward_only(Tensor y, Tensor x, Tensor weight) -> Tensor", _forward_only, _forward_only_fake)
+torch.library.register_autograd("lpq::forward_only", _refuse_gradient, lib=LIBRARY)

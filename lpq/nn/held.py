@@ -10,15 +10,18 @@ from torch import Tensor
 from lpq.core.gathered import Gathered
 
 if TYPE_CHECKING:
-    from lpq.core import Quantizer, Storage
+    from collections.abc import Sequence
+
+    from lpq.core import Quantizer
 
 
 @dataclass(frozen=True, eq=False)
 class HeldWeight:
     """A weight encoded once for several passes."""
 
-    row: Storage
-    col: Storage
+    row: Sequence[Tensor]
+    col: Sequence[Tensor]
+    """The buffers of its operands."""
     weight: Tensor
     quantizer: Quantizer
     found: tuple[object, ...]

@@ -1,233 +1,56 @@
 """Linear: an ``nn.Linear`` whose three GEMMs multiply quantized operands.
 
-    fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
-
-Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
-the high-precision input. State that lives across steps is read in forward and moves in backward only, so that
-evaluation leaves it alone and activation checkpointing, which runs forward twice, computes the same numbers twice.
+fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from lpq import recipes, registry
-from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands, gemm, remember
-from lpq.core.derive import rounds_stochastically
-from lpq.core.exact import serves
-from lpq.core.quantize import as_matrix
-from lpq.core.quantizer import Direction
+from lpq.core import QuantizedTensor, Quantizer, encode_operands, remember
+from lpq.core.binding import on_device
+from lpq.core.given import unfit_bias
+from lpq.core.operators import ORDINARY, can_bypass_dispatcher
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
 from lpq.nn import recomputed
-from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
+from lpq.nn.accumulation import Accumulate, check_accumulation
 from lpq.nn.exported import forward_of
 from lpq.nn.held import HeldWeight, as_it_is
-from lpq.nn.memories import Memory, check_names, memories
+from lpq.nn.memories import check_names
+from lpq.nn.multiply import Call, Multiplication
+from lpq.nn.plan import Plan, Shapes, bind_few
 from lpq.nn.refusals import check, check_memories
 from lpq.nn.saved import Saved
+from lpq.ops.table import kernels_allowed
 from lpq.recipes.gemms import TENSORS
+from lpq.torch_private import is_exporting
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
     from lpq.nn.stages import Stages
     from lpq.recipes import Recipe, RecipeLike, Schedule
 
-DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 State = dict[str, Tensor]
-Product = tuple[Quantizer, Quantizer]
-"""What quantizes the two operands of a product."""
+MOST_CALLS = 16
+"""For how many kinds of passes a layer keeps what it bound."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What one layer does with its three tensors."""
-
-    x: Quantizer
-    w: Quantizer
-    dy: Quantizer
-    fast: tuple[bool, bool, bool]
-    """For fprop, dgrad and wgrad: whether a kernel may sum in less than fp32."""
-    stochastic: bool
-    """Whether anything is rounded with random bits."""
-    memories: tuple[Memory, ...]
-    """The buffers in which quantizers remember."""
-    fprop: Product | None = None
-    """The product, if one of its operands can be made for it without being encoded; dgrad and wgrad likewise."""
-    dgrad: Product | None = None
-    wgrad: Product | None = None
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Plan:
-        """The plan that a recipe makes. Gradients are summed exactly unless it says otherwise."""
-        fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
-        tensors = (recipe.x, recipe.w, recipe.dy)
-        stochastic = any(map(rounds_stochastically, tensors))
-        of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
-        asked = (fast[0] is not False, fast[1] is True, fast[2] is True)
-        return cls(*tensors, asked, stochastic, memories(recipe), *of)
-
-    def __post_init__(self) -> None:
-        for quantizer in (self.x, self.w, self.dy):
-            quantizer.ready()
-
-
-class _Multiply(torch.autograd.Function):
-    """The three GEMMs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        plan: Plan,
-        dtype: torch.dtype,
-        states: dict[str, State],
-        seeds: dict[str, Tensor],
-        held: HeldWeight | None,
-        measured: list[Tensor],
-        accumulate: Accumulate | None,
-    ) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        state_x, state_w = states.get("x"), states.get("w")
-        exact = plan.fprop is not None and serves(*plan.fprop, x), False
-        x_row, x_col, x_stats = encode_operands(
-            plan.x, x, col=needs_dw, state=state_x, seed=seeds.get("x"), exact=exact
-        )
-        w_col: Storage | None
-        w_stats: list[Tensor]
-        if held is not None:
-            w_row, w_col, w_stats = held.row, held.col, []
-        else:
-            w_row, w_col, w_stats = weight_operands(
-                plan.w, weight, col=needs_dx, state=state_w, seed=seeds.get("w"), exact=exact
-            )
-            w_stats = w_stats or measured
-        assert x_row is not None
-        y = gemm(x_row, w_row, bias=bias, dtype=dtype, fast_accumulate=plan.fast[0])
-        kept_x, kept_w = (x_col if needs_dw else None), (w_col if needs_dx else None)
-        tensors = [*_tensors(kept_x), *_tensors(kept_w), *x_stats, *w_stats]
-        seed, seen = seeds.get("dy"), recomputed.seen(states) if states else None
-        ctx.save_for_backward(*tensors, *[t for t in (seed, seen) if t is not None])
-        ctx.seen = seen.tolist() if seen is not None else None
-        ctx.plan, ctx.states = plan, states
-        ctx.kept_x, ctx.kept_w = _described(kept_x), _described(kept_w)
-        ctx.stats = len(x_stats), len(w_stats)
-        ctx.dtypes = x.dtype, weight.dtype, bias.dtype if bias is not None else None
-        ctx.accumulates = (weight, accumulate) if accumulate is not None else None
-        # Of its buffers autograd does not count what is written: that happens inside of operators.
-        watched = needs_dx and isinstance(weight, QuantizedTensor) and not torch.compiler.is_compiling()
-        ctx.stored = (weight, as_it_is(weight)) if watched else None
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
-                "Leave that out, or have the policy leave the layer in high precision"
-            )
-        if ctx.stored is not None and as_it_is(ctx.stored[0]) != ctx.stored[1]:
-            raise RuntimeError(
-                f"a weight of {[*ctx.stored[0].shape]} that is stored quantized was written to after forward, and "
-                "backward needs it as it was: write to it after backward"
-            )
-        plan: Plan = ctx.plan
-        saved = list(ctx.saved_tensors)
-        if ctx.seen is not None:
-            recomputed.compare(ctx.seen, saved.pop())
-        x_col, saved = _take(ctx.kept_x, saved)
-        w_col, saved = _take(ctx.kept_w, saved)
-        x_stats, w_stats = saved[: ctx.stats[0]], saved[ctx.stats[0] : sum(ctx.stats)]
-        seed = saved[sum(ctx.stats)] if len(saved) > sum(ctx.stats) else None
-        dx = dw = db = None
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        x_dtype, w_dtype, b_dtype = ctx.dtypes
-        if needs_dx or needs_dw:
-            state = ctx.states.get("dy")
-            exact = (
-                needs_dx and plan.dgrad is not None and serves(*plan.dgrad, dy),
-                needs_dw and plan.wgrad is not None and serves(*plan.wgrad, dy),
-            )
-            dy_row, dy_col, dy_stats = encode_operands(
-                plan.dy, dy, row=needs_dx, col=needs_dw, state=state, seed=seed, exact=exact
-            )
-            if needs_dx:
-                assert dy_row is not None
-                assert w_col is not None
-                dx = gemm(dy_row, w_col, dtype=x_dtype, fast_accumulate=plan.fast[1])
-            if needs_dw:
-                assert dy_col is not None
-                assert x_col is not None
-                sum_so_far = None
-                if ctx.accumulates is not None and is_summed(ctx.next_functions[1][0]):
-                    sum_so_far = sum_in_place(*ctx.accumulates)
-                w_dtype = w_dtype if sum_so_far is None else sum_so_far.dtype
-                dw = gemm(dy_col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2])
-                if sum_so_far is not None:
-                    sum_so_far.add_(dw)
-                    dw = None
-            if state is not None:
-                remember(plan.dy, state, dy_stats, row=needs_dx, col=needs_dw)
-            if "x" in ctx.states:
-                remember(plan.x, ctx.states["x"], x_stats, col=needs_dw)
-            if "w" in ctx.states and w_stats:
-                remember(plan.w, ctx.states["w"], w_stats, col=needs_dx)
-        if needs_db:
-            db = dy.sum(0).to(b_dtype)
-        return dx, dw, db, None, None, None, None, None, None, None
-
-
-def _made_exactly(side: Quantizer) -> bool:
-    """Whether the format has kernels, for any hardware, that make an operand for a product without encoding it."""
-    return bool(registry.kernels("exact_tile", (registry.format_of(type(side)).name,)))
-
-
-def weight_operands(
-    quantizer: Quantizer,
-    weight: Tensor,
-    *,
-    col: bool = True,
-    state: State | None = None,
-    seed: Tensor | None = None,
-    exact: tuple[bool, bool] = (False, False),
-) -> tuple[Storage, Storage | None, list[Tensor]]:
-    """The operands of a weight, which may be stored quantized already. ``exact`` as for ``encode_operands``."""
-    if isinstance(weight, QuantizedTensor):
-        stored = [_stored_operand(quantizer, weight, d) for d in (DIRECTIONS if col else DIRECTIONS[:1])]
-        return stored[0], stored[1] if col else None, []
-    operands = encode_operands(quantizer, weight, col=col, state=state, seed=seed, exact=exact)
-    assert operands.row is not None
-    return operands.row, operands.col, operands.measured
-
-
-def _stored_operand(quantizer: Quantizer, weight: QuantizedTensor, direction: Direction) -> Storage:
-    side = quantizer.side(direction)
-    rows, cols = weight.shape
-    shape = (rows, cols) if direction == "row" else (cols, rows)
-    tensors = operand_tensors(weight, direction, side.text)
-    return side.storage.wrap(tensors, side, shape, weight.dtype)
-
-
-def _tensors(operand: Storage | None) -> list[Tensor]:
-    return operand.tensors() if operand is not None else []
-
-
-def _described(operand: Storage | None) -> tuple[Quantizer, tuple[int, int], torch.dtype] | None:
-    return (operand.quantizer, operand.shape, operand.dtype) if operand is not None else None
-
-
-def _take(described: Any, saved: list[Tensor]) -> tuple[Storage | None, list[Tensor]]:
-    if described is None:
-        return None, saved
-    quantizer, shape, dtype = described
-    count = len(quantizer.layout)
-    return quantizer.storage.wrap(saved[:count], quantizer, shape, dtype), saved[count:]
+def _operands(
+    plan: Plan, weight: Tensor, held: HeldWeight | None, col: bool
+) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+    """The buffers of the operands of a weight that is encoded already; None of another."""
+    if held is not None:
+        return held.row, held.col if col else ()
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    row = operand_tensors(weight, "row", plan.w.side("row").text)
+    return row, operand_tensors(weight, "col", plan.w.side("col").text) if col else ()
 
 
 class Layer(Saved):
@@ -249,6 +72,8 @@ class Layer(Saved):
     _recipe: Recipe | None
     _plan: Plan | None
     _held: HeldWeight | None
+    _calls: tuple[object, dict[object, Call]]
+    """What was bound, by what it depends on; and the epoch of the registry in which it was."""
     schedule: Schedule | None
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     stages: Stages | None
@@ -263,6 +88,7 @@ class Layer(Saved):
     def begin(self) -> None:
         """Have what a layer has, and no recipe yet."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
+        self._calls = None, {}
         self.gathering, self.accumulate, self.stages, self.place = None, None, None, ""
 
     # ------------------------------------------------------------------------------ the recipe
@@ -283,7 +109,7 @@ class Layer(Saved):
             check_names(self, recipe, self.memories(), self.title)
         for name in self.memories():
             delattr(self, name)
-        self._recipe, self._plan = recipe, plan
+        self._recipe, self._plan, self._calls = recipe, plan, (None, {})
         if self.gathering is not None:
             self.gathering.alike = False
         for tensor in TENSORS if plan is not None else ():
@@ -298,7 +124,8 @@ class Layer(Saved):
         return states
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None, "stages": None}  # nobody would release a copy's, or step it
+        # Nobody would release what a copy holds, or step it.
+        return {**self.__dict__, "_held": None, "stages": None, "_calls": (None, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or of what is loaded from a pickle."""
@@ -316,34 +143,96 @@ class Layer(Saved):
     def forward(self, input: Tensor) -> Tensor:
         if self.stages is not None:
             self.stages.check(self)
-        if self._plan is None:
+        plan = self._plan
+        if plan is None:
             return super().forward(input)  # type: ignore[no-any-return]  # of the class beside this one
-        weight: Tensor = self.weight.t() if self.transposed else self.weight
-        check(self, input, weight)
-        x = as_matrix(input)
+        weight: Tensor | None = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight  # which a hook computes, or a parametrization
+        if self.transposed:
+            weight = weight.t()
+        if type(input) in ORDINARY and not torch._C._is_any_autocast_enabled():
+            return self._multiply(plan, input, weight, input.dtype)
+        if not isinstance(input, Tensor):
+            check(self, input, weight)
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             with torch.autocast(device, enabled=False):  # it has no more to say, and would slow every operation
-                return self._multiply(input, x, weight, dtype)
-        return self._multiply(input, x, weight, input.dtype)
+                return self._multiply(plan, input, weight, dtype)
+        return self._multiply(plan, input, weight, input.dtype)
 
-    def _multiply(self, input: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        assert self._plan is not None
-        seeds = {}
-        if self._plan.stochastic:
-            seeds = dict(zip(TENSORS, draw_seeds(x, weight, len(TENSORS)).unbind(), strict=True))
+    def _multiply(self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        held, bias = self.held_weight() if self._held is not None else None, self.bias
+        ordinary = type(weight) in ORDINARY or isinstance(weight, QuantizedTensor)
+        if ordinary and can_bypass_dispatcher(input):
+            call = self._bound(plan, input, weight, bias, dtype, held is not None)
+        else:
+            check(self, input, weight)
+            call = Call(plan, self._shapes(input, weight, dtype, held is not None), None)
+        if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
+            call = self._with_all(call, input, weight, held)
+        multiply: Any = forward_of(Multiplication) if is_exporting() else Multiplication.apply
+        with on_device(call.shapes.device):
+            y: Tensor = multiply(input, weight, bias, call)
+        return y
+
+    def _bound(
+        self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool
+    ) -> Call:
+        """The plan bound to what the dispatcher need not look at; checked and made when such a pass comes first."""
+        grad = torch.is_grad_enabled()
+        try:
+            key = (
+                input.shape, input.dtype, input.layout, input.device, weight.shape, weight.dtype, weight.device,
+                None if bias is None else (bias.shape, bias.dtype, bias.device), dtype,
+                grad and input.requires_grad, grad and weight.requires_grad, type(weight), held, kernels_allowed(),
+            )  # fmt: skip
+        except (AttributeError, RuntimeError):  # it has no shape
+            check(self, input, weight)
+            raise
+        epoch, calls = self._calls
+        if epoch is not registry.epoch():
+            calls = {}
+            self._calls = registry.epoch(), calls
+        call = calls.get(key)
+        if call is None:
+            check(self, input, weight)
+            if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
+                raise unfit_bias(bias, self.out_features, input.device)
+            shapes = self._shapes(input, weight, dtype, held)
+            if len(calls) >= MOST_CALLS:
+                del calls[next(iter(calls))]
+            with on_device(shapes.device):
+                call = calls[key] = Call(plan, shapes, bind_few(plan, shapes))
+        return call
+
+    def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool) -> Shapes:
+        grad = torch.is_grad_enabled()
+        features, outputs = input.shape[-1], weight.shape[0]
+        rows = 1
+        for size in input.shape[:-1]:
+            rows *= size
+        return Shapes(
+            rows, features, outputs, input.dtype, weight.dtype, dtype, weight.dtype, input.device,
+            grad and input.requires_grad, grad and weight.requires_grad, held or isinstance(weight, QuantizedTensor),
+        )  # fmt: skip
+
+    def _with_all(self, call: Call, input: Tensor, weight: Tensor, held: HeldWeight | None) -> Call:
+        """The same, with what a pass is given anew: seeds, states, the operands of the weight."""
+        plan, shapes, step = call[:3]
+        if self.accumulate is not None:
+            check_accumulation(self, weight)
+        seeds: dict[str, Tensor] = {}
+        if plan.stochastic:
+            seeds = dict(zip(TENSORS, draw_seeds(input, weight, len(TENSORS)).unbind(), strict=True))
         states = self._states()
         if states:
             check_memories(self, states)
             recomputed.check(self, states)
         measured = self._gathered("w" in states)
-        multiply: Any = forward_of(_Multiply) if torch.compiler.is_exporting() else _Multiply.apply
-        y: Tensor = multiply(
-            x, weight, self.bias, self._plan, dtype, states, seeds, self.held_weight(), measured, self.accumulate
-        )
-        # Not a view to autograd: what a module returns may be changed in place.
-        return y if input.dim() == 2 else torch.ops.aten._unsafe_view(y, (*input.shape[:-1], self.out_features))
+        operands = _operands(plan, weight, held, shapes.needs_dx)
+        return Call(plan, shapes, step, states, seeds, operands, measured, self.accumulate)
 
     # ------------------------------------------------------------------------------ being sharded
 
@@ -390,12 +279,16 @@ class Layer(Saved):
         state = self._states().get("w")
         with torch.no_grad():
             weight: Tensor = self.weight.t() if self.transposed else self.weight
-            row, col, stats = weight_operands(self._plan.w, weight, state=state)
-            if state is not None and stats:  # of one that is stored quantized nothing is measured
-                remember(self._plan.w, state, stats)
-        assert col is not None
+            given = _operands(self._plan, self.weight, None, col=True)
+            if given is None:
+                row, col, stats = encode_operands(self._plan.w, weight, state=state)
+                assert row is not None
+                assert col is not None
+                given = row.tensors(), col.tensors()
+                if state is not None:
+                    remember(self._plan.w, state, stats)
         found, memory = as_it_is(self.weight), self.weight.detach()
-        self._held = HeldWeight(row, col, self.weight, self._plan.w, found, memory)
+        self._held = HeldWeight(*given, self.weight, self._plan.w, found, memory)
 
     def release_weight(self) -> None:
         self._held = None

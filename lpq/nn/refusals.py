@@ -13,7 +13,6 @@ from lpq.core.gathered import Gathered
 from lpq.core.operators import once_when_traced
 from lpq.core.quantize import DTYPES
 from lpq.core.refusals import REMEDY
-from lpq.nn.accumulation import check_accumulation
 
 if TYPE_CHECKING:
     from lpq.nn.linear import Layer
@@ -51,8 +50,6 @@ def check(layer: Layer, input: Tensor, weight: Tensor) -> None:
             f"{layer.title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: "
             "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
         )
-    if layer.accumulate is not None:
-        check_accumulation(layer, weight)
     if layer.gathering is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
         _check_prepared(layer)
 

@@ -10,13 +10,15 @@ import ctypes
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_void_p
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lpq.ops.errors import KernelError
+from lpq.ops.fresh import allocator, fresh
 
 BF16, FP32 = 14, 0
 TYPES = {torch.bfloat16: BF16, torch.float32: FP32}
@@ -53,31 +55,42 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def multiply(left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``scalars[0] · left @ rightᵀ + bias`` as bf16 or fp32. ``scalars[1]`` is 0, and the bias is of ``dtype``."""
-    rows, cols = left.shape[0], right.shape[0]
-    out = left.new_empty((rows, cols), dtype=dtype)
-    index = left.get_device()
-    ends = left.data_ptr() | right.data_ptr() | ALIGNED
-    plan = _plan(index, rows, cols, left.shape[1], dtype, bias is not None, ends & -ends)
-    workspace = left.new_empty(plan.workspace, dtype=torch.uint8)
-    if torch._C._cuda_getDevice() == index:
-        plan.run(left, right, scalars, bias, out, workspace)
-    else:
-        with torch.cuda.device(index):
-            plan.run(left, right, scalars, bias, out, workspace)
-    return out
+def bind(
+    device: torch.device, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, *, dispatched: bool = False
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """What multiplies matrices of these sizes: ``scalars[0] · left @ rightᵀ + bias`` of ``left``, ``right``,
+    ``scalars`` and the bias, as bf16 or fp32. ``scalars[1]`` is 0, and the bias is of ``dtype``. The device is the
+    current one; ``dispatched`` as for ``allocator``."""
+    index, empty = device.index or 0, allocator(device, dispatched=dispatched)
+    of, out_of = (index, rows, cols, inner, dtype, bias), fresh((rows, cols), dtype)
+    usual = _plan(*of, ALIGNED)
+
+    def multiply(left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None) -> Tensor:
+        first, second = left.data_ptr(), right.data_ptr()
+        ends = first | second | ALIGNED
+        plan = usual if ends & -ends == ALIGNED else _plan(*of, ends & -ends)
+        out = empty(*out_of)
+        workspace = empty((plan.workspace,), (1,), torch.uint8)
+        plan.run(
+            first, second, scalars.data_ptr(), bias.data_ptr() if bias is not None else None, out.data_ptr(),
+            workspace.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    return multiply
 
 
 class _Plan:
     """A product of some sizes. To cuBLASLt matrices are column after column, so it makes ``outᵀ = right @ leftᵀ``."""
 
     def __init__(
-        self, handle: c_void_p, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, aligned: int
+        self, index: int, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, aligned: int
     ) -> None:
         """Both operands are ``aligned`` to so many bytes, a power of two up to ``ALIGNED``."""
         self._lock = threading.Lock()
-        self._handle = handle
+        self._index, self._handle = index, _handle(index)
+        handle = self._handle
+        self._matmul = _matmul()
         self._made: list[tuple[str, c_void_p]] = []
         weakref.finalize(self, _destroy, self._made).atexit = False
         self._description = self._make("MatmulDesc", COMPUTE_FP32, FP32)
@@ -105,21 +118,21 @@ class _Plan:
                 f"cuBLASLt has no product of {rows}x{inner} and {cols}x{inner} in bf16, aligned to {aligned} bytes"
             )
         self.workspace = self._heuristic.workspace
+        self._algorithm = ctypes.addressof(self._heuristic)
 
-    def run(
-        self, left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None, out: Tensor, workspace: Tensor
-    ) -> None:
+    def run(self, left: int, right: int, alpha: int, bias: int | None, out: int, workspace: int) -> None:
+        """Multiply what lies at these addresses. ``alpha`` is that of the factor, after which a zero lies."""
         first, second, result = self._layouts
-        stream = torch._C._cuda_getCurrentRawStream(left.get_device())
-        alpha, to = scalars.data_ptr(), out.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
         with self._lock:
             if bias is not None:
-                self._set("MatmulDesc", self._description, BIAS, c_void_p(bias.data_ptr()))
-            _call(
-                "Matmul", self._handle, self._description, c_void_p(alpha), c_void_p(right.data_ptr()), first,
-                c_void_p(left.data_ptr()), second, c_void_p(alpha + 4), c_void_p(to), result, c_void_p(to), result,
-                byref(self._heuristic), c_void_p(workspace.data_ptr()), c_size_t(workspace.numel()), c_void_p(stream),
+                self._set("MatmulDesc", self._description, BIAS, c_void_p(bias))
+            status = self._matmul(
+                self._handle, self._description, alpha, right, first, left, second, alpha + 4, out, result, out,
+                result, self._algorithm, workspace, self.workspace, stream,
             )  # fmt: skip
+        if status:
+            raise KernelError(f"cublasLtMatmul failed with status {status}")
 
     def _matrix(self, dtype: int, rows: int, cols: int) -> c_void_p:
         """A matrix whose columns lie one after the other."""
@@ -144,7 +157,15 @@ def _destroy(made: list[tuple[str, c_void_p]]) -> None:
 @functools.lru_cache(maxsize=1024)
 def _plan(index: int, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, aligned: int) -> _Plan:
     with torch.cuda.device(index):
-        return _Plan(_handle(index), rows, cols, inner, dtype, bias, aligned)
+        return _Plan(index, rows, cols, inner, dtype, bias, aligned)
+
+
+@functools.cache
+def _matmul() -> Callable[..., int]:
+    """The product itself, which takes addresses as they are."""
+    call: Any = library().cublasLtMatmul  # type: ignore[union-attr]
+    call.argtypes, call.restype = [*[c_void_p] * 14, c_size_t, c_void_p], c_int
+    return cast("Callable[..., int]", call)
 
 
 @functools.cache

@@ -21,10 +21,12 @@ made ``ready``.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -92,6 +94,16 @@ class CudaKernel:
             with torch.cuda.device(device):
                 self._run(loaded, how, device)
 
+    def bind(self, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
+        """A launch of so many blocks, decided once: a call of it with the arguments is all that is left to do.
+
+        The kernel is compiled and loaded here.
+        """
+        if blocks == 0:
+            return lambda *arguments: None
+        loaded = self._loaded.get((device, macros)) or self._load(device, macros)
+        return Launch(self, loaded, device, blocks)
+
     def ready(self, device: int, macros: tuple[str, ...] = ()) -> None:
         """Compile and load it now, for launches that a CUDA graph will record."""
         if (device, macros) not in self._loaded:
@@ -125,21 +137,64 @@ class CudaKernel:
             Device(device).set_current()
             code = ObjectCode.from_cubin(cubin(self.source, macros, architecture(device)))
             overlaps = self.waits and torch.cuda.get_device_capability(device) >= HOPPER
-            how = _How(self._slots.size, self._places, self.threads, self.shared, overlaps)
-            loaded = _Loaded(code.get_kernel(self.name), how)
+            loaded = _Loaded(code.get_kernel(self.name), self, overlaps)
             loaded.allow_shared(self.shared, device)
         return self._loaded.setdefault((device, macros), loaded)  # one for all threads: code may go with its object
+
+
+class Launch:
+    """A launch that is the same each time, but for its arguments. Threads take turns."""
+
+    def __init__(self, kernel: CudaKernel, loaded: _Loaded, device: int, blocks: int) -> None:
+        self._title = f"{kernel.source.name}: launching {kernel.name} with {blocks} blocks of {kernel.threads} threads"
+        how = _How(kernel, loaded.overlaps)
+        how.config.gridDimX = blocks
+        self._loaded, self._how, self._device = loaded, how, device
+        self._pack, self._bytes = kernel._slots.pack_into, how.arguments.bytes
+        self._run = functools.partial(_driver_launch(), how.config.getPtr(), int(loaded.function))
+        self._pointers = how.arguments.pointers
+        self._turn = threading.Lock()
+
+    def __call__(self, *arguments: float) -> None:
+        """Launch it on the current stream of its device. Pointers are integers."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(*arguments)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        with self._turn:
+            self._pack(self._bytes, 0, *arguments)
+            if stream != self._how.stream:
+                self._how.config.hStream = self._how.stream = stream
+            status = self._run(self._pointers, None)
+            if status == NO_CONTEXT:  # torch has not used the device in this thread yet
+                from cuda.core import Device
+
+                Device(self._device).set_current()
+                status = self._run(self._pointers, None)
+        if status != SUCCESS:
+            raise KernelError(f"{self._title} failed: CUDA error {status}")
+        return None
+
+
+@functools.cache
+def _driver_launch() -> Callable[..., int]:
+    """The driver's own launch. Called so it takes the host a third of what the bindings take, which look at each
+    argument."""
+    call: Any = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    call.argtypes, call.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return cast("Callable[..., int]", call)
 
 
 class _Loaded:
     """A kernel on a device, ready to be launched by the driver's own call, which is told how beforehand."""
 
-    def __init__(self, kernel: Any, how: _How) -> None:
+    def __init__(self, kernel: Any, of: CudaKernel, overlaps: bool) -> None:
         from cuda.bindings import driver
 
         self.kernel = kernel  # keeps the code loaded
         self.function = driver.CUfunction(int(kernel.handle))
-        self.how = how
+        self.overlaps = overlaps
+        self.how = _HowInThread(of, overlaps)
         self.launch = driver.cuLaunchKernelEx
 
     def allow_shared(self, size: int, device: int) -> None:
@@ -152,23 +207,27 @@ class _Loaded:
             raise KernelError(f"{size} bytes of shared memory for a block are more than this GPU has: {status!r}")
 
 
-class _How(threading.local):
-    """How a kernel is launched, for each thread its own: all that stays the same is filled in once."""
+class _How:
+    """How a kernel is launched: all that stays the same is filled in once."""
 
-    def __init__(self, size: int, places: tuple[int, ...], threads: int, shared: int, overlaps: bool) -> None:
+    def __init__(self, of: CudaKernel, overlaps: bool) -> None:
         from cuda.bindings import driver
 
-        self.arguments = _Arguments(size, places)
+        self.arguments = _Arguments(of._slots.size, of._places)
         self.stream = 0
         self.config = driver.CUlaunchConfig()
         self.config.gridDimY = self.config.gridDimZ = 1
-        self.config.blockDimX, self.config.blockDimY, self.config.blockDimZ = threads, 1, 1
-        self.config.sharedMemBytes = shared
+        self.config.blockDimX, self.config.blockDimY, self.config.blockDimZ = of.threads, 1, 1
+        self.config.sharedMemBytes = of.shared
         if overlaps:
             overlap = driver.CUlaunchAttribute()
             overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             overlap.value.programmaticStreamSerializationAllowed = 1
             self.config.attrs, self.config.numAttrs = [overlap], 1
+
+
+class _HowInThread(threading.local, _How):
+    """The same for each thread of its own."""
 
 
 class _Arguments:

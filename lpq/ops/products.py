@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lpq.ops import cublaslt
 from lpq.ops.cuda import CudaKernel
-from lpq.ops.tiles import pointer
+from lpq.ops.fresh import allocator
 
 SCALARS = CudaKernel("common/alpha.cu", "alpha_beta", "PPfP", threads=1, waits=True)
 BIASED = 8
@@ -53,23 +55,39 @@ def scaled_product(
     return torch.mul(made, factor, out=out) if bias is None else torch.addcmul(bias.float(), made, factor, out=out)
 
 
-def product_with_alpha(
-    left: Tensor,
-    right: Tensor,
-    of_left: Tensor | None,
-    of_right: Tensor | None,
-    constant: float,
-    bias: Tensor | None,
+def bind_product_with_alpha(
+    device: torch.device,
+    rows: int,
+    cols: int,
+    inner: int,
+    bias: bool,
     dtype: torch.dtype,
-) -> Tensor:
-    """``scaled_product`` for factors of whole matrices: the sums are scaled before they are written."""
-    scalars = left.new_empty(2, dtype=torch.float32)
-    SCALARS.launch(left.get_device(), (), 1, pointer(of_left), pointer(of_right), constant, scalars.data_ptr())
-    if dtype == torch.bfloat16 and (bias is None or not any(size % BIASED for size in right.shape)):
-        bias = _aligned(bias.to(dtype)) if bias is not None else None
-        return cublaslt.multiply(left, right, scalars, bias, dtype)
-    out = cublaslt.multiply(left, right, scalars, None, torch.float32)
-    return (out if bias is None else out.add_(bias)).to(dtype)
+    dispatched: bool,
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None], Tensor]:
+    """``scaled_product`` of matrices ``[rows, inner]`` and ``[cols, inner]`` for factors of whole matrices: the sums
+    are scaled before they are written. The device is the current one."""
+    empty = allocator(device)
+    find = SCALARS.bind(device.index or 0, (), 1)
+    inside = dtype == torch.bfloat16 and not (bias and (cols % BIASED or inner % BIASED))
+    multiply = cublaslt.bind(
+        device, rows, cols, inner, dtype if inside else torch.float32, bias and inside, dispatched=dispatched
+    )
+
+    def run(
+        left: Tensor, right: Tensor, of_left: Tensor | None, of_right: Tensor | None, constant: float,
+        bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        scalars = empty((2,), (1,), torch.float32)
+        find(
+            of_left.data_ptr() if of_left is not None else 0, of_right.data_ptr() if of_right is not None else 0,
+            constant, scalars.data_ptr(),
+        )  # fmt: skip
+        if inside:
+            return multiply(left, right, scalars, _aligned(bias.to(dtype)) if bias is not None else None)
+        out = multiply(left, right, scalars, None)
+        return (out if bias is None else out.add_(bias)).to(dtype)
+
+    return run
 
 
 def _aligned(bias: Tensor) -> Tensor:

@@ -27,14 +27,15 @@ BACKENDS = ("reference", *registry.BACKENDS)
 ENVIRONMENT = "LPQ_KERNELS"
 ANY_PAIR = (
     KernelSpec(
-        op="gemm", impl="lpq.core.exact:gemm_with_alpha", why_not="lpq.core.exact:why_not_alpha",
-        backend="cuda", min_sm=80, requires=("cuda.core",),
+        op="gemm", impl="lpq.core.exact:gemm_with_alpha", bind="lpq.core.exact:bind_with_alpha",
+        why_not="lpq.core.exact:why_not_alpha", backend="cuda", min_sm=80, requires=("cuda.core",),
     ),
     KernelSpec(
-        op="gemm", impl="lpq.core.exact:gemm", why_not="lpq.core.exact:why_not", backend="torch", min_sm=80,
+        op="gemm", impl="lpq.core.exact:gemm", bind="lpq.core.exact:bind", why_not="lpq.core.exact:why_not",
+        backend="torch", min_sm=80,
     ),
     KernelSpec(
-        op="quantize", impl="lpq.core.pairs:quantize", why_not="lpq.core.pairs:why_not",
+        op="quantize", impl="lpq.core.pairs:quantize", bind="lpq.core.pairs:bind", why_not="lpq.core.pairs:why_not",
         backend="cuda", min_sm=80, requires=("cuda.core",), priority=15,
     ),
 )  # fmt: skip
@@ -56,6 +57,8 @@ class Choice:
     """The kernel's callable; None: the reference."""
     rejected: tuple[tuple[KernelSpec, str], ...]
     """The kernels that would have been preferred, and why each cannot run here."""
+    bind: Callable[..., Callable[..., Any] | None] | None = None
+    """What binds the kernel to a shape, if it does that."""
     broken: tuple[KernelSpec, ...] = ()
     """Those of them that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
 
@@ -75,15 +78,18 @@ class Choice:
 
 def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
     """What serves ``op`` for operands of these quantizers (as strings) on this device."""
-    # os.environ.get takes 30 times as long, and a layer's step asks 16 times.
-    forced = os.environ._data.get(_KEY)  # type: ignore[attr-defined]
     index = device.index
     if index is None and device.type == "cuda":  # it means the current one, which may be another the next time
         index = torch.cuda.current_device()
-    return _choose(op, operands, device.type, index, forced)
+    return _choose(op, operands, device.type, index, kernels_allowed())
 
 
 _KEY = os.environ.encodekey(ENVIRONMENT)
+
+
+def kernels_allowed() -> Any:
+    """What ``LPQ_KERNELS`` is, to be compared with what it was."""
+    return os.environ._data.get(_KEY)  # type: ignore[attr-defined]  # os.environ.get takes 30 times as long
 
 
 @registry.cached
@@ -103,8 +109,9 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
             try:
                 reason = _refusal(kernel, quantizers, where)
                 if reason is None:
-                    impl = _implementation(kernel)
-                    return Choice(kernel.backend, kernel, impl, tuple(rejected), tuple(broken))
+                    impl = _implementation(kernel.impl)
+                    bind = _implementation(kernel.bind) if kernel.bind is not None else None
+                    return Choice(kernel.backend, kernel, impl, tuple(rejected), bind, tuple(broken))
             except Exception as error:  # what a kernel does wrong must not take its format away
                 reason = _fault(kernel, error)
                 broken.append(kernel)
@@ -115,7 +122,7 @@ def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, 
             f"{ENVIRONMENT}={forced} leaves no kernel for {op} of {' and '.join(operands)} on {device}:{reasons}\n"
             f"Allow the reference as well: {ENVIRONMENT}={forced},reference"
         )
-    return Choice("reference", None, None, tuple(rejected), tuple(broken))
+    return Choice("reference", None, None, tuple(rejected), broken=tuple(broken))
 
 
 def _candidates(op: str, formats: tuple[str, ...], count: int) -> list[KernelSpec]:
@@ -192,10 +199,10 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def _implementation(kernel: KernelSpec) -> Callable[..., Any]:
-    impl = registry.resolve(kernel.impl)
+def _implementation(string: str) -> Callable[..., Any]:
+    impl = registry.resolve(string)
     if not callable(impl):
-        raise KernelError(f"{kernel.impl!r} is {impl!r}, which cannot be called")
+        raise KernelError(f"{string!r} is {impl!r}, which cannot be called")
     found: Callable[..., Any] = impl
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from lpq.ops.cuda import CudaKernel
+from lpq.ops.fresh import Fresh, fresh
+
+Launch = Callable[..., None]
 
 
 class Shape(NamedTuple):
@@ -91,7 +94,12 @@ def covering(shape: Shape, whole: bool) -> tuple[str, ...]:
 
 def is_whole(x: Tensor, rows: int, cols: int, shape: Shape) -> bool:
     """Whether tiles cover a matrix exactly, and all lines of an operand of it begin at multiples of 16 bytes."""
-    return not (rows % shape.tall or cols % shape.wide or x.data_ptr() % 16)
+    return divides(rows, cols, shape) and x.data_ptr() % 16 == 0
+
+
+def divides(rows: int, cols: int, shape: Shape) -> bool:
+    """Whether tiles cover a matrix exactly."""
+    return not (rows % shape.tall or cols % shape.wide)
 
 
 def tiles(rows: int, cols: int, shape: Shape) -> int:
@@ -100,15 +108,20 @@ def tiles(rows: int, cols: int, shape: Shape) -> int:
 
 
 def broad(x: Tensor, dtype: torch.dtype, shape: Shape) -> Shape:
-    """Tiles as tall, and broad where that pays: in a large matrix of 16-bit numbers that they cover exactly.
+    """``broadened`` tiles for a matrix that is rounded to ``dtype``."""
+    aligned = x.data_ptr() % 16 == 0
+    return broadened(x.shape[0], x.shape[1], x.dtype, shape) if aligned and x.dtype is dtype else shape
+
+
+def broadened(rows: int, cols: int, dtype: torch.dtype, shape: Shape) -> Shape:
+    """Tiles as tall, and broad where that pays: in a large aligned matrix of 16-bit numbers that they cover exactly.
 
     A block of 1024 threads, which a multiprocessor has to itself, must not need more than 64 registers for each.
     """
     many = 2 * MANY_TILES if shape == TALL else MANY_TILES
-    if x.numel() < many * shape.tall * BROAD or x.dtype is not dtype or x.element_size() != 2:
-        return shape
-    (rows, cols), wanted = x.shape, Shape(shape.tall, BROAD)
-    return wanted if is_whole(x, rows, cols, wanted) else shape
+    wanted = Shape(shape.tall, BROAD)
+    pays = rows * cols >= many * shape.tall * BROAD and dtype.itemsize == 2 and divides(rows, cols, wanted)
+    return wanted if pays else shape
 
 
 def at_once(blocks: int, each: int, device: int) -> int:
@@ -123,12 +136,11 @@ def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def flat(x: Tensor) -> tuple[int, int]:
+def flat(rows: int, cols: int) -> tuple[int, int]:
     """Rows and columns of the matrix for a kernel that encodes it along its rows, in blocks that divide a tile.
 
     A matrix whose rows are whole tiles wide is one of rows of one tile, which is read and written in one piece.
     """
-    rows, cols = x.shape
     return (rows * cols // UNIT, UNIT) if cols % UNIT == 0 else (rows, cols)
 
 
@@ -161,6 +173,14 @@ def amax_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = x.new_empty((parts,), dtype=torch.float32)
     PARTS.launch(x.get_device(), reading(x.dtype, dtype), parts, x.data_ptr(), count, out.data_ptr())
     return out
+
+
+def bind_amax_parts(held: torch.dtype, dtype: torch.dtype, count: int, device: torch.device) -> tuple[Fresh, Launch]:
+    """``amax_parts`` of a matrix of ``count`` elements: the memory for the parts, and the launch that finds them,
+    of the addresses of the matrix and of that memory."""
+    parts = at_once(max(-(-count // PER_PART), 1), PARTS_AT_ONCE, device.index or 0)
+    launch = PARTS.bind(device.index or 0, reading(held, dtype), parts)
+    return fresh((parts,), torch.float32), lambda at, to: launch(at, count, to)
 
 
 def amax_finish(parts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from lpq.registry.errors import LpqError, PluginError
 from lpq.registry.grammar import split_items
 from lpq.registry.hookspecs import hookimpl
 from lpq.registry.loader import PluginInfo, resolve
-from lpq.registry.lookup import cached, default, refresh
+from lpq.registry.lookup import cached, cached_few, default, epoch, refresh
 from lpq.registry.quantizers import format_of, quantizer, spec_string
 from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, RecipeSpec
 
@@ -28,7 +28,9 @@ __all__ = [
     "RecipeSpec",
     "at_fault",
     "cached",
+    "cached_few",
     "convert_module",
+    "epoch",
     "format",
     "format_of",
     "formats",

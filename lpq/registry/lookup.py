@@ -263,8 +263,10 @@ def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> 
 
 
 _MAKING = threading.RLock()
-_REMEMBERED: dict[object, Callable[..., Any]] = {}
-"""The functions that are ``cached``, each with what it found."""
+_REMEMBERED: dict[object, Any] = {}
+"""The functions that are ``cached``, each with what it found; and the ``epoch``."""
+FEW = 512
+"""How many answers of a function are kept that has one for each shape."""
 
 
 @functools.cache
@@ -291,13 +293,27 @@ def refresh() -> None:
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
     """``functools.cache`` for what is derived from the registry: it is forgotten when the plugins change."""
+    return _forgotten(function, None)
 
+
+def cached_few(function: Callable[P, T]) -> Callable[P, T]:
+    """The same for what there is for each shape: only what was asked for last is kept."""
+    return _forgotten(function, FEW)
+
+
+def _forgotten(function: Callable[P, T], most: int | None) -> Callable[P, T]:
     @functools.wraps(function)
     def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
         found = _REMEMBERED.get(function)
         if found is None:
-            found = _REMEMBERED[function] = functools.cache(function)
+            found = _REMEMBERED[function] = functools.lru_cache(most)(function)
         result: T = found(*args, **kwargs)  # type: ignore[arg-type]
         return result
 
     return remembered
+
+
+def epoch() -> object:
+    """Another object as soon as what is derived from the registry is forgotten."""
+    found = _REMEMBERED.get(epoch)
+    return _REMEMBERED.setdefault(epoch, object()) if found is None else found

@@ -36,6 +36,11 @@ class KernelSpec:
     """Import string of the callable. It has the signature of the operation's reference; for ``cast`` it is
     ``f(side) -> lpq.ops.fragments.CastKernels``, for ``tile`` and ``exact_tile``
     ``f(side, direction) -> lpq.core.pairs.TileSide``."""
+    bind: str | None = None
+    """Import string of what decides once for a shape what is the same at each call. For ``quantize``:
+    ``f(lpq.core.binding.Encoding) -> Encode | None``; for ``gemm``: ``f(lpq.core.binding.Product) -> Multiply | None``;
+    for ``exact``: ``f(lpq.core.binding.Operand, device) -> f(buffers) -> Exact | None``. A layer calls what it returns
+    in place of ``impl``. None: it calls ``impl``, or the reference where there is a ``bind`` that returns None."""
     backend: str
     """What runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lpq
 from lpq.core import exact, operations, pairs
+from lpq.core.binding import unbound
 from lpq.core.multiplicand import Exact, Multiplicand, operand_of
 from lpq.core.pairs import Job, Made, TileSide
+from lpq.nn.plan import Shapes, bind, through_dispatcher
 from lpq.ops import choose, cuda, table, tiles
 from lpq.ops.cuda import CudaKernel
 from lpq.registry import FormatSpec, KernelSpec, hookimpl, refresh, register
@@ -47,7 +48,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[str, 
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def bind(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
+        return lambda *arguments: launch(self, device, macros, blocks, *arguments)
+
     monkeypatch.setattr(CudaKernel, "launch", launch)
+    monkeypatch.setattr(CudaKernel, "bind", bind)
     refresh()
     yield launched
     refresh()
@@ -116,7 +122,7 @@ def test_it_returns_what_the_operation_returns(row: str, gpu: list[Any]) -> None
         for stats, measure in itertools.product(([], others, [None] * len(others)), (False, True)):
             expected = operations.quantize_reference(x, stats, *sides, seed, 0, measure)
             gpu.clear()
-            got = pair.quantize(x, stats, *sides, seed, 0, measure)
+            got = unbound(pair.bind)(x, stats, *sides, seed, 0, measure)
             assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in expected]
             assert len({t.data_ptr() for t in got}) == len(got) or not x.numel()
             assert [name for name, _ in gpu].count("pair") == bool(x.numel())
@@ -137,11 +143,11 @@ def test_what_both_need_to_know_is_measured_once(row: str, col: str, kernels: li
     first, second = lpq.quantizer(row).side("row"), lpq.quantizer(col).side("col")
     pair = pairs.Pair(pairs.side_of(first, "row", GPU), pairs.side_of(second, "col", GPU))  # type: ignore[arg-type]
     x = torch.randn(256, 384)
-    pair.quantize(x, [], first, second, None, 0, False)
+    unbound(pair.bind)(x, [], first, second, None, 0, False)
     assert [name for name, _ in gpu] == kernels
     known = operations.measure_reference(x, first, second)
     gpu.clear()
-    pair.quantize(x, known, first, second, None, 0, False)
+    unbound(pair.bind)(x, known, first, second, None, 0, False)
     assert [name for name, _ in gpu] == ["pair"], "all that is needed is given"
 
 
@@ -180,7 +186,8 @@ def test_a_third_partys_format_takes_part(gpu: list[Any], monkeypatch: pytest.Mo
     assert chosen("fp8", "acme").impl is pairs.quantize
     pair = pairs._pair("acme", "nvfp4", 0)
     x: Tensor = torch.randn(128, 256, dtype=torch.bfloat16)
-    got = pair.quantize(x, [], lpq.quantizer("acme"), lpq.quantizer("nvfp4"), None, 0, False)
+    assert pair is not None
+    got = unbound(pair.bind)(x, [], lpq.quantizer("acme"), lpq.quantizer("nvfp4"), None, 0, False)
     assert len(got) == 5
     name, macros = gpu[-1]
     assert name == "pair"
@@ -262,25 +269,18 @@ def test_a_struct_is_one_parameter() -> None:
     assert [place - start for place in arguments.array] == [0, 8, 32, 40]
 
 
-class Own(Tensor):
-    """Somebody's tensor."""
-
-
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4"])
 def test_where_operators_are_called_operands_are_encoded(text: str, gpu: list[Any]) -> None:
-    """They take encoded ones: for a subclass, under a mode, without values, where gradients are recorded."""
-    quantizer = lpq.quantizer(text)
-    sides = quantizer.side("row"), quantizer.side("row")
-    table_ = [kernel for kernel in table.ANY_PAIR if kernel.op == "gemm"]
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "choose", lambda *_: table.Choice("cuda", table_[0], print, ()))
-        assert exact.serves(*sides, torch.ones(2))
-        assert not exact.serves(*sides, torch.ones(2).as_subclass(Own))
-        with torch.autocast("cpu"):
-            assert not exact.serves(*sides, torch.ones(2))
-    with FakeTensorMode(), torch.no_grad():
-        assert not exact.serves(*sides, torch.ones(2))
-    assert not exact.serves(*sides, torch.ones(2))
+    """They take encoded ones: where others look on than a compiler."""
+    layer = lpq.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16, recipe=text)
+    plan, shapes = layer._plan, Shapes(64, 32, 48, *[torch.bfloat16] * 4, GPU, True, True, False)
+    assert plan is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "choose", lambda *_: table.Choice("cuda", table.ANY_PAIR[0], print, ()))
+        steps = bind(plan, shapes), through_dispatcher(plan, shapes)
+    for step, made in zip(steps, (True, False), strict=True):
+        operands = step.x.row, step.w.row if step.w else None, step.dy.row, step.dy.col
+        assert [operand is not None and operand.form is not None for operand in operands] == [made] * 4
 
 
 def compiled(recipe: str, tokens: int) -> tuple[list[str], list[str]]:

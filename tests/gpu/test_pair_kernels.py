@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lpq
 from lpq.core import Quantizer, encode_operands, operations, pairs
+from lpq.core.binding import unbound
 from lpq.core.operations import quantize_reference
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.ops import choose
@@ -160,7 +161,7 @@ def test_tiles_in_turn_of_a_row_operand_that_does_not_wait(first: str, second: s
     for shape in ((128 * 6, 128 * 10), (300, 517)):
         x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         with Poisoned():  # type: ignore[no-untyped-call]
-            got = pairs.Pair(*taken).quantize(x, [], row, col, seed(), 0, False)
+            got = unbound(pairs.Pair(*taken).bind)(x, [], row, col, seed(), 0, False)
         assert_same(got, quantize_reference(x, [], row, col, seed(), 0, False), f"{first} {second} {shape}")
 
 
@@ -205,6 +206,6 @@ def test_a_format_of_a_third_party_is_made_beside_one_of_ours(tmp_path: Path) ->
     pair = pairs.Pair(TileSide(header, "theirs::Row", "Pf", make), ours)
     x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
     with Poisoned():  # type: ignore[no-untyped-call]
-        got = pair.quantize(x, [], lpq.quantizer("identity"), nvfp4, None, 0, False)
+        got = unbound(pair.bind)(x, [], lpq.quantizer("identity"), nvfp4, None, 0, False)
     expected = quantize_reference(x, [], None, nvfp4, None, 0, False)
     assert_same(got, [(x.float() * 0.25).to(torch.float8_e5m2), *expected], "theirs beside nvfp4")

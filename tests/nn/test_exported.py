@@ -61,15 +61,15 @@ def test_it_encodes_only_what_forward_multiplies() -> None:
     assert [node.args[3] for node in encoded] == [""] * 2
 
 
-def test_operators_refuse_a_gradient_in_backward_only() -> None:
-    """Also a body that no autograd could record, as it writes into tensors that it was handed."""
+def test_an_operator_runs_by_itself_where_a_gradient_is_wanted() -> None:
+    """Also a body that no autograd could record, as it writes into tensors that it was handed. torch warns."""
     x = torch.randn(16, 32, requires_grad=True)
     data, *_ = torch.ops.lpq.quantize(x, [], "nvfp4", "", None, 0, False)
     assert data.dtype == torch.uint8
     decoded = torch.ops.lpq.decode([t.clone() for t in _codes(x)], "nvfp4", [16, 32], torch.float32, torch.float32)
-    assert decoded.requires_grad
-    with pytest.raises(RuntimeError, match=r"no gradient flows through torch\.ops\.lpq\.decode"):
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
         decoded.sum().backward()
+    assert x.grad is None
 
 
 def _codes(x: Tensor) -> list[Tensor]:

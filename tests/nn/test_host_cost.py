@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
-from lpq.core import operations
+from lpq.core import bound, operations
 from lpq.core.storage import Storage
 from lpq.ops import cublaslt, cuda, table, tiles
 from lpq.ops.cuda import CudaKernel
@@ -31,11 +31,11 @@ from lpq.registry import refresh
 SIZE = 128
 COSTS = {
     # recipe: lpq's operators, all operators (nn.Linear: 29), buffers allocated for operands and results, Python calls
-    "fp8-current": (0, 20, 15, 83),
-    "fp8-row": (0, 20, 15, 83),
-    "mxfp8": (0, 20, 15, 95),
-    "nvfp4": (0, 36, 22, 98),
-    "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16": (0, 45, 13, 106),
+    "fp8-current": (0, 20, 15, 34),
+    "fp8-row": (0, 20, 15, 34),
+    "mxfp8": (0, 20, 15, 34),
+    "nvfp4": (0, 36, 22, 42),
+    "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16": (0, 45, 13, 53),
 }
 LPQ = (str(Path(lpq.__file__).parent), str(Path(lpq.__file__).parents[1] / "plugins"))
 
@@ -51,15 +51,19 @@ def _gemm(a: Storage, b: Storage, bias: Any, dtype: torch.dtype, fast: bool) -> 
 
 
 @pytest.fixture
-def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that allocate what they return."""
     made = {"quantize": _quantize, "gemm": _gemm}
     choose = operations.choose
 
     def chosen(op: str, operands: tuple[str, ...], device: torch.device) -> Any:
-        return replace(choose(op, operands, device), impl=made[op])
+        return replace(choose(op, operands, device), impl=made[op], bind=None)
 
     monkeypatch.setattr(operations, "choose", chosen)
+    monkeypatch.setattr(bound, "choose", chosen)
+    refresh()
+    yield
+    refresh()
 
 
 def cost(layer: nn.Module) -> tuple[int, int, int, int]:
@@ -123,8 +127,8 @@ def test_what_is_added_is_noticed(idle_kernels: None, monkeypatch: pytest.Monkey
     after = cost(layer)
     assert after[1] > before[1]
     assert after[2] > before[2]
-    gemm = lpq.nn.linear.gemm
-    monkeypatch.setattr(lpq.nn.linear, "gemm", lambda a, b, **how: (a.tensors(), gemm(a, b, **how))[1])
+    as_matrix = bound.as_matrix
+    monkeypatch.setattr(bound, "as_matrix", lambda x: (as_matrix(x), as_matrix(x))[1])
     assert cost(layer)[3] == after[3] + 3
 
 
@@ -137,16 +141,19 @@ STEPS = 3
 """Those before what is counted, in which what is looked up once is looked up, and the one that is counted."""
 LAUNCHES = {
     # recipe, hardware: all operators (as torch 2.13 counts them), buffers allocated, launches (kernels, and products of
-    # torch and cuBLASLt). Exactly: where there are fewer, lower the number.
-    ("fp8-current", HOPPER): (44, 18, 9),
-    ("fp8-delayed", HOPPER): (44, 18, 12),
-    ("fp8-row", HOPPER): (59, 21, 12),  # the statistics of two operands are tensors of their own
-    ("fp8-block", HOPPER): (44, 15, 6),
-    ("mxfp8", HOPPER): (25, 13, 8),
-    ("nvfp4", HOPPER): (72, 31, 14),
-    ("mxfp8", BLACKWELL): (116, 21, 6),
-    ("nvfp4", BLACKWELL): (204, 41, 9),
+    # torch and cuBLASLt), Python calls of lpq but for the launches. Exactly: where there are fewer, lower the number.
+    ("fp8-current", HOPPER): (14, 15, 9, 25),
+    ("fp8-delayed", HOPPER): (14, 15, 12, 95),
+    ("fp8-row", HOPPER): (23, 21, 12, 28),  # the statistics of two operands are tensors of their own
+    ("fp8-block", HOPPER): (20, 15, 6, 35),
+    ("mxfp8", HOPPER): (24, 13, 8, 41),
+    ("nvfp4", HOPPER): (51, 31, 14, 85),
+    ("mxfp8", BLACKWELL): (116, 21, 6, 100),
+    ("nvfp4", BLACKWELL): (204, 41, 9, 136),
 }
+
+
+ALLOCATE = torch._C._dynamo.guards._empty_strided_cpu
 
 
 class Gpu:
@@ -154,11 +161,16 @@ class Gpu:
 
     def __init__(self) -> None:
         self.sm = HOPPER
-        self.launches = 0
+        self.launches = self.allocated = 0
 
     def launch(self, kernel: CudaKernel, blocks: int, arguments: tuple[float, ...]) -> None:
         kernel._slots.pack(*arguments)  # which fails if there are others than the kernel takes
         self.launches += blocks > 0
+
+    def allocate(self, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As Inductor's, which bypasses the dispatcher."""
+        self.allocated += 1
+        return ALLOCATE(size, strides, dtype)
 
     def product(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         self.launches += 1
@@ -196,10 +208,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     gpu = Gpu()
     where = {"current_device": lambda: 0, "device": lambda index: nullcontext()}
     raw = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: 0}
-    kept = cublaslt._plan, cublaslt._handle
+    kept = cublaslt._plan, cublaslt._handle, cublaslt._matmul
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
         gpu.launch(self, blocks, arguments)
+
+    def bind(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
+        return lambda *arguments: gpu.launch(self, blocks, arguments)
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return gpu.product(x.shape[0], weight.shape[0], torch.bfloat16)
@@ -221,9 +236,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(table, "_installed", lambda module: True)
     monkeypatch.setattr(cuda, "why_not", lambda device: None)
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", gpu.allocate)
     monkeypatch.setattr(CudaKernel, "launch", launch)
+    monkeypatch.setattr(CudaKernel, "bind", bind)
     library = CublasLt(gpu)
     monkeypatch.setattr(cublaslt, "library", lambda: library)
+    monkeypatch.setattr(cublaslt, "ALIGNED", 1)  # to more a CPU's memory is aligned by chance
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
     for module in ("lpq_fp8.gemm", "lpq_mxfp8.gemm", "lpq_nvfp4.gemm"):
         monkeypatch.setattr(f"{module}.scaled_mm", scaled_in_blocks)
@@ -237,44 +255,46 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     refresh()
 
 
-def launched(recipe: str, sm: int, gpu: Gpu) -> tuple[int, int, int]:
-    """All operators, buffers and launches of one forward and backward."""
+def launched(recipe: str, sm: int, gpu: Gpu) -> tuple[int, int, int, int]:
+    """All operators, buffers, launches and Python calls of one forward and backward."""
     gpu.sm = sm
     refresh()
     layer = lpq.convert(nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False, dtype=torch.bfloat16)), recipe)
     x = torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.zeros(TOKENS, FEATURES, dtype=torch.bfloat16)
-    for _ in range(STEPS - 1):
+
+    def step() -> None:
         layer(x).backward(dy)
+
+    for _ in range(STEPS - 2):
+        step()
         x.grad = None
         layer.zero_grad()
-    before = gpu.launches
-    ours, operators, allocated = _operators(lambda: layer(x).backward(dy))
+    calls = _calls(step)
+    x.grad = None
+    layer.zero_grad()
+    before = gpu.launches, gpu.allocated
+    ours, operators, allocated = _operators(step)
     assert ours == 0
-    return operators, allocated, gpu.launches - before
+    return operators, allocated + gpu.allocated - before[1], gpu.launches - before[0], calls
 
 
 @pytest.mark.parametrize(("recipe", "sm"), LAUNCHES)
-def test_no_operator_no_buffer_and_no_launch_is_added(recipe: str, sm: int, gpu: Gpu) -> None:
+def test_no_operator_no_buffer_no_launch_and_no_call_is_added(recipe: str, sm: int, gpu: Gpu) -> None:
     assert launched(recipe, sm, gpu) == LAUNCHES[recipe, sm]
 
 
 @pytest.mark.parametrize(
     ("recipe", "sm", "place"),
     [
-        ("fp8-current", HOPPER, "lpq_fp8.cuda._one_scale"),
-        ("fp8-current", HOPPER, "lpq_fp8.gemm._scaled_mm"),
+        ("fp8-current", HOPPER, "lpq.nn.multiply._gradients"),
         ("fp8-delayed", HOPPER, "lpq_fp8.history.remember"),
-        ("fp8-row", HOPPER, "lpq_fp8.cuda._lines"),
-        ("fp8-block", HOPPER, "lpq_fp8.cuda.scales_of"),
-        ("fp8-block", HOPPER, "lpq_fp8.gemm._block_scales"),
-        ("mxfp8", HOPPER, "lpq.core.pairs.Pair.made"),
+        ("mxfp8", HOPPER, "lpq_mxfp8.tile.by_columns"),
         ("mxfp8", HOPPER, "lpq.core.exact.product"),
+        ("nvfp4", HOPPER, "lpq_nvfp4.tile.fresh"),
+        ("nvfp4", HOPPER, "lpq.ops.cublaslt._Plan.run"),
         ("mxfp8", BLACKWELL, "lpq_mxfp8.cuda.quantize"),
         ("mxfp8", BLACKWELL, "lpq_mxfp8.gemm.native"),
-        ("nvfp4", HOPPER, "lpq.core.pairs.Pair.made"),
-        ("nvfp4", HOPPER, "lpq.core.exact.product_with_alpha"),
-        ("nvfp4", HOPPER, "lpq.ops.cublaslt.multiply"),
         ("nvfp4", BLACKWELL, "lpq_nvfp4.cuda._run"),
         ("nvfp4", BLACKWELL, "lpq_nvfp4.gemm.native"),
     ],
@@ -287,6 +307,7 @@ def test_what_is_added_to_a_launch_is_noticed(
     more: list[tuple[tuple[int, int, int], Callable[[], Any]]] = [
         ((1, 0, 0), spare.detach),
         ((2, 1, 0), lambda: spare.new_empty(1)),  # which calls ``empty``
+        ((0, 1, 0), lambda: gpu.allocate((1,), (1,), torch.float32)),
         ((0, 0, 1), lambda: tiles.FINISH.launch(0, (), 1, 0, 0, 0)),
     ]
 
@@ -303,4 +324,4 @@ def test_what_is_added_to_a_launch_is_noticed(
         each, left = divmod(calls, STEPS)
         assert each > 0
         assert left == 0
-        assert found == tuple(before + each * cost for before, cost in zip(usual, costs, strict=True))
+        assert found[:3] == tuple(before + each * cost for before, cost in zip(usual, costs, strict=False))

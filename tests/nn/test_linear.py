@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from counting import encodings, products
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -217,10 +218,7 @@ def test_compiled_by_inductor_agrees() -> None:
 
 @EVERY
 def test_frozen_tensors_cost_no_gemm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lpq.nn import linear
-
-    calls: list[str] = []
-    monkeypatch.setattr(linear, "gemm", lambda *a, **k: calls.append("gemm") or gemm(*a, **k))
+    calls = products(monkeypatch)
 
     def count(x_grad: bool, w_grad: bool) -> int:
         calls.clear()
@@ -277,14 +275,15 @@ def test_held_weights_change_nothing_and_are_encoded_once(recipe: str, monkeypat
         return [p.grad for p in module.parameters()]
 
     expected = accumulate(plain)
-    calls: list[int] = []
-    original = linear.weight_operands
-    monkeypatch.setattr(linear, "weight_operands", lambda *a, **k: calls.append(1) or original(*a, **k))
+    encoded, calls = encodings(monkeypatch), []
+    original = linear.encode_operands
+    monkeypatch.setattr(linear, "encode_operands", lambda *a, **k: calls.append(1) or original(*a, **k))
 
     def passes() -> None:
         with lpq.hold_weights(held):
             got = accumulate(held)
             assert len(calls) == 1
+            assert len(encoded) == 2 * len(x), "of x and dy alone"
             if recipe != "fp8-delayed":  # whose history counts a held weight once
                 assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
             with torch.no_grad():
@@ -294,8 +293,9 @@ def test_held_weights_change_nothing_and_are_encoded_once(recipe: str, monkeypat
 
     with pytest.raises(RuntimeError, match="changed while its encoded form is held"):
         passes()
+    encoded.clear()
     held(x[0])
-    assert len(calls) == 2
+    assert [wanted.shape for wanted in encoded] == [(8, 48), (32, 48)]
 
 
 @EVERY
@@ -330,12 +330,7 @@ def test_non_finite_inputs_are_not_hidden() -> None:
 
 
 def test_the_recipe_says_which_sums_may_be_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lpq.nn import linear
-
-    seen: list[bool] = []
-    monkeypatch.setattr(
-        linear, "gemm", lambda *a, **k: seen.append(k["fast_accumulate"]) or gemm(*a, **k)
-    )  # fprop, then dgrad, then wgrad
+    seen = products(monkeypatch)  # fprop, then dgrad, then wgrad
     for recipe, expected in (
         ("mxfp8", [True, False, False]),
         ("fprop=mxfp8, dgrad=mxfp8, wgrad=mxfp8, fprop.fast_accumulate=false", [False, False, False]),
@@ -343,7 +338,7 @@ def test_the_recipe_says_which_sums_may_be_fast(monkeypatch: pytest.MonkeyPatch)
     ):
         seen.clear()
         layer(recipe)(torch.randn(4, 48, requires_grad=True)).sum().backward()
-        assert seen == expected
+        assert [product.fast_accumulate for product in seen] == expected
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=fp8(), wgrad=bf16"])

@@ -39,9 +39,13 @@ class Library:
         return call
 
 
+CPU = torch.device("cpu")
+
+
 def plan(monkeypatch: pytest.MonkeyPatch, library: Library, bias: bool = False) -> Any:
     monkeypatch.setattr(cublaslt, "library", lambda: library)
-    return cublaslt._Plan(c_void_p(), 8, 16, 32, torch.bfloat16, bias, 256)
+    monkeypatch.setattr(cublaslt, "_handle", lambda index: c_void_p())
+    return cublaslt._Plan(0, 8, 16, 32, torch.bfloat16, bias, 256)
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    kept = cublaslt._plan, cublaslt._handle
+    kept = cublaslt._plan, cublaslt._handle, cublaslt._matmul
     for function in kept:
         function.cache_clear()
     yield library
@@ -72,7 +76,7 @@ def at(offset: int) -> torch.Tensor:
     [(0, 0, 256), (128, 0, 256), (1, 0, 2), (0, 1, 2), (8, 0, 16), (0, 12, 8), (24, 32, 16), (3, 8, 2)],
 )
 def test_the_library_is_told_how_matrices_are_aligned(left: int, right: int, aligned: int, library: Library) -> None:
-    cublaslt.multiply(at(left), at(right), torch.zeros(2), None, torch.bfloat16)
+    cublaslt.bind(CPU, 16, 16, 32, torch.bfloat16, False)(at(left), at(right), torch.zeros(2), None)
     alignments = {attribute: value for attribute, value in library.preferred if attribute in (5, 6)}
     assert alignments == {5: aligned, 6: aligned}
     assert library.calls["cublasLtMatmul"] == 1
@@ -80,7 +84,7 @@ def test_the_library_is_told_how_matrices_are_aligned(left: int, right: int, ali
 
 def test_what_was_found_for_aligned_matrices_serves_no_others(library: Library) -> None:
     for offset in (0, 1, 0, 3, 256):
-        cublaslt.multiply(at(offset), at(0), torch.zeros(2), None, torch.bfloat16)
+        cublaslt.bind(CPU, 16, 16, 32, torch.bfloat16, False)(at(offset), at(0), torch.zeros(2), None)
     assert library.calls["cublasLtMatmul"] == 5
     assert library.calls["cublasLtMatmulAlgoGetHeuristic"] == 2
 

@@ -46,7 +46,7 @@ TURNS: dict[object, Iterator[bool]] = defaultdict(lambda: itertools.cycle((False
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Launches are imitated, every second one of a kernel backwards, on a GPU of two multiprocessors; their names."""
     names = set()
 
@@ -55,9 +55,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         turns = TURNS[... if ... in TURNS else (self.source, macros, self.name)]
         imitated.launch(self, macros, blocks, arguments, backwards=next(turns))
 
+    def bind(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
+        return lambda *arguments: launch(self, device, macros, blocks, *arguments)
+
     monkeypatch.setattr(CudaKernel, "launch", launch)
+    monkeypatch.setattr(CudaKernel, "bind", bind)
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
-    return names
+    registry.refresh()  # what was bound launches otherwise
+    yield names
+    registry.refresh()
 
 
 def on_cuda(op: str, name: str) -> KernelSpec | None:

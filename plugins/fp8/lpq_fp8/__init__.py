@@ -5,7 +5,7 @@ from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 CUDA = "lpq_fp8.cuda"
 IN_16S = "contraction and columns in multiples of 16; other sizes are multiplied in bf16"
 KERNELS = (
-    KernelSpec.cuda("quantize", f"{CUDA}:quantize", why_not=f"{CUDA}:why_not", rounds=True),
+    KernelSpec.cuda("quantize", f"{CUDA}:quantize", bind=f"{CUDA}:bind", why_not=f"{CUDA}:why_not", rounds=True),
     KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:why_not", rounds=True),
     *(KernelSpec.cuda(op, f"lpq_fp8.views:{op}") for op in ("transpose", "decode")),
     KernelSpec.cuda("tile", "lpq_fp8.tile:tile"),
@@ -13,13 +13,13 @@ KERNELS = (
     KernelSpec.cuda("cast", "lpq_fp8.cast:cast"),
     *(KernelSpec.triton(op, f"lpq_fp8.triton:{op}") for op in ("measure", "quantize", "decode", "transpose")),
     KernelSpec(
-        op="gemm", impl="lpq_fp8.gemm:gemm", why_not="lpq_fp8.gemm:why_not", formats=("fp8", "fp8"),
-        backend="torch", min_sm=89, priority=10, note=IN_16S,
+        op="gemm", impl="lpq_fp8.gemm:gemm", bind="lpq_fp8.gemm:bind", why_not="lpq_fp8.gemm:why_not",
+        formats=("fp8", "fp8"), backend="torch", min_sm=89, priority=10, note=IN_16S,
     ),
     KernelSpec(  # of cuBLAS, on Hopper alone
-        op="gemm", impl="lpq_fp8.gemm:gemm_of_blocks", why_not="lpq_fp8.gemm:blocks_why_not", formats=("fp8", "fp8"),
-        backend="torch", min_sm=90, max_sm=90, priority=10,
-        note=f"{IN_16S}, as are blocks of 1x128 unless the rows are a multiple of 4",
+        op="gemm", impl="lpq_fp8.gemm:gemm_of_blocks", bind="lpq_fp8.gemm:bind_blocks",
+        why_not="lpq_fp8.gemm:blocks_why_not", formats=("fp8", "fp8"), backend="torch", min_sm=90, max_sm=90,
+        priority=10, note=f"{IN_16S}, as are blocks of 1x128 unless the rows are a multiple of 4",
     ),
     KernelSpec(op="exact", impl="lpq_fp8.gemm:exact", why_not="lpq_fp8.gemm:exact_why_not", backend="torch", min_sm=80),
 )  # fmt: skip

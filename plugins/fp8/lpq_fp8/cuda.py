@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from lpq.core.operations import measure_reference, quantize_reference
+from lpq.core.binding import Encode, Encoded, Encoding, unbound
+from lpq.core.operations import measure_reference
+from lpq.ops.fresh import Fresh, allocator, fresh, fresh_by_columns
 from lpq.ops.tiles import (
     LOW,
     SQUARE,
     TALL,
     UNIT,
+    ZERO,
     Shape,
     amax_finish,
     amax_parts,
+    bind_amax_parts,
     broad,
+    broadened,
     by_columns,
     covering,
+    divides,
     flat,
     is_whole,
     pointer,
@@ -47,135 +54,169 @@ def why_not(first: FP8Quantizer, second: FP8Quantizer | None = None) -> str | No
     return None
 
 
-def quantize(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: FP8Quantizer | None,
-    col: FP8Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-    dtype: torch.dtype | None = None,
-) -> list[Tensor]:
-    """As the reference."""
-    if x.numel() == 0:
-        return quantize_reference(x, stats, row, col, seed, offset, measure)
-    x = x.contiguous()
-    side = row or col
-    assert side is not None
-    return (_one_scale if side.transposable else _lines)(x, dtype or x.dtype, stats, row, col, measure)
+def bind(e: Encoding) -> Encode:
+    """How matrices of one shape are encoded."""
+    side: FP8Quantizer = e.row or e.col
+    return (_one_scale if side.transposable else _lines)(e, side)
+
+
+quantize = unbound(bind)
 
 
 # ---------------------------------------------------------------------------------- the matrix, or 128x128
 
 
-def _one_scale(
-    x: Tensor,
-    dtype: torch.dtype,
-    stats: Sequence[Tensor | None],
-    row: FP8Quantizer | None,
-    col: FP8Quantizer | None,
-    measure: bool,
-) -> list[Tensor]:
+def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
     """The bytes of either operand are those of the other."""
-    side = row or col
-    assert side is not None
-    given = stats[0] if stats else None
-    square = side.scaling == "block"
-    rows, cols = x.shape
-    grid = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
-    amaxes = given.contiguous() if given is not None else None if square else amax_parts(x, dtype)
-    known = measured = None
-    if measure and square:
-        measured = x.new_empty(grid if row is not None else grid[::-1], dtype=torch.float32)
-    elif measure and given is not None:  # a by-product
-        (measured,) = zeros(x, ())
-    elif measure:
-        known = x.new_empty((), dtype=torch.float32)
-    count = amaxes.numel() if amaxes is not None else 0
-    element = ELEMENTS[side.dtype]
-    row_data = row_scale = col_data = col_scale = None
-    out: list[Tensor] = []
-    if row is not None:
-        row_data = x.new_empty((rows, cols), dtype=element)
-        row_scale = x.new_empty(grid, dtype=torch.float32)
-        out += (row_data, row_scale)
-    if col is not None:
-        col_data = x.new_empty((cols, rows), dtype=element)
-        col_scale = x.new_empty(grid[::-1], dtype=torch.float32)
-        out += (col_data, col_scale)
+    rows, cols = e.shape
+    square, given = side.scaling == "block", True in e.given
+    grid: tuple[int, ...] = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
+    index, empty, element = e.device.index or 0, allocator(e.device, dispatched=e.operator), ELEMENTS[side.dtype]
+    look = None if square or given else bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
+    count = math.prod(grid) if given else look[0][0][0] if look is not None else 0
+    by_product, amax = e.measure and not square and given, fresh((), torch.float32)
+    zero = ZERO.bind(index, (), 1) if by_product else None
+    blocks = fresh(grid if e.row is not None else grid[::-1], torch.float32) if e.measure and square else None
+    row, row_scale = fresh((rows, cols), element), fresh(grid, torch.float32)
+    col, col_scale = fresh((cols, rows), element), fresh(grid[::-1], torch.float32)
+    # One value serves both operands, unless an operator returns them.
+    scale_of_both = not (square or e.operator)
     # A low tile is too small to look for the largest of many parts, or to hold a block.
-    shape = TALL if col is not None else SQUARE if square or count > 1 else LOW
-    if row is not None:
-        shape = broad(x, dtype, shape)
-    if col is None and not square and shape.wide == UNIT:
-        rows, cols = flat(x)
-    macros = _macros(row.dtype if row else None, col.dtype if col else None, square, False)
-    ONE_SCALE[shape].launch(
-        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
-        tiles(rows, cols, shape), x.data_ptr(),
-        pointer(row_data), pointer(row_scale), pointer(col_data), pointer(col_scale), pointer(amaxes), count,
-        pointer(known), pointer(measured), side.largest_scale(dtype), side.pow2_scales, rows, cols,
+    shape = TALL if e.col is not None else SQUARE if square or count > 1 else LOW
+    if e.row is not None and e.aligned and e.held is e.dtype:
+        shape = broadened(rows, cols, e.held, shape)
+    high, wide = flat(rows, cols) if e.col is None and not square and shape.wide == UNIT else (rows, cols)
+    macros = _macros(e.row.dtype if e.row else None, e.col.dtype if e.col else None, square, False)
+    launch = ONE_SCALE[shape].bind(
+        index, reading(e.held, e.dtype) + macros + covering(shape, e.aligned and divides(high, wide, shape)),
+        tiles(high, wide, shape),
     )  # fmt: skip
-    return [*out, *(t for t in (known, measured) if t is not None)]
+    tail = side.largest_scale(e.dtype), side.pow2_scales, high, wide
+    has_row, has_col = e.row is not None, e.col is not None
+
+    def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        of_row: tuple[Tensor, ...] = ()
+        of_col: tuple[Tensor, ...] = ()
+        measured: tuple[Tensor, ...] = ()
+        amaxes = known = found = rd = rs = cd = cs = 0
+        if look is not None:
+            parts = empty(*look[0])
+            amaxes = parts.data_ptr()
+            look[1](at, amaxes)
+        elif given:
+            amaxes = stats[0].data_ptr()  # type: ignore[union-attr]
+        if blocks is not None:
+            measured = (empty(*blocks),)
+            found = measured[0].data_ptr()
+        elif zero is not None:
+            measured = (empty(*amax),)
+            found = measured[0].data_ptr()
+            zero(found, 1, found, 1)
+        elif e.measure:
+            measured = (empty(*amax),)
+            known = measured[0].data_ptr()
+        if has_row:
+            of_row = empty(*row), empty(*row_scale)
+            rd, rs = of_row[0].data_ptr(), of_row[1].data_ptr()
+        if has_col:
+            of_col = empty(*col), of_row[1] if scale_of_both and has_row else empty(*col_scale)
+            cd, cs = of_col[0].data_ptr(), of_col[1].data_ptr()
+        launch(at, rd, rs, cd, cs, amaxes, count, known, found, *tail)
+        return of_row, of_col, measured
+
+    return encode
 
 
 # ---------------------------------------------------------------------------------- rows, or 1x128
 
 
-def _lines(
-    x: Tensor,
-    dtype: torch.dtype,
-    stats: Sequence[Tensor | None],
-    row: FP8Quantizer | None,
-    col: FP8Quantizer | None,
-    measure: bool,
-) -> list[Tensor]:
+def _lines(e: Encoding, side: FP8Quantizer) -> Encode:
     """Each operand has scales of its own."""
-    side = row or col
-    assert side is not None
-    blocks = side.scaling == "block"
-    known = [None if s is None else s.contiguous() for s in stats] or [None] * sum(s is not None for s in (row, col))
-    measured: list[Tensor] = []
-    if not blocks and (measure or None in known):  # a row is longer than a tile: it is measured before
-        measured = measure_lines(x, row, col, dtype)
-        known = [m if k is None else k for k, m in zip(known, measured, strict=True)]
-    rest = iter(known)
-    out: list[Tensor] = []
-    buffers: list[tuple[Tensor | None, ...]] = []
-    rows, cols = x.shape
-    for operand, high, wide in ((row, rows, cols), (col, cols, rows)):
-        if operand is None:
-            buffers.append((None, None, None, None))
-            continue
-        data = x.new_empty((high, wide), dtype=ELEMENTS[operand.dtype])
-        scale, amaxes = scales_of(x, high, wide, blocks), None
-        if blocks and measure:
-            amaxes = x.new_empty(scale.shape, dtype=torch.float32)
-            measured.append(amaxes)
-        out += (data, scale)
-        buffers.append((data, scale, next(rest), amaxes))
-    (rd, rs, rg, rm), (cd, cs, cg, cm) = buffers
-    pow2 = blocks and all(q.pow2_scales for q in (row, col) if q is not None)
-    shape = _shape(x, dtype, row, col, pow2)
-    macros = _macros(row.dtype if row else None, col.dtype if col else None, False, blocks)
-    macros += _options(pow2, blocks and any(t is not None for t in (rg, cg, rm, cm)))
-    VECTOR[shape].launch(
-        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
-        tiles(rows, cols, shape), x.data_ptr(), *map(pointer, (rd, rs, cd, cs, rg, cg, rm, cm)),
-        side.largest_scale(dtype), *(q is not None and q.pow2_scales for q in (row, col)), rows, cols,
+    rows, cols = e.shape
+    index, empty, blocks = e.device.index or 0, allocator(e.device, dispatched=e.operator), side.scaling == "block"
+    wanted = [
+        (quantizer, high, wide)
+        for quantizer, high, wide in ((e.row, rows, cols), (e.col, cols, rows))
+        if quantizer is not None
+    ]
+    given = e.given or (False,) * len(wanted)
+    # A row is longer than a tile: it is measured before.
+    find = _bind_amaxes_of_lines(e) if not blocks and (e.measure or False in given) else None
+    data = [fresh((high, wide), ELEMENTS[quantizer.dtype]) for quantizer, high, wide in wanted]
+    scales = [_fresh_scales(high, wide, blocks) for _, high, wide in wanted]
+    amaxes = [fresh(scale[0], torch.float32) for scale in scales] if blocks and e.measure else []
+    pow2 = blocks and all(quantizer.pow2_scales for quantizer, *_ in wanted)
+    shape = _shape(e, pow2)
+    macros = _macros(e.row.dtype if e.row else None, e.col.dtype if e.col else None, False, blocks)
+    macros += _options(pow2, blocks and (e.measure or True in given))
+    launch = VECTOR[shape].bind(
+        index, reading(e.held, e.dtype) + macros + covering(shape, e.aligned and divides(rows, cols, shape)),
+        tiles(rows, cols, shape),
     )  # fmt: skip
-    return out + measured if measure else out
+    flags = (q is not None and q.pow2_scales for q in (e.row, e.col))
+    tail = side.largest_scale(e.dtype), *flags, rows, cols
+    has_row, has_col = e.row is not None, e.col is not None
+    none = (0, 0), (0, 0)
+
+    def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        measured: list[Tensor] = find(at) if find is not None else []
+        made = [(empty(*d), empty(*s)) for d, s in zip(data, scales, strict=True)]
+        known = [(stats[i] if g else measured[i] if find is not None else None) for i, g in enumerate(given)]
+        if amaxes:
+            measured = [empty(*a) for a in amaxes]
+        to = [(d.data_ptr(), s.data_ptr()) for d, s in made]
+        read = [
+            (k.data_ptr() if k is not None else 0, measured[i].data_ptr() if amaxes else 0)
+            for i, k in enumerate(known)
+        ]  # fmt: skip
+        if not has_row:
+            to, read = [none[0], *to], [none[0], *read]
+        elif not has_col:
+            to, read = [*to, none[0]], [*read, none[0]]
+        launch(at, *to[0], *to[1], read[0][0], read[1][0], read[0][1], read[1][1], *tail)
+        wanted = measured if e.measure else []
+        return (made[0] if has_row else ()), (made[-1] if has_col else ()), wanted
+
+    return encode
 
 
-def _shape(x: Tensor, dtype: torch.dtype, row: FP8Quantizer | None, col: FP8Quantizer | None, pow2: bool) -> Shape:
-    """Of tiles. Both operands at once need many registers, and more where scales take a division."""
-    if col is None:
-        return broad(x, dtype, LOW)
-    if row is None:
+def _shape(e: Encoding, pow2: bool) -> Shape:
+    """The shape of tiles. Both operands at once need many registers, and more where scales take a division."""
+
+    def broad(shape: Shape) -> Shape:
+        return broadened(*e.shape, e.held, shape) if e.aligned and e.held is e.dtype else shape
+
+    if e.col is None:
+        return broad(LOW)
+    if e.row is None:
         return TALL
-    shape = broad(x, dtype, TALL) if pow2 else TALL
+    shape = broad(TALL) if pow2 else TALL
     return SQUARE if shape == TALL else shape
+
+
+def _fresh_scales(high: int, wide: int, blocks: bool) -> Fresh:
+    return fresh_by_columns(high, -(-wide // BLOCK), torch.float32) if blocks else fresh((high, 1), torch.float32)
+
+
+def _bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
+    """What finds the amaxes of the rows of the wanted operands."""
+    rows, cols = e.shape
+    index, empty = e.device.index or 0, allocator(e.device, dispatched=e.operator)
+    counts = [size for side, size in ((e.row, rows), (e.col, cols)) if side is not None]
+    memory = [fresh((count, 1), torch.float32) for count in counts]
+    zero = ZERO.bind(index, (), -(-max(counts) // ZERO.threads))
+    whole = e.aligned and divides(rows, cols, TALL)
+    launch = LINES[TALL].bind(index, reading(e.held, e.dtype) + covering(TALL, whole), tiles(rows, cols, TALL))
+    has_row, has_col = e.row is not None, e.col is not None
+
+    def find(at: int) -> list[Tensor]:
+        found = [empty(*m) for m in memory]
+        first, last = found[0].data_ptr(), found[-1].data_ptr()
+        zero(first, counts[0], last, counts[-1])
+        launch(at, first if has_row else 0, last if has_col else 0, rows, cols)
+        return found
+
+    return find
 
 
 def scales_of(x: Tensor, high: int, wide: int, blocks: bool) -> Tensor:

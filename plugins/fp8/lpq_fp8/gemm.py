@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from lpq.core import decode
+from lpq.core.binding import Multiply, Product, unbound_product
+from lpq.core.exact import bind as bind_in_bf16
 from lpq.core.exact import decoded
-from lpq.core.exact import gemm as gemm_in_bf16
 from lpq.core.multiplicand import Exact
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
@@ -36,32 +39,47 @@ def blocks_why_not(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
     return f"multiplies blocks of 1x128 by blocks of 1x128 or 128x128; these scales are of {' and '.join(kinds)}"
 
 
-def gemm(a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+def bind(p: Product) -> Multiply | None:
     """As the reference. What the scaled matmul refuses is multiplied in bf16."""
-    if not _fits(a, b):
-        return gemm_in_bf16(a, b, bias, dtype)
-    if _kind(a.quantizer) == "tensor":
-        return _scaled_mm(a, b, a.scale, b.scale, bias, dtype, fast_accumulate)
+    by_rows = _kind(p.a.quantizer) == "row"
     # For rows torch has a kernel of its own on GPUs that are not Hopper's, which serves less.
-    if (dtype == torch.float32 or b.quantizer.dtype == "e5m2") and not _hopper(a.data.device):
-        return gemm_in_bf16(a, b, bias, dtype)
-    return _scaled_mm(a, b, a.scale, b.scale.t(), bias, dtype, fast_accumulate)
+    unserved = by_rows and (p.dtype == torch.float32 or p.b.quantizer.dtype == "e5m2") and not _hopper(p.device)
+    if unserved or not _fits(p):
+        return bind_in_bf16(p)
+    multiply, dtype, fast = torch._scaled_mm, p.dtype, p.fast_accumulate
+
+    def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        scale = b[1].t() if by_rows else b[1]
+        if bias is None:
+            return multiply(a[0], b[0].t(), a[1], scale, None, None, dtype, fast)
+        if dtype == torch.float32:
+            return multiply(a[0], b[0].t(), a[1], scale, None, None, dtype, fast).add_(bias)
+        return multiply(a[0], b[0].t(), a[1], scale, bias.to(dtype), None, dtype, fast)
+
+    return run
 
 
-def gemm_of_blocks(
-    a: FP8Storage, b: FP8Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
-) -> Tensor:
+def bind_blocks(p: Product) -> Multiply | None:
     """The same of scales of blocks, which are applied to sums in fp32: never fast."""
-    uneven = a.quantizer.block == "1x128" and a.shape[0] % SCALES_ALIGNED > 0  # the rows of b are even, if it fits
-    if uneven or not _fits(a, b):
-        return gemm_in_bf16(a, b, bias, dtype)
-    after = bias is not None and dtype == torch.float32
-    out = scaled_mm(
-        a.data, b.data.t(),
-        _block_scales(a), SCALES[a.quantizer.block], _block_scales(b), SCALES[b.quantizer.block],
-        bias=None if bias is None or after else bias.to(dtype), output_dtype=dtype,
-    )  # fmt: skip
-    return out.add_(bias) if after and bias is not None else out
+    uneven = p.a.quantizer.block == "1x128" and p.a.shape[0] % SCALES_ALIGNED > 0  # b's rows are even, if it fits
+    if uneven or not _fits(p):
+        return bind_in_bf16(p)
+    scales = [_block_scales(operand.quantizer) for operand in (p.a, p.b)]
+    kinds = [SCALES[operand.quantizer.block] for operand in (p.a, p.b)]
+    multiply, dtype = scaled_mm, p.dtype
+
+    def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        after = bias is not None and dtype == torch.float32
+        out = multiply(
+            a[0], b[0].t(), scales[0](a[1]), kinds[0], scales[1](b[1]), kinds[1],
+            bias=None if bias is None or after else bias.to(dtype), output_dtype=dtype,
+        )  # fmt: skip
+        return out.add_(bias) if after and bias is not None else out
+
+    return run
+
+
+gemm, gemm_of_blocks = unbound_product(bind), unbound_product(bind_blocks)
 
 
 def _both_e5m2(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
@@ -70,23 +88,13 @@ def _both_e5m2(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
     return None
 
 
-def _fits(a: FP8Storage, b: FP8Storage) -> bool:
-    (rows, inner), cols = a.shape, b.shape[0]
+def _fits(p: Product) -> bool:
+    (rows, inner), cols = p.a.shape, p.b.shape[0]
     return inner % ALIGNED == 0 and cols % ALIGNED == 0 and rows > 0 and inner > 0
 
 
 def _hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _scaled_mm(
-    a: FP8Storage, b: FP8Storage, left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype, fast: bool
-) -> Tensor:
-    if bias is None:
-        return torch._scaled_mm(a.data, b.data.t(), left, right, None, None, dtype, fast)
-    if dtype == torch.float32:
-        return torch._scaled_mm(a.data, b.data.t(), left, right, None, None, dtype, fast).add_(bias)
-    return torch._scaled_mm(a.data, b.data.t(), left, right, bias.to(dtype), None, dtype, fast)
 
 
 def _kind(quantizer: FP8Quantizer) -> str:
@@ -95,14 +103,19 @@ def _kind(quantizer: FP8Quantizer) -> str:
     return "row" if quantizer.scaling == "row" else "tensor"
 
 
-def _block_scales(operand: FP8Storage) -> Tensor:
+def _block_scales(quantizer: FP8Quantizer) -> Callable[[Tensor], Tensor]:
     """The scales as the scaled matmul reads them: of 1x128 blocks column by column, as encoding leaves them; of 128x128
     transposed, and for each line of blocks a multiple of 4 of them."""
-    scale = operand.quantizer.layout[1].laid(operand.scale)
-    if operand.quantizer.block == "1x128":
-        return scale
-    lacking = -scale.shape[1] % SCALES_ALIGNED
-    return (pad(scale, (0, lacking)) if lacking else scale).t()
+    laid = quantizer.layout[1].laid
+    if quantizer.block == "1x128":
+        return laid
+
+    def padded(scale: Tensor) -> Tensor:
+        scale = laid(scale)
+        lacking = -scale.shape[1] % SCALES_ALIGNED
+        return (pad(scale, (0, lacking)) if lacking else scale).t()
+
+    return padded
 
 
 # ---------------------------------------------------------------------------------------------- in bf16

@@ -11,7 +11,7 @@ from lpq.core.multiplicand import Form
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
-from lpq.ops.tiles import SQUARE, TALL, by_columns, pointer
+from lpq.ops.tiles import SQUARE, TALL, by_columns
 from lpq_mxfp8.cuda import BLOCK
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.storage import ELEMENTS
@@ -26,7 +26,10 @@ def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
         scale = by_columns(job.x, high, -(-wide // BLOCK), torch.uint8)
         amaxes = job.x.new_empty(scale.shape, dtype=torch.float32) if job.measure else None
         (given,) = job.stats
-        parameters = data.data_ptr(), scale.data_ptr(), pointer(given), pointer(amaxes)
+        parameters = (
+            data.data_ptr(), scale.data_ptr(), 0 if given is None else given.data_ptr(),
+            0 if amaxes is None else amaxes.data_ptr(),
+        )  # fmt: skip
         return Made((data, scale), () if amaxes is None else (amaxes,), parameters)
 
     return _side(quantizer, direction, make, shape=TALL)

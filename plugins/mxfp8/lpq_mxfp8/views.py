@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from lpq.core.binding import ALIGNED, Operand
+from lpq.core.exact import decoded
+from lpq.core.multiplicand import Exact
 from lpq.core.operations import decode_reference
-from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles
+from lpq.ops.fresh import allocator, fresh
+from lpq.ops.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles
 from lpq_mxfp8.storage import MXFP8Storage
 
 DECODE = tile_kernels("mxfp8/decode.cu", "decode_tiles", "PPPqq")[LOW]
@@ -19,9 +26,31 @@ def decode(operand: MXFP8Storage, dtype: torch.dtype) -> Tensor:
         return decode_reference(operand, dtype)
     data, scale = operand.data.contiguous(), operand.scale
     out = data.new_empty((rows, cols), dtype=dtype)
-    macros = f"LPQ_ELEMENT={operand.quantizer.dtype.upper()}", OUTPUTS[dtype]
     DECODE.launch(
-        data.get_device(), macros + covering(LOW, is_whole(data, rows, cols, LOW)),
+        data.get_device(), _macros(operand.quantizer.dtype, dtype) + covering(LOW, is_whole(data, rows, cols, LOW)),
         tiles(rows, cols, LOW), data.data_ptr(), scale.data_ptr(), out.data_ptr(), *scale.stride(), rows, cols,
     )  # fmt: skip
     return out
+
+
+def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
+    """``lpq.core.exact.decoded`` for operands of one shape."""
+    (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
+    macros = _macros(operand.quantizer.dtype, torch.bfloat16) + covering(LOW, divides(rows, cols, LOW))
+    launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))
+
+    def exact(buffers: Sequence[Tensor]) -> Exact | None:
+        data, scale = buffers
+        at = data.data_ptr()
+        if at % ALIGNED or not data.is_contiguous():
+            return decoded(operand.over(buffers))
+        out = empty(*memory)
+        launch(at, scale.data_ptr(), out.data_ptr(), *scale.stride(), rows, cols)
+        return Exact(out)
+
+    return exact
+
+
+@cache
+def _macros(element: str, dtype: torch.dtype) -> tuple[str, ...]:
+    return f"LPQ_ELEMENT={element.upper()}", OUTPUTS[dtype]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from lpq.core import decode
+from lpq.core.binding import Operand
 from lpq.core.exact import gemm
 from lpq.core.multiplicand import Exact
 from lpq.ops.swizzle import swizzled
@@ -35,6 +36,21 @@ def exact(operand: NVFP4Storage) -> Exact | None:
 def exact_in_cuda(operand: NVFP4Storage) -> Exact | None:
     """The same, without an amax that has to be written first."""
     return _exact(operand, lambda whole: views.decode(whole, torch.bfloat16, unit=True))
+
+
+def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
+    """``exact_in_cuda`` for operands of one shape."""
+    if operand.quantizer.rht and operand.shape[1] % GROUP:
+        return lambda buffers: exact_in_cuda(operand.over(buffers))  # type: ignore[arg-type]
+    decode = views.bind_unit(operand, device)
+
+    def exact(buffers: Sequence[Tensor]) -> Exact | None:
+        matrix = decode(buffers)
+        if matrix is None:
+            return exact_in_cuda(operand.over(buffers))  # type: ignore[arg-type]
+        return Exact(matrix, buffers[2], CONSTANT)
+
+    return exact
 
 
 def _matrix(operand: NVFP4Storage) -> Tensor:

@@ -12,7 +12,7 @@ from lpq.core.multiplicand import Form
 from lpq.core.pairs import Job, Made, TileSide
 from lpq.core.quantizer import Direction
 from lpq.ops.cubins import csrc
-from lpq.ops.tiles import amax_finish, pointer
+from lpq.ops.tiles import amax_finish
 from lpq_nvfp4.cuda import fresh, parts_of
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
@@ -34,8 +34,9 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
         known = amax if amax is not None else job.found
         assert known is not None
         parameters = (
-            *(b.data_ptr() for b in buffers), known.data_ptr(), known.numel(), pointer(given),
-            measured[1].data_ptr() if measured else 0, pointer(job.seed), job.offset,
+            buffers[0].data_ptr(), buffers[1].data_ptr(), buffers[2].data_ptr(), known.data_ptr(), known.numel(),
+            0 if given is None else given.data_ptr(), measured[1].data_ptr() if measured else 0,
+            0 if job.seed is None else job.seed.data_ptr(), job.offset,
         )  # fmt: skip
         return Made(buffers, measured, parameters)
 
@@ -51,8 +52,8 @@ def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | No
         assert job.found is not None
         matrix, amax = job.x.new_empty(job.shape, dtype=torch.bfloat16), job.x.new_empty((), dtype=torch.float32)
         parameters = (
-            matrix.data_ptr(), 0, amax.data_ptr(), job.found.data_ptr(), job.found.numel(), 0, 0, pointer(job.seed),
-            job.offset,
+            matrix.data_ptr(), 0, amax.data_ptr(), job.found.data_ptr(), job.found.numel(), 0, 0,
+            0 if job.seed is None else job.seed.data_ptr(), job.offset,
         )  # fmt: skip
         return Made((matrix, amax), (), parameters)
 

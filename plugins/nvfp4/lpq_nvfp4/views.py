@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from lpq.core import Storage
+from lpq.core.binding import ALIGNED, Operand
 from lpq.core.operations import decode_reference, transpose_reference
-from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_nibbles
+from lpq.ops.fresh import allocator, fresh
+from lpq.ops.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles, transpose_nibbles
 from lpq_nvfp4.storage import NVFP4Storage
 
 DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]
@@ -31,11 +36,35 @@ def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> 
     data, scale = operand.data.contiguous(), operand.scale
     out = data.new_empty((rows, cols), dtype=dtype)
     side = operand.quantizer
-    switches = {"LPQ_SQUARE": side.block == "16x16", "LPQ_ROTATED": side.rht and not unit}
-    macros = OUTPUTS[dtype], *(name for name, on in switches.items() if on)
+    macros = _macros(side.block, side.rht and not unit, dtype) + covering(LOW, is_whole(data, rows, cols, LOW))
     DECODE.launch(
-        data.get_device(), macros + covering(LOW, is_whole(data, rows, cols, LOW)), tiles(rows, cols, LOW),
+        data.get_device(), macros, tiles(rows, cols, LOW),
         data.data_ptr(), scale.data_ptr(), 0 if unit else operand.amax.data_ptr(), out.data_ptr(),
         *scale.stride(), rows, cols,
     )  # fmt: skip
     return out
+
+
+def bind_unit(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor | None]:
+    """``decode`` with ``unit`` in bf16, of the buffers of operands of one shape; None of those that lie otherwise than
+    encoding leaves them."""
+    (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
+    macros = _macros(operand.quantizer.block, False, torch.bfloat16) + covering(LOW, divides(rows, cols, LOW))
+    launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))
+
+    def decode(buffers: Sequence[Tensor]) -> Tensor | None:
+        data, scale = buffers[0], buffers[1]
+        at = data.data_ptr()
+        if at % ALIGNED or not data.is_contiguous():
+            return None
+        out = empty(*memory)
+        launch(at, scale.data_ptr(), 0, out.data_ptr(), *scale.stride(), rows, cols)
+        return out
+
+    return decode
+
+
+@cache
+def _macros(block: str, rotated: bool, dtype: torch.dtype) -> tuple[str, ...]:
+    switches = {"LPQ_SQUARE": block == "16x16", "LPQ_ROTATED": rotated}
+    return OUTPUTS[dtype], *(name for name, on in switches.items() if on)

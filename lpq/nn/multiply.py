@@ -1,0 +1,145 @@
+"""The three products of a layer, as one function to autograd.
+
+Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
+the high-precision input. State that lives across steps is read in forward and moves in backward only, so that
+evaluation leaves it alone and activation checkpointing, which runs forward twice, computes the same numbers twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.core import QuantizedTensor, remember
+from lpq.core.binding import on_device
+from lpq.core.operators import can_bypass_dispatcher
+from lpq.core.storage import check_there
+from lpq.nn import recomputed
+from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
+from lpq.nn.held import as_it_is
+from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
+
+State = Mapping[str, Tensor]
+
+
+class Call(NamedTuple):
+    """What one pass of a layer is given beside its tensors."""
+
+    plan: Plan
+    shapes: Shapes
+    step: Step | None
+    """The plan bound to the shapes; None: through the dispatcher."""
+    states: Mapping[str, State] = {}
+    """What quantizers remember of each tensor."""
+    seeds: Mapping[str, Tensor] = {}
+    weight: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+    """The buffers of the operands of the weight, if it is encoded already."""
+    measured: Sequence[Tensor] = ()
+    """What was measured of such a weight."""
+    accumulate: Accumulate | None = None
+
+
+class Multiplication(torch.autograd.Function):
+    """The three products."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate = call
+        if step is None:
+            step = through_dispatcher(plan, shapes)
+        x_row, x_col, x_stats = step.x.encode(x, states.get("x"), seeds.get("x"))
+        if step.w is not None:
+            w_row, w_col, w_stats = step.w.encode(weight, states.get("w"), seeds.get("w"))
+        else:
+            assert encoded is not None
+            w_row, w_col = encoded
+            if call.step is not None:
+                check_there(w_row[0])
+        y = step.fprop(x_row, w_row, bias)
+        rest: tuple[Tensor, ...] = () if "dy" not in seeds else (seeds["dy"],)
+        seen = recomputed.seen(states) if states else None
+        ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
+        ctx.seen = None if seen is None else seen.tolist()
+        ctx.call, ctx.counts = call, (len(x_col), len(w_col), len(x_stats), len(w_stats))
+        if bias is not None:
+            ctx.bias = bias.dtype
+        # Of its buffers autograd does not count what is written: that happens inside of operators.
+        watched = shapes.needs_dx and isinstance(weight, QuantizedTensor) and not torch.compiler.is_compiling()
+        ctx.watched = (weight, as_it_is(weight)) if watched else None
+        if accumulate is not None:
+            ctx.weight = weight
+        if x.dim() == 2:
+            return y
+        # Not a view to autograd: what a module returns may be changed in place.
+        whole: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], shapes.outputs))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
+                "Leave that out, or have the policy leave the layer in high precision"
+            )
+        if ctx.watched is not None and as_it_is(ctx.watched[0]) != ctx.watched[1]:
+            raise RuntimeError(
+                f"a weight of {[*ctx.watched[0].shape]} that is stored quantized was written to after forward, and "
+                "backward needs it as it was: write to it after backward"
+            )
+        plan, shapes, step, states, *_ = ctx.call
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        sum_so_far = None
+        if needs_dw and ctx.call.accumulate is not None and is_summed(ctx.next_functions[1][0]):
+            sum_so_far = sum_in_place(ctx.weight, ctx.call.accumulate)
+        summed = shapes.weight if sum_so_far is None else sum_so_far.dtype
+        if shapes.needs_dx != needs_dx or shapes.needs_dw != needs_dw or shapes.summed is not summed:
+            shapes = shapes._replace(needs_dx=needs_dx, needs_dw=needs_dw, summed=summed)
+            step = None if step is None else bind_few(plan, shapes)
+        if step is None or not can_bypass_dispatcher(dy):
+            step = through_dispatcher(plan, shapes)
+        dx = dw = db = None
+        if needs_dx or needs_dw:
+            with on_device(shapes.device):
+                dx, dw = _gradients(ctx, dy, plan, step, states, sum_so_far)
+        if needs_db:
+            db = dy.reshape(-1, shapes.outputs).sum(0).to(ctx.bias)
+        return dx, dw, db, None
+
+
+def _gradients(
+    ctx: Any, dy: Tensor, plan: Plan, step: Step, states: Mapping[str, State], sum_so_far: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    saved = ctx.saved_tensors
+    if ctx.seen is not None:
+        recomputed.compare(ctx.seen, saved[-1])
+    call: Call = ctx.call
+    first, second, third, fourth = ctx.counts
+    second += first
+    third += second
+    fourth += third
+    seed = saved[fourth] if call.plan.stochastic else None
+    dy_row, dy_col, dy_stats = step.dy.encode(dy, states.get("dy"), seed)
+    dx = dw = None
+    if step.dgrad is not None:
+        if step.w is None and call.step is not None:
+            check_there(saved[first])
+        dx = step.dgrad(dy_row, saved[first:second], None)
+        if dy.dim() != 2:
+            dx = dx.view(*dy.shape[:-1], dx.shape[-1])
+    if step.wgrad is not None:
+        dw = step.wgrad(dy_col, saved[:first], None)
+        if sum_so_far is not None:
+            sum_so_far.add_(dw)
+            dw = None
+    if states:
+        wants_dx, wants_dw = step.dgrad is not None, step.wgrad is not None
+        if "dy" in states:
+            remember(plan.dy, states["dy"], list(dy_stats), row=wants_dx, col=wants_dw)
+        if "x" in states:
+            remember(plan.x, states["x"], list(saved[second:third]), col=wants_dw)
+        if "w" in states and fourth > third:
+            remember(plan.w, states["w"], list(saved[third:fourth]), col=wants_dx)
+    return dx, dw

@@ -1,0 +1,148 @@
+"""What a layer does with its tensors: decided for a recipe, and bound to the shapes of a step.
+
+A ``Plan`` is a recipe's. A ``Step`` is what a plan does with inputs of one shape on one device: three encoders and
+three products, so that a layer asks nothing at a step that was answered before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lpq import registry
+from lpq.core.binding import Multiply, Product
+from lpq.core.bound import (
+    Encoder,
+    Wanted,
+    bind_encoder,
+    bind_product,
+    operands_of,
+    product_through_operators,
+    through_operators,
+)
+from lpq.core.derive import rounds_stochastically
+from lpq.core.exact import multiplied_exactly
+from lpq.core.quantizer import Quantizer
+from lpq.nn.memories import Memory, memories
+
+if TYPE_CHECKING:
+    from lpq.recipes import Recipe
+
+Pair = tuple[Quantizer, Quantizer]
+"""The quantizers of the two operands of a product."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one layer does with its three tensors."""
+
+    x: Quantizer
+    w: Quantizer
+    dy: Quantizer
+    fast: tuple[bool, bool, bool]
+    """For fprop, dgrad and wgrad: whether a kernel may sum in less than fp32."""
+    stochastic: bool
+    """Whether anything is rounded with random bits."""
+    memories: tuple[Memory, ...]
+    """The buffers in which quantizers remember."""
+    fprop: Pair | None = None
+    """The product, if one of its operands can be made for it without being encoded; dgrad and wgrad likewise."""
+    dgrad: Pair | None = None
+    wgrad: Pair | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Plan:
+        """The plan that a recipe makes. Gradients are summed exactly unless it says otherwise."""
+        fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
+        tensors = (recipe.x, recipe.w, recipe.dy)
+        stochastic = any(map(rounds_stochastically, tensors))
+        of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
+        asked = (fast[0] is not False, fast[1] is True, fast[2] is True)
+        return cls(*tensors, asked, stochastic, memories(recipe), *of)
+
+    def __post_init__(self) -> None:
+        for quantizer in (self.x, self.w, self.dy):
+            quantizer.ready()
+
+
+def _made_exactly(side: Quantizer) -> bool:
+    """Whether the format has kernels, for any hardware, that make an operand for a product without encoding it."""
+    return bool(registry.kernels("exact_tile", (registry.format_of(type(side)).name,)))
+
+
+class Shapes(NamedTuple):
+    """What a step is bound to."""
+
+    rows: int
+    features: int
+    """Those of the input, a matrix ``[rows, features]``."""
+    outputs: int
+    x: torch.dtype
+    weight: torch.dtype
+    dtype: torch.dtype
+    """That of the result."""
+    summed: torch.dtype
+    """That of the gradient of the weight."""
+    device: torch.device
+    needs_dx: bool
+    needs_dw: bool
+    encoded: bool
+    """Whether the operands of the weight are there, so that none is encoded."""
+
+
+class Step(NamedTuple):
+    """A plan bound to shapes."""
+
+    x: Encoder
+    w: Encoder | None
+    """None: the weight is encoded already."""
+    dy: Encoder
+    fprop: Multiply
+    dgrad: Multiply | None
+    """None: that gradient is not wanted."""
+    wgrad: Multiply | None
+
+
+def bind(plan: Plan, shapes: Shapes) -> Step:
+    """Decide now all that a step of these shapes does."""
+    return _step(plan, shapes, bind_encoder, bind_product, exact=True)
+
+
+bind_few = registry.cached_few(bind)
+"""``bind`` for all layers of a model that have the same plan and shapes."""
+
+
+def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
+    """The same by way of operators, for a tracer or whoever watches. Others than a compiler see operands encoded."""
+    exact = torch.compiler.is_dynamo_compiling()
+    return _step(plan, shapes, through_operators, product_through_operators, exact=exact)
+
+
+def _step(
+    plan: Plan,
+    shapes: Shapes,
+    encoder: Callable[[Wanted], Encoder],
+    product: Callable[[Product], Multiply],
+    *,
+    exact: bool,
+) -> Step:
+    rows, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded = shapes
+    states = [memory.tensor for memory in plan.memories]
+    fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
+    x = encoder(Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, (fprop, False)))
+    wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, (fprop, False))
+    w = None if encoded else encoder(wanted)
+    also = needs_dx and dgrad, needs_dw and wgrad
+    dy = encoder(Wanted(plan.dy, (rows, outputs), dtype, device, needs_dx, needs_dw, "dy" in states, also))
+    w_row, w_col = operands_of(wanted) if w is None else (w.row, w.col)
+    assert x.row is not None
+    assert w_row is not None
+    multiply, into_dx, into_dw = product(Product(x.row, w_row, dtype, device, plan.fast[0])), None, None
+    if dy.row is not None and w_col is not None:
+        into_dx = product(Product(dy.row, w_col, x_dtype, device, plan.fast[1]))
+    if dy.col is not None and x.col is not None:
+        into_dw = product(Product(dy.col, x.col, summed, device, plan.fast[2]))
+    return Step(x, w, dy, multiply, into_dx, into_dw)
