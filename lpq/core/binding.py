@@ -18,6 +18,7 @@ from lpq import registry
 from lpq.core.multiplicand import Form, Multiplicand
 from lpq.core.operations import gemm_reference, quantize_reference
 from lpq.core.storage import Storage
+from lpq.ops.table import kernels_allowed
 
 if TYPE_CHECKING:
     from lpq.core.quantizer import Quantizer
@@ -104,7 +105,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
     """The ``impl`` of a ``quantize`` that binds: what is bound is kept for the shapes that were asked for last."""
-    bound = registry.cached_few(bind)
+    bound = registry.cached_few(lambda e, kernels: bind(e))
 
     def quantize(
         x: Tensor,
@@ -123,7 +124,8 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
         encode = None
         if x.numel():
             e = Encoding(row, col, (x.shape[0], x.shape[1]), x.dtype, dtype, x.device, given if True in given else ())
-            encode = bound(e._replace(measure=measure, offset=offset, aligned=at % ALIGNED == 0, operator=True))
+            e = e._replace(measure=measure, offset=offset, aligned=at % ALIGNED == 0, operator=True)
+            encode = bound(e, kernels_allowed())
         if encode is None:
             return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
         with on_device(x.device):
@@ -144,12 +146,13 @@ def operand_like(storage: Storage) -> Operand:
 
 def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:
     """The ``impl`` of a ``gemm`` that binds, as ``unbound``."""
-    bound = registry.cached_few(bind)
+    bound = registry.cached_few(lambda p, kernels: bind(p))
 
     def gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False) -> Tensor:
         """As the reference, up to the order of sums."""
         device = a.device
-        multiply = bound(Product(operand_like(a), operand_like(b), dtype, device, fast_accumulate, operator=True))
+        product = Product(operand_like(a), operand_like(b), dtype, device, fast_accumulate, operator=True)
+        multiply = bound(product, kernels_allowed())
         if multiply is None:
             return gemm_reference(a, b, bias, dtype)
         with on_device(device):

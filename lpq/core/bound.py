@@ -8,12 +8,12 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lpq import registry
 from lpq.core import pairs
 from lpq.core.binding import ALIGNED, Encode, Encoded, Encoding, Multiply, Operand, Product
 from lpq.core.multiplicand import Form
@@ -161,7 +161,7 @@ def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
     encode = bind(e) if 0 not in e.shape else None
     if encode is None:
         return _called(quantize_reference, e)
-    misaligned = registry.cached_few(bind)
+    misaligned = cache(lambda: bind(e._replace(aligned=False)))
 
     def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
         at = x.data_ptr()
@@ -169,7 +169,7 @@ def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
             return encode(x, at, stats, seed)
         x = x.contiguous()
         at = x.data_ptr()
-        how = encode if at % ALIGNED == 0 else misaligned(e._replace(aligned=False))
+        how = encode if at % ALIGNED == 0 else misaligned()
         assert how is not None
         return how(x, at, stats, seed)
 

@@ -91,6 +91,8 @@ class Shapes(NamedTuple):
     needs_dw: bool
     encoded: bool
     """Whether the operands of the weight are there, so that none is encoded."""
+    kernels: object = None
+    """The value of ``LPQ_KERNELS`` under which kernels are chosen."""
 
 
 class Step(NamedTuple):
@@ -129,7 +131,7 @@ def _step(
     *,
     exact: bool,
 ) -> Step:
-    rows, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded = shapes
+    rows, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded, _ = shapes
     states = [memory.tensor for memory in plan.memories]
     fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
     x = encoder(Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, (fprop, False)))

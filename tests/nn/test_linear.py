@@ -427,3 +427,11 @@ def test_a_meta_model_can_be_run_and_materialised() -> None:
         assert module(torch.empty(3, 48, device="meta")).shape == (3, 64)
         module.to_empty(device="cpu")
         assert all(b.device.type == "cpu" and not b.any() for b in module.buffers())
+
+
+def test_what_was_bound_under_other_kernels_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another layer of the same recipe and shapes is bound under the setting that holds now."""
+    layer("mxfp8")(torch.randn(8, 48))
+    monkeypatch.setenv("LPQ_KERNELS", "triton")
+    with pytest.raises(lpq.registry.LpqError, match="LPQ_KERNELS=triton leaves no kernel"):
+        layer("mxfp8")(torch.randn(8, 48))
