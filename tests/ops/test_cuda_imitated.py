@@ -18,6 +18,7 @@ from torch import Tensor
 import lpq
 from lpq import registry
 from lpq.core import Quantizer
+from lpq.core.binding import Encoding, unbound
 from lpq.core.operations import quantize_reference
 from lpq.core.pairs import Pair
 from lpq.distributed.casting import batched
@@ -138,7 +139,7 @@ def test_two_formats_from_one_read(first: str, second: str, launched: set[str]) 
     for x in (of_all_sizes(torch.bfloat16), normal(*RAGGED), *([normal(256, 128)] if whole else [])):
         expected = quantize_reference(x, [], row, col, seed, 0, False)
         with Poisoned():  # type: ignore[no-untyped-call]
-            got = pair.quantize(x, [], row, col, seed, 0, False)
+            got = unbound(pair.bind)(x, [], row, col, seed, 0, False)
         for i, (one, other) in enumerate(zip(got, expected, strict=True)):
             same(one, other, f"{first} with {second}, {list(x.shape)}, output {i}")
     assert "pair" in launched
@@ -153,13 +154,17 @@ def test_exact_forms_that_are_made_at_once(text: str) -> None:
     made = Pair(*(tile_side(text, direction, "exact_tile") for direction in ("row", "col")))  # type: ignore[arg-type]
     row, col, seed = quantizer.side("row"), quantizer.side("col"), torch.tensor(SEED)
     for x in (normal(48, 80), normal(256, 128)):
+        shape = x.shape[0], x.shape[1]
+        encoding = Encoding(row, col, shape, x.dtype, x.dtype, x.device, exact=(True, True), operator=True)
+        how = made.bind(encoding)
+        assert how is not None
         with Poisoned():  # type: ignore[no-untyped-call]
-            both = made.made(x, (), row, col, seed, 0, False)
+            *both, _ = how(x, x.data_ptr(), (), seed)
         for got, side, direction in zip(both, (row, col), ("row", "col"), strict=True):
             operand = encode(side, x if direction == "row" else x.t().contiguous(), direction=direction, seed=SEED)
             form = registry.resolve(exact.impl)(operand)
             wanted = [form.matrix] if form.factor is None else [form.matrix, form.factor]
-            for one, other in zip(got.buffers, wanted, strict=True):
+            for one, other in zip(got, wanted, strict=True):
                 same(one, other, f"{direction} of {text}, {list(x.shape)}")
 
 
