@@ -17,7 +17,7 @@ import imitated  # noqa: E402  (from where it was just added)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def share_imitations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels that are compiled for a CPU are shared by the processes that xdist runs the tests in."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
