@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import imitated
 import pytest
 import torch
 
 from lpq import registry
 from lpq.core import Quantizer
+from lpq.core.binding import unbound
 from lpq.core.pairs import Pair
 from lpq.ops import cubins, tiles
 from lpq.ops.cuda import CudaKernel
@@ -117,11 +119,10 @@ def asked_for() -> dict[Path, set[Macros]]:
     def launch(self: CudaKernel, device: int, macros: Macros, blocks: int, *arguments: float) -> None:
         found.setdefault(self.source.resolve(), set()).add(macros)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaKernel, "launch", launch)
+    with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
         patch.setattr(tiles, "multiprocessors", lambda device: 132)
         for many, plugin, kernel in ((m, p, k) for m in MANY for p in registry.plugins() for k in p.kernels):
-            patch.setattr(tiles, "MANY_TILES", many)
+            set_many(patch, many)
             if kernel.backend == "cuda" and kernel.op in ("measure", "quantize", "decode", "transpose"):
                 for name in set(kernel.formats) & set(plugin.formats):
                     with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
@@ -134,9 +135,16 @@ def asked_for() -> dict[Path, set[Macros]]:
                     for source, macros in of_fragments(kernel, name):
                         found.setdefault(source, set()).add(macros)
         for many in MANY:
-            patch.setattr(tiles, "MANY_TILES", many)
+            set_many(patch, many)
             call_pairs()
     return found
+
+
+def set_many(patch: pytest.MonkeyPatch, many: int) -> None:
+    """What is bound has counted the tiles already: it is bound anew where their number has another meaning."""
+    if many != tiles.MANY_TILES:
+        patch.setattr(tiles, "MANY_TILES", many)
+        registry.refresh()
 
 
 def of_fragments(kernel: KernelSpec, name: str) -> Iterator[tuple[Path, Macros]]:
@@ -196,7 +204,7 @@ def call_pair(
         registry.resolve(k.impl)(side, which)
         for (k, _), side, which in zip((row, col), sides, ("row", "col"), strict=True)
     ]
-    Pair(*made).quantize(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
+    unbound(Pair(*made).bind)(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
 
 
 def refuses(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> bool:

@@ -56,15 +56,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         turns = TURNS[... if ... in TURNS else (self.source, macros, self.name)]
         imitated.launch(self, macros, blocks, arguments, backwards=next(turns))
 
-    def bind(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
-        return lambda *arguments: launch(self, device, macros, blocks, *arguments)
-
-    monkeypatch.setattr(CudaKernel, "launch", launch)
-    monkeypatch.setattr(CudaKernel, "bind", bind)
     monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
-    registry.refresh()  # what was bound launches otherwise
-    yield names
-    registry.refresh()
+    with imitated.in_place_of_launches(launch):
+        yield names
 
 
 def on_cuda(op: str, name: str) -> KernelSpec | None:

@@ -18,9 +18,13 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from lpq import registry
 from lpq.ops import cubins
 from lpq.ops.cuda import CudaKernel
 
@@ -30,6 +34,25 @@ Macros = tuple[str, ...]
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 shared_folder: Path | None = None
 """Where processes that run tests together share what they compile; else each has its own."""
+
+
+@contextlib.contextmanager
+def in_place_of_launches(launch: Callable[..., None]) -> Iterator[None]:
+    """``launch(kernel, device, macros, blocks, *arguments)`` is called where a kernel would be launched, bound or
+    not."""
+
+    def bind(self: CudaKernel, device: int, macros: Macros, blocks: int) -> Callable[..., None]:
+        return lambda *arguments: launch(self, device, macros, blocks, *arguments)
+
+    def now(self: CudaKernel, device: int, macros: Macros, blocks: int, *arguments: Any) -> None:
+        launch(self, device, macros, blocks, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaKernel, "launch", now)
+        patch.setattr(CudaKernel, "bind", bind)
+        registry.refresh()  # what was bound launches otherwise
+        yield
+    registry.refresh()
 
 
 def found() -> bool:
