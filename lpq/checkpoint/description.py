@@ -13,7 +13,7 @@ import torch
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, MissingPlugin, listed, shown
 from lpq.core import Quantizer
-from lpq.recipes import Policy, Steps
+from lpq.recipes import Policy, Steps, policy
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief, pip
 
@@ -106,7 +106,7 @@ class Description:
     def policies(self) -> dict[str, tuple[Policy, Steps]]:
         """The policy and the length of the run of each conversion."""
         self.require(self.formats)
-        return {n: (Policy.from_dict(c["policy"]), c["steps"]) for n, c in self.conversions.items()}
+        return {n: (policy(c["policy"]), c["steps"]) for n, c in self.conversions.items()}
 
 
 def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]]) -> None:

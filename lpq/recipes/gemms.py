@@ -160,13 +160,6 @@ class Recipe:
                 table[gemm]["fast_accumulate"] = fast
         return table
 
-    @classmethod
-    def from_dict(cls, table: Mapping[str, object]) -> Recipe:
-        """The recipe that such data describes."""
-        from lpq.recipes.recipe_sources import recipe  # reads names, which are recipes again
-
-        return recipe(table)
-
     def to_toml(self) -> str:
         """The text of a TOML file that ``lpq.recipe`` makes this recipe from."""
         return toml.written(self.to_dict())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
@@ -212,13 +212,6 @@ class Policy:
         leave = {"leave": list(self.leave)} if self.leave else {}
         least = {"least": self.least} if self.least != LEAST else {}
         return {"rules": [rule.to_dict() for rule in self.rules], **leave, **least}
-
-    @classmethod
-    def from_dict(cls, table: Mapping[str, object]) -> Policy:
-        """The policy that such data describes."""
-        from lpq.recipes.policy_sources import policy  # reads recipes by name
-
-        return policy(table)
 
     def to_toml(self) -> str:
         """The text of a TOML file that ``lpq.policy`` makes this policy from."""

@@ -202,7 +202,7 @@ def test_every_way_of_keeping_a_policy_gives_it_back(tmp_path_factory: pytest.Te
     for kept in (
         lpq.policy(path),
         lpq.policy(torch.load(file, weights_only=True)),
-        Policy.from_dict(policy.to_dict()),
+        lpq.policy(policy.to_dict()),
         pickle.loads(pickle.dumps(policy)),
         copy.deepcopy(policy),
     ):
@@ -216,7 +216,7 @@ def test_every_way_of_keeping_a_policy_gives_it_back(tmp_path_factory: pytest.Te
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1).map(tuple))
 def test_any_pattern_survives_toml(patterns: tuple[str, ...]) -> None:
     text = policy((patterns, None)).to_toml()
-    assert Policy.from_dict(tomllib.loads(text)) == policy((patterns, None))
+    assert lpq.policy(tomllib.loads(text)) == policy((patterns, None))
 
 
 def test_the_toml_is_what_a_person_would_write() -> None:

@@ -147,7 +147,6 @@ def test_operands_that_are_the_two_sides_of_one_quantizer_need_no_hybrid() -> No
 def test_every_way_of_keeping_a_recipe_gives_it_back(recipe: Recipe) -> None:
     assert lpq.recipe(str(recipe)) == recipe
     for kept in (
-        Recipe.from_dict(recipe.to_dict()),
         lpq.recipe(recipe.to_dict()),
         pickle.loads(pickle.dumps(recipe)),
         copy.deepcopy(recipe),
