@@ -36,7 +36,7 @@ from lpq.ops.tiles import (
     zeros,
 )
 from lpq_fp8.quantizer import FP8Quantizer
-from lpq_fp8.storage import ELEMENTS
+from lpq_fp8.reference import ELEMENTS
 
 ONE_SCALE = tile_kernels("fp8/square.cu", "quantize", "PPPPPPIPPfI")
 VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPfII")

@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lpq.core import Quantizer, Stat, StateBuffer
+from lpq.core import Quantizer, Stat, StateBuffer, Storage
 from lpq.core.elements import FLT_MAX
 from lpq.core.layout import Block
 from lpq.registry.errors import OptionError
 from lpq_fp8 import reference
-from lpq_fp8.storage import BLOCKS, ELEMENTS, ROW, TENSOR, FP8Storage
+from lpq_fp8.reference import BLOCKS, ELEMENTS, ROW, TENSOR
 
 STATS = {block: (Stat("amax", block=block),) for block in (TENSOR, ROW, *BLOCKS.values())}
 
@@ -76,7 +76,7 @@ class FP8Quantizer(Quantizer):
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {"amax": reference.measure(x, self.scaled_block)}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> FP8Storage:
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         data, scale = reference.encode(
             x,
             stats["amax"],
@@ -85,7 +85,7 @@ class FP8Quantizer(Quantizer):
             largest_scale=self.largest_scale(x.dtype),
             pow2=self.pow2_scales,
         )
-        return FP8Storage(data=data, scale=scale)
+        return self.storage(data=data, scale=scale)
 
     # ------------------------------------------------------------------------------ delayed scaling
 

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from lpq.core.blocks import block_amax, expand_blocks, scale_blocks
-from lpq.core.elements import decode_float8, scale_float8
+from lpq.core.elements import E4M3, E5M2, decode_float8, scale_float8
 from lpq.core.layout import Block
+
+ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
+TENSOR: Block = (None, None)
+ROW: Block = (1, None)
+BLOCKS: dict[str, Block] = {"1x128": (1, 128), "128x128": (128, 128)}
 
 
 def measure(x: Tensor, block: Block) -> Tensor:

@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 from lpq.core import Buffer, Storage
-from lpq.core.elements import E4M3, E5M2
-from lpq.core.layout import Block
 from lpq_fp8 import reference
+from lpq_fp8.reference import BLOCKS, ELEMENTS, ROW, TENSOR
 
 if TYPE_CHECKING:
     from lpq_fp8.quantizer import FP8Quantizer
 
-ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
-TENSOR: Block = (None, None)
-ROW: Block = (1, None)
-BLOCKS: dict[str, Block] = {"1x128": (1, 128), "128x128": (128, 128)}
 LAYOUTS = {
     (name, block): (
         Buffer("data", element),

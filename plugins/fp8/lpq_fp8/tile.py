@@ -11,7 +11,7 @@ from lpq.ops.cubins import csrc
 from lpq.ops.tiles import TALL, pointer
 from lpq_fp8.cuda import BLOCK, measure_lines, scales_of
 from lpq_fp8.quantizer import FP8Quantizer
-from lpq_fp8.storage import ELEMENTS
+from lpq_fp8.reference import ELEMENTS
 
 
 def tile(quantizer: FP8Quantizer, direction: Direction) -> TileSide:

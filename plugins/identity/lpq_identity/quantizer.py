@@ -9,8 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from lpq.core import Quantizer
-from lpq_identity.storage import IdentityStorage
+from lpq.core import Quantizer, Storage
 
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -41,5 +40,5 @@ class IdentityQuantizer(Quantizer):
             return {}
         return {"test_error_is_bounded[tiny]": "fp16 has no number between 0 and 2^-24"}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> IdentityStorage:
-        return IdentityStorage(data=x if self.dtype is None else x.to(getattr(torch, self.dtype)))
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        return self.storage(data=x if self.dtype is None else x.to(getattr(torch, self.dtype)))

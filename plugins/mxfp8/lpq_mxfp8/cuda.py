@@ -22,7 +22,7 @@ from lpq.ops.tiles import (
     tiles,
 )
 from lpq_mxfp8.quantizer import MXFP8Quantizer
-from lpq_mxfp8.storage import ELEMENTS
+from lpq_mxfp8.reference import ELEMENTS
 
 KERNELS = tile_kernels("mxfp8/quantize.cu", "quantize", "PPPPPPPPP")
 BLOCK = 32

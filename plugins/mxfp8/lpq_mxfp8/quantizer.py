@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from lpq.core import Quantizer, Stat
+from lpq.core import Quantizer, Stat, Storage
 from lpq_mxfp8 import reference
-from lpq_mxfp8.storage import ELEMENTS, MXFP8Storage
+from lpq_mxfp8.reference import ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,6 @@ class MXFP8Quantizer(Quantizer):
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {"amax": reference.measure(x)}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> MXFP8Storage:
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         data, scale = reference.encode(x, stats["amax"], ELEMENTS[self.dtype])
-        return MXFP8Storage(data=data, scale=scale)
+        return self.storage(data=data, scale=scale)

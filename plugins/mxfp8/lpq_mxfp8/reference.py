@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lpq.core.blocks import block_amax, scale_blocks
-from lpq.core.elements import cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0
+from lpq.core.elements import E4M3, E5M2, cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0
 
 BLOCK = (1, 32)
+ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 def measure(x: Tensor) -> Tensor:

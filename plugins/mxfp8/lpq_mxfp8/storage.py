@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from lpq.core import Buffer, Storage
-from lpq.core.elements import E4M3, E5M2
 from lpq_mxfp8 import reference
+from lpq_mxfp8.reference import BLOCK, ELEMENTS
 
 if TYPE_CHECKING:
     from lpq_mxfp8.quantizer import MXFP8Quantizer
 
-ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
-SCALE = Buffer("scale", torch.uint8, block=reference.BLOCK, column_major=True)
+SCALE = Buffer("scale", torch.uint8, block=BLOCK, column_major=True)
 LAYOUTS = {name: (Buffer("data", dtype), SCALE) for name, dtype in ELEMENTS.items()}
 
 

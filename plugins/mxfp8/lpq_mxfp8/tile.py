@@ -14,7 +14,7 @@ from lpq.ops.cubins import csrc
 from lpq.ops.tiles import SQUARE, TALL, by_columns
 from lpq_mxfp8.cuda import BLOCK
 from lpq_mxfp8.quantizer import MXFP8Quantizer
-from lpq_mxfp8.storage import ELEMENTS
+from lpq_mxfp8.reference import ELEMENTS
 
 
 def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:

@@ -9,11 +9,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from lpq.core import Quantizer, RandomBits, Stat
+from lpq.core import Quantizer, RandomBits, Stat, Storage
 from lpq.core.elements import cast_e2m1, cast_e2m1_stochastic
 from lpq.core.quantizer import Direction
 from lpq_nvfp4 import reference, rotation
-from lpq_nvfp4.storage import BLOCKS, NVFP4Storage
+from lpq_nvfp4.reference import BLOCKS
 
 STATS = {name: (Stat("amax"), Stat("block_amax", block=block)) for name, block in BLOCKS.items()}
 
@@ -52,16 +52,16 @@ class NVFP4Quantizer(Quantizer):
         amax, block_amax = reference.measure(self._stored(x), BLOCKS[self.block])
         return {"amax": amax, "block_amax": block_amax}
 
-    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> NVFP4Storage:
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         return self._encode(x, stats, cast_e2m1)
 
-    def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> NVFP4Storage:
+    def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> Storage:
         return self._encode(x, stats, lambda y: cast_e2m1_stochastic(y, bits.bytes(*y.shape)))
 
-    def _encode(self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]) -> NVFP4Storage:
+    def _encode(self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]) -> Storage:
         amax, block_amax = stats["amax"], stats["block_amax"]
         data, scale = reference.encode(self._stored(x), amax, block_amax, BLOCKS[self.block], cast)
-        return NVFP4Storage(data=data, scale=scale, amax=amax)
+        return self.storage(data=data, scale=scale, amax=amax)
 
     def _stored(self, x: Tensor) -> Tensor:
         """The matrix in the basis in which it is stored; a rotated one is rounded to bf16."""

@@ -17,6 +17,7 @@ from lpq.core.layout import Block
 
 GROUP = 16
 """Columns are stored in whole groups of this many; a block is one group wide."""
+BLOCKS: dict[str, Block] = {"1x16": (1, GROUP), "16x16": (GROUP, GROUP)}
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 

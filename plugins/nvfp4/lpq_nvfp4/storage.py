@@ -10,15 +10,13 @@ from torch import Tensor
 from lpq.core import Buffer, Storage
 from lpq.core.blocks import pad_blocks
 from lpq.core.elements import E4M3, pack_nibbles, unpack_nibbles
-from lpq.core.layout import Block
 from lpq_nvfp4 import reference
-from lpq_nvfp4.reference import GROUP
+from lpq_nvfp4.reference import BLOCKS, GROUP
 from lpq_nvfp4.rotation import rotate, unrotate
 
 if TYPE_CHECKING:
     from lpq_nvfp4.quantizer import NVFP4Quantizer
 
-BLOCKS: dict[str, Block] = {"1x16": (1, GROUP), "16x16": (GROUP, GROUP)}
 LAYOUTS = {
     name: (
         Buffer("data", torch.uint8, block=(1, 2), pad=GROUP),

@@ -50,8 +50,8 @@ from lpq.ops.triton.tiles import (
 )
 from lpq_nvfp4 import rotation
 from lpq_nvfp4.quantizer import NVFP4Quantizer
-from lpq_nvfp4.reference import GROUP
-from lpq_nvfp4.storage import BLOCKS, NVFP4Storage
+from lpq_nvfp4.reference import BLOCKS, GROUP
+from lpq_nvfp4.storage import NVFP4Storage
 
 WIDTH = tl.constexpr(GROUP)
 MINUS = tl.constexpr(rotation.MINUS)
