@@ -30,8 +30,6 @@ from lpq.distributed.whole import Whole, as_bytes
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lpq.distributed.gathering import Gathering
-
 
 class Layer(Protocol):
     """What a layer says of its weight."""
@@ -50,6 +48,19 @@ class Layer(Protocol):
 
     def memories(self) -> dict[str, Tensor]:
         """All that the layer's quantizers remember across steps."""
+
+
+class Model(Protocol):
+    """What a gather asks of the model that its weight is of."""
+
+    alike: bool
+    """Whether all ranks have the same model."""
+
+    def compare(self) -> None:
+        """Make sure of that; a collective."""
+
+    def refresh(self) -> None:
+        """Measure every weight of it that was written to; a collective."""
 
 
 class Measured(NamedTuple):
@@ -73,14 +84,14 @@ class Sides(NamedTuple):
 class Gather:
     """How one weight is gathered. FSDP2 calls ``begin`` before a gather and ``finish`` after it."""
 
-    def __init__(self, layer: Layer, site: fsdp.Site, gathering: Gathering, checkpointed: bool) -> None:
+    def __init__(self, layer: Layer, site: fsdp.Site, model: Model, checkpointed: bool) -> None:
         self.layer, self.site = layer, site
         self.stats: list[Tensor | None] = []
         """The statistics of the whole weight that reach beyond a shard or are remembered, as ``declared`` has them."""
         self.runs_again = checkpointed
         """Whether forward runs again in backward, which then needs the row operand too."""
         self._checkpointed = checkpointed
-        self._gathering = gathering
+        self._model = model
         self._measured: Measured | None = None
         self._asked: tuple[Quantizer | None, Quantizer | None] = (None, None)
         """What was last wanted, and what that is quantized with."""
@@ -175,8 +186,8 @@ class Gather:
 
     def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Encode the shard; what FSDP2 gathers of it."""
-        if not self._gathering.alike:
-            self._gathering.compare()
+        if not self._model.alike:
+            self._model.compare()
         if self.site.reshards_to_fewer_ranks:
             raise ValueError(
                 "fully_shard(reshard_after_forward=…) with a number of ranks: FSDP2 supports that for ordinary "
@@ -186,7 +197,7 @@ class Gather:
             attach(self.site.param)
             shard.settled(together=True)
         elif self.stale:
-            self._gathering.refresh()
+            self._model.refresh()
         self._filled.clear()
         self._high = []
         quantizer = self._stored_quantizer(shard) if isinstance(shard, QuantizedTensor) else self.quantizer
