@@ -6,6 +6,8 @@ collected, and touches no other test.
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def conformance_kit() -> ModuleType:
+    """All tests of the kit."""
+    return import_module(KIT.removesuffix("."))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from types import ModuleType
 
 import pytest
 import torch
@@ -77,15 +78,14 @@ def advertised(quantizer: Quantizer) -> float | None:
     return registry.format_of(type(quantizer)).effective_bits if "(" not in quantizer.text else None
 
 
-def test_known_failures_name_tests(quantizer: Quantizer) -> None:
+def test_known_failures_name_tests(quantizer: Quantizer, conformance_kit: ModuleType) -> None:
     """A known failure is a test of the kit or one case of it, as ``test_name[case]``, and has a reason."""
-    from lpq.testing import conformance
-
+    tests: list[str] = conformance_kit.__all__
     for name, reason in known_failures(quantizer).items():
         what = f"known_failures of {type(quantizer).__name__}: {name!r}"
         test, bracket, case = name.removesuffix("]").partition("[")
-        assert test in conformance.__all__, f"{what} is no test of the kit: {suggestion(test, conformance.__all__)}"
+        assert test in tests, f"{what} is no test of the kit: {suggestion(test, tests)}"
         if bracket:
-            known = cases(getattr(conformance, test))
+            known = cases(getattr(conformance_kit, test))
             assert case in known, f"{what} is no case of {test}: {suggestion(case, known)}"
         assert reason, f"{what} has no reason: say why it cannot be otherwise"
