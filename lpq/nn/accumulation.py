@@ -1,14 +1,11 @@
-"""Gradients of weights that backward adds in place: where to, and when it may not."""
+"""Gradients of weights that backward adds in place: where to, and whether it is to."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lpq.nn.linear import Layer
 
 Accumulate = Literal["grad", "main_grad"]
 
@@ -34,19 +31,3 @@ def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:
             "empty it with zero_(), after backward"
         )
     return into
-
-
-def check_accumulation(layer: Layer, weight: Tensor) -> None:
-    """An error if backward cannot add the gradient of this weight in place."""
-    if layer.gathering is not None or torch.compiler.is_compiling():
-        where = "torch.compile(fullgraph=True)" if layer.gathering is None else "a weight that FSDP2 gathers quantized"
-        raise RuntimeError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with {where}; leave it None")
-    if layer.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
-        into: Any = getattr(weight, "main_grad", None)
-        fits = isinstance(into, Tensor) and into.is_floating_point() and into.device == weight.device
-        if not fits or into.shape != weight.shape:
-            of = [getattr(into, name, None) for name in ("dtype", "shape", "device")]
-            raise RuntimeError(
-                f"{layer.title}: accumulate='main_grad', and its weight has {'none' if into is None else of}: set "
-                "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward"
-            )

@@ -19,13 +19,12 @@ from lpq.core.operators import ORDINARY, can_bypass_dispatcher
 from lpq.core.seeds import draw_seeds
 from lpq.core.tensor import operand_tensors
 from lpq.nn import recomputed
-from lpq.nn.accumulation import Accumulate, check_accumulation
 from lpq.nn.exported import forward_of
 from lpq.nn.held import HeldWeight, as_it_is
 from lpq.nn.memories import check_names
 from lpq.nn.multiply import Call, Multiplication
 from lpq.nn.plan import Plan, Shapes, bind_few
-from lpq.nn.refusals import check, check_memories
+from lpq.nn.refusals import check, check_accumulation, check_memories
 from lpq.nn.saved import Saved
 from lpq.ops.table import kernels_allowed
 from lpq.recipes.gemms import TENSORS
@@ -63,12 +62,8 @@ class Layer(Saved):
     """
 
     bias: nn.Parameter
-    in_features: int
-    out_features: int
     transposed: ClassVar[bool] = False
     """Whether the weight is ``Wᵀ``, ``[in_features, out_features]``."""
-    kind: ClassVar[str] = "lpq.nn.Linear"
-    """The class in messages."""
     _recipe: Recipe | None
     _plan: Plan | None
     _held: HeldWeight | None
@@ -78,12 +73,6 @@ class Layer(Saved):
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     stages: Stages | None
     """The step of the model, if the schedule has several recipes."""
-    place: str
-    """Its name in the model that was converted, for error messages."""
-    accumulate: Accumulate | None
-    """Where backward adds the gradient of the weight, in place: to ``weight.grad``, if it is there, or to
-    ``weight.main_grad``, in the dtype that it has. None: it is handed to autograd, as it is always where
-    ``torch.autograd.grad`` asks for it."""
 
     def begin(self) -> None:
         """Have what a layer has, and no recipe yet."""
@@ -131,12 +120,6 @@ class Layer(Saved):
         """Of a copy, or of what is loaded from a pickle."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.claim_weight()
-
-    @property
-    def title(self) -> str:
-        """What messages call it."""
-        kind = f"{self.kind}({self.in_features}, {self.out_features})"
-        return f"layer {self.place}, {kind}" if self.place else kind
 
     # ------------------------------------------------------------------------------ running it
 

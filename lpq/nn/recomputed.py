@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lpq.nn.linear import Layer
+    from lpq.nn.saved import Saved
 
 NOTES = "_lpq_seen"
 States = Mapping[str, Mapping[str, Tensor]]
@@ -29,7 +29,7 @@ def runs_again() -> bool:
     return not torch.is_grad_enabled() or _saves_to_hooks()
 
 
-def check(layer: Layer, states: States) -> None:
+def check(layer: Saved, states: States) -> None:
     """Forward of a layer that remembers begins: an error if it runs again and does not see what it saw."""
     if torch.compiler.is_compiling():
         return

@@ -15,10 +15,10 @@ from lpq.core.quantize import DTYPES
 from lpq.core.refusals import REMEDY
 
 if TYPE_CHECKING:
-    from lpq.nn.linear import Layer
+    from lpq.nn.saved import Saved
 
 
-def check(layer: Layer, input: Tensor, weight: Tensor) -> None:
+def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
     """An error if the layer cannot multiply this input by this weight."""
     if not isinstance(input, Tensor):
         raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
@@ -54,7 +54,7 @@ def check(layer: Layer, input: Tensor, weight: Tensor) -> None:
         _check_prepared(layer)
 
 
-def _check_prepared(layer: Layer) -> None:
+def _check_prepared(layer: Saved) -> None:
     """An error if the weight that FSDP2 was to gather quantized has become a part of another parameter."""
     if layer.weight._base is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
         raise RuntimeError(
@@ -63,7 +63,7 @@ def _check_prepared(layer: Layer) -> None:
         )
 
 
-def check_memories(layer: Layer, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
+def check_memories(layer: Saved, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
     """An error if DistributedDataParallel puts what one rank remembers in place of what the others do: they would clamp
     whatever is larger. What they remember of the weight is the same."""
     memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
@@ -89,3 +89,19 @@ def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
     own = {id(memory) for of_tensor in memories.values() for memory in of_tensor.values()}
     replica: Any = DistributedDataParallel._active_ddp_module
     return any(id(buffer) in own for buffer in replica.modules_buffers)
+
+
+def check_accumulation(layer: Saved, weight: Tensor) -> None:
+    """An error if backward cannot add the gradient of this weight in place."""
+    if layer.gathering is not None or torch.compiler.is_compiling():
+        where = "torch.compile(fullgraph=True)" if layer.gathering is None else "a weight that FSDP2 gathers quantized"
+        raise RuntimeError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with {where}; leave it None")
+    if layer.accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
+        into: Any = getattr(weight, "main_grad", None)
+        fits = isinstance(into, Tensor) and into.is_floating_point() and into.device == weight.device
+        if not fits or into.shape != weight.shape:
+            of = [getattr(into, name, None) for name in ("dtype", "shape", "device")]
+            raise RuntimeError(
+                f"{layer.title}: accumulate='main_grad', and its weight has {'none' if into is None else of}: set "
+                "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward"
+            )

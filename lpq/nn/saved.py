@@ -1,9 +1,12 @@
-"""What a layer saves, loads and moves: an ordinary layer's tensors, and beside them what its quantizers remember."""
+"""What any layer has: a name in messages, and tensors that it saves, loads and moves.
+
+Those tensors are an ordinary layer's, and beside them what its quantizers remember.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +17,31 @@ from lpq.recipes.gemms import TENSORS
 
 if TYPE_CHECKING:
     from lpq.distributed.gathering import Gathering
+    from lpq.nn.accumulation import Accumulate
 
 
 class Saved(nn.Module):
     """A module with a weight, which FSDP2 may gather quantized, and with memories."""
 
     weight: Tensor
+    in_features: int
+    out_features: int
+    kind: ClassVar[str] = "lpq.nn.Linear"
+    """The class in messages."""
+    place: str
+    """Its name in the model that was converted, for error messages."""
     gathering: Gathering | None
     """With which other weights this one is gathered quantized, if it is."""
+    accumulate: Accumulate | None
+    """Where backward adds the gradient of the weight, in place: to ``weight.grad``, if it is there, or to
+    ``weight.main_grad``, in the dtype that it has. None: it is handed to autograd, as it is always where
+    ``torch.autograd.grad`` asks for it."""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        kind = f"{self.kind}({self.in_features}, {self.out_features})"
+        return f"layer {self.place}, {kind}" if self.place else kind
 
     def memories(self) -> dict[str, Tensor]:
         """All that its quantizers remember across steps, by the names of the buffers."""
