@@ -10,7 +10,7 @@ import sysconfig
 import textwrap
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,10 @@ BESIDE = {("core", "ops"), ("checkpoint", "optim"), ("cli", "train"), ("__main__
 FOR_PLUGINS = {"registry", "core", "ops"}
 NAMELESS = ("core", "nn", "ops", "distributed", "optim", "checkpoint", "integrations")
 """The parts that know no format."""
+TANGLED = ("lpq.core.",)
+"""Modules that still import each other."""
+STRINGS_UP = ("lpq/ops/table.py",)
+"""Files whose import strings still point up."""
 NOT_OURS = re.compile(r"\.git|\.venv|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis")
 
 
@@ -45,10 +49,12 @@ def short(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imports(tree: ast.AST, package: str) -> Iterator[str]:
-    """Every module that a source imports at run time, wherever in it; ``package`` is where it lies."""
+def imports(tree: ast.AST, package: str, *, types: bool = False) -> Iterator[str]:
+    """Every module that a source imports at run time, wherever in it; ``package`` is where it lies. ``types``: and what
+    it imports for its types."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        if isinstance(node, ast.If) and typing_only and not types:
             yield from imports(ast.Module(node.orelse, []), package)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,7 +63,7 @@ def imports(tree: ast.AST, package: str) -> Iterator[str]:
             base = ".".join([*up, *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
         else:
-            yield from imports(node, package)
+            yield from imports(node, package, types=types)
 
 
 def parts_used(source: str, package: str) -> set[str]:
@@ -113,6 +119,105 @@ def test_imports_point_down(path: Path) -> None:
 )
 def test_an_import_that_points_up_is_noticed(part: str, source: str, wrong: list[str]) -> None:
     assert wrong_imports(source, part) == wrong
+
+
+STRING = re.compile(r"(lpq(?:\.\w+)+)(:[\w.]+)?")
+"""An import string, or the name of a module."""
+
+
+def wrong_strings(source: str, part: str) -> list[str]:
+    """Import strings, and names of modules, in a module of this part that point to one that it may not import."""
+    strings = (n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    found = map(STRING.fullmatch, strings)
+    named = [(m[0], m[1]) for m in found if m and (m[2] or m[1].split(".")[1] in FLOORS)]
+    return [whole for whole, module in named if wrong_imports(f"import {module}", part)]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in files("lpq/**/*.py") if part_of(p) != "__init__" and short(p) not in STRINGS_UP], ids=short
+)
+def test_no_import_string_points_up(path: Path) -> None:
+    """Those of ``lpq`` itself name what a user asks for."""
+    assert wrong_strings(path.read_text(), part_of(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("KernelSpec(op='gemm', impl='lpq.nn.linear:Linear.forward')", ["lpq.nn.linear:Linear.forward"]),
+        ("registry.resolve('lpq.optim:MasterWeights')", ["lpq.optim:MasterWeights"]),
+        ("import_module('lpq.testing.expect')", ["lpq.testing.expect"]),
+        ("registry.resolve('lpq.registry.lookup:formats')", []),
+        ("print('lpq.nn: it is below', 'lpq.convert')", []),
+    ],
+)
+def test_an_import_string_that_points_up_is_noticed(source: str, wrong: list[str]) -> None:
+    assert wrong_strings(source, "recipes") == wrong
+
+
+def graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which of these modules imports which others, types included; a package's name ends in ``.__init__``."""
+    edges: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        edges[module] = set()
+        for name in imports(ast.parse(source), module.rpartition(".")[0], types=True):
+            near = (name, f"{name}.__init__", name.rpartition(".")[0], f"{name.rpartition('.')[0]}.__init__")
+            edges[module] |= {*filter(sources.__contains__, near[:2])} or {*filter(sources.__contains__, near[2:])}
+    return edges
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """The modules that import each other, by Tarjan's algorithm."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = low[module] = len(order)
+        stack.append(module)
+        for other in edges[module]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == order[module]:
+            at = stack.index(module)
+            found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for module in edges:
+        if module not in order:
+            visit(module)
+    return [circle for circle in found if len(circle) > 1 or circle[0] in edges[circle[0]]]
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither inside a package nor across packages, and not for types either."""
+    roots = [ROOT / "lpq", *ROOT.glob("plugins/*/lpq_*"), *ROOT.glob("examples/*/lpq_*")]
+    sources = {
+        ".".join(path.relative_to(root.parent).with_suffix("").parts): path.read_text()
+        for root in roots
+        for path in files(f"{root.relative_to(ROOT)}/**/*.py")
+    }
+    assert len(sources) > 200
+    assert [found for found in circles(graph(sources)) if not all(m.startswith(TANGLED) for m in found)] == []
+
+
+def test_modules_that_import_each_other_are_noticed() -> None:
+    sources = {
+        "lpq.a.__init__": "from lpq.a.x import f",
+        "lpq.a.x": "def f():\n    from lpq.a import y",
+        "lpq.a.y": "if TYPE_CHECKING:\n    from lpq.a.z import Z",
+        "lpq.a.z": "from . import x",
+        "lpq.b": "from lpq.a import f\nimport lpq.a.x, torch",
+    }
+    assert circles(graph(sources)) == [["lpq.a.x", "lpq.a.y", "lpq.a.z"]]
+    assert circles(graph({**sources, "lpq.a.z": "from lpq.a import f"})) == [
+        ["lpq.a.__init__", "lpq.a.x", "lpq.a.y", "lpq.a.z"]
+    ]
+    assert circles(graph({**sources, "lpq.a.z": "import lpq.b"})) == [[*sorted(sources)]]
+    assert circles(graph({**sources, "lpq.a.z": ""})) == []
 
 
 @pytest.mark.parametrize("path", files("plugins/**/*.py", "examples/*/lpq_*/**/*.py"), ids=short)
