@@ -22,6 +22,7 @@ from lpq.nn.linear import Layer, Linear
 from lpq.nn.memories import check_names
 from lpq.nn.names import plain_name
 from lpq.nn.reports import WEIGHT, Entry, Report
+from lpq.nn.siblings import Inputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
@@ -145,8 +146,10 @@ def convert(
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
+    inputs = Inputs()
     for layer in layers:
         layer.accumulate = accumulate
+        layer.share_inputs(inputs)
         layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None
     if weights is not None:
         own = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}

@@ -26,6 +26,7 @@ from lpq.nn.multiply import Call, Multiplication
 from lpq.nn.plan import Plan, Shapes, bind_few
 from lpq.nn.refusals import check, check_accumulation, check_memories
 from lpq.nn.saved import Saved
+from lpq.nn.siblings import Inputs
 from lpq.ops.table import kernels_allowed
 from lpq.recipes.gemms import TENSORS
 from lpq.torch_private import is_exporting
@@ -73,12 +74,15 @@ class Layer(Saved):
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     stages: Stages | None
     """The step of the model, if the schedule has several recipes."""
+    _inputs: Inputs | None
+    """What layers that may be given the same input have encoded."""
 
     def begin(self) -> None:
         """Have what a layer has, and no recipe yet."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
         self._calls = None, {}
         self.gathering, self.accumulate, self.stages, self.place = None, None, None, ""
+        self._inputs = None
 
     # ------------------------------------------------------------------------------ the recipe
 
@@ -121,6 +125,10 @@ class Layer(Saved):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.claim_weight()
 
+    def share_inputs(self, inputs: Inputs) -> None:
+        """Take what other layers with the same ``inputs`` have encoded of a tensor that is given to this one, too."""
+        self._inputs, self._calls = inputs, (None, {})
+
     # ------------------------------------------------------------------------------ running it
 
     def forward(self, input: Tensor) -> Tensor:
@@ -152,7 +160,8 @@ class Layer(Saved):
             call = self._bound(plan, input, weight, bias, dtype, held is not None)
         else:
             check(self, input, weight)
-            call = Call(plan, self._shapes(input, weight, dtype, held is not None), None)
+            inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
+            call = Call(plan, self._shapes(input, weight, dtype, held is not None), None, inputs=inputs)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
             call = self._with_all(call, input, weight, held)
         multiply: Any = forward_of(Multiplication) if is_exporting() else Multiplication.apply
@@ -187,7 +196,8 @@ class Layer(Saved):
             if len(calls) >= MOST_CALLS:
                 del calls[next(iter(calls))]
             with on_device(shapes.device):
-                call = calls[key] = Call(plan, shapes, bind_few(plan, shapes))
+                inputs = self._inputs if plan.shares else None
+                call = calls[key] = Call(plan, shapes, bind_few(plan, shapes), inputs=inputs)
         return call
 
     def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool) -> Shapes:
@@ -215,7 +225,7 @@ class Layer(Saved):
             recomputed.check(self, states)
         measured = self._gathered("w" in states)
         operands = _operands(plan, weight, held, shapes.needs_dx)
-        return Call(plan, shapes, step, states, seeds, operands, measured, self.accumulate)
+        return Call(plan, shapes, step, states, seeds, operands, measured, self.accumulate, call.inputs)
 
     # ------------------------------------------------------------------------------ being sharded
 

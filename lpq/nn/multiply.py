@@ -21,6 +21,7 @@ from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.held import as_it_is
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
+from lpq.nn.siblings import Inputs
 
 State = Mapping[str, Tensor]
 
@@ -40,6 +41,8 @@ class Call(NamedTuple):
     measured: Sequence[Tensor] = ()
     """What was measured of such a weight."""
     accumulate: Accumulate | None = None
+    inputs: Inputs | None = None
+    """What other layers encoded, if the input may be among it."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -47,10 +50,13 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        plan, shapes, step, states, seeds, encoded, w_stats, accumulate = call
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs = call
         if step is None:
             step = through_dispatcher(plan, shapes)
-        x_row, x_col, x_stats = step.x.encode(x, states.get("x"), seeds.get("x"))
+        if inputs is None:
+            x_row, x_col, x_stats = step.x.encode(x, states.get("x"), seeds.get("x"))
+        else:
+            x_row, x_col, x_stats = inputs.encode(step.x, x)
         if step.w is not None:
             w_row, w_col, w_stats = step.w.encode(weight, states.get("w"), seeds.get("w"))
         else:
@@ -89,7 +95,9 @@ class Multiplication(torch.autograd.Function):
                 f"a weight of {[*ctx.watched[0].shape]} that is stored quantized was written to after forward, and "
                 "backward needs it as it was: write to it after backward"
             )
-        plan, shapes, step, states, *_ = ctx.call
+        plan, shapes, step, states, *_, inputs = ctx.call
+        if inputs:
+            inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         sum_so_far = None
         if needs_dw and ctx.call.accumulate is not None and is_summed(ctx.next_functions[1][0]):

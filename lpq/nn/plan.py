@@ -48,6 +48,8 @@ class Plan:
     """Whether anything is rounded with random bits."""
     memories: tuple[Memory, ...]
     """The buffers in which quantizers remember."""
+    shares: bool
+    """Whether the input is the same encoded whichever layer encodes it, and not free to encode."""
     fprop: Pair | None = None
     """The product, if one of its operands can be made for it without being encoded; dgrad and wgrad likewise."""
     dgrad: Pair | None = None
@@ -61,7 +63,9 @@ class Plan:
         stochastic = any(map(rounds_stochastically, tensors))
         of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
         asked = (fast[0] is not False, fast[1] is True, fast[2] is True)
-        return cls(*tensors, asked, stochastic, memories(recipe), *of)
+        kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
+        own = rounds_stochastically(recipe.x) or any(memory.tensor == "x" for memory in kept)
+        return cls(*tensors, asked, stochastic, kept, not own and not (row.plain and col.plain), *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):

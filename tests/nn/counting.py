@@ -1,11 +1,12 @@
-"""What layers multiply and encode, noted: what they bind is bound anew, by functions that note it."""
+"""What layers multiply, encode and keep for backward, noted: what they bind is bound anew, to note it when called."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lpq.core.binding import Multiply, Product
@@ -33,20 +34,23 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
 
 
 def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
-    """What layers encode from now on, weights that are held not among it."""
+    """What layers encode from now on, by what is bound or by operators; weights that are held not among it."""
     made: list[Wanted] = []
-    bind = plan.bind_encoder
 
-    def noted(wanted: Wanted) -> Encoder:
-        encoder = bind(wanted)
+    def noting(bind: Callable[[Wanted], Encoder]) -> Callable[[Wanted], Encoder]:
+        def noted(wanted: Wanted) -> Encoder:
+            encoder = bind(wanted)
 
-        def encode(*args: Any) -> Any:
-            made.append(wanted)
-            return encoder.encode(*args)
+            def encode(*args: Any) -> Any:
+                made.append(wanted)
+                return encoder.encode(*args)
 
-        return encoder._replace(encode=encode)
+            return encoder._replace(encode=encode)
 
-    monkeypatch.setattr(plan, "bind_encoder", noted)
+        return noted
+
+    for name in ("bind_encoder", "through_operators"):
+        monkeypatch.setattr(plan, name, noting(getattr(plan, name)))
     _bind_anew(monkeypatch)
     return made
 
@@ -54,3 +58,16 @@ def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
 def _bind_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (linear, multiply):
         monkeypatch.setattr(module, "bind_few", plan.bind)
+
+
+def kept_for_backward(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """What ``forward`` returns, and the bytes that autograd keeps for its backward, each memory counted once."""
+    memories: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        memory = saved.untyped_storage()
+        memories[memory.data_ptr()] = memory.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        return forward(), sum(memories.values())

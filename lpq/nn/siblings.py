@@ -1,0 +1,72 @@
+"""Layers that are given the same tensor, as q, k and v are, or gate and up: it is encoded once for all of them.
+
+What was encoded is kept beside a weak reference to the tensor, by all layers of one ``lpq.convert`` together. A layer
+takes it where the tensor is that very object, as it was then: autograd has counted no write to it, and its memory lies
+where it lay. So a clone, another view or another version is encoded anew, and so is what PyTorch counts no writes to,
+which is what ``torch.inference_mode`` makes. Nobody can notice what is written through ``.data``, or by a kernel that
+does not tell autograd: as with any tensor that autograd keeps for backward, that is not allowed between two siblings.
+
+How long it is kept. The column operand is what autograd keeps for backward, once for all siblings. The row operand is
+of no use after the last sibling, but no layer can tell that it is the last, and the tensor may live on: autograd keeps
+it where an adapter or a router, which are not encoded, multiplies it too. So operands go as soon as one of these comes:
+the tensor dies, ``MOST`` others are encoded in its place, a gradient arrives at any of the layers. In evaluation as in
+training a model thus holds at most ``MOST`` encoded inputs beyond what autograd keeps, and none whose tensor is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.core.binding import Encoded, Operand
+from lpq.core.bound import Encoder
+
+MOST = 2
+"""Inputs that are kept. One is too few where the siblings have others between them: low-rank projections, adapters."""
+
+
+class _Known(weakref.ref[Tensor]):
+    """A tensor that was encoded, and what was made of it."""
+
+    __slots__ = ("as_it_was", "buffers", "col", "row")
+
+    as_it_was: tuple[int, ...]
+    row: Operand | None
+    col: Operand | None
+    buffers: tuple[Sequence[Tensor], Sequence[Tensor]]
+
+
+class Inputs(list[_Known]):
+    """The inputs that the layers of a model encoded last."""
+
+    def encode(self, encoder: Encoder, x: Tensor) -> Encoded:
+        """Encode ``x``, without state and seed, or take what was encoded of it for another layer."""
+        stream = 0
+        if x.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return encoder.encode(x, None, None)  # a graph that is replayed must encode what is new
+            stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+        if x.is_inference():
+            return encoder.encode(x, None, None)
+        as_it_is, row, col = (x._version, x.data_ptr(), stream), encoder.row, encoder.col
+        for known in self:
+            if known() is x and known.as_it_was == as_it_is and known.row == row and (col is None or known.col == col):
+                of_row, of_col = known.buffers
+                return of_row, of_col if col is not None else (), ()
+        assert row is not None
+        # A view of x itself would keep x alive.
+        plain = row.quantizer.plain or (col is not None and col.quantizer.plain)
+        of_row, of_col, _ = encoder.encode(x.detach() if plain else x, None, None)
+        del self[: 1 - MOST]
+        known = _Known(x, self.remove)
+        known.as_it_was, known.row, known.col, known.buffers = as_it_is, row, col, (of_row, of_col)
+        self.append(known)
+        return of_row, of_col, ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies of a model's layers share what they encode among themselves, and begin with nothing."""
+        return Inputs, ()

@@ -1,0 +1,68 @@
+"""What a layer encoded serves another on the same stream only, and no CUDA graph that is recorded later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lpq
+from lpq.nn.linear import Layer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZE = 128
+
+
+class Two(nn.Module):
+    """Two layers that are given the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q(x), self.k(x)])
+
+
+def made() -> Any:
+    torch.manual_seed(1)
+    return lpq.convert(Two(), "mxfp8").cuda()
+
+
+def test_a_graph_encodes_what_it_is_given() -> None:
+    model = made()
+    x = torch.randn(SIZE, SIZE, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        model(x)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            model(x)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            y = model(x)
+        x.copy_(torch.randn(SIZE, SIZE, device="cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, model(x))
+
+
+def test_a_stream_takes_nothing_of_another() -> None:
+    model = made()
+    x = torch.randn(SIZE, SIZE, device="cuda")
+    inputs = next(m for m in model.modules() if isinstance(m, Layer))._inputs
+    assert inputs is not None
+    with torch.no_grad():
+        model.q(x)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model.k(x)
+        assert len(inputs) == 2
+        torch.cuda.synchronize()
+        model.k(x)
+        assert len(inputs) == 2

@@ -1,0 +1,369 @@
+"""A tensor that several layers are given is encoded once, and each gets what it would have encoded by itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from counting import encodings, kept_for_backward
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import lpq
+from lpq.core.bound import Wanted
+from lpq.nn.linear import Layer
+from lpq.nn.siblings import MOST, Inputs
+
+ROWS, WIDTH, OUT = 48, 64, (96, 32, 32)
+RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "mxfp8-fwd-bf16-bwd")
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def nothing(x: Tensor) -> None:
+    """Done between two layers."""
+
+
+class Three(nn.Module):
+    """q, k and v: in between something may be done to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, out, bias=False) for out in OUT)
+        self.between: Callable[[Tensor], Any] = nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = [self.q(x)]
+        self.between(x)
+        return torch.cat([*y, self.k(x), self.v(x)], dim=-1)
+
+
+def three(recipe: Any = "mxfp8", **options: Any) -> Three:
+    torch.manual_seed(1)
+    model: Any = lpq.convert(Three(), recipe, **options)
+    return model  # type: ignore[no-any-return]
+
+
+def alone(model: Any) -> Any:
+    """The same, with layers that share nothing."""
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.share_inputs(Inputs())
+    return model
+
+
+def given(seed: int = 2) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def plainly(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = model(x * 2)
+    return y
+
+
+def numbers(model: nn.Module, run: Run = plainly, x: Tensor | None = None) -> list[Tensor]:
+    """The result and all gradients of a step, with the same random bits each time."""
+    x = given() if x is None else x
+    torch.manual_seed(3)
+    y = run(model, x)
+    if y.requires_grad:
+        y.square().mean().backward()
+    return [y.detach(), *(g for g in (x.grad, *(p.grad for p in model.parameters())) if g is not None)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def of_x(seen: list[Wanted]) -> list[tuple[bool, bool]]:
+    """For each encoding of an input whether the row and the column operand were made. Those of dy are of its width."""
+    return [(w.row, w.col) for w in seen if w.shape == (ROWS, WIDTH) and w.row]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_three_layers_encode_their_input_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = encodings(monkeypatch)
+    together = three(recipe)
+    with torch.no_grad():
+        together(given())
+    assert of_x(seen) == [(True, False)]
+    seen.clear()
+    y, bytes_together = kept_for_backward(lambda: together(given()))
+    assert of_x(seen) == [(True, True)]
+    seen.clear()
+    z, bytes_apart = kept_for_backward(lambda: alone(three(recipe))(given()))
+    assert of_x(seen) == [(True, True)] * 3
+    assert torch.equal(y, z)
+    assert same(numbers(together), numbers(alone(three(recipe))))
+    x = together.q.recipe.x.quantize(given()).col
+    of_col = sum(t.untyped_storage().nbytes() for t in x.row_major().tensors())
+    assert bytes_apart - bytes_together == 2 * of_col
+
+
+def test_a_write_between_two_layers_is_noticed() -> None:
+    def doubled(x: Tensor) -> None:
+        x.mul_(2)
+
+    def through_a_view(x: Tensor) -> None:
+        x.view(-1)[:WIDTH].zero_()
+
+    for write in (doubled, through_a_view):
+        together, apart = three(), alone(three())
+        together.between = apart.between = write
+        assert same(numbers(together), numbers(apart))
+
+
+def test_a_write_that_autograd_does_not_count_is_not() -> None:
+    """Which shows, too, that the test above would fail if writes were not looked at."""
+
+    def unseen(x: Tensor) -> None:
+        x.data.mul_(2)
+
+    together, apart = three(), alone(three())
+    together.between = apart.between = unseen
+    assert not same(numbers(together), numbers(apart))
+
+
+def test_other_memory_is_noticed() -> None:
+    def replaced(x: Tensor) -> None:
+        version = x._version
+        x.data = x.detach() * 3
+        assert x._version == version
+
+    together, apart = three(), alone(three())
+    together.between = apart.between = replaced
+    assert same(numbers(together), numbers(apart))
+
+
+def _stochastic() -> Three:
+    return three("x=nvfp4(stochastic=true), w=mxfp8(), dy=mxfp8()")
+
+
+def _delayed() -> Three:
+    return three("fp8-delayed")
+
+
+def _two_formats() -> Three:
+    rules = [{"match": "k", "recipe": "fp8-current"}, {"match": "*", "recipe": "mxfp8"}]
+    return three({"rules": rules})
+
+
+def _hooked() -> Three:
+    model = three()
+    model.k.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    return model
+
+
+def _made_by_hand() -> Three:
+    model = three()
+    for name in "qkv":
+        layer = lpq.nn.Linear(WIDTH, getattr(model, name).out_features, bias=False, recipe="mxfp8")
+        layer.weight = getattr(model, name).weight
+        setattr(model, name, layer)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "count"), [(_stochastic, 3), (_delayed, 3), (_two_formats, 2), (_hooked, 2), (_made_by_hand, 3)]
+)
+def test_only_the_same_is_shared(made: Callable[[], Three], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = encodings(monkeypatch)
+    found = numbers(made())
+    assert len(of_x(seen)) == count
+    assert same(found, numbers(alone(made())))
+
+
+@pytest.mark.parametrize(
+    ("frozen", "made"),
+    [("q", [(True, False), (True, True)]), ("k", [(True, True)]), ("qk", [(True, False), (True, True)]),
+     ("qkv", [(True, False)])],
+)  # fmt: skip
+def test_a_frozen_layer_takes_part(frozen: str, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no column operand: what one of the others made serves it, and not the other way round."""
+    seen = encodings(monkeypatch)
+    models = three(), alone(three())
+    for model in models:
+        for name in frozen:
+            getattr(model, name).weight.requires_grad_(False)
+    found = numbers(models[0])
+    assert of_x(seen) == made
+    assert same(found, numbers(models[1]))
+
+
+def _under_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y: Tensor = model(x * 2)
+        assert y.dtype == torch.bfloat16
+        return y.float()
+
+
+def _reentrant(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(model, x * 2, use_reentrant=True)
+    return y
+
+
+def _not_reentrant(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(model, x * 2, use_reentrant=False)
+    return y
+
+
+def _in_a_region(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(lambda x: model(x * 2), x, use_reentrant=False)
+    return y
+
+
+def _saved_elsewhere(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        y: Tensor = model(x * 2)
+        return y
+
+
+def _evaluated(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y: Tensor = model(x * 2)
+        return y
+
+
+def _inferred(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y: Tensor = model(x * 2)
+        return y
+
+
+def _watched(model: nn.Module, x: Tensor) -> Tensor:
+    """What was made before a mode watches would be a constant to a tracer."""
+    with FlopCounterMode(display=False):
+        y: Tensor = model(x * 2)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("run", "made"),
+    [
+        (_under_autocast, [(True, True)]),
+        (_reentrant, [(True, False), (True, True)]),
+        (_not_reentrant, [(True, True)] * 2),
+        (_in_a_region, [(True, True)] * 2),
+        (_saved_elsewhere, [(True, True)]),
+        (_evaluated, [(True, False)]),
+        (_inferred, [(True, False)] * 3),  # PyTorch counts no writes
+    ],
+)
+@pytest.mark.parametrize("recipe", ["nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+def test_ways_to_run(recipe: str, run: Run, made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = encodings(monkeypatch)
+    found = numbers(three(recipe), run)
+    assert of_x(seen) == made
+    assert same(found, numbers(alone(three(recipe)), run))
+    assert same(found, numbers(three(recipe), run))
+
+
+def test_what_a_mode_watches_is_not_shared() -> None:
+    assert same(numbers(three(), _watched), numbers(three()))
+
+
+class Weight(Tensor):
+    """Of a class that is not PyTorch's own, for which nothing is bound."""
+
+
+def test_operators_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = encodings(monkeypatch)
+    model = three()
+    for name in "qkv":
+        layer = getattr(model, name)
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Weight))
+    found = numbers(model)
+    assert model.q._calls[1] == {}
+    assert of_x(seen) == [(True, True)]
+    assert same(found, numbers(three()))
+
+
+# ------------------------------------------------------------------------------------------ how long it is kept
+
+
+def inputs_of(model: Three) -> Inputs:
+    inputs = model.q._inputs
+    assert inputs is not None
+    return inputs
+
+
+def buffers_of(model: Three) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
+    """Of the rows and the columns of what was encoded last."""
+    row, col = inputs_of(model)[-1].buffers
+    return [weakref.ref(t) for t in row], [weakref.ref(t) for t in col]
+
+
+def dead(references: list[weakref.ref[Tensor]]) -> bool:
+    gc.collect()
+    return all(reference() is None for reference in references)
+
+
+def test_the_operands_die_with_the_tensor_and_the_graph() -> None:
+    model = three()
+    x = given() * 2
+    y = model(x)
+    row, col = buffers_of(model)
+    del x
+    assert inputs_of(model) == []
+    assert dead(row)
+    assert not any(map(dead, ([c] for c in col)))
+    y.sum().backward()
+    del y
+    assert dead(col)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "mxfp8-fwd-bf16-bwd"])
+def test_the_tensor_is_not_kept_alive(recipe: str) -> None:
+    """Nor by the operand of a format that is a view of it."""
+    model = three(recipe)
+    with torch.no_grad():
+        x = given() * 2
+        model(x)
+    gone = weakref.ref(x)
+    row, _ = buffers_of(model)
+    del x
+    assert dead([gone, *row])
+
+
+def test_nothing_is_kept_after_backward_of_a_tensor_that_lives() -> None:
+    model, x = three(), given()
+    y = model(x)
+    row, col = buffers_of(model)
+    y.sum().backward()
+    del y
+    assert dead(row + col)
+
+
+def test_few_inputs_are_kept_that_live() -> None:
+    """As where autograd keeps them for a layer that is not converted."""
+    model, xs = three(), [given(seed) * 2 for seed in range(5)]
+    ys, rows = [], []
+    for x in xs:
+        ys.append(model(x))
+        rows.append(buffers_of(model)[0])
+    assert [dead(row) for row in rows] == [True] * (len(xs) - MOST) + [False] * MOST
+
+
+def test_siblings_with_another_layer_between_them_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As low-rank projections have."""
+    seen = encodings(monkeypatch)
+    model, other, kept = three(), given(5) * 2, []
+    model.between = lambda x: kept.append(model.v(other))
+    model(given())
+    assert len(of_x(seen)) == 2
+
+
+def test_copies_share_among_themselves() -> None:
+    model = three()
+    model(given())
+    for made in (copy.deepcopy(model.double().float()), pickle.loads(pickle.dumps([model.q, model.k]))):
+        layers = [m for m in (made if isinstance(made, list) else made.modules()) if isinstance(m, Layer)]
+        assert len({id(layer._inputs) for layer in layers}) == 1
+        assert layers[0]._inputs == []
+        assert layers[0]._inputs is not model.q._inputs
