@@ -21,6 +21,7 @@ from lpq.core.operations import (
     gemm,
     gemm_reference,
     plain_gemm,
+    quantize,
     quantize_reference,
     serving,
     shared,
@@ -45,6 +46,8 @@ class Encoder(NamedTuple):
     encode: Callable[[Tensor, State | None, Tensor | None], Encoded]
     """``encode(x, state, seed)``: the buffers of both operands, and the statistics if there is a state. The matrix is
     ``x`` with all leading dimensions as rows. The device is the current one."""
+    later: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+    """Makes the buffers of the column operand of what ``encode`` returns in their place; None: they are it."""
 
 
 class Wanted(NamedTuple):
@@ -60,11 +63,16 @@ class Wanted(NamedTuple):
     """Whether there is a state."""
     exact: tuple[bool, bool] = (False, False)
     """Whether the row operand, and the column operand, may be made in its exact form: it is multiplied at once."""
+    later: bool = False
+    """Whether the column operand is made when it is multiplied, so that a compiler decides what is kept until then."""
+    draws: bool = False
+    """Whether the operator that makes the row operand is given the seed in any case. A compiler would draw in backward
+    what forward has no use for."""
 
 
 def bind_encoder(wanted: Wanted) -> Encoder:
     """Decide now what encodes so on this device."""
-    quantizer, shape, dtype, device, _, col, remembers, _ = wanted
+    quantizer, shape, dtype, device, _, col, remembers = wanted[:7]
     if col and quantizer.col_source == "row":
         return through_operators(wanted)  # one operand is made of the other: there is little to decide beforehand
     sides, forms = _sides(wanted), _forms(wanted)
@@ -85,7 +93,9 @@ def bind_encoder(wanted: Wanted) -> Encoder:
 
 def through_operators(wanted: Wanted) -> Encoder:
     """Encode so by way of the dispatcher, for a tracer or whoever watches."""
-    quantizer, _, _, _, row, col, _, _ = wanted
+    quantizer, _, _, _, row, col = wanted[:6]
+    if wanted.later and _can_be_later(wanted):
+        return _in_two_parts(wanted)
     forms = _forms(wanted)
     exact = wanted.exact if forms != (None, None) else (False, False)
 
@@ -95,6 +105,45 @@ def through_operators(wanted: Wanted) -> Encoder:
         return [] if first is None else first.tensors(), [] if second is None else second.tensors(), made.measured
 
     return Encoder(*operands_of(wanted, forms), encode)
+
+
+def _can_be_later(wanted: Wanted) -> bool:
+    """Whether there is a column operand that an operator of its own can make, of the tensor alone."""
+    row, col = _sides(wanted)
+    if col is None or col.plain or wanted.remembers or wanted.quantizer.col_source == "row":
+        return False
+    return not (shared(row, col) and col.stochastic)  # those random bits are the row operand's
+
+
+def _in_two_parts(wanted: Wanted) -> Encoder:
+    """Encode the row operand now, and the column operand later.
+
+    One operator for both would be needed in forward. A compiler's partitioner, which decides what is kept for backward,
+    makes nothing again that comes of an operator of others: so it would keep the column operand, always. One that only
+    backward needs goes where the fewest bytes are kept: into backward, where the tensor or what it is computed from is
+    kept anyway, or else into forward.
+    """
+    row, col = _sides(wanted)
+    assert col is not None
+    both = shared(row, col) and all(stat.block == (None, None) for stat in col.stats)
+
+    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
+        # Equal operators are merged, those that are given other seeds are not.
+        of_row = seed if wanted.draws or (row is not None and row.stochastic) else None
+        made, _, measured = quantize(as_matrix(x), None, row, None, of_row, measure=both)
+        kept = (x, *measured) if not col.stochastic or seed is None else (x, *measured, seed)
+        return () if made is None else made.tensors(), kept, ()
+
+    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, *rest = kept
+        seed = rest.pop() if col.stochastic else None
+        # The copy is free once it is compiled. Without, x itself would be read by no operator that the partitioner
+        # knows how to fuse, and it makes nothing again for such a reader.
+        _, made, _ = quantize(as_matrix(x).clone(), rest, None, col, seed)
+        assert made is not None
+        return made.tensors()
+
+    return Encoder(*operands_of(wanted), encode, later)
 
 
 def _sides(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:

@@ -161,7 +161,9 @@ class Layer(Saved):
         else:
             check(self, input, weight)
             inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
-            call = Call(plan, self._shapes(input, weight, dtype, held is not None), None, inputs=inputs)
+            shapes = self._shapes(input, weight, dtype, held is not None)
+            shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
+            call = Call(plan, shapes, None, inputs=inputs)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
             call = self._with_all(call, input, weight, held)
         multiply: Any = forward_of(Multiplication) if is_exporting() else Multiplication.apply

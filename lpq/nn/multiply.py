@@ -134,11 +134,12 @@ def _gradients(
     if step.dgrad is not None:
         if step.w is None and call.step is not None:
             check_there(saved[first])
-        dx = step.dgrad(dy_row, saved[first:second], None)
+        w_col = saved[first:second] if step.w is None or step.w.later is None else step.w.later(saved[first:second])
+        dx = step.dgrad(dy_row, w_col, None)
         if dy.dim() != 2:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if step.wgrad is not None:
-        dw = step.wgrad(dy_col, saved[:first], None)
+        dw = step.wgrad(dy_col, saved[:first] if step.x.later is None else step.x.later(saved[:first]), None)
         if sum_so_far is not None:
             sum_so_far.add_(dw)
             dw = None

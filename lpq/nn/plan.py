@@ -97,6 +97,8 @@ class Shapes(NamedTuple):
     """Whether the operands of the weight are there, so that none is encoded."""
     kernels: object = None
     """The value of ``LPQ_KERNELS`` under which kernels are chosen."""
+    compiled: bool = False
+    """Whether a compiler traces this step, and decides what is kept for backward."""
 
 
 class Step(NamedTuple):
@@ -135,11 +137,15 @@ def _step(
     *,
     exact: bool,
 ) -> Step:
-    rows, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded, _ = shapes
+    rows, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded, _, later = shapes
     states = [memory.tensor for memory in plan.memories]
     fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
-    x = encoder(Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, (fprop, False)))
-    wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, (fprop, False))
+    forward = (fprop, False)
+    draws = not encoded and not plan.w.side("row").plain
+    x = encoder(
+        Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, forward, later, not draws)
+    )
+    wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, forward, later, draws)
     w = None if encoded else encoder(wanted)
     also = needs_dx and dgrad, needs_dw and wgrad
     dy = encoder(Wanted(plan.dy, (rows, outputs), dtype, device, needs_dx, needs_dw, "dy" in states, also))
