@@ -8,24 +8,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from lpq.registry.errors import LpqError, PluginError
+from lpq.registry.errors import LayoutError, LpqError, PluginError
 from lpq.registry.grammar import split_items
 from lpq.registry.hookspecs import hookimpl
+from lpq.registry.layouts import Described, Group, Inputs, Layout, Part, Scheme
 from lpq.registry.loader import PluginInfo, resolve
 from lpq.registry.lookup import cached, cached_few, default, epoch, refresh
 from lpq.registry.quantizers import format_of, quantizer, spec_string
-from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, RecipeSpec
+from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
 __all__ = [
     "API_VERSION",
     "BACKENDS",
     "OPERATIONS",
+    "Described",
     "FormatSpec",
+    "Group",
+    "Inputs",
     "KernelSpec",
+    "Layout",
+    "LayoutError",
+    "LayoutSpec",
     "LpqError",
+    "Part",
     "PluginError",
     "PluginInfo",
     "RecipeSpec",
+    "Scheme",
     "at_fault",
     "cached",
     "cached_few",
@@ -36,6 +45,8 @@ __all__ = [
     "formats",
     "hookimpl",
     "kernels",
+    "layout",
+    "layouts",
     "plugins",
     "provider_of",
     "quantizer",
@@ -46,6 +57,7 @@ __all__ = [
     "refresh",
     "register",
     "resolve",
+    "schemes",
     "spec_string",
     "split_items",
     "storage_class",
@@ -80,6 +92,24 @@ def recipe_spec(name: str) -> RecipeSpec:
 def recipe_known_as(alias: str) -> RecipeSpec | None:
     """The recipe that other libraries call so; None if no plugin lists that name."""
     return default().recipe_known_as(alias)
+
+
+def layouts() -> dict[str, LayoutSpec]:
+    """All layouts of engines' files that plugins bring, by name."""
+    return default().layouts()
+
+
+@cached
+def layout(name: str) -> Layout:
+    """The layout of this name, which a plugin brings."""
+    made: Layout = default().load_layout(name)
+    return made
+
+
+@cached
+def schemes(format: str) -> tuple[Scheme, ...]:
+    """How operands of a format lie in the files of inference engines, in any layout."""
+    return default().schemes(format)
 
 
 @cached

@@ -33,6 +33,10 @@ class UnknownRecipe(LpqError, LookupError):
     """No installed plugin has a recipe of this name."""
 
 
+class LayoutError(LpqError, ValueError):
+    """Files of an inference engine that cannot be written, or read, as a layout has them."""
+
+
 class OptionError(LpqError, ValueError):
     """An option of a quantizer that does not exist, or a value that it cannot take."""
 

@@ -9,7 +9,7 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lpq.registry.specs import FormatSpec, KernelSpec, RecipeSpec
+    from lpq.registry.specs import FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
 PROJECT = "lpq"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -31,6 +31,12 @@ def lpq_register_recipes() -> RecipeSpec | Sequence[RecipeSpec]:
 @hookspec
 def lpq_register_kernels() -> KernelSpec | Sequence[KernelSpec]:
     """Return kernels for formats of other plugins; ``KernelSpec.formats`` names them."""
+    raise AssertionError("a hook specification is never called")
+
+
+@hookspec
+def lpq_register_layouts() -> LayoutSpec | Sequence[LayoutSpec]:
+    """Return the layouts of inference engines' files that this plugin brings."""
     raise AssertionError("a hook specification is never called")
 
 

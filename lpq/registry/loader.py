@@ -18,17 +18,17 @@ from lpq.registry import hookspecs
 from lpq.registry.errors import ImportStringError, PluginError, suggestion, words
 from lpq.registry.grammar import NAME
 from lpq.registry.showing import pip
-from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, RecipeSpec
+from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
 GROUP = "lpq.plugins"
 OWN = "lpq"
 HERE = "registered in this process"
 HOOKS = tuple(name for name in vars(hookspecs) if name.startswith("lpq_"))
-SEPARATORS = {"formats": "_", "recipes": "-_"}
+SEPARATORS = {"formats": "_", "recipes": "-_", "layouts": "-_"}
 
-Kind = Literal["formats", "recipes"]
-Spec = TypeVar("Spec", FormatSpec, RecipeSpec, KernelSpec)
-Named = TypeVar("Named", FormatSpec, RecipeSpec)
+Kind = Literal["formats", "recipes", "layouts"]
+Spec = TypeVar("Spec", FormatSpec, RecipeSpec, KernelSpec, LayoutSpec)
+Named = TypeVar("Named", FormatSpec, RecipeSpec, LayoutSpec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class PluginInfo:
     formats: Mapping[str, FormatSpec] = field(default_factory=dict)
     recipes: Mapping[str, RecipeSpec] = field(default_factory=dict)
     kernels: tuple[KernelSpec, ...] = ()
+    layouts: Mapping[str, LayoutSpec] = field(default_factory=dict)
     error: PluginError | None = None
 
     @property
@@ -162,6 +163,7 @@ def _read(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
     """The specs of a registered plugin, checked."""
     formats = _by_name(source, "formats", _answers(source, manager, "lpq_register_formats", FormatSpec))
     recipes = _by_name(source, "recipes", _answers(source, manager, "lpq_register_recipes", RecipeSpec))
+    layouts = _by_name(source, "layouts", _answers(source, manager, "lpq_register_layouts", LayoutSpec))
     kernels = [kernel for spec in formats.values() for kernel in _own_kernels(source, spec)]
     kernels += _answers(source, manager, "lpq_register_kernels", KernelSpec)
     for kernel in kernels:
@@ -173,6 +175,7 @@ def _read(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
         formats=formats,
         recipes=recipes,
         kernels=tuple(kernels),
+        layouts=layouts,
     )
 
 

@@ -30,9 +30,10 @@ from lpq.registry.errors import (
     suggestion,
     words,
 )
+from lpq.registry.layouts import Layout, Scheme
 from lpq.registry.loader import HERE, HOOKS, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
 from lpq.registry.showing import brief, pip
-from lpq.registry.specs import FormatSpec, KernelSpec, RecipeSpec
+from lpq.registry.specs import FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
 LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
 
@@ -98,6 +99,43 @@ class Registry:
         """The recipe that other libraries call so: of lpq's own plugins, if one of them says so."""
         every = (spec for plugin in self.plugins() for spec in plugin.recipes.values())
         return next((spec for spec in every if alias.lower() in map(str.lower, spec.aliases)), None)
+
+    def layouts(self) -> dict[str, LayoutSpec]:
+        """All layouts of plugins that can be used, by name."""
+        with self._lock:
+            return {name: spec for plugin in self.plugins() for name, spec in plugin.layouts.items()}
+
+    def load_layout(self, name: str) -> Layout:
+        """The layout of this name, made."""
+        plugin = next(plugin for plugin in self.plugins() if name in plugin.layouts)
+        string = plugin.layouts[name].layout
+        cls = self._imported(plugin, string)
+        if not (isinstance(cls, type) and issubclass(cls, Layout)):
+            cause = f"layout {name} has layout={string!r}, which is no subclass of lpq.registry.Layout but {cls!r}"
+            raise self._source(plugin.name).error(cause, "name the class of the layout")
+        made: Layout = cls()
+        return made
+
+    def schemes(self, name: str) -> tuple[Scheme, ...]:
+        """How operands of a format lie in engines' files."""
+        plugin = self._provider(name, "formats")
+        string = plugin.formats[name].schemes
+        if string is None:
+            return ()
+        found = self._imported(plugin, string)
+        if not isinstance(found, tuple) or not all(isinstance(scheme, Scheme) for scheme in found):
+            cause = f"format {name} has schemes={string!r}, which is no tuple of Scheme but {found!r}"
+            raise self._source(plugin.name).error(cause, "write a tuple of lpq.registry.Scheme")
+        return found
+
+    def _imported(self, plugin: PluginInfo, string: str) -> Any:
+        """What an import string of this plugin's specs names."""
+        try:
+            return resolve(string)
+        except ImportStringError as error:
+            with self._lock:
+                source = self._source(plugin.name)
+            raise source.import_error(string, error.__cause__ or error) from error
 
     def kernels(self, op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
         """The kernels of all usable plugins for this operation on these very formats, the preferred first."""

@@ -98,6 +98,9 @@ class FormatSpec:
     """Bits that one element costs in memory, scales included, with the default options; None: it depends."""
     kernels: tuple[KernelSpec, ...] = ()
     """Faster implementations; the reference needs no line here."""
+    schemes: str | None = None
+    """Import string of a tuple of ``lpq.registry.Scheme``: how operands of this format lie in the files of inference
+    engines, in one layout each. None: they cannot be exported."""
     api_version: int = API_VERSION
     """The interface version that the plugin was written for."""
 
@@ -115,5 +118,19 @@ class RecipeSpec:
     aliases: tuple[str, ...] = ()
     """What other libraries call it, in no namespace. Where nothing here has such a name ``lpq.recipe`` takes this
     recipe, and says so. Capitals do not count."""
+    api_version: int = API_VERSION
+    """The interface version that the plugin was written for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSpec:
+    """One way in which inference engines keep a quantized model in files."""
+
+    name: str
+    """Its name: plugin ``acme`` may register ``acme``, ``acme-*`` and ``acme_*``."""
+    summary: str
+    """One line for ``lpq export --help`` and for messages."""
+    layout: str
+    """Import string of a subclass of ``lpq.registry.Layout``, which is made without arguments."""
     api_version: int = API_VERSION
     """The interface version that the plugin was written for."""

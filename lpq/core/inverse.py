@@ -1,0 +1,26 @@
+"""Undoing one rounding: the fp32 number from which a function makes a given one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+NEAR = 4
+"""So many neighbours of a first guess are tried, on either side."""
+
+
+def preimage(function: Callable[[Tensor], Tensor], value: Tensor, guess: Tensor) -> Tensor:
+    """The positive fp32 number next to ``guess`` of which ``function`` makes ``value``, both 0-dimensional.
+
+    A quotient is often that of several numbers: this is the one with the fewest bits, as has what was measured in bf16.
+    If it is that of none, as a value that was not made so, this is the guess.
+    """
+    bits = guess.reshape(1).view(torch.int32) + torch.arange(-NEAR, NEAR + 1, dtype=torch.int32, device=guess.device)
+    near = bits[bits > 0].view(torch.float32)
+    fitting = near[function(near) == value]
+    if not len(fitting):
+        return guess
+    trailing = fitting.view(torch.int32)
+    return fitting[int((trailing & -trailing).argmax())]

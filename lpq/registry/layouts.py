@@ -1,0 +1,114 @@
+"""How the files of inference engines hold what formats encode: what format plugins and layout plugins tell each other.
+
+A **layout** is one way of naming a model's tensors and of describing them in JSON. A **scheme** is how one operand of a
+format lies in one layout. A format lists schemes, a layout makes JSON of those that a model uses and finds them again.
+Nothing here imports torch: tensors, quantizers and storages are ``Any``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+JSON = Mapping[str, Any]
+Holds = Literal["codes", "scales", "exponents", "value"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One tensor of a layer in an engine's files."""
+
+    name: str
+    """Beside the name of the layer: ``weight_scale``."""
+    dtype: Any
+    """Its ``torch.dtype``."""
+    shape: Callable[[int, int], tuple[int, ...]]
+    """Its shape for a weight of so many rows and columns."""
+    holds: Holds
+    """``codes``: elements. ``scales``: floats, finite. ``exponents``: powers of two as bytes, where 255 is NaN.
+    ``value``: one float of the whole weight or input, finite and more than 0, which engines want alike for layers that
+    they fuse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What engines do to the input of a layer before they multiply it."""
+
+    serves: Callable[[Any], bool]
+    """Whether that is what this quantizer, of the row operand of ``x``, does."""
+    quantizer: str
+    """The text of one that does it."""
+    config: JSON
+    """What a layout's JSON says of it, over ``Scheme.config``."""
+    part: Part | None = None
+    """Where a scale lies that engines do not measure; None: they measure all."""
+    write: Callable[[Any], Any] | None = None
+    """That tensor from the amax of inputs, which is fp32 and 0-dimensional."""
+    read: Callable[[Any], Any] | None = None
+    """The amax of which ``write`` makes this tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How one operand of a format, that of a weight in ``fprop``, lies in the files of one layout."""
+
+    layout: str
+    """The name of the layout."""
+    title: str
+    """What it is called in reports."""
+    serves: Callable[[Any], bool]
+    """Whether operands of this quantizer lie so."""
+    quantizer: str
+    """The text of the quantizer that reads any of these files."""
+    config: JSON
+    """What the layout's JSON says of it, where inputs are in high precision."""
+    parts: tuple[Part, ...]
+    write: Callable[[Any], Sequence[Any]]
+    """The tensors of a ``Storage``, in the order of ``parts``."""
+    read: Callable[[Any, Sequence[Any]], Sequence[Any]]
+    """The buffers that a quantizer (which it serves) has for these tensors, in the order of its layout. A
+    ``ValueError`` says in words why it has none."""
+    inputs: tuple[Inputs, ...] = ()
+    """What engines may do to inputs, the first that serves first; if none does, inputs stay in high precision."""
+    why_not: Callable[[int, int], str | None] = lambda rows, cols: None
+    """Why weights of so many rows and columns do not lie so, in words; None: they do."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that a layout's JSON describes together."""
+
+    scheme: Scheme
+    inputs: Inputs | None
+    layers: tuple[str, ...]
+    """Their names."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the layout's JSON says of them."""
+        return {**self.scheme.config, **(self.inputs.config if self.inputs is not None else {})}
+
+
+Described = Callable[[str], tuple[Scheme, Inputs | None] | None]
+"""How a layer of this name lies in files; None: in high precision."""
+
+
+class Layout(ABC):
+    """The JSON of one layout."""
+
+    @abstractmethod
+    def files(self, groups: Sequence[Group], left: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The JSON beside the tensors, by the names of files; for ``config.json`` what is added to it.
+
+        ``left``: the layers in high precision that an engine would take for quantized ones. What it cannot describe is
+        a ``LayoutError``.
+        """
+
+    @abstractmethod
+    def read(self, files: Mapping[str, JSON], schemes: Sequence[Scheme]) -> Described | None:
+        """How the layers of a model lie whose JSON files these are; None: these are of another layout.
+
+        A layer with something that none of ``schemes``, those of this layout, is like is a ``LayoutError``.
+        """
