@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lpq.core import QuantizedTensor, Quantizer, Storage, gemm
+    from lpq.engines import export
     from lpq.nn.conversion import convert, hold_weights, replan, report, set_step
     from lpq.recipes import Policy, Recipe, policy, recipe
     from lpq.registry import quantizer
@@ -19,14 +20,15 @@ if TYPE_CHECKING:
 
 _HOME = {
     "lpq.core": ("QuantizedTensor", "Quantizer", "Storage", "gemm"),
+    "lpq.engines": ("export",),
     "lpq.nn": ("convert", "hold_weights", "replan", "report", "set_step"),
     "lpq.recipes": ("Policy", "Recipe", "policy", "recipe"),
     "lpq.registry": ("quantizer",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _SUBMODULES = (
-    "checkpoint", "core", "distributed", "integrations", "nn", "observe", "ops", "optim", "recipes", "registry",
-    "testing", "train",
+    "checkpoint", "core", "distributed", "engines", "integrations", "nn", "observe", "ops", "optim", "recipes",
+    "registry", "testing", "train",
 )  # fmt: skip
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Recipe",
     "Storage",
     "convert",
+    "export",
     "gemm",
     "hold_weights",
     "policy",

@@ -21,15 +21,15 @@ PLUGINS: dict[str, str] = PYPROJECT["project"]["entry-points"]["lpq.plugins"]
 
 FLOORS = {
     "registry": 1, "torch_private": 1, "ops": 2, "core": 2, "recipes": 3, "distributed": 4, "nn": 5, "optim": 6,
-    "checkpoint": 6, "calibrate": 6, "export": 6, "observe": 6, "testing": 7, "integrations": 7,
+    "checkpoint": 6, "calibrate": 6, "engines": 6, "observe": 6, "testing": 7, "integrations": 7,
     "train": 8, "cli": 8, "__main__": 8,
 }  # fmt: skip
 TOP = 7
 """From this floor on a module may use lpq as a user does: ``import lpq``."""
-BESIDE = {("core", "ops"), ("checkpoint", "optim"), ("cli", "train"), ("__main__", "cli")}
+BESIDE = {("core", "ops"), ("checkpoint", "optim"), ("engines", "checkpoint"), ("cli", "train"), ("__main__", "cli")}
 """Parts of one floor of which the first may import the second."""
 FOR_PLUGINS = {"registry", "core", "ops"}
-NAMELESS = ("core", "nn", "ops", "distributed", "optim", "checkpoint", "integrations")
+NAMELESS = ("core", "nn", "ops", "distributed", "optim", "checkpoint", "engines", "integrations")
 """The parts that know no format."""
 TANGLED = ("lpq.core.",)
 """Modules that still import each other."""

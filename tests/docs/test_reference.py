@@ -22,11 +22,11 @@ from lpq.registry.loader import HOOKS
 
 REFERENCE = ROOT / "docs" / "plugins" / "reference.md"
 PUBLIC = (
-    "lpq", "lpq.checkpoint", "lpq.core", "lpq.distributed", "lpq.nn", "lpq.observe", "lpq.ops", "lpq.optim",
-    "lpq.recipes", "lpq.registry",
+    "lpq", "lpq.checkpoint", "lpq.core", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.ops",
+    "lpq.optim", "lpq.recipes", "lpq.registry",
 )  # fmt: skip
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
-NOT_RENDERED = {"Include", "PolicyLike", "RecipeLike", "Steps", "hookimpl"}
+NOT_RENDERED = {"Include", "PolicyLike", "RecipeLike", "Steps", "Described", "hookimpl"}
 """What a function takes, which its own text says; and a marker, of which the text speaks throughout."""
 
 

@@ -1,6 +1,6 @@
 """FP8: 8-bit floats with fp32 scales: one for the tensor, for each row, or for each block."""
 
-from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
+from lpq.registry import FormatSpec, KernelSpec, LayoutSpec, RecipeSpec, hookimpl
 
 CUDA = "lpq_fp8.cuda"
 IN_16S = "contraction and columns in multiples of 16; other sizes are multiplied in bf16"
@@ -34,6 +34,16 @@ def lpq_register_formats() -> FormatSpec:
         storage="lpq_fp8.storage:FP8Storage",
         effective_bits=8,
         kernels=KERNELS,
+        schemes="lpq_fp8.engines:SCHEMES",
+    )
+
+
+@hookimpl
+def lpq_register_layouts() -> LayoutSpec:
+    return LayoutSpec(
+        name="fp8-block",
+        summary="DeepSeek's, which transformers calls fp8: weight_scale_inv",
+        layout="lpq_fp8.engines:FineGrained",
     )
 
 

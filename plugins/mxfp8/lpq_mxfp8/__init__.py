@@ -28,6 +28,7 @@ def lpq_register_formats() -> FormatSpec:
         storage="lpq_mxfp8.storage:MXFP8Storage",
         effective_bits=8.25,
         kernels=KERNELS,
+        schemes="lpq_mxfp8.engines:SCHEMES",
     )
 
 

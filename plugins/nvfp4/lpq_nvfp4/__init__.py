@@ -31,6 +31,7 @@ def lpq_register_formats() -> FormatSpec:
         storage="lpq_nvfp4.storage:NVFP4Storage",
         effective_bits=4.5,
         kernels=KERNELS,
+        schemes="lpq_nvfp4.engines:SCHEMES",
     )
 
 

@@ -1,0 +1,59 @@
+"""How MXFP4 weights lie in files that inference engines read, in the layout of compressed-tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.registry import Inputs, Part, Scheme
+from lpq_mxfp4.format import BLOCK, MXFP4Quantizer, MXFP4Storage
+
+GROUP = BLOCK[1]
+
+
+def _serves(quantizer: Any) -> bool:
+    return isinstance(quantizer, MXFP4Quantizer)
+
+
+def _write(storage: MXFP4Storage) -> Sequence[Tensor]:
+    return storage.data, storage.scale
+
+
+def _read(quantizer: MXFP4Quantizer, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    return parts
+
+
+def _why_not(rows: int, cols: int) -> str | None:
+    return f"its columns are no multiple of {GROUP}" if cols % GROUP else None
+
+
+def _args(dynamic: bool) -> dict[str, Any]:
+    return {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": dynamic,
+        "scale_dtype": "torch.uint8",
+    }  # fmt: skip
+
+
+SCHEMES = (
+    Scheme(
+        layout="compressed-tensors",
+        title="MXFP4",
+        serves=_serves,
+        quantizer="mxfp4",
+        config={"format": "mxfp4-pack-quantized", "weights": _args(False)},
+        parts=(
+            Part(name="weight_packed", dtype=torch.uint8, shape=lambda rows, cols: (rows, cols // 2), holds="codes"),
+            Part(
+                name="weight_scale", dtype=torch.uint8, shape=lambda rows, cols: (rows, cols // GROUP),
+                holds="exponents",
+            ),
+        ),
+        write=_write,
+        read=_read,
+        inputs=(Inputs(serves=_serves, quantizer="mxfp4", config={"input_activations": _args(True)}),),
+        why_not=_why_not,
+    ),
+)  # fmt: skip

@@ -1,0 +1,87 @@
+"""What lies beside a model's tensors: its configuration, and the small files of the model that was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lpq.checkpoint.errors import CheckpointError
+from lpq.engines.names import CONFIG, INDEX, JSON_FILES
+from lpq.registry.showing import brief
+
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+"""What is copied of a model's directory: tokenizers, templates, settings for generating and for images."""
+NOT_COPIED = (*JSON_FILES, INDEX, "*.index.json", "trainer_state.json", "lpq.json", "manifest.json")
+OURS = "quantization_config"
+"""What a layout writes into the configuration, and is not taken from an old one."""
+
+
+def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
+    """The configuration of the model: its own, as transformers' models have one, or that of ``base``; else empty."""
+    config = getattr(model, "config", None)
+    if callable(getattr(config, "to_diff_dict", None)):
+        assert config is not None
+        found: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=_text))
+        found["architectures"] = [_class_of(model).__name__]
+    elif base is not None:
+        found = read_json(base / CONFIG) if (base / CONFIG).is_file() else {}
+    else:
+        found = {}
+    found.pop(OURS, None)
+    return found
+
+
+def base_of(model: nn.Module | None, base: str | Path | None) -> Path | None:
+    """The directory whose small files are copied: as it is given, or where the model came from, if that is here."""
+    if base is not None:
+        if not Path(base).is_dir():
+            raise CheckpointError(f"base={str(base)!r} is no directory: pass the one of the model that was trained")
+        return Path(base)
+    came_from = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return Path(came_from) if isinstance(came_from, str) and came_from and Path(came_from).is_dir() else None
+
+
+def beside(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
+    """The small files, by name: tokenizers and the like of ``base``, and how the model generates."""
+    found = {}
+    for path in sorted(base.iterdir()) if base is not None else []:
+        wanted = any(fnmatchcase(path.name, pattern) for pattern in COPIED)
+        if wanted and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in NOT_COPIED):
+            found[path.name] = path.read_bytes()
+    generation = getattr(model, "generation_config", None)
+    if callable(getattr(generation, "to_json_string", None)):
+        assert generation is not None
+        found["generation_config.json"] = generation.to_json_string().encode()
+    return found
+
+
+def as_json(data: Mapping[str, Any]) -> bytes:
+    """The bytes of a JSON file."""
+    return (json.dumps(data, indent=2) + "\n").encode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file, which is a table."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path.name} is {brief(found)}, and no table")
+    return found
+
+
+def _class_of(model: nn.Module | None) -> type:
+    """The model's class before FSDP2 gave it one of its own."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _text(value: object) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)

@@ -1,0 +1,32 @@
+"""What an engine cannot compute with: codes that are NaN, scales that are not finite, values that are zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpq.checkpoint.errors import CheckpointError
+from lpq.registry import Part
+
+NAN = 0x7F
+"""The code of NaN in E4M3 without its sign, and what is above the last finite code of E5M2."""
+NO_POWER = 255
+"""The exponent that means NaN."""
+
+
+def check_value(name: str, part: Part, value: Tensor) -> None:
+    """Refuse a tensor of a quantized layer that engines cannot compute with. It needs no copy in high precision."""
+    if part.holds == "exponents":
+        wrong = bool((value.view(torch.uint8) == NO_POWER).any())
+    elif part.holds == "codes" and value.dtype == torch.float8_e4m3fn:
+        wrong = bool(((value.view(torch.uint8) & NAN) == NAN).any())
+    elif part.holds in ("scales", "value"):
+        wrong = not bool(torch.isfinite(value.float()).all())
+    else:
+        wrong = False
+    if wrong:
+        raise CheckpointError(
+            f"{name} has values that are not finite: the weight has a NaN or an infinity. Look at it before it is used"
+        )
+    if part.holds == "value" and not bool((value.float() > 0).all()):
+        raise CheckpointError(f"{name} is {value.float().flatten().tolist()[:1]}, and engines divide by it")

@@ -1,0 +1,94 @@
+"""The layout of the package compressed-tensors: a group of layers for each scheme, and a list of what is ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lpq.registry import Described, Group, Inputs, Layout, LayoutError, Scheme
+from lpq.registry.showing import brief
+
+CONFIG = "quantization_config"
+METHOD = "compressed-tensors"
+MIXED = "mixed-precision"
+KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "dynamic")
+"""What tells schemes apart; the rest is how they were calibrated."""
+REGEX = "re:"
+ANY = "Linear"
+"""The target of all linear layers."""
+
+
+class CompressedTensors(Layout):
+    """A scheme's ``config`` is its entry in ``config_groups``: ``format``, ``weights`` and ``input_activations``."""
+
+    def files(self, groups: Sequence[Group], left: Sequence[str]) -> dict[str, dict[str, Any]]:
+        formats = [group.config["format"] for group in groups]
+        one = len(groups) == 1
+        entries = {
+            f"group_{i}": {"targets": [ANY] if one else [*group.layers], **group.config}
+            for i, group in enumerate(groups)
+        }
+        found = {
+            "quant_method": METHOD,
+            "format": formats[0] if len({*formats}) == 1 else MIXED,
+            "quantization_status": "compressed",
+            "config_groups": entries,
+            "ignore": [*left],
+        }
+        return {"config.json": {CONFIG: found}}
+
+    def read(self, files: Mapping[str, Mapping[str, Any]], schemes: Sequence[Scheme]) -> Described | None:
+        config = files.get("config.json", {}).get(CONFIG)
+        if not isinstance(config, Mapping) or config.get("quant_method") != METHOD:
+            return None
+        ignored, groups = config.get("ignore") or [], config.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise LayoutError(f"config.json: its config_groups are {brief(groups)}, and no groups of layers")
+        found = [(_targets(name, group), _scheme(name, group, schemes)) for name, group in groups.items()]
+
+        def described(layer: str) -> tuple[Scheme, Inputs | None] | None:
+            if _match(layer, ignored):
+                return None
+            exact = [scheme for targets, scheme in found if _match(layer, targets)]
+            general = [scheme for targets, scheme in found if ANY in targets]
+            return next(iter(exact + general), None)
+
+        return described
+
+
+def _targets(name: str, group: Any) -> list[str]:
+    targets = group.get("targets") if isinstance(group, Mapping) else None
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise LayoutError(f"config.json: its {name} has no targets, which are a list of layers")
+    return targets
+
+
+def _match(layer: str, patterns: Sequence[str]) -> bool:
+    try:
+        return any(
+            re.match(p.removeprefix(REGEX), layer) is not None if p.startswith(REGEX) else p == layer for p in patterns
+        )
+    except (re.error, AttributeError, TypeError) as error:
+        raise LayoutError(f"config.json: {brief(patterns)} are no names or patterns of layers") from error
+
+
+def _scheme(name: str, group: Mapping[str, Any], schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | None]:
+    weights, activations = group.get("weights"), group.get("input_activations")
+    scheme = next((s for s in schemes if _same(s.config["weights"], weights)), None)
+    if scheme is None:
+        raise LayoutError(
+            f"config.json: no format that is installed has weights as those of its {name}: {brief(weights)}"
+        )
+    if not activations:
+        return scheme, None
+    inputs = next((i for i in scheme.inputs if _same(i.config["input_activations"], activations)), None)
+    if inputs is None:
+        raise LayoutError(
+            f"config.json: no format that is installed has inputs as those of its {name}: {brief(activations)}"
+        )
+    return scheme, inputs
+
+
+def _same(ours: Mapping[str, Any], theirs: Any) -> bool:
+    return isinstance(theirs, Mapping) and all((ours.get(k) or None) == (theirs.get(k) or None) for k in KEYS)

@@ -1,0 +1,100 @@
+"""The tensors of a model that is exported: each is gathered when its turn comes, and has what its layer does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.checkpoint.errors import CheckpointError
+from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands
+from lpq.core.quantize import as_matrix, recall
+
+Pieces = Mapping[str, Tensor]
+"""A tensor as it is held: under ``""``, or the buffers of its row operand."""
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """How a layer multiplies its weight in ``fprop``."""
+
+    name: str
+    """Of the layer."""
+    w: Quantizer
+    """What encodes the weight."""
+    x: Quantizer | None
+    """What encodes the input; None: nothing does."""
+    memories: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """What is remembered across steps of ``x`` and of ``w``, by the names of its buffers."""
+
+    def remembered_amax(self) -> Tensor | None:
+        """The amax of inputs that the layer encodes with; None: it measures each input."""
+        if self.x is None or not (side := self.x.side("row")).state:
+            return None
+        known = recall(self.x, side, None, self.memories.get("x", {}))
+        whole = [value for stat, value in zip(side.stats, known, strict=True) if stat.block == (None, None)]
+        return whole[0] if whole else None
+
+
+class Stored(NamedTuple):
+    """What the pieces of a weight that is stored quantized are."""
+
+    side: Quantizer
+    """The quantizer of its row operand."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """In which it is written in high precision; to which a weight is rounded before it is encoded."""
+    gather: Callable[[], Pieces]
+    """The whole of it; where it is sharded that takes a collective."""
+    layer: Multiplied | None = None
+    """The layer whose weight it is; None: it is in high precision."""
+    stored: Stored | None = None
+    """What it is stored as; None: in high precision."""
+
+    @property
+    def side(self) -> Quantizer:
+        """What encodes the row operand of a layer's weight."""
+        if self.stored is not None:
+            return self.stored.side
+        assert self.layer is not None
+        return self.layer.w.side("row")
+
+    def operand(self, pieces: Pieces) -> Storage:
+        """The row operand: as it is stored, or as the layer encodes it, once."""
+        rows, cols = self.shape
+        if self.stored is not None:
+            side, dtype = self.stored
+            return side.storage.wrap([pieces[name] for name in side.names], side, (rows, cols), dtype)
+        assert self.layer is not None
+        matrix = as_matrix(pieces[""].to(self.dtype))
+        state = self.layer.memories.get("w")
+        found = encode_operands(self.layer.w, matrix, row=True, col=False, state=state).row
+        assert found is not None
+        return found.row_major()
+
+    def values(self, pieces: Pieces) -> Tensor:
+        """The tensor in high precision."""
+        if self.stored is None:
+            return pieces[""].to(self.dtype)
+        operand = self.operand(pieces)
+        return QuantizedTensor(operand, None, operand.quantizer, self.shape, self.dtype).dequantize()
+
+
+def check_fixed(entry: Entry) -> None:
+    """Refuse a weight of which there are no codes that training multiplies: it draws others at each step."""
+    if entry.stored is None and entry.side.stochastic:
+        raise CheckpointError(
+            f"{entry.name} is quantized as {entry.side}, which rounds stochastically, so that each step has other "
+            "codes: export it with a recipe whose weights are rounded to nearest"
+        )

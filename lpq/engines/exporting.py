@@ -1,0 +1,243 @@
+"""Exporting a model: into files that an inference engine reads, or tensor by tensor into an engine that runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lpq.checkpoint.agreeing import check_one_model
+from lpq.checkpoint.background import ranks_of
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
+from lpq.checkpoint.model import Model
+from lpq.checkpoint.ranks import Ranks
+from lpq.engines.beside import as_json, base_of, beside, configuration
+from lpq.engines.models import entries, unquantized
+from lpq.engines.names import CONFIG
+from lpq.engines.plan import Assigned, Plan, planned
+from lpq.engines.saved import Saved
+from lpq.engines.siblings import fused
+from lpq.engines.writing import Directory, shards
+
+SHARD = 5 * 10**9
+"""Bytes of a file, as Hugging Face has them."""
+Amaxes = Mapping[str, Tensor | float]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    path: Path
+    layout: str
+    layers: Mapping[str, tuple[str, ...]]
+    """The quantized layers, by how they lie in the files."""
+    left: tuple[str, ...]
+    """The layers in high precision that an engine is told of."""
+    notes: tuple[str, ...]
+    """What one should know of it."""
+
+    def __str__(self) -> str:
+        """A few lines to read."""
+        lines = [
+            f"{self.path}, in the layout {self.layout}",
+            *(f"{len(names)} layers: {title}" for title, names in self.layers.items()),
+            *([f"{len(self.left)} layers in high precision: {listed(self.left)}"] if self.left else []),
+            *self.notes,
+        ]
+        return "\n  ".join(lines)
+
+
+class Export:
+    """``lpq.export(model, path, layout=…)``, and ``lpq.export.stream(model, layout)``."""
+
+    def __call__(
+        self,
+        model: nn.Module | str | Path,
+        path: str | Path,
+        *,
+        layout: str,
+        base: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+        input_amax: Amaxes | None = None,
+        leave: Sequence[str] = (),
+        shard_bytes: int = SHARD,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Exported:
+        """Write a model into the directory ``path`` for inference engines; say what was written.
+
+        ``model`` is a model that ``lpq.convert`` converted, however its weights are stored and sharded; then all ranks
+        call this, or those of ``process_group``, and none of them holds more than its shards and one layer. Or it is
+        the directory of a checkpoint of ``lpq.checkpoint.save``.
+
+        Weights have the codes that the layers multiply, bit for bit: those that are stored quantized as they are, those
+        in high precision encoded once as their recipe does it in forward. ``layout`` is ``"compressed-tensors"``,
+        ``"modelopt"``, or one that a plugin brings: ``lpq export --help`` lists them.
+
+        ``base``: the directory of the model that was trained, whose tokenizer, templates and other small files are
+        copied, and whose configuration is taken where the model has none. Without it they are those of the directory
+        from which transformers loaded the model, if that is here. ``dtype``: the dtype in which training computes, to
+        which weights are rounded before they are encoded, and in which all else is written; without it, that in which
+        FSDP2 gathers weights, or that of each tensor. ``input_amax``: the amax of the inputs of layers, by name, for
+        layouts with static scales; without it, what quantizers remember, and with ``{}`` none. ``leave``: names and
+        patterns of layers whose weights stay in high precision. ``shard_bytes``: the most bytes of one file.
+        """
+        ranks, target = ranks_of(process_group), Path(path)
+        job: list[tuple[Plan, _Source]] = []
+        saying = f"{target} cannot be exported"
+
+        def prepare() -> list[str]:
+            source = _source(model, dtype)
+            job.append((planned(source.entries, layout, source.linear, input_amax, leave), source))
+            return [f"{name} {shown}" for tensor in job[0][0].tensors for name, shown in tensor.shown().items()]
+
+        with ranks.saying(saying):
+            _check_ranks(model, ranks)
+            ranks.alike(prepare, "the ranks hold different models, and what is exported is one")
+            ((plan, source),) = job
+            directory: list[Directory] = []
+
+            def begin() -> None:
+                taken = base_of(source.model, base)
+                config = _config(source.model, taken, plan, dtype)
+                small = {**beside(source.model, taken), **{n: as_json(data) for n, data in config.items()}}
+                directory.append(Directory(target, shards(plan, shard_bytes), small))
+
+            ranks.first(begin)
+            with directory[0].discarded_on_error() if directory else nullcontext():
+                _write(plan, next(iter(directory), None), ranks)
+        layers = {_title(group.scheme.title, group.inputs): group.layers for group in plan.groups}
+        return Exported(target, layout, layers, plan.left, plan.notes)
+
+    def stream(
+        self,
+        model: nn.Module,
+        layout: str,
+        *,
+        dtype: torch.dtype | None = None,
+        input_amax: Amaxes | None = None,
+        leave: Sequence[str] = (),
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a model as an engine of this layout names and reads them, one after the other.
+
+        It is for refitting an engine while training goes on. Weights that are stored quantized, sharded or not, are
+        gathered as they are, one at a time: there is no copy in high precision. All ranks go through it together, or
+        those of ``process_group``, and each gets all tensors, on its device. The arguments are those of ``lpq.export``.
+        """
+        ranks = ranks_of(process_group)
+        job: list[Plan] = []
+
+        def prepare() -> list[str]:
+            source = _source(model, dtype)
+            job.append(planned(source.entries, layout, source.linear, input_amax, leave))
+            return [f"{name} {shown}" for tensor in job[0].tensors for name, shown in tensor.shown().items()]
+
+        with ranks.saying("the model cannot be streamed"):
+            _check_ranks(model, ranks)
+            ranks.alike(prepare, "the ranks hold different models, and what is streamed is one")
+        return _streamed(job[0])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where tensors come from."""
+
+    entries: Sequence[Any]
+    linear: Callable[[set[str]], Iterator[str]]
+    model: nn.Module | None
+
+
+def _source(model: nn.Module | str | Path, dtype: torch.dtype | None) -> _Source:
+    if isinstance(model, str | Path):
+        saved = Saved(Path(model))
+        return _Source(saved.entries(dtype), saved.unquantized, None)
+    seen = Model(model)
+    return _Source(entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module)
+
+
+def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:
+    if isinstance(model, nn.Module):
+        check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
+    elif not isinstance(model, str | Path):
+        raise CheckpointError(f"a model, or the directory of a checkpoint, is exported, and no {type(model).__name__}")
+
+
+def _config(
+    model: nn.Module | None, base: Path | None, plan: Plan, dtype: torch.dtype | None
+) -> dict[str, dict[str, Any]]:
+    """The JSON beside the tensors, by the names of files."""
+    config = configuration(model, base)
+    for old in ("dtype", "torch_dtype"):
+        if dtype is not None and old in config:
+            config[old] = str(dtype).removeprefix("torch.")
+    found = {name: dict(data) for name, data in plan.files.items()}
+    found[CONFIG] = {**config, **found.get(CONFIG, {})}
+    return found
+
+
+def _write(plan: Plan, directory: Directory | None, ranks: Ranks) -> None:
+    """Gather each tensor on all ranks, and write it on the first, which goes on gathering where that fails: else the
+    others would wait for it."""
+    failed: list[Exception] = []
+    values: dict[str, list[float]] = {}
+    for tensor in plan.tensors:
+        pieces = tensor.entry.gather()
+        if directory is None or failed:
+            continue
+        try:
+            made = tensor.tensors(pieces)
+            directory.add(tensor, made)
+            values.update(_values(tensor, made))
+        except Exception as error:
+            failed.append(error)
+
+    def publish() -> None:
+        if failed:
+            raise failed[0]
+        if directory is not None:
+            directory.publish()
+            _warn_of_siblings(values)
+
+    ranks.first(publish)
+
+
+def _streamed(plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    for tensor in plan.tensors:
+        made = tensor.tensors(tensor.entry.gather())
+        while made:
+            name = next(iter(made))
+            yield name, made.pop(name)
+
+
+def _values(tensor: Assigned, made: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Of a quantized layer what engines want alike in those that they fuse."""
+    if tensor.scheme is None:
+        return {}
+    alike = [p.name for p in tensor.parts() if p.holds == "value"]
+    return {tensor.layer: [made[f"{tensor.layer}.{name}"].item() for name in alike]}
+
+
+def _warn_of_siblings(values: Mapping[str, list[float]]) -> None:
+    if differing := [names for names in fused(values) if len({tuple(values[name]) for name in names}) > 1]:
+        warnings.warn(
+            f"engines fuse {' with '.join(differing[0])} and give them one scale, and theirs differ"
+            f"{f', as in {len(differing) - 1} more places' if differing[1:] else ''}: what is computed then is not "
+            "what was trained. Use a format without a scale of the whole tensor, or give them the same scales",
+            CheckpointWarning,
+            stacklevel=5,
+        )
+
+
+def _title(title: str, inputs: Any) -> str:
+    return f"{title}, inputs {'in high precision' if inputs is None else inputs.quantizer}"
+
+
+export = Export()

@@ -1,0 +1,50 @@
+"""The layouts that there are: lpq's own, which any format may have schemes for, and those of plugins."""
+
+from __future__ import annotations
+
+from lpq import registry
+from lpq.checkpoint.errors import CheckpointError
+from lpq.core import Quantizer
+from lpq.registry import Layout, PluginError, Scheme
+from lpq.registry.errors import suggestion
+
+OWN = {
+    "compressed-tensors": (
+        "lpq.engines.compressed_tensors:CompressedTensors",
+        "vLLM's and SGLang's general one, and transformers'",
+    ),
+    "modelopt": ("lpq.engines.modelopt:ModelOpt", "NVIDIA's, for TensorRT-LLM, vLLM and SGLang"),
+}
+"""The layout and what it is for, by name."""
+
+
+def summaries() -> dict[str, str]:
+    """What each layout is for, by name."""
+    own = {name: summary for name, (_, summary) in OWN.items()}
+    return own | {name: spec.summary for name, spec in registry.layouts().items()}
+
+
+def layout_named(name: str) -> Layout:
+    """The layout of this name."""
+    if name in OWN:
+        made: Layout = registry.resolve(OWN[name][0])()
+        return made
+    if name in registry.layouts():
+        return registry.layout(name)
+    raise CheckpointError(f"there is no layout {name!r}: {suggestion(str(name), summaries())}")
+
+
+def schemes_for(quantizer: Quantizer, layout: str) -> list[Scheme]:
+    """How operands of the format of this quantizer lie in this layout."""
+    return [s for s in registry.schemes(registry.format_of(type(quantizer)).name) if s.layout == layout]
+
+
+def schemes_in(layout: str) -> list[Scheme]:
+    """How operands of any format lie in this layout; formats whose plugins cannot be used have none."""
+    found: list[Scheme] = []
+    for name in registry.formats():
+        try:
+            found += [scheme for scheme in registry.schemes(name) if scheme.layout == layout]
+        except PluginError:
+            continue
+    return found

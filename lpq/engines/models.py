@@ -1,0 +1,94 @@
+"""The tensors of a model that is here: however it is converted, stored, compiled or sharded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.tensors import held, here, parts, whole
+from lpq.core import QuantizedTensor
+from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
+from lpq.nn import Layer
+from lpq.nn.names import plain_name
+
+
+def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
+    """Its parameters and persistent buffers, each once, without what quantizers remember.
+
+    ``dtype``: in which it computes, where that is not what FSDP2 gathers in, or else the dtype of its weights.
+    """
+    state, _ = model.state()
+    layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
+    owners = Counter(id(p) for m in model.module.modules() for p in m.parameters(recurse=False))
+    memories, gathered = model.memories(), _dtypes(model.module)
+    found: dict[int, Entry] = {}
+    for key, tensor in state.items():
+        if id(tensor) in found or key in memories:
+            continue  # tied: an engine ties it, too
+        name, local = key.removeprefix(PREFIX), here(key, tensor)
+        layer = layers.get(key)
+        shared = owners[id(tensor)] > 1
+        used = _multiplied(*layer, local) if layer is not None and not shared else None
+        stored = _stored(name, local)
+        kept = dtype or (gathered.get(id(layer[1])) if layer is not None else None) or local.dtype
+        kept = kept if local.is_floating_point() else local.dtype
+        found[id(tensor)] = Entry(name, tuple(tensor.shape), kept, lambda k=key, t=tensor: _gather(k, t), used, stored)  # type: ignore[misc]
+    return [*found.values()]
+
+
+def unquantized(model: nn.Module, quantized: set[str]) -> Iterator[str]:
+    """The modules that an engine takes for linear layers, and that are not in this set: all with a matrix as weight."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        matrix = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+        if matrix and plain_name(name) not in quantized:
+            yield plain_name(name)
+
+
+def _multiplied(name: str, layer: Layer, local: Tensor) -> Multiplied | None:
+    recipe = layer.recipe
+    if recipe is None or (recipe.w.side("row").plain and not isinstance(local, QuantizedTensor)):
+        return None
+    if layer.transposed:
+        raise CheckpointError(
+            f"{name} ({layer.kind}) holds its weight as [in, out], and engines read quantized weights as [out, in]: "
+            "keep it in high precision, leave=[…]"
+        )
+    memories: dict[str, dict[str, Tensor]] = {}
+    for buffer, value in layer.memories().items():
+        tensor, _, key = buffer.partition("_")
+        memories.setdefault(tensor, {})[key] = value
+    x = recipe.x
+    return Multiplied(name, recipe.w, None if x.side("row").plain else x, memories)
+
+
+def _stored(name: str, local: Tensor) -> Stored | None:
+    if not isinstance(local, QuantizedTensor):
+        return None
+    row = local.settled(together=True).stored[0]
+    if row is None:
+        raise CheckpointError(f"{name} is stored without its row operand, and that is what engines multiply")
+    return Stored(row.quantizer, row.dtype)
+
+
+def _gather(key: str, tensor: Tensor) -> Pieces:
+    pieces = parts(key, tensor)
+    row = f"{key}.row."
+    if isinstance(held(tensor), QuantizedTensor):
+        return {name.removeprefix(row): whole(part) for name, part in pieces.items() if name.startswith(row)}
+    return {"": whole(pieces[key])}
+
+
+def _dtypes(model: nn.Module) -> dict[int, torch.dtype]:
+    """In which dtype FSDP2 gathers the weights of layers, by their ids."""
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return {}
+    from lpq.distributed.fsdp import outermost, sites
+
+    return {id(module): site.dtype for module, site in sites(outermost(model), "weight").items()}

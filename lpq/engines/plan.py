@@ -1,0 +1,158 @@
+"""What each tensor of a model becomes in a layout, judged before anything is gathered or written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.engines.checks import check_value
+from lpq.engines.entries import Entry, Pieces, check_fixed
+from lpq.engines.layouts import layout_named, schemes_for
+from lpq.engines.tensorfile import Shown
+from lpq.registry import Group, Inputs, Part, Scheme
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """A tensor of a model with its place in a layout."""
+
+    entry: Entry
+    scheme: Scheme | None = None
+    """None: it is written in high precision."""
+    inputs: Inputs | None = None
+    amax: Tensor | None = None
+    """That of the layer's input, if engines do not measure it."""
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer whose weight it is."""
+        return self.entry.name.rpartition(".")[0]
+
+    def parts(self) -> list[Part]:
+        """What is written of it and of its input."""
+        assert self.scheme is not None
+        extra = self.inputs.part if self.inputs is not None else None
+        return [*self.scheme.parts, *([extra] if extra is not None else [])]
+
+    def shown(self) -> dict[str, Shown]:
+        """The tensors that are written, as they will be."""
+        if self.scheme is None:
+            return {self.entry.name: Shown(self.entry.dtype, self.entry.shape)}
+        rows, cols = self.entry.shape
+        return {f"{self.layer}.{p.name}": Shown(p.dtype, p.shape(rows, cols)) for p in self.parts()}
+
+    def tensors(self, pieces: Pieces) -> dict[str, Tensor]:
+        """The tensors that are written, checked: each is there, and none has what engines cannot compute with."""
+        if self.scheme is None:
+            return {self.entry.name: self.entry.values(pieces)}
+        parts, found = self.parts(), [*self.scheme.write(self.entry.operand(pieces))]
+        if self.inputs is not None and self.inputs.write is not None and self.amax is not None:
+            found.append(self.inputs.write(self.amax))
+        made = {f"{self.layer}.{part.name}": value for part, value in zip(parts, found, strict=True)}
+        for part, (name, value) in zip(parts, made.items(), strict=True):
+            check_value(name, part, value)
+        return made
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model with its place in a layout."""
+
+    tensors: tuple[Assigned, ...]
+    groups: tuple[Group, ...]
+    left: tuple[str, ...]
+    """The layers in high precision that an engine would take for quantized ones."""
+    files: Mapping[str, Mapping[str, object]]
+    """The layout's JSON."""
+    notes: tuple[str, ...]
+    """What a user should know of it."""
+
+
+def planned(
+    entries: Sequence[Entry],
+    layout: str,
+    linear: Callable[[set[str]], Iterable[str]],
+    input_amax: Mapping[str, Tensor | float] | None,
+    leave: Sequence[str],
+) -> Plan:
+    """Find the place of each tensor. ``linear``: the layers that an engine takes for linear ones, but for a set."""
+    made = layout_named(layout)
+    quantized = {entry.layer.name for entry in entries if entry.layer is not None}
+    _check_names(quantized, input_amax, leave)
+    found = [_assigned(entry, layout, input_amax, leave) for entry in entries]
+    places: dict[tuple[int, int], list[str]] = {}
+    kinds: dict[tuple[int, int], tuple[Scheme, Inputs | None]] = {}
+    for tensor in found:
+        if tensor.scheme is not None:
+            key = id(tensor.scheme), id(tensor.inputs)
+            kinds[key] = tensor.scheme, tensor.inputs
+            places.setdefault(key, []).append(tensor.layer)
+    if not places:
+        raise CheckpointError("no layer has a quantized weight: convert the model with a recipe first, lpq.convert")
+    groups = tuple(Group(*kinds[key], tuple(layers)) for key, layers in places.items())
+    left = tuple(linear({layer for group in groups for layer in group.layers}))
+    high = {t.layer: t.entry.layer.x for t in found if t.scheme is not None and t.inputs is None and t.entry.layer}
+    changed = [layer for layer, x in high.items() if x is not None]
+    notes = [_note(changed)] if changed else []
+    return Plan(tuple(found), groups, left, made.files(groups, left), tuple(notes))
+
+
+def _note(layers: Sequence[str]) -> str:
+    return (
+        f"engines will not encode the inputs of {len(layers)} layers ({listed(layers)}), as training does: the layout "
+        "has no place for their format, or needs input_amax"
+    )
+
+
+def _check_names(layers: set[str], input_amax: Mapping[str, Tensor | float] | None, leave: Sequence[str]) -> None:
+    if isinstance(leave, str):
+        raise CheckpointError(f"leave={leave!r}: it is a list of names or patterns of layers, as [{leave!r}]")
+    if unknown := [name for name in input_amax or () if name not in layers]:
+        raise CheckpointError(f"input_amax has {listed(unknown)}, and the model has no quantized layer of that name")
+    if unused := [pattern for pattern in leave if not any(fnmatchcase(name, pattern) for name in layers)]:
+        raise CheckpointError(f"leave has {listed(unused)}, and the model has no quantized layer of that name")
+
+
+def _assigned(
+    entry: Entry, layout: str, input_amax: Mapping[str, Tensor | float] | None, leave: Sequence[str]
+) -> Assigned:
+    layer = entry.layer
+    if layer is None or any(fnmatchcase(layer.name, pattern) for pattern in leave):
+        return Assigned(entry)
+    known = schemes_for(entry.side, layout)
+    scheme = next((scheme for scheme in known if scheme.serves(entry.side)), None)
+    keep = f"or keep the layer in high precision, leave=[{layer.name!r}]"
+    if scheme is None:
+        others = ", ".join(s.quantizer for s in known) or "none of this format"
+        raise CheckpointError(
+            f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place; it has one for: "
+            f"{others}. Export to another layout, {keep}"
+        )
+    check_fixed(entry)
+    rows, cols = entry.shape
+    if (reason := scheme.why_not(rows, cols)) is not None:
+        raise CheckpointError(f"{entry.name} is {rows}x{cols}, and {reason} in the layout {layout!r}: {keep}")
+    x = layer.x.side("row") if layer.x is not None else None
+    amax = _amax_of(entry, input_amax)
+    fitting = [i for i in scheme.inputs if x is not None and i.serves(x) and (i.part is None or amax is not None)]
+    inputs = fitting[0] if fitting else None
+    if inputs is None or inputs.part is None:
+        return Assigned(entry, scheme, inputs)
+    assert amax is not None
+    if not (torch.isfinite(amax).item() and amax.item() > 0):
+        raise CheckpointError(
+            f"{layer.name}: the amax of its inputs is {amax.item()}, and an engine would divide by it: run the layer "
+            "on data in training first, or give input_amax={…}; with input_amax={} engines measure inputs themselves"
+        )
+    return Assigned(entry, scheme, inputs, amax)
+
+
+def _amax_of(entry: Entry, given: Mapping[str, Tensor | float] | None) -> Tensor | None:
+    assert entry.layer is not None
+    found = entry.layer.remembered_amax() if given is None else given.get(entry.layer.name)
+    return None if found is None else torch.as_tensor(found, dtype=torch.float32).detach().cpu().reshape(())

@@ -1,0 +1,95 @@
+"""Writing an exported model: beside its place, tensor by tensor, and given its name once all of it is on the disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from lpq.checkpoint import files
+from lpq.checkpoint.claim import LOCK, Claim
+from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.files import PARTIAL
+from lpq.engines.beside import as_json
+from lpq.engines.names import INDEX, shard_name
+from lpq.engines.plan import Assigned, Plan
+from lpq.engines.tensorfile import Shown, Writer
+
+
+def shards(plan: Plan, largest: int) -> list[list[Assigned]]:
+    """The tensors of each file: in their order, and no more than ``largest`` bytes unless one alone has more."""
+    found: list[list[Assigned]] = [[]]
+    filled = 0
+    for tensor in plan.tensors:
+        size = sum(shown.bytes for shown in tensor.shown().values())
+        if filled + size > largest and found[-1]:
+            found.append([])
+            filled = 0
+        found[-1].append(tensor)
+        filled += size
+    return found
+
+
+class Directory:
+    """An exported model that is being written."""
+
+    def __init__(self, target: Path, split: list[list[Assigned]], small: Mapping[str, bytes]) -> None:
+        """``small``: files beside the tensors."""
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise CheckpointError(f"{target} is there already: give another directory, or remove it")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._target, self._partial = target, target.with_name(target.name + PARTIAL)
+        self._claim = Claim.take(self._partial)
+        names = [shard_name(number, len(split)) for number in range(1, len(split) + 1)]
+        self._shown: dict[str, dict[str, Shown]] = {
+            name: {key: shown for tensor in shard for key, shown in tensor.shown().items()}
+            for name, shard in zip(names, split, strict=True)
+        }
+        self._file_of = {id(tensor): name for name, shard in zip(names, split, strict=True) for tensor in shard}
+        self._small = {**small, **self._index()}
+        self._open: tuple[str, Writer] | None = None
+
+    def add(self, tensor: Assigned, made: Mapping[str, Tensor]) -> None:
+        """Write the tensors that are made of one; these come in the order of the shards."""
+        name = self._file_of[id(tensor)]
+        if self._open is None or self._open[0] != name:
+            self._close()
+            self._open = name, Writer(self._partial / name, self._shown[name])
+        for key, value in made.items():
+            self._open[1].add(key, value)
+
+    def publish(self) -> None:
+        """Give it its name, once everything is there."""
+        self._close()
+        for name, data in self._small.items():
+            files.write(self._partial / name, data)
+        (self._partial / LOCK).unlink(missing_ok=True)
+        files.publish(self._partial, self._target)
+
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """What was written is removed if this fails; if the process ends, the next export to this place removes it."""
+        try:
+            yield
+        except BaseException:
+            if self._open is not None:
+                self._open[1].__exit__(RuntimeError)
+            shutil.rmtree(self._partial, ignore_errors=True)
+            raise
+        finally:
+            self._claim.release()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open[1].__exit__(None)
+        self._open = None
+
+    def _index(self) -> dict[str, bytes]:
+        if len(self._shown) == 1:
+            return {}
+        total = sum(shown.bytes for tensors in self._shown.values() for shown in tensors.values())
+        weights = {key: name for name, tensors in self._shown.items() for key in sorted(tensors)}
+        return {INDEX: as_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))})}

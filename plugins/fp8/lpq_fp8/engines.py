@@ -1,0 +1,218 @@
+"""How FP8 weights lie in the files of inference engines: elements as they are, and what decodes them, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.core.elements import E4M3, FLT_MAX
+from lpq.core.inverse import preimage
+from lpq.core.layout import Block, blocks
+from lpq.registry import Described, Group, Inputs, Layout, LayoutError, Part, Scheme
+from lpq.registry.showing import brief
+from lpq_fp8.quantizer import FP8Quantizer
+from lpq_fp8.reference import BLOCKS, ROW, TENSOR, scale_from_amax
+from lpq_fp8.storage import FP8Storage
+
+SQUARE, LINE = BLOCKS["128x128"], BLOCKS["1x128"]
+Shape = Callable[[int, int], tuple[int, ...]]
+WEIGHT = Part(name="weight", dtype=E4M3, shape=lambda rows, cols: (rows, cols), holds="codes")
+
+
+def _input_scale(amax: Tensor) -> Tensor:
+    return scale_from_amax(amax, torch.finfo(E4M3).max, FLT_MAX, pow2=False).reciprocal()
+
+
+def _input_amax(scale: Tensor) -> Tensor:
+    scale = scale.reshape(())
+    return preimage(_input_scale, scale, scale * torch.finfo(E4M3).max)
+
+
+def _is(block: Block, *, pow2: bool | None = None) -> Callable[[Any], bool]:
+    """Whether a quantizer encodes in E4M3 with a scale for each such block."""
+
+    def serves(quantizer: Any) -> bool:
+        return (
+            isinstance(quantizer, FP8Quantizer)
+            and (quantizer.dtype, quantizer.scaled_block) == ("e4m3", block)
+            and pow2 in (None, quantizer.pow2_scales)
+        )
+
+    return serves
+
+
+def _part(name: str, shape: Shape, *, whole: bool = False) -> Part:
+    return Part(name=name, dtype=torch.float32, shape=shape, holds="value" if whole else "scales")
+
+
+def _static(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Inputs:
+    return Inputs(
+        serves=_is(TENSOR, pow2=False),
+        quantizer="fp8(scaling=delayed)",
+        config=config,
+        part=_part(name, lambda rows, cols: shape, whole=True),
+        write=lambda amax: _input_scale(amax).reshape(shape),
+        read=_input_amax,
+    )
+
+
+def _dynamic(block: Block, quantizer: str, config: Mapping[str, Any]) -> Inputs:
+    return Inputs(serves=_is(block), quantizer=quantizer, config=config)
+
+
+def _scheme(layout: str, title: str, quantizer: str, scale: Part, config: Mapping[str, Any], **others: Any) -> Scheme:
+    def write(storage: FP8Storage) -> Sequence[Tensor]:
+        rows, cols = storage.shape
+        return storage.data, storage.scale.reshape(scale.shape(rows, cols))
+
+    def read(quantizer: FP8Quantizer, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        weight, found = parts
+        if quantizer.pow2_scales and not bool((torch.frexp(found).mantissa == 0.5).all()):
+            raise ValueError(f"its scales are no powers of two, as those of {quantizer} are")
+        return weight, found.reshape(quantizer.layout[1].grid(*weight.shape))
+
+    return Scheme(
+        layout=layout, title=title, quantizer=quantizer, config=config, parts=(WEIGHT, scale), write=write, read=read,
+        **others,
+    )  # fmt: skip
+
+
+def _grid(rows: int, cols: int) -> tuple[int, ...]:
+    return blocks(rows, SQUARE[0]), blocks(cols, SQUARE[1])
+
+
+# ---------------------------------------------------------------------------------------------- compressed-tensors
+
+
+def _args(strategy: str, dynamic: bool, **others: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic, **others}
+
+
+def _activations(strategy: str, dynamic: bool, **others: Any) -> dict[str, Any]:
+    return {"format": "float-quantized", "input_activations": _args(strategy, dynamic, **others)}
+
+
+COMPRESSED_INPUTS = (
+    _static("input_scale", (1,), _activations("tensor", False)),
+    _dynamic(TENSOR, "fp8", _activations("tensor", True)),
+    _dynamic(ROW, "fp8(scaling=row)", _activations("token", True)),
+    _dynamic(LINE, "fp8(scaling=block)", _activations("group", True, group_size=128)),
+)
+
+
+def _compressed(title: str, block: Block, quantizer: str, shape: Shape, whole: bool, **weights: Any) -> Scheme:
+    config = {"format": "naive-quantized", "weights": _args(dynamic=False, **weights)}
+    scale = _part("weight_scale", shape, whole=whole)
+    return _scheme(
+        "compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=COMPRESSED_INPUTS
+    )  # fmt: skip
+
+
+ANY_BLOCK = "fp8(scaling=block, block=128x128, pow2=false)"
+POW2_BLOCK = "fp8(scaling=block, block=128x128)"
+COMPRESSED = (
+    _compressed("FP8 per tensor", TENSOR, "fp8", lambda rows, cols: (1,), True, strategy="tensor"),
+    _compressed("FP8 per row", ROW, "fp8(scaling=row)", lambda rows, cols: (rows, 1), False, strategy="channel"),
+    _compressed("FP8 per block", SQUARE, ANY_BLOCK, _grid, False, strategy="block", block_structure=[128, 128]),
+)
+
+# ---------------------------------------------------------------------------------------------- modelopt
+
+
+def _modelopt(title: str, block: Block, quantizer: str, scale: Part, *inputs: Inputs, **config: Any) -> Scheme:
+    return _scheme("modelopt", title, quantizer, scale, config, serves=_is(block), inputs=inputs)
+
+
+BITS = {"num_bits": 8, "type": "float", "dynamic": False}
+TOKENS = {"num_bits": 8, "type": "float", "dynamic": True}
+MODELOPT = (
+    _modelopt(
+        "FP8 per tensor", TENSOR, "fp8", _part("weight_scale", lambda rows, cols: (), whole=True),
+        _static("input_scale", (), {"quant_algo": "FP8", "input_activations": BITS}), weights=BITS,
+    ),
+    _modelopt(
+        "FP8 per row", ROW, "fp8(scaling=row)", _part("weight_scale", lambda rows, cols: (rows,)),
+        _dynamic(
+            ROW, "fp8(scaling=row)", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "input_activations": TOKENS}
+        ), weights=BITS,
+    ),
+    _modelopt(
+        "FP8 per block", SQUARE, ANY_BLOCK,
+        _part("weight_scale", lambda rows, cols: (_grid(rows, cols)[0], 1, _grid(rows, cols)[1], 1)),
+        quant_algo="fp8_pb_wo", weights=BITS,
+    ),
+)  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------- fp8-block
+
+METHOD = "fp8"
+LEFT = ("modules_to_not_convert", "ignored_layers")
+"""The list of layers in high precision, as lpq writes it and as others do."""
+
+
+def _fine(
+    title: str, block: Block, quantizer: str, scale: Part, *inputs: Inputs, pow2: bool | None, **config: Any
+) -> Scheme:
+    return _scheme("fp8-block", title, quantizer, scale, config, serves=_is(block, pow2=pow2), inputs=inputs)
+
+
+BY_BLOCK = _dynamic(LINE, "fp8(scaling=block)", {"activation_scheme": "dynamic"})
+INVERSE = _part("weight_scale_inv", _grid)
+FINE_GRAINED = (
+    _fine(
+        "FP8 per block", SQUARE, POW2_BLOCK, INVERSE, BY_BLOCK, pow2=True, weight_block_size=[128, 128],
+        scale_fmt="ue8m0",
+    ),
+    _fine("FP8 per block", SQUARE, ANY_BLOCK, INVERSE, BY_BLOCK, pow2=False, weight_block_size=[128, 128]),
+    _fine(
+        "FP8 per tensor", TENSOR, "fp8", _part("weight_scale_inv", lambda rows, cols: (), whole=True),
+        _static("activation_scale", (), {"activation_scheme": "static"}),
+        _dynamic(TENSOR, "fp8", {"activation_scheme": "dynamic"}), pow2=None, weight_block_size=None,
+    ),
+)  # fmt: skip
+SCHEMES = COMPRESSED + MODELOPT + FINE_GRAINED
+
+
+class FineGrained(Layout):
+    """DeepSeek's, which transformers calls ``fp8``: one scheme for all layers, and inputs that engines encode alike.
+
+    A scheme's ``config`` is what stands in ``quantization_config`` itself.
+    """
+
+    def files(self, groups: Sequence[Group], left: Sequence[str]) -> dict[str, dict[str, Any]]:
+        other = 'use the layout "compressed-tensors"'
+        if len(groups) > 1:
+            found = "; ".join(f"{group.scheme.title}: {brief([*group.layers])}" for group in groups)
+            raise LayoutError(
+                f"the layout 'fp8-block' has one scheme for all layers, and the model has {found}: {other}"
+            )
+        (group,) = groups
+        if group.inputs is None:
+            raise LayoutError(
+                f"engines encode the inputs of layers in the layout 'fp8-block', {group.scheme.title}, and the recipe "
+                f"of {brief([*group.layers])} does not encode them so: {other}"
+            )
+        config = {"quant_method": METHOD, "fmt": "e4m3", **group.config, LEFT[0]: [*left]}
+        return {"config.json": {"quantization_config": config}}
+
+    def read(self, files: Mapping[str, Mapping[str, Any]], schemes: Sequence[Scheme]) -> Described | None:
+        config = files.get("config.json", {}).get("quantization_config")
+        if not isinstance(config, Mapping) or config.get("quant_method") != METHOD:
+            return None
+        left: Sequence[str] = next((config[key] for key in LEFT if config.get(key)), [])
+        keys = ("weight_block_size", "scale_fmt")
+        scheme = next((s for s in schemes if all(s.config.get(key) == config.get(key) for key in keys)), None)
+        if scheme is None:
+            raise LayoutError(f"config.json: no format that is installed has {brief({k: config.get(k) for k in keys})}")
+        how = config.get("activation_scheme", "dynamic")
+        inputs = next((i for i in scheme.inputs if i.config["activation_scheme"] == how), None)
+        if inputs is None:
+            raise LayoutError(f"config.json: no inputs are known by activation_scheme={brief(how)} in {scheme.title}")
+
+        def described(layer: str) -> tuple[Scheme, Inputs | None] | None:
+            return None if layer in left else (scheme, inputs)
+
+        return described

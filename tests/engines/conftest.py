@@ -1,0 +1,13 @@
+"""Lets the tests of this folder import what they share, and the helpers for several processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
+
+from example import installed, mxfp4  # noqa: E402  (from where it was just added)
+
+__all__ = ["installed", "mxfp4"]

@@ -1,0 +1,276 @@
+"""What an export writes: the codes of training, all that an engine needs, and nothing where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import Case, Net, layers, same, tensors
+from torch import nn
+
+import lpq
+from lpq.checkpoint import CheckpointError, CheckpointWarning
+from lpq.core.elements import unpack_nibbles
+from lpq.engines import plan
+
+pytestmark = pytest.mark.usefixtures("mxfp4")
+
+
+def test_a_user_exports_a_model(tmp_path: Path) -> None:
+    """One call; the directory has what an engine needs, and what was written can be printed."""
+    model = lpq.convert(Net(), "fp8-block")
+    done = lpq.export(model, tmp_path / "out", layout="fp8-block")
+    assert sorted(path.name for path in done.path.iterdir()) == ["config.json", "model.safetensors"]
+    assert "4 layers: FP8 per block, inputs fp8(scaling=block)" in str(done)
+    assert "1 layers in high precision: lm_head" in str(done)
+    name, layer = "blocks.0.mlp.up_proj", model.blocks[0].mlp.up_proj
+    found, operand = tensors(done.path), tiny.operand(layer)
+    assert torch.equal(found[f"{name}.weight"].view(torch.uint8), operand.data.view(torch.uint8))
+    assert torch.equal(found[f"{name}.weight_scale_inv"], operand.scale)
+    assert torch.equal(found["blocks.0.self_attn.q_proj.bias"], model.blocks[0].self_attn.q_proj.bias)
+    assert torch.equal(found["embed.weight"], model.embed.weight)
+    assert tiny.config(done.path)["modules_to_not_convert"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("case", tiny.ALL, ids=str)
+def test_what_is_stored_quantized_is_written_as_it_is_and_the_rest_is_encoded_once(case: Case, tmp_path: Path) -> None:
+    """The same bytes from every way of keeping weights, streamed too, and codes that are not those of other weights."""
+    written = []
+    for weights in (None, "high_precision", "quantized"):
+        model: Any = lpq.convert(Net(dtype=torch.bfloat16), case.recipe, weights=weights)
+        with pytest.MonkeyPatch.context() as patch:
+            if weights == "quantized":  # nothing is encoded again
+                patch.setattr("lpq.engines.entries.encode_operands", None)
+            lpq.export(model, tmp_path / str(weights), **case.options(model))
+            written.append(tensors(tmp_path / str(weights)))
+            assert same(written[-1], dict(lpq.export.stream(model, **case.options(model))))
+    assert same(written[0], written[1])
+    assert same(written[0], written[2])
+    assert len(layers(model)) == 4
+    with torch.no_grad():
+        layers(model)["blocks.0.mlp.up_proj"].weight.mul_(-1)
+    assert not same(written[0], dict(lpq.export.stream(model, **case.options(model))))
+
+
+def test_two_values_share_a_byte_the_even_column_low(tmp_path: Path) -> None:
+    """As the layouts have it, and scales row by row."""
+    model: Any = lpq.convert(Net(dtype=torch.bfloat16), "x=bf16, w=nvfp4(), dy=bf16")
+    weight = model.blocks[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.zero_()
+        weight[0, :4] = torch.tensor([1.0, -6.0, 0.5, 3.0])
+        weight[1, 16:18] = torch.tensor([3.0, -1.5])
+    found = dict(lpq.export.stream(model, "modelopt"))
+    name = "blocks.0.mlp.up_proj"
+    assert found[f"{name}.weight"][0, :2].tolist() == [0x2 | 0xF << 4, 0x1 | 0x5 << 4]
+    assert found[f"{name}.weight_scale"][:2, :2].float().tolist() == [[448.0, 0.0], [0.0, 224.0]]
+    assert found[f"{name}.weight_scale_2"].item() == torch.tensor(6.0).div(2688).item()
+    assert dict(lpq.export.stream(model, "compressed-tensors"))[f"{name}.weight_global_scale"].tolist() == [448.0]
+    assert unpack_nibbles(found[f"{name}.weight"])[1, 16:18].tolist() == [0x7, 0x8 | 0x5]
+
+
+def test_a_block_of_rows_repeats_its_scale(tmp_path: Path) -> None:
+    model: Any = lpq.convert(Net(), "nvfp4")
+    found = dict(lpq.export.stream(model, "compressed-tensors"))
+    scale = found["blocks.0.mlp.up_proj.weight_scale"].float()
+    stored = tiny.operand(model.blocks[0].mlp.up_proj).scale.float()
+    assert stored.shape == (16, 8)
+    assert torch.equal(scale, stored.repeat_interleave(16, 0))
+
+
+def test_several_files_have_the_tensors_of_one(tmp_path: Path) -> None:
+    model = lpq.convert(Net(blocks=2), "mxfp8")
+    lpq.export(model, tmp_path / "one", layout="modelopt")
+    lpq.export(model, tmp_path / "many", layout="modelopt", shard_bytes=50_000)
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert same(tensors(tmp_path / "one"), tensors(tmp_path / "many"))
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    found = tensors(tmp_path / "many")
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    safetensors: Any = pytest.importorskip("safetensors.torch", reason="needs safetensors, as `make install` brings it")
+    theirs = {name: t for file in files for name, t in safetensors.load_file(tmp_path / "many" / file).items()}
+    assert same(theirs, found)
+
+
+def test_tied_weights_are_written_once_and_stay_in_high_precision(tmp_path: Path) -> None:
+    model = lpq.convert(Net(tied=True), lpq.policy("mxfp8", include="all"))
+    lpq.export(model, tmp_path / "x", layout="compressed-tensors")
+    found = tensors(tmp_path / "x")
+    assert "lm_head.weight" not in found
+    assert torch.equal(found["embed.weight"], model.embed.weight)
+    assert tiny.config(tmp_path / "x")["ignore"] == ["lm_head"]
+
+
+def test_all_layers_in_high_precision_are_ignored_by_name(tmp_path: Path) -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 128))
+
+    model: Any = Net()
+    model.router = Router()
+    lpq.convert(model, {"rules": [{"match": "*mlp*", "recipe": "mxfp8"}]})
+    done = lpq.export(model, tmp_path / "x", layout="compressed-tensors", leave=["*down_proj"])
+    left = ["blocks.0.self_attn.q_proj", "blocks.0.self_attn.o_proj", "blocks.0.mlp.down_proj", "lm_head", "router"]
+    assert [*done.left] == tiny.config(tmp_path / "x")["ignore"] == left
+    assert torch.equal(tensors(tmp_path / "x")["blocks.0.mlp.down_proj.weight"], model.blocks[0].mlp.down_proj.weight)
+
+
+def test_what_delayed_scaling_remembers_is_the_scale_of_inputs(tmp_path: Path) -> None:
+    model: Any = lpq.convert(Net(), "fp8-delayed")
+    with pytest.raises(CheckpointError, match=r"q_proj: the amax of its inputs is 0\.0.*input_amax=\{\}"):
+        lpq.export(model, tmp_path / "x", layout="compressed-tensors")
+    lpq.export(model, tmp_path / "dynamic", layout="compressed-tensors", input_amax={})
+    model(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    lpq.export(model, tmp_path / "x", layout="compressed-tensors")
+    found = tensors(tmp_path / "x")
+    for name, layer in layers(model).items():
+        assert layer.x_amax > 0
+        assert found[f"{name}.input_scale"].tolist() == [(torch.tensor(448.0) / layer.x_amax).reciprocal().item()]
+        state = {"amax_history": layer.w_amax_history, "amax": layer.w_amax}
+        used = layer.recipe.w.quantize(layer.weight.detach(), col=False, state={k: v.clone() for k, v in state.items()})
+        assert torch.equal(found[f"{name}.weight"].view(torch.uint8), used.row.data.view(torch.uint8))
+    groups = [tiny.config(tmp_path / name)["config_groups"]["group_0"] for name in ("x", "dynamic")]
+    assert [group["input_activations"]["dynamic"] for group in groups] == [False, True]
+
+
+def test_a_weight_is_rounded_first_to_the_dtype_of_training() -> None:
+    model, half = lpq.convert(Net(), "mxfp8"), lpq.convert(Net(dtype=torch.bfloat16), "mxfp8")
+    rounded = dict(lpq.export.stream(model, "modelopt", dtype=torch.bfloat16))
+    assert same(rounded, dict(lpq.export.stream(half, "modelopt")))
+    assert not same(rounded, dict(lpq.export.stream(model, "modelopt")))
+
+
+def test_siblings_that_an_engine_fuses_are_told_of(tmp_path: Path) -> None:
+    model: Any = Net()
+    model.gate_proj, model.up_proj = nn.Linear(128, 128), nn.Linear(128, 128)
+    lpq.convert(model, "nvfp4")
+    with pytest.warns(CheckpointWarning, match="engines fuse gate_proj with up_proj and give them one scale"):
+        lpq.export(model, tmp_path / "x", layout="modelopt")
+    model.up_proj.weight = nn.Parameter(model.gate_proj.weight.detach().clone())
+    lpq.export(model, tmp_path / "y", layout="modelopt")
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "layout": ("mxfp8", {"layout": "compresed-tensors"}, r"no layout 'compresed-tensors': did you mean 'compressed-"),
+    "format": (
+        "fp8(dtype=e5m2)", {"layout": "compressed-tensors"},
+        r"q_proj\.weight is quantized as fp8\(dtype=e5m2\), for which .* has no place; it has one for: fp8, ",
+    ),
+    "one": (tiny.MIXTURE, {"layout": "fp8-block"}, "no place; it has one for: none of this format"),
+    "inputs": ("x=bf16, w=mxfp8, dy=bf16", {"layout": "fp8-block"}, "the recipe of .* does not encode them so"),
+    "static": ("fp8-current", {"layout": "modelopt"}, r"give input_amax=\{…\}"),
+    "none": (None, {"layout": "modelopt"}, "no layer has a quantized weight"),
+    "leave": ("mxfp8", {"layout": "modelopt", "leave": ["nothing"]}, "leave has nothing, and the model has no"),
+    "amax": ("mxfp8", {"layout": "modelopt", "input_amax": {"x": 1.0}}, "input_amax has x, and the model has no"),
+    "random": (
+        "x=bf16, w=nvfp4(stochastic=true), dy=bf16", {"layout": "modelopt"}, "which rounds stochastically",
+    ),
+    "base": ("mxfp8", {"layout": "modelopt", "base": "nowhere"}, "base='nowhere' is no directory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_a_layout_has_no_place_for_is_refused_by_name(why: str, tmp_path: Path) -> None:
+    recipe, options, words = REFUSED[why]
+    model = lpq.convert(Net(), recipe if recipe is not None else {"rules": [{"match": "*", "recipe": "bf16"}]})
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(tmp_path / 'x'))} cannot be exported: .*{words}"):
+        lpq.export(model, tmp_path / "x", **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_columns_that_cut_a_block_are_refused_and_may_be_left(tmp_path: Path) -> None:
+    model = lpq.convert(Net(width=72), "nvfp4")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is 72x72, and its columns are no multiple of 16"):
+        lpq.export(model, tmp_path / "x", layout="modelopt")
+    done = lpq.export(model, tmp_path / "x", layout="modelopt", leave=["*attn*", "*up_proj"])
+    assert [*done.layers.values()] == [("blocks.0.mlp.down_proj",)]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_weight_that_is_not_finite_is_refused_by_name(recipe: str, value: float, tmp_path: Path) -> None:
+    model: Any = lpq.convert(Net(), recipe)
+    with torch.no_grad():
+        model.blocks[0].mlp.up_proj.weight[3, 5] = value
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.up_proj\.weight\w* has values that are not finite"):
+        lpq.export(model, tmp_path / "x", layout="compressed-tensors")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+def test_a_weight_of_zeros_has_no_scale_that_an_engine_could_not_divide_by(recipe: str) -> None:
+    model: Any = lpq.convert(Net(), recipe)
+    with torch.no_grad():
+        model.blocks[0].mlp.up_proj.weight.zero_()
+    for layout in ("compressed-tensors", "modelopt"):
+        amax = dict.fromkeys(layers(model), 1.0)
+        found = dict(lpq.export.stream(model, layout, input_amax=amax))
+        whole = [t for n, t in found.items() if "mlp.up_proj" in n and t.numel() == 1]
+        assert len(whole) == 2
+        assert all(t.isfinite().all() and (t > 0).all() for t in whole)
+
+
+def test_an_export_that_ends_half_way_leaves_nothing_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lpq.convert(Net(), "mxfp8")
+    made = plan.Assigned.tensors
+
+    def interrupted(self: Any, pieces: Any) -> Any:
+        if "down_proj" in self.entry.name:
+            raise KeyboardInterrupt
+        return made(self, pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan.Assigned, "tensors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lpq.export(model, tmp_path / "x", layout="modelopt")
+    assert not [*tmp_path.iterdir()]
+    killed = tmp_path / "x.partial"  # what a process leaves that was killed
+    killed.mkdir()
+    (killed / "model.safetensors").write_bytes(b"half")
+    lpq.export(model, tmp_path / "x", layout="modelopt")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    with pytest.raises(CheckpointError, match="is there already"):
+        lpq.export(model, tmp_path / "x", layout="modelopt")
+
+
+def test_small_files_of_the_base_are_copied(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "model.safetensors", "pytorch_model.bin"):
+        (base / name).write_text(name)
+    (base / "config.json").write_text('{"model_type": "own", "quantization_config": {"quant_method": "other"}}')
+    lpq.export(lpq.convert(Net(), "mxfp8"), tmp_path / "x", layout="modelopt", base=base)
+    names = {path.name for path in (tmp_path / "x").iterdir()}
+    assert names == {
+        "tokenizer.json", "tokenizer.model", "chat_template.jinja", "config.json", "hf_quant_config.json",
+        "model.safetensors",
+    }  # fmt: skip
+    assert (tmp_path / "x" / "tokenizer.json").read_text() == "tokenizer.json"
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["model_type"] == "own"
+    assert tiny.config(tmp_path / "x")["quant_method"] == "modelopt"
+
+
+@pytest.mark.parametrize("weights", [None, "quantized"])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", tiny.MIXTURE], ids=str)
+def test_a_checkpoint_is_exported_as_its_model_is(recipe: Any, weights: Any, tmp_path: Path) -> None:
+    model: Any = lpq.convert(Net(), recipe, weights=weights)
+    model(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    lpq.checkpoint.save(tmp_path / "run", model, step=3)
+    options = {"layout": "compressed-tensors"}
+    lpq.export(model, tmp_path / "model", **options)
+    lpq.export(tmp_path / "run", tmp_path / "saved", **options)
+    assert same(tensors(tmp_path / "model"), tensors(tmp_path / "saved"))
+    mine, theirs = tiny.config(tmp_path / "model"), tiny.config(tmp_path / "saved")
+    assert {*mine.pop("ignore")} <= {*theirs.pop("ignore")}
+    assert len(mine["config_groups"]) == len(theirs["config_groups"])

@@ -1,0 +1,99 @@
+"""Exported models, read by code that is not lpq's: transformers and the package compressed-tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import Case, decoded, layers, llama
+
+import lpq
+
+transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+pytest.importorskip("accelerate", reason="needs accelerate, which `make install` brings")
+COMPRESSED = "compressed-tensors"
+CASES = [case for case in [*tiny.READ_BY_TRANSFORMERS, tiny.MIXED] if case.layout == COMPRESSED]
+
+pytestmark = [
+    pytest.mark.usefixtures("mxfp4"),
+    pytest.mark.filterwarnings("ignore::lpq.checkpoint.CheckpointWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Progress bars are no part of what is tested."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def loaded(path: Path, case: Case, dtype: torch.dtype, dequantize: bool = True) -> Any:
+    options: dict[str, Any] = {}
+    if case.layout == COMPRESSED:
+        pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
+        options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=dequantize)
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("case", tiny.READ_BY_TRANSFORMERS, ids=str)
+def test_transformers_reads_the_weights_that_lpq_decodes(case: Case, tmp_path: Path) -> None:
+    model = lpq.convert(llama(), case.recipe)
+    lpq.export(model, tmp_path / "x", **case.options(model))
+    state = loaded(tmp_path / "x", case, torch.bfloat16).state_dict()
+    assert len(layers(model)) == 7
+    for name, layer in layers(model).items():
+        assert torch.equal(state[f"{name}.weight"], decoded(layer, torch.bfloat16)), name
+        assert not torch.equal(state[f"{name}.weight"], layer.weight)  # which is another one
+    assert torch.equal(state["lm_head.weight"], model.lm_head.weight)
+
+
+def test_transformers_reads_a_mixture(tmp_path: Path) -> None:
+    """It decompresses each layer by its own group at the first forward; to do so while it loads, it takes the first."""
+    model = lpq.convert(llama(), tiny.MIXTURE)
+    lpq.export(model, tmp_path / "x", **tiny.MIXED.options(model))
+    assert tiny.config(tmp_path / "x")["format"] == "mixed-precision"
+    read = loaded(tmp_path / "x", tiny.MIXED, torch.bfloat16, dequantize=False)
+    with torch.no_grad():
+        read(torch.zeros(1, 4, dtype=torch.long))
+    state = read.state_dict()
+    for name, layer in layers(model).items():
+        assert torch.equal(state[f"{name}.weight"], decoded(layer, torch.bfloat16)), name
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in [*tiny.READ_BY_TRANSFORMERS, tiny.MIXED] if c.layout == COMPRESSED], ids=str
+)
+def test_compressed_tensors_takes_the_description_and_decompresses_in_fp32(case: Case, tmp_path: Path) -> None:
+    """To the layout's own rounding: the upper scale of two is a quotient there, and a product in lpq."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    model = lpq.convert(llama(torch.float32), case.recipe)
+    lpq.export(model, tmp_path / "x", **case.options(model))
+    described = QuantizationConfig.model_validate(tiny.config(tmp_path / "x"))
+    found = tiny.tensors(tmp_path / "x")
+    for group in described.config_groups.values():
+        names = [n for n in layers(model) if n in group.targets or group.targets == ["Linear"]]
+        assert names
+        for name in names:
+            own = {key.removeprefix(f"{name}."): t for key, t in found.items() if key.startswith(f"{name}.")}
+            two_levels = "weight_global_scale" in own
+            if two_levels:
+                codes, scale = own["weight_packed"], own["weight_scale"].float()
+                assert torch.equal(codes, tiny.operand(layers(model)[name]).data)
+                assert own["weight_global_scale"].shape == (1,)
+                own["weight_scale"] = scale
+            weight = BaseCompressor.get_value_from_registry(group.format).decompress(own, group)["weight"].float()
+            ours = decoded(layers(model)[name], torch.float32)
+            if two_levels:  # it unpacks to bf16
+                assert torch.allclose(weight, ours, rtol=2**-8, atol=0)
+            else:
+                assert torch.equal(weight, ours), name
