@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -15,6 +16,12 @@ _TOKEN = re.compile(r"\[!?\]?[^\]]*\]|.", re.DOTALL)
 def matches(pattern: str, name: str) -> bool:
     """Whether the pattern matches the whole name."""
     return literal(pattern) in name and fnmatchcase(name, pattern)
+
+
+def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """The names that each of these patterns matches."""
+    every = "\n".join(names)  # what is in none of them is found at once
+    return {p: [n for n in names if matches(p, n)] if literal(p) in every else [] for p in dict.fromkeys(patterns)}
 
 
 def covers(a: str, b: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
-from lpq.recipes.globs import LONGEST, covers, literal, matches
+from lpq.recipes.globs import LONGEST, covers, literal, matches, matching
 from lpq.registry.showing import brief
 
 PART = re.compile(r"[^.*?\[]+")
@@ -60,7 +60,10 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether it speaks of the layer of this name."""
-        return any(matches(pattern, name) for pattern in self.match)
+        for pattern in self.match:  # noqa: SIM110  # any(…) is slower, and a policy may have thousands of rules
+            if matches(pattern, name):
+                return True
+        return False
 
     def outlasts(self, other: Rule) -> bool:
         """Whether it is sure to hold at every step at which ``other`` holds."""
@@ -195,17 +198,14 @@ class Policy:
         """The numbers of the rules that match some of these layers and hold for none of them at any step."""
         layers = tuple(name for name in names if self.left_by(name) is None)
         holding = {number for name in layers for number, _, _ in self._holding(name, steps)}
-        return tuple(
-            number
-            for number, rule in enumerate(self.rules, 1)
-            if number not in holding and any(rule.matches(name) for name in layers)
-        )
+        others = [(number, rule) for number, rule in enumerate(self.rules, 1) if number not in holding]
+        found = matching((pattern for _, rule in others for pattern in rule.match), layers)
+        return tuple(number for number, rule in others if any(found[pattern] for pattern in rule.match))
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """The patterns that match none of these layers."""
-        layers = tuple(names)
-        patterns = dict.fromkeys(pattern for rule in self.rules for pattern in rule.match)
-        return tuple(p for p in patterns if not any(matches(p, name) for name in layers))
+        patterns = (pattern for rule in self.rules for pattern in rule.match)
+        return tuple(pattern for pattern, found in matching(patterns, tuple(names)).items() if not found)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that ``lpq.policy`` makes this policy from."""

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 from lpq.registry.showing import brief, printable
 
 LINE = 200
-"""The most characters of a text in which a place is marked."""
+"""The most characters of a text in which a place is marked, and of a name that is compared with others."""
 
 
 class LpqError(Exception):
@@ -100,7 +100,7 @@ class PluginMissing(PluginError):
 def suggestion(name: str, known: Iterable[str]) -> str:
     """What may have been meant by ``name``: ``did you mean 'nvfp4'?``, or else all there is."""
     spelling = {k.lower(): k for k in sorted(set(known))}
-    close = difflib.get_close_matches(name.lower(), spelling, n=2)
+    close = difflib.get_close_matches(name.lower(), spelling, n=2) if len(name) <= LINE else []
     if close:
         return f"did you mean {' or '.join(repr(spelling[c]) for c in close)}?"
     return f"choose from {', '.join(spelling.values())}" if spelling else "there are none"

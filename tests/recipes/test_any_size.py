@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import lpq
-from lpq.recipes import RecipeError
-from lpq.recipes.globs import covers, matches
+from lpq.recipes import RecipeError, globs
+from lpq.recipes.globs import covers, literal, matches
 from lpq.registry.errors import LpqError
 from lpq.train.config import read
 from lpq.train.errors import TrainError
@@ -49,6 +49,23 @@ def test_names_are_matched_as_before() -> None:
     assert matches("[[]x", "[x")
     assert not matches("a?c", "ac")
     assert matches("*", "")
+
+
+def test_patterns_that_match_nothing_are_not_compared_with_each_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = [*(f"*.{i}.up*_{i}_*" for i in range(500)), "*"]
+    policy = lpq.policy({"rules": [{"match": pattern, "recipe": "mxfp8"} for pattern in patterns]})
+    names = [f"model.layers.{i}.mlp.up_proj" for i in range(100)]
+    compared: list[str] = []
+    monkeypatch.setattr(globs, "literal", lambda pattern: compared.append(pattern) or literal(pattern))
+    assert policy.unmatched(names) == tuple(patterns[:-1])
+    assert len(compared) == len(patterns) + len(names)
+
+
+def test_a_long_name_is_compared_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of ten million letters took 18 seconds, to be told to be too long."""
+    monkeypatch.setattr("difflib.get_close_matches", None)
+    with pytest.raises(LpqError, match="there is no recipe and no format"):
+        lpq.recipe("x" * 5000)
 
 
 def nested(depth: int) -> Any:
