@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lpq.nn.names import plain_name
-from lpq.recipes.globs import matches
+from lpq.recipes.globs import matching
 from lpq.recipes.rules import LEAVE
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def warnings_of(
     if report.unmatched:
         yield f"lpq.convert: no layer matches {_unmatched(report, names)}"
     yield from _named_in_vain(policy, report, names, wanted)
+    yield from _left_in_vain(policy, names)
     routers = {n for n in left_out if policy.leave == LEAVE and set(ROUTERS).intersection(plain_name(n).split("."))}
     for modules in (wanted - left_out.keys(), routers):
         yield from _large_parts(report, modules)
@@ -56,17 +57,37 @@ def warnings_of(
 def _named_in_vain(
     policy: Policy, report: Report, names: Mapping[str, Sequence[str]], wanted: Iterable[str]
 ) -> Iterator[str]:
-    """Rules with a recipe of which a pattern matches only what cannot be converted."""
+    """Rules of which a pattern matches only what cannot be converted, or skips only what layers are in."""
     inside = tuple(f"{entry.name}." for entry in report.converted)
     converted = {entry.name for entry in report.converted} | {n for n in names if n.startswith(inside)}
     notes = {entry.name: entry.note for entry in report.left}
+    owners = {plain_name(alias): name for name, aliases in names.items() for alias in aliases}
+    every = matching((pattern for rule in policy.rules for pattern in rule.match), tuple(owners))
+    around = {"", *(name[:i] for name in converted for i, letter in enumerate(name) if letter == ".")}
     for number, rule in enumerate(policy.rules, 1):
-        for pattern in rule.match if rule.recipe is not None else ():
-            found = [n for n in names if any(matches(pattern, plain_name(alias)) for alias in names[n])]
-            if found and not converted.intersection(found) and set(found).intersection(wanted):
+        for pattern in rule.match:
+            found = list(dict.fromkeys(owners[alias] for alias in every[pattern]))
+            if not found or converted.intersection(found):
+                continue
+            holder = f"it is no layer, and layers in it are called {found[0]}.*"
+            if rule.recipe is None:
+                if around.intersection(found) and not notes.keys() & found:
+                    yield f"lpq.convert: rule {number} skips {pattern!r}, and reaches no layer; {found[0]}: {holder}"
+            elif set(found).intersection(wanted):
                 name = next((n for n in found if n in notes), found[0])
-                why = notes.get(name) or f"it is no layer, and layers in it are called {name}.*"
+                why = notes.get(name, holder)
                 yield f"lpq.convert: rule {number} gives {pattern!r} a recipe, and reaches no layer; {name}: {why}"
+
+
+def _left_in_vain(policy: Policy, names: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Parts of names that leave out nothing, but for those that a policy leaves out by default."""
+    every = [plain_name(alias) for aliases in names.values() for alias in aliases]
+    parts = {part for name in every for part in name.split(".")}
+    for part in policy.leave:
+        if part not in parts and part not in LEAVE:
+            near = difflib.get_close_matches(part, parts, n=1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            yield f"lpq.convert: leave has {part!r}, and no layer has that between the dots of its name{meant}"
 
 
 def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:

@@ -279,8 +279,8 @@ def _conversions(model: nn.Module) -> dict[str, Conversion]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     found: dict[str, Conversion] = {}
-    for name, module in model.named_modules():
-        record = module.__dict__.get(RECORD)
+    for own, module in model.named_modules():
+        record, name = module.__dict__.get(RECORD), plain_name(own)
         if isinstance(record, Conversion) and not any(name.startswith(f"{part}." if part else "") for part in found):
             found[name] = record
     if not found:
@@ -297,46 +297,51 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
     own.
     """
     parts = _conversions(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
 
-    def named(part: str, entries: tuple[Entry, ...]) -> list[Entry]:
-        whole = [replace(entry, name=f"{part}.{entry.name}".strip(".")) for entry in entries]
-        return [replace(entry, note=entry.note + _given_since(modules.get(entry.name))) for entry in whole]
+    def named(part: str, entries: tuple[Entry, ...]) -> Iterator[Entry]:
+        for entry in entries:
+            yield replace(entry, name=plain_name(f"{part}.{entry.name}".strip(".")))
 
-    def still(entry: Entry) -> Entry:
-        """With what became of a converted module that is not there any more."""
+    def given(entry: Entry) -> Entry:
+        return replace(entry, note=entry.note + _given_since(modules.get(entry.name)))
+
+    def now(entry: Entry) -> Iterator[Entry]:
+        """What became of a converted module: it may be inside of another by now, as adapters have it, or gone."""
         module = modules.get(entry.name)
-        if module is not None and not _is_ordinary(module):
-            return entry
-        kind = "nn.Linear" if type(module) is nn.Linear else type(module).__name__
-        became = f"replaced by an ordinary {kind}" if module is not None else "taken out of the model"
-        return replace(entry, note=f"{entry.note}; since then {became}")
+        found: list[str] = []
+        for inner, part in module.named_modules() if module is not None else ():
+            name = plain_name(f"{entry.name}.{inner}".strip("."))
+            if _is_made(part) and not (found and f"{name}.".startswith(f"{found[-1]}.".lstrip("."))):
+                found.append(name)
+        yield from (given(replace(entry, name=name)) for name in found)
+        if not found:
+            kind = "nn.Linear" if type(module) is nn.Linear else type(module).__name__
+            became = f"replaced by an ordinary {kind}" if module is not None else "taken out of the model"
+            yield replace(entry, note=f"{entry.note}; since then {became}")
 
     prepared = [conversion.ranks for conversion in parts.values() if conversion.weights is not None]
     notes = weight_notes(model, prepared[0]) if prepared else ()
-    before = [entry for part, c in parts.items() for entry in named(part, c.report.converted)]
-    still_there = {entry.name for entry in before if _is_converted(modules.get(entry.name))}
+    converted = tuple(e for part, c in parts.items() for entry in named(part, c.report.converted) for e in now(entry))
     return Report(
-        converted=tuple(map(still, before)),
-        left=tuple(e for part, c in parts.items() for e in named(part, c.report.left)),
+        converted=converted,
+        left=tuple(given(entry) for part, c in parts.items() for entry in named(part, c.report.left)),
         unmatched=tuple(pattern for c in parts.values() for pattern in c.report.unmatched),
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),
-        weights=tuple(Entry(name, WEIGHT, note) for name, note in notes),
-        coverage=coverage(model, still_there),
+        weights=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in notes),
+        coverage=coverage(model, {entry.name for entry in converted if _is_converted(modules.get(entry.name))}),
         full=full,
     )
 
 
-def _is_ordinary(module: nn.Module) -> bool:
-    """Whether it is what ``convert`` would take, and has taken once: someone has put it in the layer's place."""
-    return convertible(module) and not isinstance(module, Layer) and TAKEN not in vars(module)
+def _is_made(module: nn.Module) -> bool:
+    """Whether a conversion made it: lpq or a plugin."""
+    return isinstance(module, Layer) or TAKEN in vars(module)
 
 
 def _is_converted(module: nn.Module | None) -> bool:
     """Whether what was converted is there still, and not left alone by hand since."""
-    if module is None or _is_ordinary(module):
-        return False
-    return not _given_since(module).endswith("left alone")
+    return module is not None and _is_made(module) and not _given_since(module).endswith("left alone")
 
 
 def _given_since(module: nn.Module | None) -> str:
@@ -385,9 +390,12 @@ def replan(model: nn.Module, *, steps: int) -> None:
         if layer.stages is not None:
             layer.stages.last = last_change(planned.values())
 
+    called = {plain_name(name): name for name in planned}
+
     def again(part: str, entry: Entry) -> Entry:
-        name = f"{part}.{entry.name}".strip(".")
-        of = next((n for n in planned if f"{n}.".startswith(f"{name}.".lstrip("."))), None)  # what is inside follows it
+        name = plain_name(f"{part}.{entry.name}".strip("."))
+        inside = f"{name}.".lstrip(".")
+        of = next((own for n, own in called.items() if f"{n}.".startswith(inside)), None)  # what is inside follows it
         return entry if of is None else replace(entry, note=entry.note.replace(str(before[of]), str(planned[of])))
 
     for part, module in model.named_modules():

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from lpq.nn.grouping import grouped
 from lpq.nn.linear import Layer
+from lpq.nn.names import plain_name
 from lpq.nn.transposed import holds_transposed
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -77,10 +78,12 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
     owners: dict[int, list[tuple[Part, bool]]] = {}
     work = [0, 0]
     inside: str | None = None
-    for name, module in model.named_modules():
+    reached = {plain_name(name) for name in converted}
+    for own_name, module in model.named_modules():
+        name = plain_name(own_name)
         if inside is not None and not (name.startswith(f"{inside}.") or inside == ""):
             inside = None
-        if inside is None and name in converted:
+        if inside is None and name in reached:
             inside = name
         present = [(n, p) for n, p in module._parameters.items() if p is not None and not is_lazy(p)]
         own = [(n, p) for n, p in present if p.dim() in (2, 3)]
@@ -92,7 +95,7 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
                 work[0] += parameter.numel() if inside is not None else 0
                 work[1] += parameter.numel()
     left = [next((p for p, _ in of if p.multiplied), of[0][0]) for of in owners.values() if not any(c for _, c in of)]
-    known = {name for name, module in model.named_modules() if is_linear(module) or isinstance(module, LOOKUPS)}
+    known = {plain_name(n) for n, module in model.named_modules() if is_linear(module) or isinstance(module, LOOKUPS)}
     total = sum(of[0][0].elements for of in owners.values())
     return Coverage(
         converted=total - sum(part.elements for part in left),

@@ -134,7 +134,7 @@ def test_policies_name_layers_as_if_nothing_wrapped_them() -> None:
     policy = {"rules": [{"match": "1", "recipe": "skip"}, {"match": "[03]", "recipe": "mxfp8"}]}
     net = nn.Sequential(nn.Linear(64, 64), checkpoint_wrapper(nn.Linear(64, 64)), checkpoint_wrapper(nn.GELU()))
     report = lpq.report(lpq.convert(torch.compile(net, backend="eager"), policy))
-    assert [entry.name for entry in report.converted] == ["_orig_mod.0"]
+    assert [entry.name for entry in report.converted] == ["0"]
     assert report.unmatched == ()
 
 

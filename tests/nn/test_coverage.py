@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.utils.prune
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import lpq
@@ -60,6 +62,43 @@ def test_what_was_taken_back_since_does_not_count() -> None:
     assert lpq.report(model).coverage.share == 0.5
     model[0].recipe = "nvfp4"
     assert lpq.report(model).coverage.share == 0.75
+
+
+@pytest.mark.parametrize("wrapped", [checkpoint_wrapper, torch.compile])
+def test_what_is_wrapped_since_is_converted_still(wrapped: Any) -> None:
+    def made() -> nn.Module:
+        block = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+        return nn.ModuleDict({"block": block, "lm_head": nn.Linear(32, 32)})
+
+    model = lpq.convert(made(), "mxfp8", weights="high_precision")
+    before = str(lpq.report(model))
+    assert "converted  block.0 (Linear): mxfp8" in before
+    assert before.startswith("50 % of the matrix parameters are converted (1,024 of 2,048), 50 % of the GEMM")
+    model["block"][0] = wrapped(model["block"][0])
+    assert str(lpq.report(model)) == before
+    model["block"] = wrapped(model["block"])
+    assert str(lpq.report(model)) == before
+    assert str(lpq.report(wrapped(model))) == before
+    first = made()
+    first["block"] = wrapped(first["block"])
+    assert str(lpq.report(lpq.convert(first, "mxfp8", weights="high_precision"))) == before
+    staged = {"rules": [{"match": "block.*", "recipe": "mxfp8", "until": 0.5}]}
+    first = lpq.convert(made(), staged, steps="later")
+    first["block"] = wrapped(first["block"])
+    lpq.replan(first, steps=4)
+    assert lpq.report(first).converted[0].note == "mxfp8 until step 2, then left alone"
+
+
+def test_what_has_adapters_since_is_converted_and_they_are_not() -> None:
+    model: nn.Module = lpq.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "mxfp8")
+    adapted = get_peft_model(model, LoraConfig(r=8, target_modules=["0"]))  # type: ignore[arg-type]
+    report = lpq.report(adapted)
+    assert [entry.name for entry in report.converted] == ["base_model.model.0.base_layer", "base_model.model.1"]
+    assert (report.coverage.converted, report.coverage.total) == (2048, 2048 + 2 * 8 * 32)
+    model = lpq.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "mxfp8")
+    model[0] = nn.Bilinear(32, 32, 32)
+    assert lpq.report(model).converted[0].note == "mxfp8; since then replaced by an ordinary Bilinear"
+    assert lpq.report(model).coverage.converted == 1024
 
 
 def test_a_large_part_that_its_class_leaves_is_warned_of() -> None:
@@ -173,3 +212,32 @@ def test_a_rule_that_names_what_cannot_be_converted_is_warned_of() -> None:
     assert said(Net(), rules("blocks.*", "*")) == [], "it reaches some"
     hidden = {"rules": [{"match": "lm_head", "recipe": "skip", "until": 5}, *rules("lm_head", "*")["rules"]]}
     assert said(Net(), hidden) == []
+
+
+def test_a_rule_that_skips_only_what_layers_are_in_is_warned_of() -> None:
+    def model() -> nn.Module:
+        block = nn.ModuleDict({"norm": nn.LayerNorm(32), "up": nn.Linear(32, 32)})
+        return nn.ModuleDict({"embed": nn.Embedding(32, 32), "blocks": nn.ModuleList([block, nn.Linear(32, 32)])})
+
+    def skipping(*match: str) -> list[str]:
+        return said(model(), {"rules": [{"match": [*match], "recipe": "skip"}, {"match": "*", "recipe": "mxfp8"}]})
+
+    where = "it is no layer, and layers in it are called blocks.0.*"
+    assert skipping("blocks.0") == [f"lpq.convert: rule 1 skips 'blocks.0', and reaches no layer; blocks.0: {where}"]
+    assert len(skipping("blocks")) == 1
+    assert skipping("embed", "*.norm", "blocks.0.*") == []
+    assert skipping("blocks.0*") == [], "that reaches the layers too"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lpq.convert(model(), {"rules": [{"match": "blocks.1", "recipe": "mxfp8"}]})
+
+
+def test_a_part_that_leaves_nothing_out_is_warned_of() -> None:
+    def leaving(*leave: str) -> list[str]:
+        model = nn.ModuleDict({"lm_head": nn.Linear(32, 32), "a": nn.Linear(32, 32)})
+        return said(model, {"leave": [*leave], "rules": [{"match": "*", "recipe": "mxfp8"}]})
+
+    assert leaving("lm_haed") == [
+        "lpq.convert: leave has 'lm_haed', and no layer has that between the dots of its name (did you mean 'lm_head'?)"
+    ]
+    assert leaving("lm_head", "gate", "router") == [], "as a policy of one recipe is kept"
