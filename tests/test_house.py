@@ -28,7 +28,7 @@ TOP = 7
 """From this floor on a module may use lpq as a user does: ``import lpq``."""
 BESIDE = {("core", "ops"), ("checkpoint", "optim"), ("engines", "checkpoint"), ("cli", "train"), ("__main__", "cli")}
 """Parts of one floor of which the first may import the second."""
-FOR_PLUGINS = {"registry", "core", "ops"}
+FOR_PLUGINS = {"registry", "torch_private", "core", "ops"}
 NAMELESS = ("core", "nn", "ops", "distributed", "optim", "checkpoint", "engines", "integrations")
 """The parts that know no format."""
 TANGLED = ("lpq.core.",)

@@ -21,11 +21,11 @@ from lpq.core.layout import Stat
 from lpq.core.operations import declared, measure, quantize
 from lpq.core.quantize import recall
 from lpq.core.reduce import Reductions, spans
-from lpq.distributed import fsdp
 from lpq.distributed.attach import attach
 from lpq.distributed.fits import operand_bytes, why_not, why_uncut
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.whole import Whole, as_bytes
+from lpq.torch_private import fsdp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,7 +16,7 @@ from lpq.core import Quantizer, Storage
 from lpq.core.layout import row_major
 from lpq.core.operations import transpose_reference
 from lpq.core.quantizer import Direction
-from lpq.distributed import fsdp
+from lpq.torch_private import fsdp
 
 
 class Whole:

@@ -29,7 +29,8 @@ from lpq.nn.saved import Saved
 from lpq.nn.siblings import Inputs
 from lpq.ops.table import kernels_allowed
 from lpq.recipes.gemms import TENSORS
-from lpq.torch_private import is_exporting
+from lpq.torch_private.compiling import is_exporting
+from lpq.torch_private.dispatch import autocasts
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
@@ -142,7 +143,7 @@ class Layer(Saved):
             weight = self.weight  # which a hook computes, or a parametrization
         if self.transposed:
             weight = weight.t()
-        if type(input) in ORDINARY and not torch._C._is_any_autocast_enabled():
+        if type(input) in ORDINARY and not autocasts():
             return self._multiply(plan, input, weight, input.dtype)
         if not isinstance(input, Tensor):
             check(self, input, weight)

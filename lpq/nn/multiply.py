@@ -22,6 +22,7 @@ from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.held import as_it_is
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
+from lpq.torch_private.operators import unsafe_view
 
 State = Mapping[str, Tensor]
 
@@ -80,7 +81,7 @@ class Multiplication(torch.autograd.Function):
         if x.dim() == 2:
             return y
         # Not a view to autograd: what a module returns may be changed in place.
-        whole: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], shapes.outputs))
+        whole: Tensor = unsafe_view(y, (*x.shape[:-1], shapes.outputs))
         return whole
 
     @staticmethod

@@ -7,8 +7,8 @@ import torch
 
 import lpq
 from lpq.core.operations import quantize
-from lpq.distributed import fsdp
 from lpq.distributed.whole import Whole, _unit
+from lpq.torch_private import fsdp
 
 
 @pytest.mark.parametrize("text", ["fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4"])
