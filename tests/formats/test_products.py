@@ -340,7 +340,7 @@ def test_which_sizes_the_scaled_matmul_has_for_blocks(
     """As the page of the format says."""
     called: list[Tensor | None] = []
     monkeypatch.setattr(scaled, "scaled_mm", lambda *arguments, **how: called.append(arguments[4]))
-    monkeypatch.setattr(scaled, "gemm_in_bf16", lambda *arguments: called.append(None))
+    monkeypatch.setattr(scaled, "bind_in_bf16", lambda _: lambda *arguments: called.append(None))
     left = lpq.quantizer("fp8(scaling=block)").quantize(torch.randn(rows, inner), col=False).row
     right = lpq.quantizer(f"fp8(scaling=block, block={block})").quantize(torch.randn(256, inner), col=False).row
     assert left is not None
