@@ -27,7 +27,7 @@ install: $(READY)  ## make .venv with lpq and the tools of development
 train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16 (ARGS="--recipe nvfp4 --steps 50" for more)
 	$(BIN)/lpq train $(ARGS)
 
-test: $(READY)  ## run the whole test suite (ARGS="tests/core -x" for a part)
+test: $(READY)  ## run the whole test suite (ARGS="tests/formats -x" for a part)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 $(READY_FOR_CUDA): $(READY)

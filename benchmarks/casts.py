@@ -19,9 +19,10 @@ import lpq
 from benchmarks import transformer_engine
 from benchmarks.contenders import in_words, installed
 from benchmarks.timing import copy_speed, seconds
-from lpq.core import Quantizer, Storage, operations
-from lpq.core.operations import declared
-from lpq.ops import choose
+from lpq import operations
+from lpq.core import Quantizer, Storage
+from lpq.kernels import choose
+from lpq.operations.sides import declared
 
 
 @dataclass(frozen=True)

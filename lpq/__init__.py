@@ -10,11 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lpq.core import QuantizedTensor, Quantizer, Storage, gemm
     from lpq.engines import export
+    from lpq.formats import Quantizer, Storage
     from lpq.nn.conversion import convert, hold_weights, replan, report, set_step
+    from lpq.operations import gemm
     from lpq.recipes import Policy, Recipe, policy, recipe
     from lpq.registry import quantizer
+    from lpq.tensor import QuantizedTensor
 
     __version__: str
 
@@ -27,8 +29,8 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _SUBMODULES = (
-    "checkpoint", "core", "distributed", "engines", "integrations", "nn", "observe", "ops", "optim", "recipes",
-    "registry", "testing", "train",
+    "checkpoint", "core", "distributed", "emulation", "engines", "formats", "integrations", "kernels", "nn",
+    "observe", "operations", "optim", "recipes", "registry", "tensor", "testing", "train",
 )  # fmt: skip
 
 __all__ = [

@@ -6,7 +6,7 @@ constexpr u32 NOTHING = 0x80000000u;
 constexpr int WORDS_OF_BLOCK = 4096;
 constexpr int SIDE = 64;
 
-// As lpq.ops.fragments.Told: 8 bytes for each field.
+// As lpq.kernels.fragments.Told: 8 bytes for each field.
 struct Told {
     const u32* values;
     u32* to;
@@ -16,7 +16,7 @@ struct Told {
     i64 first;
 };
 
-// As lpq.ops.fragments.Turned.
+// As lpq.kernels.fragments.Turned.
 struct Turned {
     const u8* from;
     u8* to;

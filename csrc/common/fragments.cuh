@@ -30,7 +30,7 @@ static_assert(DOWN == 0 || DOWN == 1 || (DOWN % 16 == 0 && TILE % DOWN == 0), "r
 static_assert(ACROSS == 0 || ACROSS == 1 || (ACROSS % 4 == 0 && TILE % ACROSS == 0), "columns of a block");
 static_assert(DOWN != 1 || ACROSS != 1, "one scale for each element");
 
-// As lpq.ops.fragments.Fragment: 8 bytes for each field.
+// As lpq.kernels.fragments.Fragment: 8 bytes for each field.
 struct Fragment {
     const u32* values;                      // its elements, as bits
     u8* codes;                              // those of the whole matrix

@@ -12,7 +12,7 @@ import torch
 
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, MissingPlugin, listed, shown
-from lpq.core import Quantizer
+from lpq.formats import Quantizer
 from lpq.recipes import Policy, Steps, policy
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief, pip

@@ -18,7 +18,7 @@ from torch import Tensor
 from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.optimizer import Saved
 from lpq.checkpoint.tensors import decode, described, encode, held, parts, plain_like, stored_like, touched
-from lpq.core.quantize import DTYPES
+from lpq.operations.operands import DTYPES
 
 
 @dataclass

@@ -18,17 +18,16 @@ from lpq.checkpoint.agreeing import Meshes
 from lpq.checkpoint.description import Description, formats_of, origins
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed, shown
 from lpq.checkpoint.tensors import described, held
-from lpq.core import QuantizedTensor
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
 from lpq.nn.memories import memories
 from lpq.nn.names import plain_name
 from lpq.recipes import Policy, Recipe, Steps
 from lpq.recipes.gemms import TENSORS
-from lpq.torch_private.checkpoints import EXTRA_STATE
-from lpq.torch_private.compiling import compiled_from
+from lpq.tensor import QuantizedTensor
 
 PREFIX = "model."
+EXTRA_STATE = "_extra_state"
 
 
 class Model:
@@ -212,7 +211,7 @@ def _stored_formats(tensor: Tensor) -> set[str]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
-        inner = model.module if isinstance(model, Replicas) else compiled_from(model)
+        inner = model.module if isinstance(model, Replicas) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -28,9 +28,9 @@ from lpq.checkpoint.matching import Match, check_complete, match, saved_of
 from lpq.checkpoint.model import PREFIX, Model, is_extra
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import chunk, described, held, parts, whole
-from lpq.core import QuantizedTensor
-from lpq.core.tensor import rebuild
 from lpq.registry.errors import words
+from lpq.tensor import QuantizedTensor
+from lpq.tensor.quantized_tensor import rebuild
 
 
 def export_file(

@@ -25,11 +25,11 @@ from lpq.cli.kernels import (
 )
 from lpq.cli.listing import broken_recipes, described, fault
 from lpq.cli.output import Json, as_json, table
-from lpq.ops import KernelError, cubins
-from lpq.ops.table import ENVIRONMENT
+from lpq.kernels import KernelError, nvrtc_cache
+from lpq.kernels.table import ENVIRONMENT
 from lpq.registry.errors import OptionError, suggestion, words
 
-VARIABLES = (ENVIRONMENT, "LPQ_LOAD_PLUGINS", cubins.CACHE)
+VARIABLES = (ENVIRONMENT, "LPQ_LOAD_PLUGINS", nvrtc_cache.CACHE)
 Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
 Quantizers = Annotated[
     list[str] | None,
@@ -70,7 +70,7 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
                 "broken_formats": broken,
                 "broken_recipes": unbuilt,
                 "unused_kernels": unused_kernels(),
-                "kernel_cache": {"folder": str(cubins.cache_dir() or ""), "problem": cubins.why_unkept()},
+                "kernel_cache": {"folder": str(nvrtc_cache.cache_dir() or ""), "problem": nvrtc_cache.why_unkept()},
             }
         )
     else:
@@ -92,8 +92,8 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
         if not chosen and (without := set(registry.formats()) - set(kernels) - set(broken)):
             names = ", ".join(sorted(without))
             typer.echo(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
-        if (problem := cubins.why_unkept()) is not None:
-            where_to = f"Set {cubins.CACHE} to a folder that you can write, and nobody else"
+        if (problem := nvrtc_cache.why_unkept()) is not None:
+            where_to = f"Set {nvrtc_cache.CACHE} to a folder that you can write, and nobody else"
             typer.echo(
                 f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew."
             )
@@ -138,7 +138,7 @@ def unused_kernels() -> list[dict[str, str]]:
         }
         for plugin in registry.plugins()
         for kernel in plugin.kernels
-        for missing in sorted(set(kernel.formats) - set(known))
+        for missing in sorted({*kernel.formats} - {*known, registry.ANY})
     ]
 
 
@@ -158,7 +158,7 @@ def versions() -> dict[str, str]:
 def compiler() -> str:
     """The version of what compiles the CUDA kernels, or what is in its way."""
     try:
-        return cubins.compiler_version()
+        return nvrtc_cache.compiler_version()
     except KernelError as error:
         return f"cannot be loaded: {' '.join(str(error.__cause__).split())}"
 

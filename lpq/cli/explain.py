@@ -11,7 +11,7 @@ import lpq
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import Served, check_environment, pick_device, served, show
 from lpq.cli.output import Json, as_json, table
-from lpq.core.quantizer import Direction, Quantizer
+from lpq.formats.format import Direction, Quantizer
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS
 from lpq.train.sources import refuse_rules

@@ -13,9 +13,9 @@ import typer
 
 from lpq import registry
 from lpq.cli.output import table
-from lpq.core.quantizer import Quantizer
-from lpq.ops import KernelError, choose
-from lpq.ops.table import ENVIRONMENT, allowed_by
+from lpq.formats.format import Quantizer
+from lpq.kernels import KernelError, choose
+from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry import OPERATIONS
 from lpq.registry.errors import OptionError, words
 from lpq.testing.options import nearby

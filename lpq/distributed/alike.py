@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lpq.core import QuantizedTensor
-from lpq.core.reduce import same_ranks
 from lpq.distributed.shard import WeightShard
+from lpq.operations.reduce_statistics import same_ranks
+from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lpq.torch_private.fsdp import Site
+    from lpq.distributed.fsdp import Site
 
 WORDS = 4
 BITS = 30

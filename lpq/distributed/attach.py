@@ -1,4 +1,4 @@
-"""Telling the part of a sharded parameter that this rank holds which ranks hold the others.
+"""The part of a sharded parameter that this rank holds, and telling it which ranks hold the others.
 
 That is found from the mesh, at run time, and never saved.
 """
@@ -8,9 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lpq.core import QuantizedTensor
-from lpq.core.derive import rounds_stochastically
-from lpq.torch_private.tensors import local_part
+from lpq.operations.derived_operands import rounds_stochastically
+from lpq.tensor import QuantizedTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def attach(parameter: Tensor) -> None:
@@ -20,7 +24,7 @@ def attach(parameter: Tensor) -> None:
     layer that FSDP2 has sharded do it. It is for shards that are made otherwise, such as what a file or a pickle had:
     before it, a write that needs statistics of the whole tensor is an error.
     """
-    part = local_part(parameter)
+    part = local(parameter)
     if not isinstance(parameter, DTensor) or not isinstance(part, QuantizedTensor):
         return
     mesh = parameter.device_mesh

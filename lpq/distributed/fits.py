@@ -10,8 +10,8 @@ from functools import cache
 
 import torch
 
-from lpq.core import Quantizer
-from lpq.core.derive import derives_col, rounds_stochastically
+from lpq.formats import Quantizer
+from lpq.operations.derived_operands import derives_col, rounds_stochastically
 
 
 @cache  # asked before every gather

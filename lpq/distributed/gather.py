@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lpq.core import QuantizedTensor, Quantizer, Storage
-from lpq.core.derive import derive_col, derives_col
-from lpq.core.layout import Stat
-from lpq.core.operations import declared, measure, quantize
-from lpq.core.quantize import recall
-from lpq.core.reduce import Reductions, spans
+from lpq.distributed import fsdp
 from lpq.distributed.attach import attach
 from lpq.distributed.fits import operand_bytes, why_not, why_uncut
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.whole import Whole, as_bytes
-from lpq.torch_private import fsdp
+from lpq.formats import Quantizer, Storage
+from lpq.formats.layout import Stat
+from lpq.operations.derived_operands import derive_col, derives_col
+from lpq.operations.measuring import measure
+from lpq.operations.operands import recall
+from lpq.operations.quantizing import quantize
+from lpq.operations.reduce_statistics import Reductions, spans
+from lpq.operations.sides import declared
+from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from lpq.core import QuantizedTensor
 from lpq.distributed.casting.agreement import Agreement
 from lpq.distributed.casting.batched import Batched, serves
 from lpq.distributed.casting.casts import Cast, OnEveryRank, Piece, Views
@@ -23,6 +22,7 @@ from lpq.distributed.casting.given import items_of
 from lpq.distributed.casting.kinds import Item, Kind
 from lpq.distributed.casting.parts import InParts
 from lpq.distributed.casting.shares import Shares
+from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lpq.core.reduce import same_ranks
+from lpq.operations.reduce_statistics import same_ranks
 from lpq.registry.errors import words
 
 if TYPE_CHECKING:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError
-from lpq.core import QuantizedTensor, Quantizer, Storage, encode_operands
-from lpq.core.quantize import as_matrix, recall
+from lpq.formats import Quantizer, Storage
+from lpq.operations import encode_operands
+from lpq.operations.operands import as_matrix, recall
+from lpq.tensor import QuantizedTensor
 
 Pieces = Mapping[str, Tensor]
 """A tensor as it is held: under ``""``, or the buffers of its row operand."""

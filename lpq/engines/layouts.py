@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError
-from lpq.core import Quantizer
+from lpq.formats import Quantizer
 from lpq.registry import Layout, PluginError, Scheme
 from lpq.registry.errors import suggestion
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, here, parts, whole
-from lpq.core import QuantizedTensor
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
 from lpq.nn import Layer
 from lpq.nn.names import plain_name
+from lpq.tensor import QuantizedTensor
 
 
 def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:

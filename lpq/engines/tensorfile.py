@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError
-from lpq.core.layout import row_major
+from lpq.formats.layout import row_major
 from lpq.registry.showing import brief
 
 DTYPES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lpq.core import QuantizedTensor
+from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

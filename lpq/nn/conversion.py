@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lpq import recipes, registry
-from lpq.core.quantize import DTYPES
 from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
 from lpq.nn.coverage import coverage
@@ -26,6 +25,7 @@ from lpq.nn.siblings import Inputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
 from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
+from lpq.operations.operands import DTYPES
 from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import LpqError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from lpq.core.operators import LIBRARY, define
+from lpq.operations.operators import LIBRARY, define
 
 if TYPE_CHECKING:
     from lpq.nn.multiply import Call

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lpq.core.gathered import Gathered
-from lpq.torch_private.memory import storage_number
-from lpq.torch_private.tensors import version_of
+from lpq.tensor.fsdp_protocol import Gathered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lpq.core import Quantizer
+    from lpq.formats import Quantizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +38,7 @@ def as_it_is(weight: Tensor) -> tuple[object, ...]:
     """Differs once the weight is written to, or has other memory or another dtype. Autograd does not count what is
     written through ``.data``, nor anything of a tensor that ``torch.inference_mode`` made, nor what a weight in a list
     gets, as of ``torch._foreach_add_``; a weight that is gathered counts its own writes."""
-    written = None if weight.is_inference() else version_of(weight)
+    written = None if weight.is_inference() else weight._version
     counted = weight.write_count if isinstance(weight, Gathered) else 0
-    memory = storage_number(weight.untyped_storage()), weight.storage_offset(), weight.stride()
+    memory = weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
     return written, counted, weight.dtype, memory

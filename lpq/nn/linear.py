@@ -12,12 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lpq import recipes, registry
-from lpq.core import QuantizedTensor, Quantizer, encode_operands, remember
-from lpq.core.binding import on_device
-from lpq.core.given import unfit_bias
-from lpq.core.operators import ORDINARY, can_bypass_dispatcher
-from lpq.core.seeds import draw_seeds
-from lpq.core.tensor import operand_tensors
+from lpq.formats import Quantizer
+from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
 from lpq.nn.exported import forward_of
 from lpq.nn.held import HeldWeight, as_it_is
@@ -27,10 +23,15 @@ from lpq.nn.plan import Plan, Shapes, bind_few
 from lpq.nn.refusals import check, check_accumulation, check_memories
 from lpq.nn.saved import Saved
 from lpq.nn.siblings import Inputs
-from lpq.ops.table import kernels_allowed
+from lpq.operations import encode_operands, remember
+from lpq.operations.argument_checks import unfit_bias
+from lpq.operations.binding import on_device
+from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
+from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes.gemms import TENSORS
-from lpq.torch_private.compiling import is_exporting
-from lpq.torch_private.dispatch import autocasts
+from lpq.tensor import QuantizedTensor
+from lpq.tensor.quantized_tensor import operand_tensors
+from lpq.torch_private import is_exporting
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
@@ -143,7 +144,7 @@ class Layer(Saved):
             weight = self.weight  # which a hook computes, or a parametrization
         if self.transposed:
             weight = weight.t()
-        if type(input) in ORDINARY and not autocasts():
+        if type(input) in ORDINARY and not torch._C._is_any_autocast_enabled():
             return self._multiply(plan, input, weight, input.dtype)
         if not isinstance(input, Tensor):
             check(self, input, weight)

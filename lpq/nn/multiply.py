@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.core import QuantizedTensor, remember
-from lpq.core.binding import on_device
-from lpq.core.operators import can_bypass_dispatcher
-from lpq.core.storage import check_there
+from lpq.formats.format import check_there
 from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.held import as_it_is
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
-from lpq.torch_private.operators import unsafe_view
+from lpq.operations import remember
+from lpq.operations.binding import on_device
+from lpq.operations.operators import can_bypass_dispatcher
+from lpq.tensor import QuantizedTensor
 
 State = Mapping[str, Tensor]
 
@@ -81,7 +81,7 @@ class Multiplication(torch.autograd.Function):
         if x.dim() == 2:
             return y
         # Not a view to autograd: what a module returns may be changed in place.
-        whole: Tensor = unsafe_view(y, (*x.shape[:-1], shapes.outputs))
+        whole: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], shapes.outputs))
         return whole
 
     @staticmethod

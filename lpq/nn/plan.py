@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lpq import registry
-from lpq.core.binding import Multiply, Product
-from lpq.core.bound import (
+from lpq.emulation.bf16_gemm import multiplied_exactly
+from lpq.formats.format import Quantizer
+from lpq.nn.memories import Memory, memories
+from lpq.operations.binding import Multiply, Product
+from lpq.operations.bound import (
     Encoder,
     Wanted,
     bind_encoder,
@@ -23,10 +26,7 @@ from lpq.core.bound import (
     product_through_operators,
     through_operators,
 )
-from lpq.core.derive import rounds_stochastically
-from lpq.core.exact import multiplied_exactly
-from lpq.core.quantizer import Quantizer
-from lpq.nn.memories import Memory, memories
+from lpq.operations.derived_operands import rounds_stochastically
 
 if TYPE_CHECKING:
     from lpq.recipes import Recipe

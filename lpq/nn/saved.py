@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from lpq.core import QuantizedTensor
-from lpq.core.gathered import Gathered
 from lpq.recipes.gemms import TENSORS
+from lpq.tensor import QuantizedTensor
+from lpq.tensor.fsdp_protocol import Gathered
 
 if TYPE_CHECKING:
     from lpq.distributed.gathering import Gathering

@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.core.binding import Encoded, Operand
-from lpq.core.bound import Encoder
-from lpq.torch_private import cuda
-from lpq.torch_private.tensors import version_of
+from lpq.operations.binding import Encoded, Operand
+from lpq.operations.bound import Encoder
 
 MOST = 2
 """Inputs that are kept. One is too few where the siblings have others between them: low-rank projections, adapters."""
@@ -51,10 +49,10 @@ class Inputs(list[_Known]):
         if x.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return encoder.encode(x, None, None)  # a graph that is replayed must encode what is new
-            stream = cuda.current_stream(x.get_device())
+            stream = torch._C._cuda_getCurrentRawStream(x.get_device())
         if x.is_inference():
             return encoder.encode(x, None, None)
-        as_it_is, row, col = (version_of(x), x.data_ptr(), stream), encoder.row, encoder.col
+        as_it_is, row, col = (x._version, x.data_ptr(), stream), encoder.row, encoder.col
         for known in self:
             if known() is x and known.as_it_was == as_it_is and known.row == row and (col is None or known.col == col):
                 of_row, of_col = known.buffers

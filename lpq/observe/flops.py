@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lpq.core import operations as _defines_the_operator  # noqa: F401
+from lpq import operations as _defines_the_operator  # noqa: F401
 
 
 def product_flops(*arguments: Any, **_: Any) -> int:

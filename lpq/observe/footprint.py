@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpq import registry
-from lpq.core import QuantizedTensor, Quantizer
-from lpq.core.derive import derives_col
+from lpq.distributed.attach import local
 from lpq.distributed.fits import operand_bytes, sent_bytes, why_not, why_uncut
+from lpq.formats import Quantizer
 from lpq.nn import Layer
-from lpq.torch_private.tensors import local_part
+from lpq.operations.derived_operands import derives_col
+from lpq.tensor import QuantizedTensor, quantize
 
 FP32 = torch.float32.itemsize
 BF16 = torch.bfloat16.itemsize
@@ -95,7 +96,7 @@ def memory(
 
 def held_bytes(tensor: Tensor) -> int:
     """The bytes that this rank holds of a tensor, which may be sharded, stored quantized, or both."""
-    part = local_part(tensor)
+    part = local(tensor)
     return part.held_bytes if isinstance(part, QuantizedTensor) else part.nbytes
 
 
@@ -105,7 +106,7 @@ def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
 
 def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Layer | None, name: str) -> Memory:
     """One parameter."""
-    stored = isinstance(local_part(p), QuantizedTensor)
+    stored = isinstance(local(p), QuantizedTensor)
     quantizer = layer.weight_quantizer() if layer is not None else None
     if quantizer is not None:
         reason = (why_uncut if stored else why_not)(quantizer, p.shape[0], ranks)
@@ -138,7 +139,7 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
 def _local_elements(p: Tensor, ranks: int) -> int:
     """How many numbers of a parameter the first rank holds, which holds most."""
     if isinstance(p, DTensor):
-        return local_part(p).numel()
+        return p._local_tensor.numel()
     return -(-p.shape[0] // ranks) * (p.numel() // max(p.shape[0], 1)) if p.dim() else 1
 
 
@@ -160,4 +161,4 @@ def _gathered(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | 
 def _quantized(quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> int:
     """The bytes of a whole weight that is quantized with what cannot be derived."""
     whole = torch.empty(shape, dtype=dtype, device="meta")
-    return quantizer.quantize(whole, col=not derives_col(quantizer)).held_bytes
+    return quantize(quantizer, whole, col=not derives_col(quantizer)).held_bytes

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lpq.core import QuantizedTensor
-from lpq.core.reduce import Reductions
-from lpq.core.steps import reduced_with, watch
-from lpq.core.write import write
-from lpq.distributed.attach import attach
-from lpq.torch_private.optimizers import load_post_hooks, load_pre_hooks
-from lpq.torch_private.tensors import local_part, version_of
+from lpq.distributed.attach import attach, local
+from lpq.operations.reduce_statistics import Reductions
+from lpq.tensor import QuantizedTensor
+from lpq.tensor.encode_writes import write
+from lpq.tensor.optimizer_step import reduced_with, watch
 
 MASTER = "master"
 """Under this name a master is part of the optimizer's state."""
@@ -37,9 +35,9 @@ class _Seen(NamedTuple):
     @staticmethod
     def of(weight: Tensor) -> _Seen:
         """As it is now."""
-        stored = cast("QuantizedTensor", local_part(weight))
-        buffers = [(buffer, version_of(buffer)) for _, side in stored.sides for buffer in side.tensors()]
-        return _Seen((version_of(weight), version_of(stored), stored.draft.writes), buffers)
+        stored = cast("QuantizedTensor", local(weight))
+        buffers = [(buffer, buffer._version) for _, side in stored.sides for buffer in side.tensors()]
+        return _Seen((weight._version, stored._version, stored.draft.writes), buffers)
 
     def still(self, now: _Seen) -> bool:
         """Whether nothing was written since. Buffers that are other tensors now, as ``model.to()`` leaves them where it
@@ -85,7 +83,7 @@ class MasterWeights(Optimizer):
             )
 
     def _master_of(self, weight: Tensor) -> Tensor:
-        if not isinstance(local_part(weight), QuantizedTensor):
+        if not isinstance(local(weight), QuantizedTensor):
             return weight
         if weight in self.masters:
             raise ValueError(
@@ -106,8 +104,7 @@ class MasterWeights(Optimizer):
     def take(self, weight: Tensor) -> None:
         """Start the master of this weight, if it has one, from what the weight is now."""
         if weight in self.masters:
-            stored = cast("QuantizedTensor", local_part(weight))
-            local_part(self.masters[weight]).copy_(stored.dequantize(torch.float32))
+            local(self.masters[weight]).copy_(cast("QuantizedTensor", local(weight)).dequantize(torch.float32))
             self.seen(weight)
 
     def seen(self, weight: Tensor) -> None:
@@ -142,7 +139,7 @@ class MasterWeights(Optimizer):
                     "take(weight), or seen(weight) where it is again what it was"
                 )
         self._share_options()
-        before = {weight: version_of(local_part(master)) for weight, master in self.masters.items()}
+        before = {weight: local(master)._version for weight, master in self.masters.items()}
         reached: list[Tensor] = []
         try:
             for weight, master in self.masters.items():
@@ -154,7 +151,7 @@ class MasterWeights(Optimizer):
             # checkpoint, or was made before its master, may have been encoded of more than it decodes to. Which
             # ones a step reached that raised nobody knows: autograd does not count what fused and foreach optimizers
             # write; nor which it reached afterwards: a hook of it may have emptied the gradients.
-            self._due.update(reached, (w for w, m in self.masters.items() if version_of(local_part(m)) != before[w]))
+            self._due.update(reached, (w for w, m in self.masters.items() if local(m)._version != before[w]))
             for master in self.masters.values():
                 master.grad = None
         self._encode(reduced_with(self))
@@ -182,8 +179,8 @@ class MasterWeights(Optimizer):
     def _encode(self, beside: Reductions | None = None) -> None:
         """Encode the weights that are due."""
         due = [weight for weight in self.masters if weight in self._due]  # in the same order on all ranks
-        values = [local_part(self.masters[weight]).detach() for weight in due]
-        stored = [cast("QuantizedTensor", local_part(weight)) for weight in due]
+        values = [local(self.masters[weight]).detach() for weight in due]
+        stored = [cast("QuantizedTensor", local(weight)) for weight in due]
         try:
             write(stored, values, beside=beside)
             watch().finite.check(stored, values)
@@ -243,20 +240,20 @@ class MasterWeights(Optimizer):
         """Load what ``state_dict`` gave, or torch's ``get_optimizer_state_dict``, where parameters have names. The
         weights are not touched: they are in the model's state. Where it does not fit, nothing is loaded."""
         state_dict = state_dict.copy()
-        for before in load_pre_hooks(self).values():
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
             given = before(self, state_dict)
             state_dict = state_dict if given is None else given
         rest, masters = self._apart(state_dict)
         self.optimizer.load_state_dict(rest)
         with torch.no_grad():
             for weight, master in masters.items():
-                local_part(self.masters[weight]).copy_(local_part(master))
+                local(self.masters[weight]).copy_(local(master))
                 self.seen(weight)
         for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
         if self.optimizer.state:
             self._show_state()
-        for after in load_post_hooks(self).values():
+        for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
@@ -299,10 +296,10 @@ class MasterWeights(Optimizer):
 
 
 def _whose(weight: Tensor) -> str:
-    return getattr(local_part(weight), "whose", "")
+    return getattr(local(weight), "whose", "")
 
 
 def _shape(tensor: Tensor) -> str:
     """Of the whole and, where that is another, of this rank's part."""
-    whole, part = list(tensor.shape), list(local_part(tensor).shape)
+    whole, part = list(tensor.shape), list(local(tensor).shape)
     return f"{whole}" if part == whole else f"{whole} ({part} on this rank)"

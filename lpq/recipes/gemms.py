@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lpq import registry
-from lpq.core.quantizer import Direction, Quantizer
+from lpq.formats.format import Direction, Quantizer
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
 from lpq.registry.showing import brief

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias, cast
 
 from lpq import registry
-from lpq.core.quantizer import Quantizer
+from lpq.formats.format import Quantizer
 from lpq.recipes import toml
 from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning, UnknownKey, place
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS, Gemm, Operand, Recipe

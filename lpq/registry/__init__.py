@@ -15,9 +15,10 @@ from lpq.registry.layouts import Described, Group, Inputs, Layout, Part, Scheme
 from lpq.registry.loader import PluginInfo, resolve
 from lpq.registry.lookup import cached, cached_few, default, epoch, refresh
 from lpq.registry.quantizers import format_of, quantizer, spec_string
-from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
+from lpq.registry.specs import ANY, API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
 __all__ = [
+    "ANY",
     "API_VERSION",
     "BACKENDS",
     "OPERATIONS",

@@ -16,6 +16,8 @@ OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm", "exact", "ti
 """What ``KernelSpec.op`` may be."""
 BACKENDS = ("torch", "triton", "cuda")
 """What ``KernelSpec.backend`` may be."""
+ANY = "*"
+"""In place of the name of a format in ``KernelSpec.formats``, of both operands: whichever it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +36,19 @@ class KernelSpec:
     ``lpq.distributed.cast_master_weights``, which without it takes them shape by shape."""
     impl: str
     """Import string of the callable. It has the signature of the operation's reference; for ``cast`` it is
-    ``f(side) -> lpq.ops.fragments.CastKernels``, for ``tile`` and ``exact_tile``
-    ``f(side, direction) -> lpq.core.pairs.TileSide``."""
+    ``f(side) -> lpq.kernels.fragments.CastKernels``, for ``tile`` and ``exact_tile``
+    ``f(side, direction) -> lpq.operations.fused_pair.TileSide``."""
     bind: str | None = None
     """Import string of what decides once for a shape what is the same at each call. For ``quantize``:
-    ``f(lpq.core.binding.Encoding) -> Encode | None``; for ``gemm``: ``f(lpq.core.binding.Product) -> Multiply | None``;
-    for ``exact``: ``f(lpq.core.binding.Operand, device) -> f(buffers) -> Exact | None``. A layer calls what it returns
-    in place of ``impl``. None: it calls ``impl``, or the reference where there is a ``bind`` that returns None."""
+    ``f(Encoding) -> Encode | None``; for ``gemm``: ``f(Product) -> Multiply | None``; for ``exact``:
+    ``f(Operand, device) -> f(buffers) -> Exact | None``, all of ``lpq.operations.binding``. A layer calls what it
+    returns in place of ``impl``. None: it calls ``impl``, or the reference where there is a ``bind`` that returns
+    None."""
     backend: str
     """What runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()
     """The format it serves; for ``gemm`` the formats of both operands, for ``measure`` and ``quantize`` one or two,
-    those of the row operand and of the column operand. Empty: the format that lists it."""
+    those of the row operand and of the column operand, ``(ANY, ANY)`` for any two. Empty: the format that lists it."""
     device: str = "cuda"
     """The type of the device it runs on."""
     min_sm: int | None = None
@@ -54,8 +57,8 @@ class KernelSpec:
     max_sm: int | None = None
     """The greatest compute capability of an NVIDIA GPU; None: any."""
     requires: tuple[str, ...] = ()
-    """Modules that must be importable, as ``("triton",)``. ``cuda.core`` asks for what ``lpq.ops.cuda`` needs, with it
-    for NVRTC, which must know the GPU."""
+    """Modules that must be importable, as ``("triton",)``. ``cuda.core`` asks for what ``lpq.kernels.cuda`` needs, with
+    it for NVRTC, which must know the GPU."""
     priority: int = 0
     """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
     why_not: str | None = None
@@ -71,7 +74,7 @@ class KernelSpec:
 
     @classmethod
     def cuda(cls, op: str, impl: str, **others: Any) -> Self:
-        """A kernel in CUDA C++, which ``lpq.ops.cuda`` compiles: preferred, from compute capability 8.0 on."""
+        """A kernel in CUDA C++, which ``lpq.kernels.cuda`` compiles: preferred, from compute capability 8.0 on."""
         usual: dict[str, Any] = {"backend": "cuda", "min_sm": 80, "requires": ("cuda.core",), "priority": 20}
         return cls(op=op, impl=impl, **(usual | others))
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.core import Quantizer, Storage, operations
+from lpq import operations
+from lpq.formats import Quantizer, Storage
 from lpq.testing.operands import SEED, encode, normal, unit
 
 RAGGED = (33, 80)

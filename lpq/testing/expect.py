@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lpq.core import QuantizedTensor, Storage
+from lpq.formats import Storage
+from lpq.tensor import QuantizedTensor
 
 T = TypeVar("T")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

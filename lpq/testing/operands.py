@@ -9,10 +9,10 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from lpq.core import Quantizer, RandomBits, Storage
-from lpq.core.operations import measure_reference
-from lpq.core.quantizer import Direction
-from lpq.core.returned import encoded_by
+from lpq.formats import Quantizer, RandomBits, Storage
+from lpq.formats.format import Direction
+from lpq.operations.format_calls import encoded_by
+from lpq.operations.measuring import measure_reference
 from lpq.recipes import Recipe, recipe
 
 SEED = 1234

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lpq import registry
-from lpq.core import Quantizer
+from lpq.formats import Quantizer
 from lpq.registry.errors import OptionError
 from lpq.registry.quantizers import required
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from lpq.core import Quantizer
+    from lpq.formats import Quantizer
     from lpq.testing.options import Family
 
 KIT = "lpq.testing.conformance."

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lpq
-from lpq.ops.table import ENVIRONMENT, allowed_by
+from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry.showing import printable
 from lpq.train import data, report, runs
 from lpq.train.config import TrainConfig

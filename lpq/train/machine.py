@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-from lpq.torch_private.operators import has_fast_bf16
 from lpq.train.errors import TrainError, TrainOptionError
 
 
@@ -70,7 +69,8 @@ def fast_bf16(device: torch.device) -> bool:
     """Whether ``device`` multiplies bf16 matrices at least about as fast as fp32 ones."""
     if device.type != "cpu":
         return True
-    return has_fast_bf16()
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # absent from builds without oneDNN
+    return asked is not None and bool(asked())
 
 
 def baseline_on(device: torch.device) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkSto
 
 from lpq import checkpoint
 from lpq.checkpoint import CheckpointError, index
-from lpq.core.tensor import rebuild
+from lpq.tensor.quantized_tensor import rebuild
 
 CLASSES = [
     *(getattr(metadata, name) for name in index.KNOWN[index.METADATA]), filesystem._StorageInfo, index.Record,

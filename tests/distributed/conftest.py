@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "core")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "formats")]
 
 from example import installed, mxfp4  # noqa: E402  (from where it was just added)
 

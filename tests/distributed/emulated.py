@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lpq import registry
 from lpq.core import Quantizer
-from lpq.core.blocks import block_amax
-from lpq.core.operations import quantize_reference
 from lpq.distributed.casting.kinds import HEAD
-from lpq.ops.fragments import CastKernels, Fragment, Told, Turned
+from lpq.formats.blocks import block_amax
+from lpq.kernels.fragments import CastKernels, Fragment, Told, Turned
+from lpq.operations.quantizing import quantize_reference
 
 FIRST = {Fragment: 3, Told: 1, Turned: 1}
 """How many numbers a row of a table has beside what it says: its first blocks of threads."""

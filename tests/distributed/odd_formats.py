@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, Storage
-from lpq.core.blocks import block_amax, pad_blocks, scale_blocks
+from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
 from lpq.registry import FormatSpec, hookimpl
 
 NAMES = ("odd_own", "odd_zero", "odd_tall", "odd_levels", "odd_python", "odd_mixed")

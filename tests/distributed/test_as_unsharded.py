@@ -17,8 +17,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import Optimizer
 
 from lpq.core import QuantizedTensor
-from lpq.core.write import overwrite
 from lpq.optim import MasterWeights
+from lpq.tensor.encode_writes import overwrite
 
 
 class Mixed(nn.Sequential):

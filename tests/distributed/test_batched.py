@@ -39,7 +39,7 @@ from lpq.core import Quantizer
 from lpq.distributed.casting import batched
 from lpq.distributed.casting.batched import Batched, kernels_of, serves
 from lpq.distributed.masters import cast_master_weights, finish_gather
-from lpq.ops.fragments import Fragment, fragment_table
+from lpq.kernels.fragments import Fragment, fragment_table
 
 some = settings(max_examples=15, deadline=None, database=None, derandomize=True)
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ FORMATS = [
     "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(block=16x16)", "identity",
     "identity(dtype=bfloat16)", "mxfp4",
 ]  # fmt: skip
-"""Those of tests/core/quantizers.py whose column operand is not rotated, which a weight cannot be, and the example."""
+"""Those of ``quantizers.QUANTIZERS`` whose column operand is not rotated, which a weight cannot be, and the example."""
 HYBRIDS = PAIRS + [
     f"hybrid(row={a}, col={b}, col_source=row)"
     for a, b in zip(MIXED, MIXED[3:] + MIXED[:3], strict=True)

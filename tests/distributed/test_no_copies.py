@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lpq
-from lpq.core import operations
+from lpq.operations import measuring, quantizing
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def one_rank() -> Iterator[None]:
 def test_no_weight_is_copied_to_be_rounded(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Not after an optimizer's step, nor before a gather of forward or of backward."""
     seen: list[tuple[torch.dtype, object]] = []  # of weights: in what they are held, and as what they are read
-    measured, encoded = operations._measured, operations._encoded
+    measured, encoded = measuring._measured, quantizing._encoded
 
     def measure(x: Tensor, *rest: object) -> list[Tensor]:
         if x.shape == (64, 64):
@@ -39,8 +39,8 @@ def test_no_weight_is_copied_to_be_rounded(monkeypatch: pytest.MonkeyPatch, text
             seen.append((x.dtype, rest[-1]))
         return encoded(x, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(operations, "_measured", measure)
-    monkeypatch.setattr(operations, "_encoded", encode)
+    monkeypatch.setattr(measuring, "_measured", measure)
+    monkeypatch.setattr(quantizing, "_encoded", encode)
     model = lpq.convert(nn.Sequential(nn.Linear(64, 64, bias=False)), text, weights="high_precision")
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

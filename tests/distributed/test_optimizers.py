@@ -20,9 +20,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lpq
-from lpq.core import QuantizedTensor, write
+from lpq.core import QuantizedTensor
 from lpq.observe import Collective, collectives
 from lpq.optim import MasterWeights
+from lpq.tensor import encode_writes
 
 RECIPES = ["fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "fp8-delayed"]
 STEPS = 4
@@ -228,7 +229,7 @@ def _an_encoding_that_raises_leaves_no_weight_half_measured(rank: int) -> None:
     optimizer = _adam(net)
     net(_own(rank)).square().mean().backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write._Part, "measure", lambda self: 1 / 0)
+        patch.setattr(encode_writes._Part, "measure", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
     with collectives() as seen:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.core import Buffer, Quantizer, Stat, Storage
-from lpq.core.blocks import block_amax, expand_blocks, scale_blocks
+from lpq.formats.blocks import block_amax, expand_blocks, scale_blocks
 from lpq.registry import FormatSpec, hookimpl
 
 NAMES = ("whole_outlier", "whole_outlier(told=true)", "whole_codebook", "whole_mixed")

@@ -22,7 +22,7 @@ from lpq.registry.loader import HOOKS
 
 REFERENCE = ROOT / "docs" / "plugins" / "reference.md"
 PUBLIC = (
-    "lpq", "lpq.checkpoint", "lpq.core", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.ops",
+    "lpq", "lpq.checkpoint", "lpq.core", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.kernels",
     "lpq.optim", "lpq.recipes", "lpq.registry",
 )  # fmt: skip
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
@@ -100,7 +100,7 @@ def is_documented(home: Any, name: str) -> bool:
 
 
 def test_a_public_name_that_no_page_has_is_noticed() -> None:
-    assert not is_documented(importlib.import_module("lpq.core.blocks"), "torch")
+    assert not is_documented(importlib.import_module("lpq.formats.blocks"), "torch")
     assert not is_documented(importlib.import_module("lpq.registry.loader"), "GROUP")
 
 

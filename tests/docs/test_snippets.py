@@ -22,11 +22,10 @@ import torch
 from snippets import KNOWN, PAGES, ROOT, Block, blocks
 
 import lpq
-from lpq import registry
+from lpq import operations, registry
 from lpq.cli import main
 from lpq.cli.new_plugin import rendered
-from lpq.core import operations
-from lpq.ops import choose
+from lpq.kernels import choose
 
 NEEDED = {"huggingface.md": ("transformers", "accelerate", "peft", "safetensors")}
 """What a page is about and lpq does not need; without it the page is skipped."""

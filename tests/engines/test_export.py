@@ -15,8 +15,8 @@ from torch import nn
 
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
-from lpq.core.elements import unpack_nibbles
 from lpq.engines import plan
+from lpq.formats.elements import unpack_nibbles
 
 pytestmark = pytest.mark.usefixtures("mxfp4")
 

@@ -1,48 +1,9 @@
-"""The golden file: bytes that other implementations made, which the references must reproduce."""
+"""Lets the tests of this folder import the list of quantizers, and what starts several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import torch
-from torch import Tensor
-
-FILE = Path(__file__).parents[1] / "golden" / "formats_128x256.npz"
-
-
-class Golden(Mapping[str, Tensor]):
-    """The tensors of the file by name: ``INPUT/x`` in bf16, fp32 ones as they are, bytes as uint8."""
-
-    def __init__(self, path: Path) -> None:
-        with np.load(path) as arrays:
-            self.tensors = {name: torch.from_numpy(arrays[name].copy()) for name in arrays.files}
-        for name, tensor in self.tensors.items():
-            if name.endswith("/x"):
-                self.tensors[name] = tensor.view(torch.bfloat16)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def __iter__(self):
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """The inputs by name."""
-        return {name.removesuffix("/x"): x for name, x in self.tensors.items() if name.endswith("/x")}
-
-    def buffers(self, name: str, encoding: str) -> dict[str, Tensor]:
-        """What an input's encoding must be, buffer by buffer."""
-        prefix = f"{name}/{encoding}/"
-        return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
-
-
-@pytest.fixture(scope="session")
-def golden() -> Golden:
-    return Golden(FILE)
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import lpq
-from lpq.core import Quantizer, operations
+from lpq import operations
+from lpq.core import Quantizer
 from lpq.testing.conformance.test_kernels import Poisoned
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

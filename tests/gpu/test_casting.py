@@ -36,8 +36,8 @@ import lpq
 from lpq.core import QuantizedTensor
 from lpq.distributed.casting.batched import Batched
 from lpq.distributed.masters import Pieces, cast_master_weights, finish_gather
-from lpq.ops import fragments
-from lpq.ops.cuda import CudaKernel
+from lpq.kernels import fragments
+from lpq.kernels.cuda import CudaKernel
 from lpq.testing.conformance.test_kernels import Poisoned
 
 pytestmark = [

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lpq.ops import KernelError
-from lpq.ops.cuda import CudaKernel
+from lpq.kernels import KernelError
+from lpq.kernels.cuda import CudaKernel
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytestmark = [
@@ -92,7 +92,7 @@ def test_too_much_shared_memory_is_an_error_in_words(source: Path) -> None:
 def test_processes_that_start_together_share_the_cache(source: Path) -> None:
     code = f"""
 import torch
-from lpq.ops.cuda import CudaKernel
+from lpq.kernels.cuda import CudaKernel
 x, y = torch.ones(64, device="cuda"), torch.ones(64, device="cuda")
 kernel = CudaKernel({str(source)!r}, "axpy", "PPfiq", threads=64, shared=1024)
 kernel.launch(0, ("FACTOR=2",), 1, x.data_ptr(), y.data_ptr(), 0.5, 64, 0)

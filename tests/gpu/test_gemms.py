@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import lpq
-from lpq.core import Storage, operations
-from lpq.ops import choose
+from lpq import operations
+from lpq.core import Storage
+from lpq.kernels import choose
 from lpq.testing.expect import relative_error
 
 pytestmark = [
@@ -165,7 +166,7 @@ def test_what_serves(a: str, b: str) -> None:
 def test_a_pair_without_a_scaled_matmul_says_so() -> None:
     choice = choose("gemm", ("fp8(dtype=e5m2)", "fp8(dtype=e5m2)"), torch.device("cuda", 0))
     assert choice.kernel is not None
-    assert choice.kernel.impl == "lpq.core.exact:gemm_with_alpha"
+    assert choice.kernel.impl == "lpq.emulation.bf16_gemm:gemm_with_alpha"
     assert "E5M2 by E5M2" in choice.rejected[0][1]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lpq
-from lpq.ops import choose
+from lpq.kernels import choose
 
 pytestmark = [
     pytest.mark.gpu,

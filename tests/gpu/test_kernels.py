@@ -26,10 +26,11 @@ from quantizers import IN_KERNELS, SIDES
 from torch import Tensor
 
 import lpq
-from lpq.core import Quantizer, Storage, operations
-from lpq.core.operations import quantize_reference
-from lpq.core.philox import RandomBits
-from lpq.ops import choose, tiles
+from lpq import operations
+from lpq.core import Quantizer, Storage
+from lpq.formats.random_bits import RandomBits
+from lpq.kernels import choose, tiles
+from lpq.operations.quantizing import quantize_reference
 from lpq.testing.calls import on as on_device
 from lpq.testing.conformance.test_kernels import Poisoned, check_order
 

@@ -9,10 +9,11 @@ from fuzzed import assert_same, seed
 from torch import Tensor
 
 import lpq
-from lpq.core import operations, pairs
-from lpq.core.exact import exact as exact_form
-from lpq.core.multiplicand import Multiplicand
+from lpq import operations
 from lpq.distributed.casting.batched import Batched
+from lpq.emulation.bf16_gemm import exact as exact_form
+from lpq.operations import fused_pair
+from lpq.operations.exact_form import Multiplicand
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytestmark = [
@@ -90,7 +91,7 @@ def test_exact_forms(text: str) -> None:
     row, col = quantizer.side("row"), quantizer.side("col")
     x = _matrix(torch.bfloat16)
     with torch.no_grad():
-        made = pairs.multiplicands(x, row, col, seed(), (True, True))
+        made = fused_pair.multiplicands(x, row, col, seed(), (True, True))
         encoded = operations.quantize(x, None, row, col, seed())
     assert made is not None
     for got, operand in zip(made, encoded, strict=False):

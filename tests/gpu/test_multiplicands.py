@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lpq
-from lpq.core import pairs
-from lpq.ops.cuda import CudaKernel
+from lpq.kernels.cuda import CudaKernel
+from lpq.operations import fused_pair
 from lpq.testing.conformance.test_kernels import compare_multiplicands
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -61,7 +61,7 @@ def test_other_shapes_are_encoded(shape: tuple[int, int]) -> None:
     quantizer = lpq.quantizer("mxfp8")
     x = torch.randn(shape, device="cuda")
     with torch.no_grad():
-        assert pairs.multiplicands(x, quantizer, quantizer, None, (True, True)) is None
+        assert fused_pair.multiplicands(x, quantizer, quantizer, None, (True, True)) is None
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

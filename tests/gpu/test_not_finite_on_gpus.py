@@ -12,7 +12,10 @@ from torch.optim import AdamW
 import lpq
 from lpq.optim import MasterWeights
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("masters", [False, True])

@@ -21,11 +21,13 @@ from fuzzed import (
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
-from lpq.core import Quantizer, encode_operands, operations, pairs
-from lpq.core.binding import unbound
-from lpq.core.operations import quantize_reference
-from lpq.core.pairs import Job, Made, TileSide
-from lpq.ops import choose
+from lpq import operations
+from lpq.core import Quantizer, encode_operands
+from lpq.kernels import choose
+from lpq.operations import fused_pair
+from lpq.operations.binding import unbound
+from lpq.operations.fused_pair import Job, Made, TileSide
+from lpq.operations.quantizing import quantize_reference
 from lpq.testing.conformance.test_kernels import Poisoned, check_order
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -78,7 +80,7 @@ def both(text: str) -> tuple[Quantizer, Quantizer]:
 def test_one_kernel_serves_both(text: str) -> None:
     row, col = both(text)
     choice = choose("quantize", (row.text, col.text), torch.device("cuda", 0))
-    assert choice.impl is pairs.quantize, choice.rejected
+    assert choice.impl is fused_pair.quantize, choice.rejected
 
 
 @pytest.mark.parametrize("text", PAIRS)
@@ -156,12 +158,15 @@ def test_more_than_2_31_elements() -> None:
 def test_tiles_in_turn_of_a_row_operand_that_does_not_wait(first: str, second: str) -> None:
     """No two of our formats take them so. What the next tile writes must not meet what is read for the one before."""
     row, col = lpq.quantizer(first), lpq.quantizer(second)
-    sides = pairs.side_of(row, "row", torch.device("cuda", 0)), pairs.side_of(col, "col", torch.device("cuda", 0))
+    sides = (
+        fused_pair.side_of(row, "row", torch.device("cuda", 0)),
+        fused_pair.side_of(col, "col", torch.device("cuda", 0)),
+    )
     taken = [replace(side, turns=3) for side in sides if isinstance(side, TileSide)]
     for shape in ((128 * 6, 128 * 10), (300, 517)):
         x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         with Poisoned():  # type: ignore[no-untyped-call]
-            got = unbound(pairs.Pair(*taken).bind)(x, [], row, col, seed(), 0, False)
+            got = unbound(fused_pair.Pair(*taken).bind)(x, [], row, col, seed(), 0, False)
         assert_same(got, quantize_reference(x, [], row, col, seed(), 0, False), f"{first} {second} {shape}")
 
 
@@ -201,9 +206,9 @@ def test_a_format_of_a_third_party_is_made_beside_one_of_ours(tmp_path: Path) ->
 
     device = torch.device("cuda", 0)
     nvfp4 = lpq.quantizer("nvfp4")
-    ours = pairs.side_of(nvfp4, "col", device)
+    ours = fused_pair.side_of(nvfp4, "col", device)
     assert isinstance(ours, TileSide)
-    pair = pairs.Pair(TileSide(header, "theirs::Row", "Pf", make), ours)
+    pair = fused_pair.Pair(TileSide(header, "theirs::Row", "Pf", make), ours)
     x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
     with Poisoned():  # type: ignore[no-untyped-call]
         got = unbound(pair.bind)(x, [], lpq.quantizer("identity"), nvfp4, None, 0, False)

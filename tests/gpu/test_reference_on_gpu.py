@@ -8,7 +8,7 @@ from quantizers import QUANTIZERS, as_bytes
 from torch import nn
 
 import lpq
-from lpq.ops import choose
+from lpq.kernels import choose
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lpq
-from lpq.core import operations
+from lpq import operations
+from lpq.kernels import choose
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +62,7 @@ def test_rounding_on_the_way(
     quantizer = lpq.quantizer(text)
     row, col = (quantizer.side(d) if wanted else None for d, wanted in zip(("row", "col"), sides, strict=True))  # type: ignore[arg-type]
     with torch.no_grad():
-        assert operations.choose("quantize", tuple(s.text for s in (row, col) if s), x.device).kernel.rounds  # type: ignore[union-attr]
+        assert choose("quantize", tuple(s.text for s in (row, col) if s), x.device).kernel.rounds  # type: ignore[union-attr]
         expected = operations.quantize(x.to(dtype), None, row, col, measure=measure)
         stats = operations.measure(x.to(dtype), row, col)
         got = operations.quantize(x, None, row, col, measure=measure, dtype=dtype)

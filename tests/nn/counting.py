@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.core.binding import Multiply, Product
-from lpq.core.bound import Encoder, Wanted
 from lpq.nn import linear, multiply, plan
+from lpq.operations.binding import Multiply, Product
+from lpq.operations.bound import Encoder, Wanted
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:

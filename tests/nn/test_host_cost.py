@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
-from lpq.core import bound, operations
-from lpq.core.storage import Storage
-from lpq.ops import cublaslt, cuda, table, tiles
-from lpq.ops.cuda import CudaKernel
+from lpq.formats.format import Storage
+from lpq.kernels import cublaslt, cuda, table, tiles
+from lpq.kernels.cuda import CudaKernel
+from lpq.operations import bound, multiplying, sides
 from lpq.registry import refresh
 
 SIZE = 128
@@ -55,13 +55,13 @@ def _gemm(a: Storage, b: Storage, bias: Any, dtype: torch.dtype, fast: bool) -> 
 def idle_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that allocate what they return."""
     made = {"quantize": _quantize, "gemm": _gemm}
-    choose = operations.choose
+    choose = bound.choose
 
     def chosen(op: str, operands: tuple[str, ...], device: torch.device) -> Any:
         return replace(choose(op, operands, device), impl=made[op], bind=None)
 
-    monkeypatch.setattr(operations, "choose", chosen)
-    monkeypatch.setattr(bound, "choose", chosen)
+    for module in (sides, multiplying, bound):
+        monkeypatch.setattr(module, "choose", chosen)
     refresh()
     yield
     refresh()
@@ -243,7 +243,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     library = CublasLt(gpu)
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(cublaslt, "ALIGNED", 1)  # to more a CPU's memory is aligned by chance
-    monkeypatch.setattr("lpq_fp8.gemm.scaled_matmul", scaled)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
     for module in ("lpq_fp8.gemm", "lpq_mxfp8.gemm", "lpq_nvfp4.gemm"):
         monkeypatch.setattr(f"{module}.scaled_mm", scaled_in_blocks)
     monkeypatch.setattr(nn.functional, "linear", linear)
@@ -291,9 +291,9 @@ def test_no_operator_no_buffer_no_launch_and_no_call_is_added(recipe: str, sm: i
         ("fp8-current", HOPPER, "lpq.nn.multiply._gradients"),
         ("fp8-delayed", HOPPER, "lpq_fp8.history.remember"),
         ("mxfp8", HOPPER, "lpq_mxfp8.tile.by_columns"),
-        ("mxfp8", HOPPER, "lpq.core.exact.product"),
+        ("mxfp8", HOPPER, "lpq.emulation.bf16_gemm.product"),
         ("nvfp4", HOPPER, "lpq_nvfp4.tile.fresh"),
-        ("nvfp4", HOPPER, "lpq.ops.cublaslt._Plan.run"),
+        ("nvfp4", HOPPER, "lpq.kernels.cublaslt._Plan.run"),
         ("mxfp8", BLACKWELL, "lpq_mxfp8.cuda.quantize"),
         ("mxfp8", BLACKWELL, "lpq_mxfp8.gemm.native"),
         ("nvfp4", BLACKWELL, "lpq_nvfp4.cuda._run"),

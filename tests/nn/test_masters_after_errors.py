@@ -15,8 +15,8 @@ from torch.optim import SGD
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.core import write as writing
 from lpq.optim import MasterWeights
+from lpq.tensor import encode_writes as writing
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
-from lpq.core.bound import Wanted
 from lpq.nn.linear import Layer
 from lpq.nn.siblings import MOST, Inputs
+from lpq.operations.bound import Wanted
 
 ROWS, WIDTH, OUT = 48, 64, (96, 32, 32)
 RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "mxfp8-fwd-bf16-bwd")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lpq import registry
-from lpq.ops import KernelError, choose
+from lpq.kernels import KernelError, choose
 from lpq.registry.errors import ImportStringError, OptionError, PluginError
 
 CPU = torch.device("cpu")

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, Stat, Storage
-from lpq.core.multiplicand import Exact
-from lpq.core.operations import (
-    decode_reference,
-    gemm_reference,
-    measure_reference,
-    quantize_reference,
-    transpose_reference,
-)
+from lpq.operations.decoding import decode_reference
+from lpq.operations.exact_form import Exact
+from lpq.operations.measuring import measure_reference
+from lpq.operations.multiplying import gemm_reference
+from lpq.operations.quantizing import quantize_reference
+from lpq.operations.transposing import transpose_reference
 from lpq.registry import FormatSpec, KernelSpec, hookimpl
 from lpq.registry.errors import OptionError
 

@@ -209,7 +209,9 @@ def test_a_kernel_of_which_nothing_is_compared_has_not_passed(
     run: Run, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone it is skipped, and beside one that is compared it is told."""
-    monkeypatch.setattr("lpq.core.pairs.why_not", lambda row, col: "not on a CPU")  # it asks which GPU there is
+    monkeypatch.setattr(
+        "lpq.operations.fused_pair.why_not", lambda row, col: "not on a CPU"
+    )  # it asks which GPU there is
     quantizer, name, words = IDLE[op]
     idle = broken.cpu_kernel(name, op)
     alone = run(broken.Plugin(quantizer, kernels=(idle,)), "test_kernels_equal")

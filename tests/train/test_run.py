@@ -18,7 +18,7 @@ from training import MakeConfig, shown
 
 import lpq
 from lpq.cli.explain import explain
-from lpq.ops import KernelError
+from lpq.kernels import KernelError
 from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
 from lpq.train import TrainError, loop, machine, run, trainer

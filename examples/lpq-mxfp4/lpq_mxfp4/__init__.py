@@ -12,7 +12,7 @@ def lpq_register_formats() -> FormatSpec:
         storage="lpq_mxfp4.format:MXFP4Storage",
         effective_bits=4.25,
         # bf16 holds an element times a power of two, so that products with any format are bf16's on a GPU.
-        kernels=(KernelSpec(op="exact", impl="lpq.core.exact:decoded", backend="torch", min_sm=80),),
+        kernels=(KernelSpec(op="exact", impl="lpq.emulation.bf16_gemm:decoded", backend="torch", min_sm=80),),
         schemes="lpq_mxfp4.engines:SCHEMES",
     )
 

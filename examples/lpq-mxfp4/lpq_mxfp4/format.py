@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, Stat, Storage
-from lpq.core.blocks import block_amax, pad_blocks, scale_blocks
-from lpq.core.elements import cast_e2m1, decode_e2m1_pairs, decode_e8m0, inverse_e8m0, pack_nibbles
+from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
+from lpq.formats.elements import cast_e2m1, decode_e2m1_pairs, decode_e8m0, inverse_e8m0, pack_nibbles
 
 BLOCK = (1, 32)
 PAIR = (1, 2)

@@ -9,8 +9,8 @@ import torch
 from lpq_mxfp4.format import BLOCK, shared_exponent
 
 import lpq
-from lpq.core.blocks import block_amax, scale_blocks
-from lpq.core.elements import cast_e2m1, cast_e8m0, decode_e2m1, decode_e8m0, inverse_e8m0
+from lpq.formats.blocks import block_amax, scale_blocks
+from lpq.formats.elements import cast_e2m1, cast_e8m0, decode_e2m1, decode_e8m0, inverse_e8m0
 from lpq.testing.conformance import *  # noqa: F403
 
 lpq_formats = ["mxfp4"]

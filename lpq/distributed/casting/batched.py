@@ -13,16 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.core import Quantizer
-from lpq.core.layout import Block
-from lpq.core.quantize import recall
-from lpq.core.quantizer import Direction
 from lpq.distributed.casting.casts import Cast, Piece, Views, copy, dense_operands, remember
 from lpq.distributed.casting.fragments import Grid, Span
 from lpq.distributed.casting.kinds import HEAD, Item, Kind
 from lpq.distributed.casting.parts import coded_buffers, pieces_of
-from lpq.ops import KernelError, choose
-from lpq.ops.fragments import (
+from lpq.formats import Quantizer
+from lpq.formats.format import Direction
+from lpq.formats.layout import Block
+from lpq.kernels import KernelError, choose
+from lpq.kernels.fragments import (
     TELL,
     TURN,
     CastKernels,
@@ -34,6 +33,7 @@ from lpq.ops.fragments import (
     told_table,
     turned_table,
 )
+from lpq.operations.operands import recall
 
 WORD = 4
 """Bytes of what is told, of a statistic and of a factor."""

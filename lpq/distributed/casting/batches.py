@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lpq.core import Quantizer, operations
-from lpq.core import remember as remember_one
-from lpq.core.layout import blocks
+from lpq import operations
+from lpq.formats import Quantizer
+from lpq.formats.layout import blocks
+from lpq.operations import remember as remember_one
 
 MOST = 1 << 26
 """Elements that one batch may hold, unless a single matrix has more: this bounds the memory that a cast takes."""
@@ -158,7 +159,7 @@ def derive_col(
     *,
     together: bool,
 ) -> list[Tensor]:
-    """The buffers of column operands from those of row operands, as ``lpq.core.derive`` says of one."""
+    """The buffers of column operands from those of row operands, as ``lpq.operations.derived_operands`` says of one."""
     side, col = quantizer.side("row"), quantizer.side("col")
 
     def one(*tensors: Tensor) -> list[Tensor]:

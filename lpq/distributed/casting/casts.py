@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lpq.core import Storage
-from lpq.core.quantize import recall
-from lpq.core.quantizer import Direction
 from lpq.distributed.casting import batches
 from lpq.distributed.casting.fragments import Grid, Span
 from lpq.distributed.casting.kinds import Item, Kind
-from lpq.torch_private.operators import copy_each
+from lpq.formats import Storage
+from lpq.formats.format import Direction
+from lpq.operations.operands import recall
 
 NOTHING = torch.iinfo(torch.int32).min
 
@@ -206,7 +205,7 @@ def as_bits(x: Tensor) -> Tensor:
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, in one launch."""
     if targets:
-        copy_each(list(targets), list(sources))
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def write(operands: Sequence[Storage], buffers: Iterable[tuple[int, Tensor]]) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lpq.core import Quantizer
-from lpq.core.layout import Covering, blocks
-from lpq.core.quantizer import Direction
+from lpq.formats import Quantizer
+from lpq.formats.format import Direction
+from lpq.formats.layout import Covering, blocks
 
 Span = tuple[int, int]
 """Elements ``[start, stop)`` of a flattened weight."""

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lpq.core import QuantizedTensor, Quantizer
-from lpq.core.derive import rounds_stochastically
-from lpq.core.given import check_seed, is_seed, signed, state_of
 from lpq.distributed.casting.fragments import Span
 from lpq.distributed.casting.kinds import Item
-from lpq.ops.uploads import on_device
+from lpq.formats import Quantizer
+from lpq.kernels.host_to_device import on_device
+from lpq.operations.argument_checks import check_seed, is_seed, signed, state_of
+from lpq.operations.derived_operands import rounds_stochastically
+from lpq.tensor import QuantizedTensor
 
 
 def items_of(

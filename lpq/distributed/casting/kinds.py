@@ -9,11 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lpq.core import QuantizedTensor, Quantizer
-from lpq.core.derive import derives_col, rounds_stochastically
-from lpq.core.quantizer import Direction
 from lpq.distributed.casting.fragments import Grid, Span, reach
 from lpq.distributed.casting.traits import traits
+from lpq.formats import Quantizer
+from lpq.formats.format import Direction
+from lpq.operations.derived_operands import derives_col, rounds_stochastically
+from lpq.tensor import QuantizedTensor
 
 HEAD = 4
 """A rank says of its fragment where it begins and where it ends, each as a row and a column, and then its elements."""

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lpq.core import Storage
-from lpq.core.quantizer import Direction
 from lpq.distributed.casting import batches
 from lpq.distributed.casting.casts import NOTHING, OfOneKind, Piece, Views, as_bits, copy, held, write
 from lpq.distributed.casting.fragments import Band, Grid, alignment, bands
 from lpq.distributed.casting.kinds import HEAD, Item, Kind
-from lpq.ops.uploads import on_device
+from lpq.formats import Storage
+from lpq.formats.format import Direction
+from lpq.kernels.host_to_device import on_device
 
 Coded = tuple[Direction, int, Grid, list[Tensor]]
 """A buffer that has to be gathered: of which operand, its place in the layout, and that of each weight."""

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.core import Quantizer
-from lpq.core.operations import transpose_reference
 from lpq.distributed.casting import batches
 from lpq.distributed.casting.fragments import Grid, reach
+from lpq.formats import Quantizer
+from lpq.operations.transposing import transpose_reference
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, decode
+from lpq.formats import Quantizer
+from lpq.operations import decode
+from lpq.tensor import PrecisionWarning, QuantizedTensor
 from lpq.testing.conformance.test_tensor import HELD, quantized
 from lpq.testing.expect import equal, memory, plain, quantized_still, same_quantized, same_values
 from lpq.testing.operands import cut, no_parts, normal, rotated, sides

@@ -12,7 +12,7 @@ import torch
 
 import lpq
 from lpq import registry
-from lpq.core import Quantizer
+from lpq.formats import Quantizer
 from lpq.registry.errors import suggestion
 from lpq.testing.operands import stored_bits
 from lpq.testing.options import cases, known_failures, only

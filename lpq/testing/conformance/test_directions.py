@@ -6,7 +6,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lpq.core import Quantizer, Storage, decode, transpose
+from lpq.formats import Quantizer, Storage
+from lpq.operations import decode, transpose
 from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import SEED, encode, few, normal
 from lpq.testing.options import only

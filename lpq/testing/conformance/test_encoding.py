@@ -20,7 +20,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lpq.core import Quantizer
+from lpq.formats import Quantizer
 from lpq.testing.expect import relative_error
 from lpq.testing.operands import encode, few, normal, stored_bits
 from lpq.testing.options import only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import lpq
-from lpq.core import Quantizer
+from lpq.formats import Quantizer
 from lpq.nn import Linear
 from lpq.recipes import recipe
 from lpq.testing.conformance.test_linear import K, N, train

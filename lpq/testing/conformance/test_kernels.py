@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lpq import registry
-from lpq.core import Quantizer, Storage, operations
-from lpq.core import pairs as pairs_of_any
-from lpq.core.exact import exact as exact_form
-from lpq.core.multiplicand import Multiplicand
+from lpq import operations, registry
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.masters import Pieces, finish_gather
-from lpq.ops.table import BACKENDS, ENVIRONMENT, why_not
+from lpq.emulation.bf16_gemm import exact as exact_form
+from lpq.formats import Quantizer, Storage
+from lpq.kernels.table import BACKENDS, ENVIRONMENT, why_not
+from lpq.operations import fused_pair as pairs_of_any
+from lpq.operations.exact_form import Multiplicand
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
 from lpq.testing.calls import DTYPES, SHAPES, SIZES, calls, fresh, matrices, of_operands, on, parts
 from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import SEED, encode, normal
 from lpq.testing.options import Family, only, partners
-from lpq.torch_private.dispatch import TorchDispatchMode
 
 POISON = 0xA5
 SUMS = ("gemm", "exact", "exact_tile")
@@ -41,7 +41,7 @@ fp32; what is rounded to bf16 on its way to another dtype is off by 1.6e-3."""
 FEW, MANY = 1 << 14, 1 << 20
 """Elements of a matrix, at most; fewer where Triton's interpreter takes seconds for what a GPU does at once."""
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-PAIR = KernelSpec(op="quantize", impl="lpq.core.pairs:quantize", backend="cuda")
+PAIR = KernelSpec(op="quantize", impl="lpq.operations.fused_pair:quantize", backend="cuda")
 """What makes operands of two formats."""
 Pair = tuple[Quantizer | None, Quantizer | None]
 NOTHING = {

@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lpq.core import Quantizer, Storage
+from lpq.formats import Quantizer, Storage
 from lpq.testing.expect import equal
 from lpq.testing.operands import encode, few, normal
 from lpq.testing.options import only

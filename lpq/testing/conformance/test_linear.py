@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 import lpq
-from lpq.core import QuantizedTensor, Quantizer, gemm
-from lpq.core.derive import rounds_stochastically
+from lpq.formats import Quantizer
 from lpq.nn import Linear
+from lpq.operations import gemm
+from lpq.operations.derived_operands import rounds_stochastically
+from lpq.tensor import QuantizedTensor, quantize
 from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import normal, recipe_of
 from lpq.testing.options import Family, only
-from lpq.torch_private.compiling import mark_dynamic
 
 M, K, N = 32, 64, 48
 
@@ -27,7 +28,7 @@ def layer_and_data(quantizer: Quantizer) -> tuple[Linear, Tensor, Tensor]:
 
 def operands(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:
     """What a layer makes of a tensor in its first step."""
-    return quantizer.quantize(x.detach(), state=quantizer.new_state() or None)
+    return quantize(quantizer, x.detach(), state=quantizer.new_state() or None)
 
 
 def test_three_gemms_are_products_of_operands(quantizer: Quantizer) -> None:
@@ -120,8 +121,8 @@ def test_compiled_layer_is_the_layer(family: Family) -> None:
     results: list[list[Tensor | None]] = []
     for compiled in (False, True):
         layer, x, dy = layer_and_data(quantizer)
-        torch.compiler.reset()
-        mark_dynamic(x, 0)  # and an error if a number of rows in the graph is that of x
+        torch._dynamo.reset()
+        torch._dynamo.mark_dynamic(x, 0)  # and an error if a number of rows in the graph is that of x
         run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         torch.manual_seed(3)
         results.append([])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.core import Quantizer
+from lpq.formats import Quantizer
 from lpq.testing.expect import relative_error
 from lpq.testing.operands import encode, normal
 from lpq.testing.options import only

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.core import Quantizer, Stat
-from lpq.core.quantizer import Direction
+from lpq.formats import Quantizer, Stat
+from lpq.formats.format import Direction
 from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import DIRECTIONS, encode, measure, normal, unit
 from lpq.testing.options import only

@@ -9,7 +9,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lpq.core import PrecisionWarning, QuantizedTensor, Quantizer, Storage
+from lpq.formats import Quantizer, Storage
+from lpq.formats.joined import cat
+from lpq.tensor import PrecisionWarning, QuantizedTensor
 from lpq.testing.expect import equal, same_operand, same_quantized, same_values
 from lpq.testing.operands import SEED, cut, encode, few, no_parts, normal, rotated, unit
 
@@ -25,7 +27,7 @@ def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
         name = "rows" if dim == 0 else "columns"
         what = f"{side}: {name} of what has no parts (leave narrow and cat as Storage has them)"
         equal(operand.narrow(dim, 0, step), None, f"{what}, cut")
-        equal(Storage.cat([operand, operand], dim), None, f"{what}, joined")
+        equal(cat([operand, operand], dim), None, f"{what}, joined")
         return
     decoded, memory = operand.decode(), [t.untyped_storage().data_ptr() for t in operand.tensors()]
     pieces: list[Storage] = []
@@ -37,7 +39,7 @@ def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
         assert memory == [t.untyped_storage().data_ptr() for t in piece.tensors()], f"{what} were copied"
         same_values(piece.decode(), decoded.narrow(dim, start, stop - start), what, exact=side.rotation is None)
         pieces.append(piece)
-    joined = Storage.cat(pieces, dim)
+    joined = cat(pieces, dim)
     assert joined is not None, f"{side}: pieces on whole blocks do not join"
     same_operand(joined, operand, f"{side}: the pieces joined again")
 

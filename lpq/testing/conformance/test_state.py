@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lpq.core import Quantizer
+from lpq.formats import Quantizer
 from lpq.testing.conformance.test_layout import check_buffers
 from lpq.testing.expect import same
 from lpq.testing.operands import encode, measure, normal

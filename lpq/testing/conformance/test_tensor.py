@@ -9,7 +9,8 @@ import pickle
 import pytest
 import torch
 
-from lpq.core import QuantizedTensor, Quantizer
+from lpq.formats import Quantizer
+from lpq.tensor import QuantizedTensor, quantize
 from lpq.testing.expect import equal, memory, quantized_still, same, same_quantized
 from lpq.testing.operands import SEED, normal, rotated
 from lpq.testing.options import Family
@@ -27,7 +28,7 @@ def quantized(
 ) -> QuantizedTensor:
     """A tensor that holds the row operand, the column operand or both."""
     x = normal(rows, cols, dtype, seed)
-    return quantizer.quantize(x, row=held != "col", col=held != "row", seed=SEED)
+    return quantize(quantizer, x, row=held != "col", col=held != "row", seed=SEED)
 
 
 @HELD

@@ -9,10 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lpq.core.binding import Encode, Encoded, Encoding, unbound
-from lpq.core.operations import measure_reference
-from lpq.ops.fresh import Fresh, allocator, fresh, fresh_by_columns
-from lpq.ops.tiles import (
+from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
+from lpq.kernels.tiles import (
     LOW,
     SQUARE,
     TALL,
@@ -35,6 +33,8 @@ from lpq.ops.tiles import (
     tiles,
     zeros,
 )
+from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.measuring import measure_reference
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.reference import ELEMENTS
 

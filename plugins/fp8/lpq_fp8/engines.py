@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.core.elements import E4M3, FLT_MAX
-from lpq.core.inverse import preimage
-from lpq.core.layout import Block, blocks
+from lpq.formats.elements import E4M3, FLT_MAX
+from lpq.formats.inverse import preimage
+from lpq.formats.layout import Block, blocks
 from lpq.registry import Described, Group, Inputs, Layout, LayoutError, Part, Scheme
 from lpq.registry.showing import brief
 from lpq_fp8.quantizer import FP8Quantizer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lpq.ops.cuda import CudaKernel
+from lpq.kernels.cuda import CudaKernel
 from lpq_fp8.quantizer import FP8Quantizer
 
 REMEMBER = CudaKernel("fp8/history.cu", "remember", "PPPqfI", threads=1024, waits=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lpq.core import Quantizer, Stat, StateBuffer, Storage
-from lpq.core.elements import FLT_MAX
-from lpq.core.layout import Block
+from lpq.formats.elements import FLT_MAX
+from lpq.formats.layout import Block
 from lpq.registry.errors import OptionError
 from lpq_fp8 import reference
 from lpq_fp8.reference import BLOCKS, ELEMENTS, ROW, TENSOR

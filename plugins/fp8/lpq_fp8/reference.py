@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lpq.core.blocks import block_amax, expand_blocks, scale_blocks
-from lpq.core.elements import E4M3, E5M2, decode_float8, scale_float8
-from lpq.core.layout import Block
+from lpq.formats.blocks import block_amax, expand_blocks, scale_blocks
+from lpq.formats.elements import E4M3, E5M2, decode_float8, scale_float8
+from lpq.formats.layout import Block
 
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}
 TENSOR: Block = (None, None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lpq.core.pairs import Job, Made, TileSide
-from lpq.core.quantizer import Direction
-from lpq.ops.cubins import csrc
-from lpq.ops.tiles import TALL, pointer
+from lpq.formats.format import Direction
+from lpq.kernels.nvrtc_cache import csrc
+from lpq.kernels.tiles import TALL, pointer
+from lpq.operations.fused_pair import Job, Made, TileSide
 from lpq_fp8.cuda import BLOCK, measure_lines, scales_of
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.reference import ELEMENTS

@@ -11,19 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lpq.core import Storage
-from lpq.core.operations import (
-    declared,
-    decode_reference,
-    measure_reference,
-    quantize_reference,
-    shared,
-    transpose_reference,
-)
-from lpq.core.quantize import DTYPES
-from lpq.ops.triton import block_amaxes, empty_amaxes, launch, programs, transpose_bytes
-from lpq.ops.triton.kernels import as_bits, sizes
-from lpq.ops.triton.numbers import INF, bits_of, cast_float8, decode_float8, reciprocal, size_of, value_of, widen
-from lpq.ops.triton.tiles import (
+from lpq.kernels.triton import block_amaxes, empty_amaxes, launch, programs, transpose_bytes
+from lpq.kernels.triton.kernels import as_bits, sizes
+from lpq.kernels.triton.numbers import INF, bits_of, cast_float8, decode_float8, reciprocal, size_of, value_of, widen
+from lpq.kernels.triton.tiles import (
     block_amax,
     block_grid,
     load_tile,
@@ -34,6 +25,12 @@ from lpq.ops.triton.tiles import (
     store_tile,
     store_values,
 )
+from lpq.operations.decoding import decode_reference
+from lpq.operations.measuring import measure_reference
+from lpq.operations.operands import DTYPES
+from lpq.operations.quantizing import quantize_reference
+from lpq.operations.sides import declared, shared
+from lpq.operations.transposing import transpose_reference
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lpq.core import Storage
-from lpq.core.operations import decode_reference, transpose_reference
-from lpq.ops.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_bytes
+from lpq.kernels.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_bytes
+from lpq.operations.decoding import decode_reference
+from lpq.operations.transposing import transpose_reference
 from lpq_fp8.storage import FP8Storage
 
 DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIqq")[LOW]

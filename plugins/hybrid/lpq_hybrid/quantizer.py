@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from lpq import registry
 from lpq.core import Quantizer
-from lpq.core.quantizer import Direction
+from lpq.formats.format import Direction
 from lpq.registry.errors import OptionError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lpq.core.multiplicand import Exact
+from lpq.operations.exact_form import Exact
 from lpq_identity.quantizer import IdentityQuantizer
 from lpq_identity.storage import IdentityStorage
 

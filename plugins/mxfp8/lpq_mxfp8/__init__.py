@@ -14,8 +14,8 @@ KERNELS = (
         backend="torch", min_sm=100, priority=10, note=UNTRIED,
     ),
     # An element times a power of two has the element's bits. Below 2^-126 the last of them can be lost.
-    KernelSpec.cuda("exact", "lpq.core.exact:decoded", bind="lpq_mxfp8.views:bind_exact"),
-    KernelSpec(op="exact", impl="lpq.core.exact:decoded", backend="torch", min_sm=80),
+    KernelSpec.cuda("exact", "lpq.emulation.bf16_gemm:decoded", bind="lpq_mxfp8.views:bind_exact"),
+    KernelSpec(op="exact", impl="lpq.emulation.bf16_gemm:decoded", backend="torch", min_sm=80),
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from lpq.ops.fragments import CastKernels, cast_kernels
+from lpq.kernels.fragments import CastKernels, cast_kernels
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 
 MEASURE, SCALES, CODES = cast_kernels("mxfp8/cast.cu")

@@ -8,19 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lpq.core.operations import measure_reference, quantize_reference
-from lpq.ops.tiles import (
-    LOW,
-    TALL,
-    broad,
-    by_columns,
-    covering,
-    is_whole,
-    pointer,
-    reading,
-    tile_kernels,
-    tiles,
-)
+from lpq.kernels.tiles import LOW, TALL, broad, by_columns, covering, is_whole, pointer, reading, tile_kernels, tiles
+from lpq.operations.measuring import measure_reference
+from lpq.operations.quantizing import quantize_reference
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import ELEMENTS
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.core.elements import E4M3
+from lpq.formats.elements import E4M3
 from lpq.registry import Inputs, Part, Scheme
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import BLOCK

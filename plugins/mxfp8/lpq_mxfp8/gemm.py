@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from lpq.core.exact import gemm
-from lpq.ops.swizzle import swizzled
+from lpq.emulation.bf16_gemm import gemm
+from lpq.kernels.blackwell_scales import swizzled
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import BLOCK
 from lpq_mxfp8.storage import MXFP8Storage

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lpq.core.blocks import block_amax, scale_blocks
-from lpq.core.elements import E4M3, E5M2, cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0
+from lpq.formats.blocks import block_amax, scale_blocks
+from lpq.formats.elements import E4M3, E5M2, cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0
 
 BLOCK = (1, 32)
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from lpq.core.multiplicand import Form
-from lpq.core.pairs import Job, Made, TileSide
-from lpq.core.quantizer import Direction
-from lpq.ops.cubins import csrc
-from lpq.ops.tiles import SQUARE, TALL, by_columns
+from lpq.formats.format import Direction
+from lpq.kernels.nvrtc_cache import csrc
+from lpq.kernels.tiles import SQUARE, TALL, by_columns
+from lpq.operations.exact_form import Form
+from lpq.operations.fused_pair import Job, Made, TileSide
 from lpq_mxfp8.cuda import BLOCK
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import ELEMENTS

@@ -10,12 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lpq.core.operations import decode_reference, measure_reference, quantize_reference
-from lpq.core.quantize import DTYPES
-from lpq.ops.triton import block_amaxes, empty_amaxes, launch, programs
-from lpq.ops.triton.kernels import as_bits
-from lpq.ops.triton.numbers import cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0, widen
-from lpq.ops.triton.tiles import (
+from lpq.kernels.triton import block_amaxes, empty_amaxes, launch, programs
+from lpq.kernels.triton.kernels import as_bits
+from lpq.kernels.triton.numbers import cast_e8m0, cast_float8, decode_e8m0, decode_float8, inverse_e8m0, widen
+from lpq.kernels.triton.tiles import (
     block_amax,
     block_grid,
     known_amax,
@@ -26,6 +24,10 @@ from lpq.ops.triton.tiles import (
     store_tile,
     store_values,
 )
+from lpq.operations.decoding import decode_reference
+from lpq.operations.measuring import measure_reference
+from lpq.operations.operands import DTYPES
+from lpq.operations.quantizing import quantize_reference
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import BLOCK
 from lpq_mxfp8.storage import MXFP8Storage

@@ -8,12 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lpq.core.binding import ALIGNED, Operand
-from lpq.core.exact import decoded
-from lpq.core.multiplicand import Exact
-from lpq.core.operations import decode_reference
-from lpq.ops.fresh import allocator, fresh
-from lpq.ops.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles
+from lpq.emulation.bf16_gemm import decoded
+from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles
+from lpq.operations.binding import ALIGNED, Operand
+from lpq.operations.decoding import decode_reference
+from lpq.operations.exact_form import Exact
 from lpq_mxfp8.storage import MXFP8Storage
 
 DECODE = tile_kernels("mxfp8/decode.cu", "decode_tiles", "PPPqq")[LOW]
@@ -34,7 +34,7 @@ def decode(operand: MXFP8Storage, dtype: torch.dtype) -> Tensor:
 
 
 def bind_exact(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
-    """``lpq.core.exact.decoded`` for operands of one shape."""
+    """``lpq.emulation.bf16_gemm.decoded`` for operands of one shape."""
     (rows, cols), empty, memory = operand.shape, allocator(device), fresh(operand.shape, torch.bfloat16)
     macros = _macros(operand.quantizer.dtype, torch.bfloat16) + covering(LOW, divides(rows, cols, LOW))
     launch = DECODE.bind(device.index or 0, macros, tiles(rows, cols, LOW))

@@ -8,9 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lpq.core.elements import E4M3
-from lpq.core.operations import measure_reference, quantize_reference
-from lpq.ops.tiles import (
+from lpq.formats.elements import E4M3
+from lpq.kernels.tiles import (
     LOW,
     SQUARE,
     Shape,
@@ -26,6 +25,8 @@ from lpq.ops.tiles import (
     tile_kernels,
     tiles,
 )
+from lpq.operations.measuring import measure_reference
+from lpq.operations.quantizing import quantize_reference
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
 

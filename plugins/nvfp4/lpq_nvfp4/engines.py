@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.core.elements import E4M3
-from lpq.core.inverse import preimage
+from lpq.formats.elements import E4M3
+from lpq.formats.inverse import preimage
 from lpq.registry import Inputs, Part, Scheme
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import E2M1_MAX, E4M3_MAX, GROUP, tensor_scale

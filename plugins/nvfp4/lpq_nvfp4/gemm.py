@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from lpq.core import decode
-from lpq.core.binding import Operand
-from lpq.core.exact import gemm
-from lpq.core.multiplicand import Exact
-from lpq.ops.swizzle import swizzled
+from lpq.emulation.bf16_gemm import gemm
+from lpq.kernels.blackwell_scales import swizzled
+from lpq.operations.binding import Operand
+from lpq.operations.exact_form import Exact
 from lpq_nvfp4 import views
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import E2M1_MAX, E4M3_MAX, GROUP

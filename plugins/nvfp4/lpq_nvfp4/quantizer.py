@@ -10,8 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 from lpq.core import Quantizer, RandomBits, Stat, Storage
-from lpq.core.elements import cast_e2m1, cast_e2m1_stochastic
-from lpq.core.quantizer import Direction
+from lpq.formats.elements import cast_e2m1, cast_e2m1_stochastic
+from lpq.formats.format import Direction
 from lpq_nvfp4 import reference, rotation
 from lpq_nvfp4.reference import BLOCKS
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lpq.core.blocks import block_amax, pad_blocks, scale_blocks
-from lpq.core.elements import E4M3, FLT_MAX, cast_float8, decode_e2m1_pairs, decode_float8, pack_nibbles
-from lpq.core.layout import Block
+from lpq.formats.blocks import block_amax, pad_blocks, scale_blocks
+from lpq.formats.elements import E4M3, FLT_MAX, cast_float8, decode_e2m1_pairs, decode_float8, pack_nibbles
+from lpq.formats.layout import Block
 
 GROUP = 16
 """Columns are stored in whole groups of this many; a block is one group wide."""

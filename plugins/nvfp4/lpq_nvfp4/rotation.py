@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lpq.core.blocks import pad_blocks
+from lpq.formats.blocks import pad_blocks
 
 NAME = "hadamard16"
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

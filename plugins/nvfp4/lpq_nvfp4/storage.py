@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lpq.core import Buffer, Storage
-from lpq.core.blocks import pad_blocks
-from lpq.core.elements import E4M3, pack_nibbles, unpack_nibbles
+from lpq.formats.blocks import pad_blocks
+from lpq.formats.elements import E4M3, pack_nibbles, unpack_nibbles
 from lpq_nvfp4 import reference
 from lpq_nvfp4.reference import BLOCKS, GROUP
 from lpq_nvfp4.rotation import rotate, unrotate

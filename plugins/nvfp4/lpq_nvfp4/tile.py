@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.core.multiplicand import Form
-from lpq.core.pairs import Job, Made, TileSide
-from lpq.core.quantizer import Direction
-from lpq.ops.cubins import csrc
-from lpq.ops.tiles import amax_finish
+from lpq.formats.format import Direction
+from lpq.kernels.nvrtc_cache import csrc
+from lpq.kernels.tiles import amax_finish
+from lpq.operations.exact_form import Form
+from lpq.operations.fused_pair import Job, Made, TileSide
 from lpq_nvfp4.cuda import fresh, parts_of
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer

@@ -11,18 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lpq.core import Storage
-from lpq.core.operations import (
-    declared,
-    decode_reference,
-    measure_reference,
-    quantize_reference,
-    shared,
-    transpose_reference,
-)
-from lpq.core.quantize import DTYPES
-from lpq.ops.triton import block_amaxes, empty_amaxes, launch, programs, transpose_nibbles
-from lpq.ops.triton.kernels import as_bits
-from lpq.ops.triton.numbers import (
+from lpq.kernels.triton import block_amaxes, empty_amaxes, launch, programs, transpose_nibbles
+from lpq.kernels.triton.kernels import as_bits
+from lpq.kernels.triton.numbers import (
     FLT_MAX,
     INF,
     cast_e2m1,
@@ -37,7 +28,7 @@ from lpq.ops.triton.numbers import (
     unpack_nibbles,
     widen,
 )
-from lpq.ops.triton.tiles import (
+from lpq.kernels.triton.tiles import (
     block_amax,
     block_grid,
     known_amax,
@@ -48,6 +39,12 @@ from lpq.ops.triton.tiles import (
     store_tile,
     store_values,
 )
+from lpq.operations.decoding import decode_reference
+from lpq.operations.measuring import measure_reference
+from lpq.operations.operands import DTYPES
+from lpq.operations.quantizing import quantize_reference
+from lpq.operations.sides import declared, shared
+from lpq.operations.transposing import transpose_reference
 from lpq_nvfp4 import rotation
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import BLOCKS, GROUP

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from lpq.core import Storage
-from lpq.core.binding import ALIGNED, Operand
-from lpq.core.operations import decode_reference, transpose_reference
-from lpq.ops.fresh import allocator, fresh
-from lpq.ops.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles, transpose_nibbles
+from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles, transpose_nibbles
+from lpq.operations.binding import ALIGNED, Operand
+from lpq.operations.decoding import decode_reference
+from lpq.operations.transposing import transpose_reference
 from lpq_nvfp4.storage import NVFP4Storage
 
 DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]

@@ -1,0 +1,34 @@
+"""What a format is written with, and what is made of it: the names for plugins and for who encodes tensors by hand.
+
+Importing this puts the parts together: a tensor's operators, its steps of optimizers and ``Quantizer.quantize`` are
+each built on the class that has them.
+"""
+
+import torch
+
+from lpq.formats import Buffer, Quantizer, RandomBits, Stat, StateBuffer, Storage
+from lpq.operations import decode, encode_operands, gemm, remember, transpose
+from lpq.tensor import PrecisionWarning, QuantizedTensor, dispatch, quantize, watch
+from lpq.tensor.quantized_tensor import rebuild
+
+QuantizedTensor.dispatch = staticmethod(dispatch)
+QuantizedTensor.watch_steps = staticmethod(watch)
+Quantizer.quantize = quantize
+
+torch.serialization.add_safe_globals([(rebuild, "lpq.core.tensor.rebuild")])  # its name in files of earlier builds
+
+__all__ = [
+    "Buffer",
+    "PrecisionWarning",
+    "QuantizedTensor",
+    "Quantizer",
+    "RandomBits",
+    "Stat",
+    "StateBuffer",
+    "Storage",
+    "decode",
+    "encode_operands",
+    "gemm",
+    "remember",
+    "transpose",
+]

@@ -1,0 +1,178 @@
+"""Every access to what FSDP2 keeps to itself, in one place.
+
+FSDP2 lets a tensor say what is gathered for it (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``), but not whether it
+is gathered for forward or for backward, and it keeps the sizes of the first gather for ever. Both are read and set here
+on private attributes; the tests in ``tests/distributed/test_fsdp_internals.py`` fail first when torch changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.tensor import DTensor, Shard
+
+
+class Site:
+    """One parameter as FSDP2 shards and gathers it."""
+
+    def __init__(self, param: FSDPParam, group: Any, root: bool) -> None:
+        self._param = param
+        self._group = group
+        self._root = root
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's shard."""
+        return cast("DTensor", self._param.sharded_param)._local_tensor
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The sharded parameter, which the optimizer has."""
+        return self._param.sharded_param
+
+    @property
+    def padded(self) -> Tensor:
+        """This rank's shard with the padding that makes all shards equal."""
+        return self._param._sharded_param_data.view(self._param.padded_sharded_param_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameter where it is whole."""
+        return self._param.mp_policy.param_dtype or self._param.sharded_param.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is gathered."""
+        return self._param.device
+
+    @cached_property
+    def group(self) -> ProcessGroup:
+        """The ranks that share it out."""
+        return cast("DeviceMesh", self._param.shard_mesh).get_group()
+
+    @property
+    def replicas(self) -> ProcessGroup | None:
+        """The ranks that hold the same shard, if there are several."""
+        mesh = self._param.mesh_info.mesh
+        return mesh.get_group(0) if mesh.ndim == 2 else None
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why this parameter cannot be gathered quantized, for a reason that is FSDP2's; None if it can."""
+        if not isinstance(self._param.mesh_info, FSDPMeshInfo):
+            return "every rank keeps it whole, as replicate(…) has it; use fully_shard, on a mesh with replicas"
+        placement = self._param.fsdp_placement
+        if placement != Shard(0):
+            return f"it is sharded by {placement}, and quantized weights are sharded along dimension 0"
+        if self._param.is_dtensor:
+            return "it is sharded by tensor parallelism too, which quantized gathers do not support yet"
+        return None
+
+    @property
+    def reshards_to_fewer_ranks(self) -> bool:
+        """Whether ``reshard_after_forward`` is a number of ranks, which FSDP2 supports for ordinary tensors only."""
+        return bool(self._group._use_post_forward_mesh)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it stays gathered from forward to backward. FSDP2 decides that of the outermost module in its first
+        forward, unless ``reshard_after_forward`` is given: then it stays."""
+        return self._root or not self._group._reshard_after_forward
+
+    def directions(self, again: bool) -> tuple[bool, bool]:
+        """Whether the gather that is beginning must bring the row operand, and the column operand.
+
+        ``again``: forward runs once more in backward, as activation checkpointing does it.
+        """
+        state = self._group._training_state
+        resharded = self._group._reshard_after_forward
+        in_backward = torch._C._current_graph_task_id() != -1
+        stays = not self._group.reshard_after_backward  # the next forward then gathers nothing
+        row = again or stays or state != TrainingState.PRE_BACKWARD
+        col = state != TrainingState.FORWARD or not resharded or in_backward
+        return row, col
+
+    @property
+    def for_backward(self) -> bool:
+        """Whether the gather that is beginning is for the backward of a forward that ran."""
+        return self._group._training_state == TrainingState.PRE_BACKWARD  # type: ignore[no-any-return]
+
+    def gather_into(self, outputs: list[Tensor]) -> None:
+        """Have FSDP2 gather into these flat tensors, and allocate and free them."""
+        self._param.all_gather_outputs = outputs
+
+    def forget(self) -> None:
+        """Have FSDP2 ask for the unsharded parameter anew, because it is no longer what it was."""
+        unsharded = getattr(self._param, "_unsharded_param", None)
+        if unsharded is None:
+            return
+        if unsharded.grad is not None or self._param.unsharded_accumulated_grad is not None:
+            raise RuntimeError(
+                "the recipe of a layer changed while its gradient is being accumulated: "
+                "change recipes between optimizer steps"
+            )
+        del self._param._unsharded_param
+        self._param.all_gather_outputs = []
+        self._param._unsharded_inner_tensors = []
+
+
+def sites(root: nn.Module, name: str) -> dict[nn.Module, Site]:
+    """The modules below ``root`` whose parameter of this name FSDP2 shards, and how."""
+    found: dict[nn.Module, Site] = {}
+    for module in root.modules():
+        outermost = module is root and _get_module_fsdp_state(module)
+        decides = bool(outermost and outermost._auto_reshard_after_forward)
+        for group in _groups(module):
+            for param in group.fsdp_params:
+                info = param._module_info
+                if info.param_name == name:  # a parameter that modules share is not gathered quantized
+                    found[info.module] = Site(param, group, decides)
+    return found
+
+
+def outermost(part: nn.Module) -> nn.Module:
+    """The largest module on which ``fully_shard`` was called and that contains ``part``; if there is none, itself."""
+    sharded = [module for module in _module_state_mapping if _get_module_fsdp_state(module) is not None]
+    around = [module for module in sharded if any(inner is part for inner in module.modules())]
+    return max([part, *around], key=lambda module: sum(1 for _ in module.modules()))
+
+
+def _groups(module: nn.Module) -> Iterator[Any]:
+    state = _get_module_fsdp_state(module)
+    if state is None:
+        return
+    groups = getattr(state, "_fsdp_param_groups", None)  # one group a module before torch 2.12
+    yield from groups if groups is not None else filter(None, [state._fsdp_param_group])
+
+
+def allocate(tensors: Iterable[Tensor]) -> None:
+    """Give these tensors their memory back; what they hold is undefined."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.size() != tensor.nbytes:
+            storage.resize_(tensor.nbytes)
+
+
+def free(tensors: Iterable[Tensor]) -> None:
+    """Take the memory of these tensors, which stay valid objects, as FSDP2 does with what it gathers."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.size():
+            storage.resize_(0)
+
+
+def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Write what autograd must not take for a change: the same values as when the tensors were saved."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):  # type: ignore[attr-defined]
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)

@@ -1,0 +1,138 @@
+"""Products of any two formats through bf16, for hardware that multiplies no encoded operands.
+
+A format says, by a ``KernelSpec`` for the operation ``exact``, how one operand of its is a bf16 matrix, without loss,
+and a factor in fp32. With every other format that says so it is then multiplied by one bf16 product, whose sums get the
+factors of both, and no pair of formats has code of its own. The operation has no reference: a format need not do this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.format import Storage
+from lpq.kernels import KernelError, choose, cublaslt
+from lpq.kernels.products import bind_product_with_alpha, product, scaled_product
+from lpq.operations.binding import Multiply, Operand, Product, unbound_product
+from lpq.operations.decoding import decode
+from lpq.operations.exact_form import Exact, Multiplicand
+from lpq.operations.multiplying import gemm_reference
+from lpq.operations.operators import once_when_traced
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Quantizer
+
+
+def exact(operand: Storage) -> Exact | None:
+    """The operand as a bf16 matrix and a factor, or None if its format cannot say that of an operand of its shape."""
+    if isinstance(operand, Multiplicand):
+        return operand.form
+    impl = choose("exact", (operand.quantizer.text,), operand.device).impl
+    found: Exact | None = impl(operand) if impl is not None else None
+    return found
+
+
+def decoded(operand: Storage) -> Exact:
+    """``impl`` for a format that bf16 holds as it decodes: an element's bits and those of its scale are 8 at most."""
+    return Exact(decode(operand, torch.bfloat16))
+
+
+def multiplied_exactly(pair: tuple[Quantizer, Quantizer] | None, device: torch.device) -> bool:
+    """Whether operands of these two are multiplied by way of their exact forms."""
+    return pair is not None and _multiplied_exactly(pair[0].text, pair[1].text, device)
+
+
+@once_when_traced
+def _multiplied_exactly(a: str, b: str, device: torch.device) -> bool:
+    try:
+        kernel = choose("gemm", (a, b), device).kernel
+        return kernel is not None and registry.ANY in kernel.formats
+    except KernelError:  # the product will say so
+        return False
+
+
+def why_not(a: Quantizer, b: Quantizer) -> str | None:
+    """Both operands need an exact form, in the same basis."""
+    if a.rotation != b.rotation:
+        return f"{a} and {b} are stored in different bases, and what undoing a rotation gives is not exact in bf16"
+    device = torch.device("cuda", torch.cuda.current_device())
+    for quantizer in (a, b):
+        try:
+            choice = choose("exact", (quantizer.text,), device)
+        except KernelError as error:
+            return str(error)
+        if choice.impl is None:
+            reasons = "; ".join(reason for _, reason in choice.rejected)
+            return f"{quantizer} has no exact form in bf16: {reasons or 'its plugin names none'}"
+    return None
+
+
+def why_not_alpha(a: Quantizer, b: Quantizer) -> str | None:
+    """A factor on the device takes a call that torch does not make."""
+    if cublaslt.library() is None:
+        return "torch came without cuBLASLt"
+    return why_not(a, b)
+
+
+def bind(p: Product) -> Multiply | None:
+    """As the reference, up to the order of sums. Factors are applied in a pass of their own."""
+    return _bind(p, alpha=False)
+
+
+def bind_with_alpha(p: Product) -> Multiply | None:
+    """As the reference, up to the order of sums. Factors of whole matrices are applied before sums are written."""
+    return _bind(p, alpha=True)
+
+
+gemm = unbound_product(bind)
+gemm_with_alpha = unbound_product(bind_with_alpha)
+
+
+def _bind(p: Product, *, alpha: bool) -> Multiply | None:
+    (rows, inner), cols, dtype = p.a.shape, p.b.shape[0], p.dtype
+    if 0 in (rows, cols, inner):
+        return None
+    of_a, of_b = _exact_form(p.a, p.device), _exact_form(p.b, p.device)
+
+    def scaled(left: Exact, right: Exact, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        (first, second), constant = (left.factor, right.factor), left.constant * right.constant
+        if first is None and second is None:
+            return product(left.matrix, right.matrix, bias, dtype)
+        if not alpha or (first is not None and first.dim()) or (second is not None and second.dim()):
+            return scaled_product(left.matrix, right.matrix, first, second, constant, bias, dtype)
+        run = _product_with_alpha(p.device, rows, cols, left.matrix.shape[1], bias is not None, dtype, p.operator)
+        return run(left.matrix, right.matrix, first, second, constant, bias)
+
+    def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        left, right = of_a(a), of_b(b)
+        if left is None or right is None or (left.rest is None) != (right.rest is None):
+            return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)
+        if left.rest is None or right.rest is None:
+            return scaled(left, right, bias, dtype)
+        out = scaled(left, right, None, torch.float32)
+        out.addmm_(left.rest, right.rest.t())
+        return (out if bias is None else out.add_(bias)).to(dtype)
+
+    return multiply
+
+
+_product_with_alpha = registry.cached_few(bind_product_with_alpha)
+
+
+def _exact_form(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
+    """What gives the exact form of an operand of its buffers."""
+    form = operand.form
+    if form is not None:
+        factor, constant = form.factor, form.constant
+        return lambda tensors: Exact(tensors[0], tensors[1] if factor else None, constant)
+    choice = choose("exact", (operand.quantizer.text,), device)
+    if choice.bind is not None and 0 not in operand.shape:
+        bound: Callable[[Sequence[Tensor]], Exact | None] | None = choice.bind(operand, device)
+        if bound is not None:
+            return bound
+    impl = choice.impl
+    return lambda tensors: impl(operand.over(tensors)) if impl is not None else None

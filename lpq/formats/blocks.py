@@ -1,0 +1,70 @@
+"""Blocks of a matrix in plain PyTorch: a ragged edge behaves as if padded with zeros.
+
+A transposed view is worked on in the order in which it lies in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lpq.formats.layout import Block, blocks
+
+
+def pad_blocks(x: Tensor, block: Block) -> Tensor:
+    """``x`` padded with zeros to whole blocks."""
+    rows, cols = x.shape
+    down = blocks(rows, block[0]) * (block[0] or rows) - rows
+    right = blocks(cols, block[1]) * (block[1] or cols) - cols
+    return F.pad(x, (0, right, 0, down)) if down or right else x
+
+
+def block_amax(x: Tensor, block: Block) -> Tensor:
+    """The largest magnitude of each block in fp32, NaN if it has one; 0-dimensional for the whole matrix."""
+    # The bits of non-negative floats order as the floats do, NaN above infinity, and integers reduce faster.
+    bits = x.float().abs().view(torch.int32)
+    amax = (bits.amax() if block == (None, None) else _amax(bits, block)).view(torch.float32)
+    return torch.where(amax.isnan(), torch.nan, amax)  # one NaN for all, whatever the payload
+
+
+def _amax(bits: Tensor, block: Block) -> Tensor:
+    if _is_transposed(bits):
+        return _amax(bits.t(), block[::-1]).t().contiguous()
+    return _blocked(bits, block).amax(1).amax(2)
+
+
+def scale_blocks(x: Tensor, values: Tensor, block: Block) -> Tensor:
+    """``x`` times the value (fp32) of each element's block, in fp32."""
+    x = x.float()
+    if block == (None, None):
+        return x * values
+    if _is_transposed(x):
+        return scale_blocks(x.t(), values.t(), block[::-1]).t()
+    rows, cols = x.shape
+    scaled = _blocked(x, block) * values.contiguous()[:, None, :, None]
+    return scaled.flatten(2).flatten(0, 1)[:rows, :cols]
+
+
+def expand_blocks(values: Tensor, block: Block, rows: int, cols: int) -> Tensor:
+    """One value for each block as one value for each element of a matrix ``[rows, cols]``."""
+    if block == (None, None):
+        return values.expand(rows, cols)
+    for dim, (step, size) in enumerate(zip(block, (rows, cols), strict=True)):
+        if step is None:
+            values = values.expand(*(size if d == dim else -1 for d in range(2)))
+        elif step > 1:
+            values = values.repeat_interleave(step, dim)
+    return values[:rows, :cols]
+
+
+def _is_transposed(x: Tensor) -> bool:
+    return x.stride(0) < x.stride(1)
+
+
+def _blocked(x: Tensor, block: Block) -> Tensor:
+    """``x`` as ``[blocks down, rows of a block, blocks across, columns of a block]``."""
+    x = pad_blocks(x, block)
+    rows, cols = x.shape
+    high, wide = block[0] or max(rows, 1), block[1] or max(cols, 1)
+    return x.view(rows // high, high, cols // wide, wide)

@@ -1,0 +1,337 @@
+"""A format: how one operand is encoded, and what it then is.
+
+A format subclasses two classes. A ``Quantizer`` encodes in three steps, ``measure`` → reduce → ``encode``: a frozen
+dataclass whose fields are the format's options, with ``measure`` and ``encode`` for one matrix that has the contraction
+along its columns. Both directions of a tensor, reductions over ranks, state across steps, random bits and kernels are
+not its business. It holds no tensor, no group and no flag: it is a constant.
+
+A ``Storage`` is one operand, that is one encoded matrix: it declares ``layout`` and writes ``decode``. Each instance is
+bound to the shape and the dtype of the matrix it stands for and to the quantizer that made it; none of these is ever
+inferred from a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.layout import DIMENSIONS, Buffer, Stat, StateBuffer, row_major
+from lpq.formats.options import Options
+
+if TYPE_CHECKING:
+    from lpq.formats.random_bits import RandomBits
+
+Direction = Literal["row", "col"]
+
+
+class Quantizer(Options):
+    """The options of a format. Subclasses are frozen dataclasses."""
+
+    # ------------------------------------------------------------------------------ what a format writes
+
+    @property
+    def stats(self) -> tuple[Stat, ...]:
+        """The statistics that ``encode`` needs. This and the properties below may be plain class attributes, and
+        cached ones: a layer asks for them at every step."""
+        return ()
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        """The statistics of a matrix, by name. Pure, and local: the core reduces them over the ranks."""
+        return {}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        """The encoded matrix. Pure: whatever depends on a statistic is computed here, after the reduction."""
+        raise NotImplementedError(f"{type(self).__name__} must define encode(self, x, stats)")
+
+    # ------------------------------------------------------------------------------ what a format may say
+
+    @property
+    def transposable(self) -> bool:
+        """``Storage.transposed`` gives the bytes that encoding the transposed matrix would give."""
+        return False
+
+    @property
+    def rotation(self) -> str | None:
+        """The name of the rotated basis in which the matrix is stored; columns that it mixes are in one block."""
+        return None
+
+    @property
+    def state(self) -> tuple[StateBuffer, ...]:
+        """What is remembered across steps; empty for most formats."""
+        return ()
+
+    stochastic: bool = False
+    """``encode_stochastic`` is called in place of ``encode``."""
+    plain: ClassVar[bool] = False
+    """The operand is an ordinary matrix, its buffer ``data`` a view or a cast: there is nothing to launch."""
+    col_source: Literal["original", "row"] = "original"
+    """What the column operand encodes: the tensor itself, or the decoded row operand."""
+
+    @property
+    def uncut(self) -> tuple[int, ...]:
+        """Dimensions along which an operand has no parts: 0 for the rows, 1 for the columns. Then it is neither sliced
+        nor sharded along them.
+
+        A dimension that a buffer spans (``None`` in its block) and no statistic does is taken for one of these, since
+        the parts would have other values in that buffer than the whole: it need not be named here.
+        """
+        return ()
+
+    def side(self, direction: Direction) -> Quantizer:
+        """The quantizer of the operand in this direction: this one, unless the directions differ. It is the same object
+        at each call: a compiler cannot make one."""
+        return self
+
+    def flipped(self) -> Quantizer | None:
+        """The quantizer of the transposed tensor, or None if no options describe it."""
+        return self if self.side("row") == self.side("col") else None
+
+    def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> Storage:
+        """As ``encode``, rounding with random bits."""
+        raise NotImplementedError(f"{type(self).__name__} must define encode_stochastic(self, x, stats, bits)")
+
+    def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The statistics to encode with, from what is remembered."""
+        raise NotImplementedError(f"{type(self).__name__} must define recall(self, state)")
+
+    def remember(self, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+        """Take the reduced statistics of this step into the state, in place."""
+
+    # ------------------------------------------------------------------------------ what every format has
+
+    quantize: ClassVar[Callable[..., Any]]
+    """``quantizer.quantize(x)`` is a tensor that is encoded: ``lpq.tensor.quantize``, which is put here by that."""
+
+    def new_state(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Fresh state for one tensor, for ``quantize(state=…)``; empty if the format remembers nothing."""
+        return {
+            prefix + s.name: torch.zeros(s.shape, dtype=torch.float32, device=device)
+            for prefix, quantizer in self.state_branches().items()
+            for s in quantizer.state
+        }
+
+    def state_branches(self) -> dict[str, Quantizer]:
+        """The quantizers whose state a tensor needs, by name prefix: one if both directions share all they know."""
+        row, col = self.side("row"), self.side("col")
+        if (row is col or row == col) and row.transposable and self.col_source == "original":
+            return {"": row}
+        return {"row_": row, "col_": col}
+
+    @cached_property
+    def storage(self) -> type[Storage]:
+        """The storage class of the format."""
+        storage: type[Storage] = registry.storage_class(registry.format_of(type(self)).name)
+        return storage
+
+    @cached_property
+    def layout(self) -> tuple[Buffer, ...]:
+        """The buffers of an operand."""
+        return self.storage.layout_for(self)
+
+    @cached_property
+    def _uncut(self) -> tuple[str | None, ...]:
+        return tuple(self._why_no_parts(dim) for dim in range(len(DIMENSIONS)))
+
+    def why_no_parts(self, dim: int) -> str | None:
+        """Why an operand must not be cut along its rows (0) or columns (1), whole blocks or not; None if it may."""
+        return self._uncut[dim]
+
+    def _why_no_parts(self, dim: int) -> str | None:
+        if self.plain:
+            return None
+        if dim in self.uncut:
+            return f"the {DIMENSIONS[dim]} of an operand of {self} must not be cut"
+        spanning = [buffer.name for buffer in self.layout if buffer.block[dim] is None]
+        if not spanning or any(stat.block[dim] is None for stat in self.stats):
+            return None
+        return (
+            f"buffer {spanning[0]!r} of {self} is of all {DIMENSIONS[dim]} of an operand together and follows from no "
+            "statistic of them"
+        )
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What the buffers of an operand are called, in their order."""
+        return tuple(buffer.name for buffer in self.layout)
+
+    @cached_property
+    def checked(self) -> set[object]:
+        """Which methods returned what is declared, for which dtype and device; added to by whoever checks them."""
+        return set()
+
+    def ready(self) -> Self:
+        """Look up now what is looked up once: ``torch.compile``, which cannot trace that, then finds it done."""
+        for quantizer in (self, self.side("row"), self.side("col")):
+            _ = quantizer.text, quantizer.storage
+        for direction in get_args(Direction):
+            side = self.side(direction)
+            _ = side.layout, side.names, side.stats, side.state, side.transposable, side._uncut
+            _check_side(self, side, direction)
+        return self
+
+
+def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> None:
+    """Refuse early what would fail in a compiler, which cannot make quantizers, or at the first transpose."""
+    if quantizer.side(direction) is not side:
+        method = f"{type(quantizer).__name__}.side({direction!r})"
+        raise registry.at_fault(
+            registry.format_of(type(quantizer)).name,
+            f"{quantizer}: {method} makes a new quantizer whenever it is called",
+            "make it once, in a functools.cached_property, and return that; torch.compile cannot make one",
+        )
+    if side.transposable and side.storage.transposed is Storage.transposed:
+        storage = side.storage.__name__
+        raise registry.at_fault(
+            registry.format_of(type(side)).name,
+            f"{side} says that it is transposable, and {storage} has no transposed()",
+            f"define {storage}.transposed(self), or take transposable away",
+        )
+
+
+class Storage:
+    """One encoded matrix ``[rows, cols]``. Buffers are attributes: ``self.data``, ``self.scale`` …"""
+
+    layout: ClassVar[tuple[Buffer, ...]]
+    """The buffers, in the order in which they are passed around; see ``layout_for`` if options change them."""
+
+    quantizer: Quantizer
+    """The quantizer of this operand: its options are the storage's options."""
+    shape: tuple[int, int]
+    """Rows and columns of the matrix it stands for."""
+    dtype: torch.dtype
+    """The dtype of the matrix it stands for."""
+
+    # ------------------------------------------------------------------------------ what a format writes
+
+    @classmethod
+    def layout_for(cls, quantizer: Quantizer) -> tuple[Buffer, ...]:
+        """The layout under these options. Override it where an option changes a buffer."""
+        return cls.layout
+
+    def decode(self) -> Tensor:
+        """The matrix that the buffers stand for, in fp32, in plain PyTorch. This is what defines the format."""
+        raise NotImplementedError(f"{type(self).__name__} must define decode(self)")
+
+    def decode_rotated(self) -> Tensor:
+        """As ``decode``, but left in the rotated basis that ``quantizer.rotation`` names, padding included.
+
+        The product of two matrices in one basis is that of the decoded ones.
+        """
+        return self.decode()
+
+    def transposed(self) -> Self:
+        """The operand of the transposed matrix, without the original. Only for a transposable quantizer."""
+        raise NotImplementedError(
+            f"{self.quantizer} is not transposable; a quantizer that says so needs {type(self).__name__}.transposed()"
+        )
+
+    # ------------------------------------------------------------------------------ what every format has
+
+    def __init__(self, **buffers: Tensor) -> None:
+        for name, tensor in buffers.items():
+            setattr(self, name, tensor)
+
+    def __getattr__(self, name: str) -> Tensor:
+        made = vars(self)
+        given = [key for key, value in made.items() if isinstance(value, Tensor)]
+        known = made["quantizer"].names if "quantizer" in made else [b.name for b in getattr(type(self), "layout", ())]
+        if name in known:  # obj, for Python to suggest no other attribute
+            raise AttributeError(
+                f"{type(self).__name__} was made without its buffer {name!r}: given were {given}", obj=self
+            )
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its buffers are {list(known) or given}")
+
+    def bind(self, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Self:
+        """Say what this storage stands for."""
+        self.quantizer, self.shape, self.dtype = quantizer, shape, dtype
+        return self
+
+    @classmethod
+    def wrap(cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Self:
+        """The storage over these tensors, given in the order of the layout."""
+        storage = cls.__new__(cls)
+        for name, tensor in zip(quantizer.names, tensors, strict=True):
+            setattr(storage, name, tensor)
+        storage.quantizer, storage.shape, storage.dtype = quantizer, shape, dtype
+        return storage
+
+    @classmethod
+    def empty(cls, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Self:
+        """Uninitialised buffers for a matrix of this shape."""
+        tensors = [b.empty(*shape, dtype, device) for b in quantizer.layout]
+        return cls.wrap(tensors, quantizer, shape, dtype)
+
+    @classmethod
+    def fresh(cls, quantizer: Quantizer, shape: tuple[int, int], x: Tensor) -> Self:
+        """The same for an encoding of ``x``, in the order in memory in which encoding leaves them."""
+        return cls.wrap([b.fresh(*shape, x) for b in quantizer.layout], quantizer, shape, x.dtype)
+
+    def tensors(self) -> list[Tensor]:
+        """The buffers in the order of the layout."""
+        return [getattr(self, name) for name in self.quantizer.names]
+
+    @property
+    def text(self) -> str:
+        """What an operator is told of it, beside its tensors, shape and dtype."""
+        return self.quantizer.text
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers by name: the canonical bytes of the format."""
+        return {name: getattr(self, name) for name in self.quantizer.names}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same operand over ``function`` of each buffer."""
+        return self.wrap([function(t) for t in self.tensors()], self.quantizer, self.shape, self.dtype)
+
+    def row_major(self) -> Self:
+        """The same operand as it is kept, shared and saved: whatever encoding left column by column is copied."""
+        return self.map(row_major) if any(b.column_major for b in self.quantizer.layout) else self
+
+    def astype(self, dtype: torch.dtype) -> Self:
+        """The same bytes standing for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
+        if dtype is self.dtype:
+            return self
+        layout = self.quantizer.layout
+        tensors = [t.to(dtype) if b.dtype is None else t for b, t in zip(layout, self.tensors(), strict=True)]
+        return self.wrap(tensors, self.quantizer, self.shape, dtype)
+
+    def narrow(self, dim: int, start: int, stop: int) -> Self | None:
+        """The operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block or what must
+        not be cut (``Quantizer.why_no_parts``)."""
+        if (start, stop) != (0, self.shape[dim]) and self.quantizer.why_no_parts(dim) is not None:
+            return None
+        narrowed: list[Tensor] = []
+        for buffer, tensor in zip(self.quantizer.layout, self.tensors(), strict=True):
+            piece = buffer.narrow(tensor, dim, start, stop, self.shape[dim])
+            if piece is None:
+                return None
+            narrowed.append(piece)
+        rows, cols = self.shape
+        shape = (stop - start, cols) if dim == 0 else (rows, stop - start)
+        return self.wrap(narrowed, self.quantizer, shape, self.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors()[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors())
+
+    def __repr__(self) -> str:
+        buffers = ", ".join(f"{n}={t.dtype}{list(t.shape)}" for n, t in self.buffers().items())
+        return f"{type(self).__name__}({self.quantizer}, shape={list(self.shape)}, {buffers})"
+
+
+def check_there(buffer: Tensor) -> None:
+    """Refuse an operand of a sharded weight that was not gathered: its buffers have no memory then."""
+    if type(buffer) is Tensor and not buffer.data_ptr() and buffer.numel() and not buffer.is_meta:
+        raise RuntimeError(
+            "this operand of a sharded weight is not there: forward gathers row operands and backward column operands. "
+            "If forward runs again in backward inside a compiled module, wrap it with PyTorch's checkpoint_wrapper"
+        )

@@ -1,0 +1,45 @@
+"""Operands laid side by side, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Storage
+from lpq.formats.layout import row_major
+
+
+def cat(parts: Sequence[Storage], dim: int) -> Storage | None:
+    """The operand of matrices laid side by side along rows (0) or columns (1); None where they do not join.
+
+    They join on whole blocks, and where one value covers the whole dimension all parts must agree on it. Matrices
+    of a format that must not be cut along this dimension never join.
+    """
+    first = parts[0]
+    if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
+        return None
+    sizes = [p.shape[dim] for p in parts]
+    joined: list[Tensor] = []
+    for i, buffer in enumerate(first.quantizer.layout):
+        unit, tensors = buffer.unit(dim), [p.tensors()[i] for p in parts]
+        if unit is not None and any(size % unit for size in sizes[:-1]):
+            return None
+        if unit is None and not all(_same(tensors[0], t) for t in tensors[1:]):
+            return None
+        # What all have alike is copied, too: nobody expects what torch.cat made to change with its parts.
+        joined.append(tensors[0].clone() if unit is None else torch.cat(tensors, dim))
+    rows, cols = first.shape
+    shape = (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))
+    return first.wrap(joined, first.quantizer, shape, first.dtype)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers hold the same bytes; views of one buffer do, without looking."""
+    one_view = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+    return a.shape == b.shape and (one_view or torch.equal(_bytes(a), _bytes(b)))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return row_major(tensor).view(-1).view(torch.uint8)

@@ -1,0 +1,295 @@
+"""Kernels in CUDA C++: any plugin's, compiled at first use and launched on torch's current stream.
+
+A plugin writes a ``.cu`` file with an ``extern "C" __global__`` function, makes a ``CudaKernel`` of it once, and calls
+``launch`` from the callable that its ``KernelSpec`` (``backend="cuda"``, ``requires=("cuda.core",)``) names::
+
+    SCALE = CudaKernel(Path(__file__).with_name("scale.cu"), "scale", "PPfq", threads=256)
+
+    def decode(operand, dtype):
+        out = torch.empty(operand.shape, dtype=dtype, device=operand.device)
+        device, count = out.get_device(), out.numel()
+        macros = ("SCALE_TYPE=float",)
+        SCALE.launch(device, macros, -(-count // 256), operand.data.data_ptr(), out.data_ptr(), 0.5, count)
+        return out
+
+Each set of macros is compiled once for an architecture. A macro needs a name of its own: the compiler's headers use
+short ones such as ``T``. What lies beside the source or in ``csrc/common`` can be included, by its name or by a macro
+of the launch. A launch waits for nothing, and can be captured in a CUDA graph once its kernel was launched before, or
+made ``ready``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from lpq import registry
+from lpq.kernels.errors import KernelError
+from lpq.kernels.nvrtc_cache import compiler_version, csrc, cubin, knows
+
+NEEDED = "cuda.core"
+"""The module that a ``KernelSpec`` requires whose kernels are of this kind."""
+INSTALL = 'pip install "lpq[cuda]"'
+"""What brings it."""
+SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
+"""The letters of parameters, and how an argument lies in its 8 bytes, as ``struct`` says it: ``P`` is a pointer, ``q``
+a ``long long``, ``i`` an ``int``, ``I`` an ``unsigned int``, ``f`` a ``float``, ``d`` a ``double``."""
+MOST_THREADS = 1024
+"""Of a block, on every GPU so far."""
+SUCCESS, NO_CONTEXT = 0, 201
+HOPPER = (9, 0)
+"""The first compute capability whose kernels may follow each other without a gap."""
+
+
+class CudaKernel:
+    """One function of a CUDA C++ source."""
+
+    def __init__(
+        self, source: str | Path, name: str, arguments: str, *, threads: int, shared: int = 0, waits: bool = False
+    ) -> None:
+        """``source`` may be relative to lpq's ``csrc``; ``arguments`` has a letter of ``SLOTS`` for each parameter.
+        Letters in brackets are the fields of one, a struct of 8 bytes for each field.
+
+        ``shared`` is the size in bytes of the dynamic shared memory of a block. ``waits`` says that the kernel begins
+        with ``wait_for_the_one_before()`` of ``order.cuh``: from Hopper on it is then put in place while the kernel
+        before it ends, which saves a microsecond or two.
+        """
+        self.source = csrc() / source
+        self.name = name
+        _check(f"{self.source.name}: {name}", self.source, arguments, threads, shared)
+        self.threads = threads
+        self.shared = shared
+        self.waits = waits
+        self.letters = arguments
+        self._slots = struct.Struct("<" + "".join(SLOTS[a] for a in arguments if a not in "()"))
+        self._places = _places(arguments)
+        self._loaded: dict[tuple[int, tuple[str, ...]], _Loaded] = {}
+
+    def launch(self, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        """Run ``blocks`` blocks of threads on a device; none if there are no blocks. Pointers are integers."""
+        if blocks == 0:
+            return
+        if type(macros) is not tuple:
+            raise KernelError(f"{self.source.name}: macros={macros!r} is no tuple, such as ('FAST=1', 'WIDE')")
+        loaded = self._loaded.get((device, macros)) or self._load(device, macros)
+        how = loaded.how
+        try:
+            self._slots.pack_into(how.arguments.bytes, 0, *arguments)
+        except struct.error as error:
+            raise KernelError(
+                f"{self.source.name}: {self.name} takes the arguments {self.letters!r} and was launched with "
+                f"{arguments}: {error}"
+            ) from error
+        how.config.gridDimX = blocks
+        if torch._C._cuda_getDevice() == device:
+            self._run(loaded, how, device)
+        else:
+            with torch.cuda.device(device):
+                self._run(loaded, how, device)
+
+    def bind(self, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
+        """A launch of so many blocks, decided once: a call of it with the arguments is all that is left to do.
+
+        The kernel is compiled and loaded here.
+        """
+        if blocks == 0:
+            return lambda *arguments: None
+        loaded = self._loaded.get((device, macros)) or self._load(device, macros)
+        return Launch(self, loaded, device, blocks)
+
+    def ready(self, device: int, macros: tuple[str, ...] = ()) -> None:
+        """Compile and load it now, for launches that a CUDA graph will record."""
+        if (device, macros) not in self._loaded:
+            self._load(device, macros)
+
+    def _run(self, loaded: _Loaded, how: _How, device: int) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if stream != how.stream:  # to set it takes half a microsecond
+            how.config.hStream = how.stream = stream
+        (status,) = loaded.launch(how.config, loaded.function, how.arguments.pointers, 0)
+        if status == NO_CONTEXT:  # torch has not used the device in this thread yet
+            from cuda.core import Device
+
+            Device(device).set_current()
+            (status,) = loaded.launch(how.config, loaded.function, how.arguments.pointers, 0)
+        if status != SUCCESS:
+            raise KernelError(
+                f"{self.source.name}: launching {self.name} with {how.config.gridDimX} blocks of {self.threads} "
+                f"threads failed: {status!r}"
+            )
+
+    def _load(self, device: int, macros: tuple[str, ...]) -> _Loaded:
+        try:
+            from cuda.core import Device, ObjectCode
+        except ImportError as error:
+            raise KernelError(
+                f"{self.source.name}: compiling {self.name} takes cuda-core: {INSTALL}. A KernelSpec "
+                f"with requires=({NEEDED!r},) is passed over where that is missing"
+            ) from error
+        with torch.cuda.device(device):
+            Device(device).set_current()
+            code = ObjectCode.from_cubin(cubin(self.source, macros, architecture(device)))
+            overlaps = self.waits and torch.cuda.get_device_capability(device) >= HOPPER
+            loaded = _Loaded(code.get_kernel(self.name), self, overlaps)
+            loaded.allow_shared(self.shared, device)
+        return self._loaded.setdefault((device, macros), loaded)  # one for all threads: code may go with its object
+
+
+class Launch:
+    """A launch that is the same each time, but for its arguments. Threads take turns."""
+
+    def __init__(self, kernel: CudaKernel, loaded: _Loaded, device: int, blocks: int) -> None:
+        self._title = f"{kernel.source.name}: launching {kernel.name} with {blocks} blocks of {kernel.threads} threads"
+        how = _How(kernel, loaded.overlaps)
+        how.config.gridDimX = blocks
+        self._loaded, self._how, self._device = loaded, how, device
+        self._pack, self._bytes = kernel._slots.pack_into, how.arguments.bytes
+        self._run = functools.partial(_driver_launch(), how.config.getPtr(), int(loaded.function))
+        self._pointers = how.arguments.pointers
+        self._turn = threading.Lock()
+
+    def __call__(self, *arguments: float) -> None:
+        """Launch it on the current stream of its device. Pointers are integers."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self(*arguments)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        with self._turn:
+            self._pack(self._bytes, 0, *arguments)
+            if stream != self._how.stream:
+                self._how.config.hStream = self._how.stream = stream
+            status = self._run(self._pointers, None)
+            if status == NO_CONTEXT:  # torch has not used the device in this thread yet
+                from cuda.core import Device
+
+                Device(self._device).set_current()
+                status = self._run(self._pointers, None)
+        if status != SUCCESS:
+            raise KernelError(f"{self._title} failed: CUDA error {status}")
+        return None
+
+
+@functools.cache
+def _driver_launch() -> Callable[..., int]:
+    """The driver's own launch. Called so it takes the host a third of what the bindings take, which look at each
+    argument."""
+    call: Any = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    call.argtypes, call.restype = [ctypes.c_void_p] * 4, ctypes.c_int
+    return cast("Callable[..., int]", call)
+
+
+class _Loaded:
+    """A kernel on a device, ready to be launched by the driver's own call, which is told how beforehand."""
+
+    def __init__(self, kernel: Any, of: CudaKernel, overlaps: bool) -> None:
+        from cuda.bindings import driver
+
+        self.kernel = kernel  # keeps the code loaded
+        self.function = driver.CUfunction(int(kernel.handle))
+        self.overlaps = overlaps
+        self.how = _HowInThread(of, overlaps)
+        self.launch = driver.cuLaunchKernelEx
+
+    def allow_shared(self, size: int, device: int) -> None:
+        """Dynamic shared memory of more than 48 KiB must be asked for."""
+        from cuda.bindings import driver
+
+        wanted = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = driver.cuKernelSetAttribute(wanted, size, self.kernel.handle, driver.CUdevice(device))
+        if status != SUCCESS:
+            raise KernelError(f"{size} bytes of shared memory for a block are more than this GPU has: {status!r}")
+
+
+class _How:
+    """How a kernel is launched: all that stays the same is filled in once."""
+
+    def __init__(self, of: CudaKernel, overlaps: bool) -> None:
+        from cuda.bindings import driver
+
+        self.arguments = _Arguments(of._slots.size, of._places)
+        self.stream = 0
+        self.config = driver.CUlaunchConfig()
+        self.config.gridDimY = self.config.gridDimZ = 1
+        self.config.blockDimX, self.config.blockDimY, self.config.blockDimZ = of.threads, 1, 1
+        self.config.sharedMemBytes = of.shared
+        if overlaps:
+            overlap = driver.CUlaunchAttribute()
+            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            self.config.attrs, self.config.numAttrs = [overlap], 1
+
+
+class _HowInThread(threading.local, _How):
+    """The same for each thread of its own."""
+
+
+class _Arguments:
+    """The arguments of a launch as the driver wants them: an address for each parameter."""
+
+    def __init__(self, size: int, places: tuple[int, ...]) -> None:
+        self.bytes = ctypes.create_string_buffer(size)
+        start = ctypes.addressof(self.bytes)
+        self.array = (ctypes.c_void_p * len(places))(*(start + place for place in places))
+        self.pointers = ctypes.addressof(self.array)
+
+
+def _check(what: str, source: Path, letters: str, threads: int, shared: int) -> None:
+    """What would fail at the first launch, or worse, is an error where it is written."""
+    if not source.is_file():
+        raise KernelError(f"{what}: there is no file {source}")
+    if unknown := sorted(set(letters) - {*SLOTS, "(", ")"}):
+        raise KernelError(
+            f"{what}: the arguments {letters!r} have {', '.join(unknown)}; a letter is one of {', '.join(SLOTS)}"
+        )
+    brackets = "".join(letter for letter in letters if letter in "()")
+    if brackets.replace("()", "") or "()" in letters:
+        raise KernelError(f"{what}: the brackets of the arguments {letters!r} do not enclose the fields of structs")
+    if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+        raise KernelError(f"{what}: a block has 1 to {MOST_THREADS} threads, and not {threads!r}")
+    if not isinstance(shared, int) or shared < 0:
+        raise KernelError(f"{what}: shared={shared!r} is no number of bytes")
+
+
+def _places(arguments: str) -> tuple[int, ...]:
+    """Where each parameter begins among the packed arguments, in bytes; a struct is one parameter."""
+    places, inside, at = [], False, 0
+    for letter in arguments:
+        if letter == ")":
+            inside = False
+        elif letter == "(":
+            places.append(at)
+            inside = True
+        else:
+            if not inside:
+                places.append(at)
+            at += 8
+    return tuple(places)
+
+
+@registry.cached
+def why_not(device: torch.device) -> str | None:
+    """Why no kernel of this kind can run on a GPU: NVRTC is missing, or does not know it. None: they can."""
+    try:
+        version = compiler_version()
+    except KernelError as error:
+        return str(error).partition("\n")[0]  # the rest is of a library, and every kernel says this
+    major, minor = torch.cuda.get_device_capability(device)
+    if knows(10 * major + minor):
+        return None
+    return (
+        f"NVRTC, which compiles the CUDA kernels, is that of CUDA {version} and does not know compute capability "
+        f"{major}.{minor}: install a newer one"
+    )
+
+
+def architecture(device: int) -> str:
+    """The architecture to compile for; from Hopper on with the instructions that only this GPU has."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if (major, minor) >= HOPPER else ''}"

@@ -1,0 +1,169 @@
+"""Fragments of many matrices cast at once: the tables that CUDA kernels read, and what a format says of its kernels.
+
+``lpq.distributed.cast_master_weights`` casts with these whatever has a kernel for the operation ``cast``: its
+``KernelSpec.impl`` is a function ``f(side) -> CastKernels``. The source of such kernels includes ``fragments.cuh``,
+which says what a format must write. A table has a row for each operand of each fragment, so that one launch serves all
+of them, whatever their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.host_to_device import captured, on_device
+
+THREADS = 256
+TILE, SCALES, CODES = 128, 32, 4096
+"""What one block of threads takes in each kernel: rows and columns, lines and columns of scales, bytes of codes."""
+WORDS, SIDE = 4096, 64
+"""Words that are told, and rows and columns that are turned round."""
+TELL = CudaKernel("common/fragments.cu", "tell", "Pq", threads=THREADS, waits=True)
+TURN = CudaKernel("common/fragments.cu", "turn", "Pq", threads=THREADS, waits=True)
+
+Block = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class CastKernels:
+    """How a format casts fragments of fp32 matrices. Its operands have a buffer of codes and one of scales, and may
+    have a third: the amax of the matrix, which is then the first of two statistics. The last one is the amax of each
+    block that has a scale."""
+
+    measure: CudaKernel
+    scales: CudaKernel
+    codes: CudaKernel
+    macros: tuple[str, ...]
+    """What they are compiled with, beside the direction and the blocks."""
+    turned: tuple[int, ...] = ()
+    """Bits of an element of each buffer, where turning all of them round makes the operand of the transposed matrix:
+    4, 8 or 32. Of 4 bits there are two in a byte, and lines are padded to 16."""
+
+    def compiled_for(self, block: Block, *, col: bool) -> tuple[str, ...]:
+        """All macros, where a scale covers this block of the matrix."""
+        down, across = (step or 0 for step in block)
+        return (*self.macros, f"LPQ_DOWN={down}", f"LPQ_ACROSS={across}", *(("LPQ_COL",) if col else ()))
+
+
+def cast_kernels(source: str | Path) -> tuple[CudaKernel, CudaKernel, CudaKernel]:
+    """The three kernels that ``LPQ_CAST`` of ``fragments.cuh`` makes in a source."""
+    names = ("measure", "scales", "codes")
+    measure, scales, codes = (CudaKernel(source, name, "Pq", threads=THREADS, waits=True) for name in names)
+    return measure, scales, codes
+
+
+class Fragment(NamedTuple):
+    """One operand of a fragment. Names that say where something lies are pointers, 0 for nothing."""
+
+    values: int
+    codes: int
+    scales: int
+    kept: int
+    amaxes: int
+    overall: int
+    used_amaxes: int
+    used_overall: int
+    factors: int
+    ends: int
+    reach: int
+    ranks: int
+    rows: int
+    cols: int
+    start: int
+    stop: int
+    codes_start: int
+    codes_stop: int
+    width: int
+
+    def blocks(self, block: Block) -> tuple[int, int, int]:
+        """How many blocks of threads each kernel takes for it, where a scale covers this block of the matrix."""
+        (down, across), high, wide = block, self.rows, self.cols
+        lines, columns = (1 if step is None else -(-size // step) for size, step in ((high, down), (wide, across)))
+        measured = coded = 0
+        if self.start < self.stop:
+            first, last = (place // wide // TILE for place in (self.start, self.stop - 1))
+            measured = (last - first + 1) * -(-wide // TILE)
+            coded = -(-(self.codes_stop - self.codes_start // 4 * 4) // CODES)
+        return measured, -(-lines // SCALES) * -(-columns // SCALES), coded
+
+
+class Told(NamedTuple):
+    """What a rank says of a fragment: all elements, or the first and the last ones that others may need."""
+
+    values: int
+    to: int
+    start: int
+    stop: int
+    cols: int
+    reach: int
+    """How many at each end; -1: all elements."""
+    rank: int
+    words: int
+
+
+class Turned(NamedTuple):
+    """A matrix to be turned round."""
+
+    source: int
+    to: int
+    rows: int
+    cols: int
+    bits: int
+    """Of an element. Of 4 bits there are two in a byte, and the lines are padded to 16 elements."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows on a device, and how many blocks of threads they take in each kernel that reads them."""
+
+    rows: Tensor
+    blocks: tuple[int, ...]
+
+    def launch(self, kernel: CudaKernel, macros: tuple[str, ...] = (), which: int = 0) -> None:
+        """Run a kernel over all rows: that whose blocks are the ``which``."""
+        kernel.launch(self.rows.get_device(), macros, self.blocks[which], self.rows.data_ptr(), len(self.rows))
+
+
+def fragment_table(fragments: Sequence[Fragment], block: Block, device: torch.device) -> Table:
+    """Operands of one kind: one quantizer and one direction."""
+    return _table([(f, f.blocks(block)) for f in fragments], device)
+
+
+def told_table(told: Sequence[Told], device: torch.device) -> Table:
+    """What is to be said."""
+    return _table([(t, (-(-t.words // WORDS),)) for t in told], device)
+
+
+def turned_table(turned: Sequence[Turned], device: torch.device) -> Table:
+    """What is to be turned round."""
+    return _table([(t, (-(-t.rows // SIDE) * -(-t.cols // SIDE),)) for t in turned], device)
+
+
+def _table(entries: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], device: torch.device) -> Table:
+    """Each row ends with its first block of threads in each kernel."""
+    first = [0] * len(entries[0][1]) if entries else [0]
+    rows: list[tuple[int, ...]] = []
+    for row, blocks in entries:
+        rows.append((*row, *first))
+        first = [at + count for at, count in zip(first, blocks, strict=True)]
+    return Table(_on_device(tuple(rows), device), tuple(first))
+
+
+def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Rows in the memory of a device. A step that finds all memory where the last one did copies nothing."""
+    if captured(device):  # no graph may read what others may forget
+        return on_device(rows, torch.int64, device)
+    return _remembered(rows, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@lru_cache(maxsize=64)
+def _remembered(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """What is not waited for is there for launches on the same stream only."""
+    return on_device(rows, torch.int64, device)

@@ -1,0 +1,26 @@
+"""Memory that a bound operation allocates at each call: what is the same at each call, said once."""
+
+from __future__ import annotations
+
+import torch
+
+from lpq.torch_private import Allocate, allocator
+
+__all__ = ["Allocate", "Fresh", "allocator", "fresh", "fresh_by_columns"]
+
+Fresh = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Size, strides and dtype of a tensor, as what ``allocator`` gives takes them."""
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Fresh:
+    """The arguments with which a contiguous tensor is allocated."""
+    strides, apart = [], 1
+    for size in reversed(shape):
+        strides.append(apart)
+        apart *= max(size, 1)
+    return shape, tuple(reversed(strides)), dtype
+
+
+def fresh_by_columns(rows: int, cols: int, dtype: torch.dtype) -> Fresh:
+    """Those with which a matrix is allocated that lies column by column (``Buffer.column_major``)."""
+    return (rows, cols), (1, max(rows, 1)), dtype

@@ -1,0 +1,207 @@
+"""The kernel table: which implementation serves an operation for some formats on some device, and why not a faster one.
+
+The answer is looked up once for each operation, operands, device and ``LPQ_KERNELS``, then remembered. ``LPQ_KERNELS``
+is a comma-separated list of the backends that may run (``reference``, ``torch``, ``triton``, ``cuda``); unset, all may.
+An explicit list that cannot be met is an error: the table never falls back past it. A kernel that is at fault is
+passed over as any other that cannot run here, and its reason names its plugin.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lpq import registry
+from lpq.kernels import cuda
+from lpq.kernels.errors import KernelError
+from lpq.registry import KernelSpec
+from lpq.registry.errors import ImportStringError, words
+
+BACKENDS = ("reference", *registry.BACKENDS)
+ENVIRONMENT = "LPQ_KERNELS"
+NVIDIA_ONLY = "is for NVIDIA's GPUs, and this torch is built for AMD's (ROCm)"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs."""
+
+    backend: str
+    """``reference``, or the backend of the kernel."""
+    kernel: KernelSpec | None
+    """None: the reference."""
+    impl: Callable[..., Any] | None
+    """The kernel's callable; None: the reference."""
+    rejected: tuple[tuple[KernelSpec, str], ...]
+    """The kernels that would have been preferred, and why each cannot run here."""
+    bind: Callable[..., Callable[..., Any] | None] | None = None
+    """What binds the kernel to a shape, if it does that."""
+    broken: tuple[KernelSpec, ...] = ()
+    """Those of them that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
+
+    def rounding(self, dtype: torch.dtype) -> Callable[..., Any]:
+        """``impl`` for a matrix that is first rounded to ``dtype``. Some kernels do that as they read it."""
+        impl, kernel = self.impl, self.kernel
+        assert impl is not None
+        assert kernel is not None
+
+        def run(x: torch.Tensor, *rest: Any) -> Any:
+            if kernel.rounds and x.dtype is torch.float32:
+                return impl(x, *rest, dtype=dtype)
+            return impl(x.to(dtype), *rest)
+
+        return run
+
+
+def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
+    """What serves ``op`` for operands of these quantizers (as strings) on this device."""
+    index = device.index
+    if index is None and device.type == "cuda":  # it means the current one, which may be another the next time
+        index = torch.cuda.current_device()
+    return _choose(op, operands, device.type, index, kernels_allowed())
+
+
+_KEY = os.environ.encodekey(ENVIRONMENT)
+
+
+def kernels_allowed() -> Any:
+    """What ``LPQ_KERNELS`` is, to be compared with what it was."""
+    return os.environ._data.get(_KEY)  # type: ignore[attr-defined]  # os.environ.get takes 30 times as long
+
+
+@registry.cached
+def _choose(op: str, operands: tuple[str, ...], device: str, index: int | None, encoded: Any) -> Choice:
+    forced = os.environ.decodevalue(encoded) if encoded is not None else None
+    allowed = allowed_by(forced)
+    quantizers = tuple(registry.quantizer(text) for text in operands)
+    formats = tuple(registry.format_of(type(q)).name for q in quantizers)
+    if op != "gemm" and len(set(formats)) == 1:
+        formats = formats[:1]
+    where = torch.device(device if index is None else f"{device}:{index}")
+    rejected: list[tuple[KernelSpec, str]] = []
+    broken: list[KernelSpec] = []
+    for kernel in _candidates(op, formats, len(operands)):
+        reason = _elsewhere(kernel, where, allowed)
+        if reason is None:
+            try:
+                reason = _refusal(kernel, quantizers, where)
+                if reason is None:
+                    impl = _implementation(kernel.impl)
+                    bind = _implementation(kernel.bind) if kernel.bind is not None else None
+                    return Choice(kernel.backend, kernel, impl, tuple(rejected), bind, tuple(broken))
+            except Exception as error:  # what a kernel does wrong must not take its format away
+                reason = _fault(kernel, error)
+                broken.append(kernel)
+        rejected.append((kernel, reason))
+    if "reference" not in allowed:
+        reasons = "".join(f"\n  {k.backend} {k.impl}: {why}" for k, why in rejected) or "\n  it has none"
+        raise KernelError(
+            f"{ENVIRONMENT}={forced} leaves no kernel for {op} of {' and '.join(operands)} on {device}:{reasons}\n"
+            f"Allow the reference as well: {ENVIRONMENT}={forced},reference"
+        )
+    return Choice("reference", None, None, tuple(rejected), broken=tuple(broken))
+
+
+def _candidates(op: str, formats: tuple[str, ...], count: int) -> list[KernelSpec]:
+    """The kernels for this operation on so many operands of these formats, the preferred first; those for these very
+    formats come before those for any, where both have the same priority."""
+    for_any = registry.kernels(op, (registry.ANY,) * count) if count == 2 else ()
+    return sorted([*registry.kernels(op, formats), *for_any], key=lambda kernel: -kernel.priority)
+
+
+def allowed_by(forced: str | None) -> frozenset[str]:
+    """The backends that a value of ``LPQ_KERNELS`` lets run."""
+    names = frozenset(name.strip() for name in (forced or "").split(",")) - {""}
+    if not names:
+        return frozenset(BACKENDS)
+    if unknown := names - set(BACKENDS):
+        raise KernelError(
+            f"{ENVIRONMENT}={forced}: unknown {', '.join(sorted(unknown))}; choose from {', '.join(BACKENDS)}"
+        )
+    return names
+
+
+def why_not(
+    kernel: KernelSpec,
+    quantizers: tuple[Any, ...],
+    device: torch.device,
+    allowed: frozenset[str] = frozenset(BACKENDS),
+) -> str | None:
+    """Why a kernel cannot serve these quantizers on this device, or None when it can."""
+    reason = _elsewhere(kernel, device, allowed)
+    return _refusal(kernel, quantizers, device) if reason is None else reason
+
+
+def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]) -> str | None:
+    """Why it cannot run on this device, whatever it is to do."""
+    if kernel.backend not in allowed:
+        return f"{ENVIRONMENT} does not allow {kernel.backend}"
+    if kernel.device != device.type:
+        return f"runs on {kernel.device}, not on {device.type}"
+    if kernel.device == "cuda" and getattr(torch.version, "hip", None) is not None:
+        # AMD's architectures have numbers of the same form, which mean something else: gfx942 says 9.4.
+        nvidia = kernel.backend == "cuda" or (kernel.min_sm, kernel.max_sm) != (None, None)
+        return NVIDIA_ONLY if nvidia and kernel.backend != "triton" else None
+    if kernel.device == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        sm = 10 * major + minor
+        if kernel.min_sm is not None and sm < kernel.min_sm:
+            return f"needs compute capability {kernel.min_sm / 10:.1f}, this GPU has {major}.{minor}"
+        if kernel.max_sm is not None and sm > kernel.max_sm:
+            return f"serves compute capability up to {kernel.max_sm / 10:.1f}, this GPU has {major}.{minor}"
+    return None
+
+
+def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.device) -> str | None:
+    """What it lacks here, or says itself against serving these quantizers. This runs code of its plugin, which may
+    raise."""
+    for module in kernel.requires:
+        if not _installed(module):
+            remedy = f": {cuda.INSTALL}" if module == cuda.NEEDED else ""
+            return f"needs {module}, which is not installed{remedy}"
+        if module == cuda.NEEDED and (lacking := cuda.why_not(device)) is not None:
+            return lacking
+    if kernel.op == "transpose" and not quantizers[0].transposable:
+        return f"{quantizers[0]} is not transposable"
+    if kernel.why_not is not None:
+        with _current(device):  # which is the only device that it can look at
+            reason: str | None = registry.resolve(kernel.why_not)(*quantizers)
+        return reason
+    return None
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Within, a GPU is the current one."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _implementation(string: str) -> Callable[..., Any]:
+    impl = registry.resolve(string)
+    if not callable(impl):
+        raise KernelError(f"{string!r} is {impl!r}, which cannot be called")
+    found: Callable[..., Any] = impl
+    return found
+
+
+def _fault(kernel: KernelSpec, error: Exception) -> str:
+    """What went wrong in a kernel, and whose it is."""
+    plugin = registry.provider_of(kernel)
+    whose = f"{plugin.title} is at fault: " if plugin else ""
+    if isinstance(error, ImportStringError | KernelError):  # these name the import string
+        return f"{whose}{error}"
+    return f"{whose}asking whether {kernel.impl!r} serves this raised {words(error)}"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that would hold it
+        return False

@@ -1,0 +1,227 @@
+"""What kernels that are made of ``csrc/common`` have in common on the host: tiles, inputs, and the amax of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.fresh import Fresh, fresh
+
+Launch = Callable[..., None]
+
+
+class Shape(NamedTuple):
+    """Rows and columns of a tile, 8 x 8 of which a thread takes."""
+
+    tall: int
+    wide: int
+
+
+UNIT = 128
+"""The side of the squares that long blocks belong to."""
+LOW, SQUARE, TALL = Shape(64, UNIT), Shape(UNIT, UNIT), Shape(256, UNIT)
+"""Tall where a column operand is written, low where none is."""
+BROAD = 256
+"""Columns of a tile whose lines a whole warp reads: 2 to 4 percent faster than half a warp, for a row operand."""
+LARGE_TILE = 96 << 10
+"""Shared memory of a block that takes a tile of 256 x 256, in bytes."""
+INPUTS = {
+    torch.bfloat16: "LPQ_INPUT=LPQ_BF16",
+    torch.float16: "LPQ_INPUT=LPQ_FP16",
+    torch.float32: "LPQ_INPUT=LPQ_FP32",
+}
+"""The macro that says what the input holds, or what it is rounded to as it is read."""
+OUTPUTS = {
+    torch.bfloat16: "LPQ_OUTPUT=LPQ_BF16",
+    torch.float16: "LPQ_OUTPUT=LPQ_FP16",
+    torch.float32: "LPQ_OUTPUT=LPQ_FP32",
+}
+"""The macro that says what is decoded to."""
+PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024, waits=True)
+FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024, waits=True)
+ZERO = CudaKernel("common/amax.cu", "zero", "PqPq", threads=1024, waits=True)
+BYTES, NIBBLES = (
+    {
+        wide: CudaKernel(
+            "common/transpose.cu",
+            name,
+            arguments,
+            threads=2 * wide,
+            shared=0 if wide == UNIT else 256 * wide,
+            waits=True,
+        )
+        for wide in (UNIT, BROAD)
+    }
+    for name, arguments in (("transpose_bytes", "PPPPIqq"), ("transpose_nibbles", "PPPPPPqq"))
+)
+"""Transposes, by tiles of 256 rows of so many bytes, or of twice as many rows of 256 nibbles."""
+PER_PART = 1 << 15
+PARTS_AT_ONCE = 2
+"""Elements for each block of threads that looks for an amax, and how many of these a multiprocessor runs."""
+MANY_TILES = 512
+"""From so many tiles on larger ones pay."""
+
+
+def tile_kernels(source: str, name: str, arguments: str) -> Mapping[Shape, CudaKernel]:
+    """A kernel of which each block of threads takes a tile, for each shape of tiles. Its last arguments, and macros
+    of ``covering``, say how large the matrix and the tiles are. It calls ``wait_for_the_one_before`` first."""
+    kernels = {}
+    for tall, wide in (LOW, SQUARE, TALL, *(Shape(shape.tall, BROAD) for shape in (LOW, SQUARE, TALL))):
+        shared = LARGE_TILE if tall * wide > 256 * UNIT else 0
+        threads = tall * wide // 64
+        kernels[Shape(tall, wide)] = CudaKernel(
+            source, name, f"{arguments}qq", threads=threads, shared=shared, waits=True
+        )
+    return kernels
+
+
+@cache
+def reading(held: torch.dtype, dtype: torch.dtype) -> tuple[str, ...]:
+    """The macros for a matrix that is held in one dtype and rounded to another."""
+    return (INPUTS[dtype],) if held is dtype else (INPUTS[dtype], "LPQ_ROUNDED")
+
+
+@cache
+def covering(shape: Shape, whole: bool) -> tuple[str, ...]:
+    """The macros for tiles of a shape, which cover the matrix exactly or not."""
+    return (f"LPQ_TALL={shape.tall}", f"LPQ_WIDE={shape.wide}", *(["LPQ_WHOLE"] if whole else []))
+
+
+def is_whole(x: Tensor, rows: int, cols: int, shape: Shape) -> bool:
+    """Whether tiles cover a matrix exactly, and all lines of an operand of it begin at multiples of 16 bytes."""
+    return divides(rows, cols, shape) and x.data_ptr() % 16 == 0
+
+
+def divides(rows: int, cols: int, shape: Shape) -> bool:
+    """Whether tiles cover a matrix exactly."""
+    return not (rows % shape.tall or cols % shape.wide)
+
+
+def tiles(rows: int, cols: int, shape: Shape) -> int:
+    """How many tiles cover a matrix: the blocks of a kernel that takes a tile each."""
+    return -(-rows // shape.tall) * -(-cols // shape.wide)
+
+
+def broad(x: Tensor, dtype: torch.dtype, shape: Shape) -> Shape:
+    """``broadened`` tiles for a matrix that is rounded to ``dtype``."""
+    aligned = x.data_ptr() % 16 == 0
+    return broadened(x.shape[0], x.shape[1], x.dtype, shape) if aligned and x.dtype is dtype else shape
+
+
+def broadened(rows: int, cols: int, dtype: torch.dtype, shape: Shape) -> Shape:
+    """Tiles as tall, and broad where that pays: in a large aligned matrix of 16-bit numbers that they cover exactly.
+
+    A block of 1024 threads, which a multiprocessor has to itself, must not need more than 64 registers for each.
+    """
+    many = 2 * MANY_TILES if shape == TALL else MANY_TILES
+    wanted = Shape(shape.tall, BROAD)
+    pays = rows * cols >= many * shape.tall * BROAD and dtype.itemsize == 2 and divides(rows, cols, wanted)
+    return wanted if pays else shape
+
+
+def at_once(blocks: int, each: int, device: int) -> int:
+    """So many blocks of threads, but no more than a GPU runs at the same time: ``each`` on a multiprocessor. They share
+    out what is to be read, however many they are."""
+    return min(blocks, each * multiprocessors(device))
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def flat(rows: int, cols: int) -> tuple[int, int]:
+    """Rows and columns of the matrix for a kernel that encodes it along its rows, in blocks that divide a tile.
+
+    A matrix whose rows are whole tiles wide is one of rows of one tile, which is read and written in one piece.
+    """
+    return (rows * cols // UNIT, UNIT) if cols % UNIT == 0 else (rows, cols)
+
+
+def by_columns(x: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a matrix beside another, which lies column by column (``Buffer.column_major``)."""
+    return x.new_empty_strided((rows, cols), (1, rows), dtype=dtype)
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """Where a tensor lies; 0 for none."""
+    return tensor.data_ptr() if tensor is not None else 0
+
+
+def zeros(x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """One or two tensors of zeros (fp32), beside a matrix, for a kernel that finds largest magnitudes there and follows
+    without a gap."""
+    out = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    first, second = out[0], out[-1]
+    counts = first.numel(), second.numel()
+    blocks = -(-max(counts) // ZERO.threads)
+    ZERO.launch(x.get_device(), (), blocks, first.data_ptr(), counts[0], second.data_ptr(), counts[1])
+    return out
+
+
+def amax_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest magnitudes (fp32) of pieces of a contiguous matrix, rounded to ``dtype``; that of the whole is the
+    largest of them."""
+    count = x.numel()
+    parts = at_once(max(-(-count // PER_PART), 1), PARTS_AT_ONCE, x.get_device())
+    out = x.new_empty((parts,), dtype=torch.float32)
+    PARTS.launch(x.get_device(), reading(x.dtype, dtype), parts, x.data_ptr(), count, out.data_ptr())
+    return out
+
+
+def bind_amax_parts(held: torch.dtype, dtype: torch.dtype, count: int, device: torch.device) -> tuple[Fresh, Launch]:
+    """``amax_parts`` of a matrix of ``count`` elements: the memory for the parts, and the launch that finds them,
+    of the addresses of the matrix and of that memory."""
+    parts = at_once(max(-(-count // PER_PART), 1), PARTS_AT_ONCE, device.index or 0)
+    launch = PARTS.bind(device.index or 0, reading(held, dtype), parts)
+    return fresh((parts,), torch.float32), lambda at, to: launch(at, count, to)
+
+
+def amax_finish(parts: Tensor) -> Tensor:
+    """The largest of some magnitudes, which order as their bits do: NaN above infinity."""
+    out = parts.new_empty(())
+    FINISH.launch(parts.get_device(), (), 1, parts.data_ptr(), parts.numel(), out.data_ptr())
+    return out
+
+
+@cache
+def _wide(wide: int) -> tuple[str, ...]:
+    return (f"LPQ_WIDE={wide}",)
+
+
+def transpose_bytes(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The transpose of a matrix of 1-byte elements, and of its fp32 scales: one, or one for each 128x128."""
+    x, scale = x.contiguous(), scale.contiguous()
+    rows, cols = x.shape
+    out, scale_out = x.new_empty((cols, rows)), scale.new_empty(scale.shape[::-1])
+    shape = Shape(256, BROAD)
+    if tiles(rows, cols, shape) < MANY_TILES:
+        shape = TALL
+    BYTES[shape.wide].launch(
+        x.get_device(), _wide(shape.wide), tiles(rows, cols, shape),
+        x.data_ptr(), out.data_ptr(), scale.data_ptr(), scale_out.data_ptr(), 2 if scale.dim() else 1, rows, cols,
+    )  # fmt: skip
+    return out, scale_out
+
+
+def transpose_nibbles(x: Tensor, scale: Tensor, amax: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The transpose of a matrix of 4-bit elements, two in a byte, whose rows are padded to 16 elements with zeros; of
+    its 1-byte scales, one for each 16x16; and a copy of its amax."""
+    x, scale = x.contiguous(), scale.contiguous()
+    out, scale_out = x.new_empty((cols, -(-rows // 16) * 8)), scale.new_empty(scale.shape[::-1])
+    amax_out = torch.empty_like(amax)
+    shape = Shape(2 * BROAD, 256)
+    if tiles(rows, cols, shape) < MANY_TILES:
+        shape = Shape(2 * UNIT, 256)
+    wide = shape.tall // 2
+    NIBBLES[wide].launch(
+        x.get_device(), _wide(wide), tiles(rows, cols, shape), x.data_ptr(), out.data_ptr(), scale.data_ptr(),
+        scale_out.data_ptr(), amax.data_ptr(), amax_out.data_ptr(), rows, cols,
+    )  # fmt: skip
+    return out, scale_out, amax_out

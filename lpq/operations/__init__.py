@@ -1,0 +1,32 @@
+"""The five operations on operands: measure, quantize, decode, transpose and gemm; and both operands of a tensor.
+
+Each operation has a body that asks the kernel table, and the reference, made of what the format wrote, serves whatever
+no kernel serves. Around the body is a ``torch.library`` operator over plain tensors and quantizer strings, so that
+``torch.compile`` and fake tensors see one node with a known result. Where nothing watches, the body is called as the
+function that it is: PyTorch's dispatcher costs the host more than all that lpq does.
+"""
+
+from lpq.operations.decoding import decode, decode_reference
+from lpq.operations.measuring import measure, measure_reference
+from lpq.operations.multiplying import gemm, gemm_reference
+from lpq.operations.operands import encode_operands, remember
+from lpq.operations.quantizing import quantize, quantize_as_written, quantize_reference
+from lpq.operations.sides import declared
+from lpq.operations.transposing import transpose, transpose_reference
+
+__all__ = [
+    "declared",
+    "decode",
+    "decode_reference",
+    "encode_operands",
+    "gemm",
+    "gemm_reference",
+    "measure",
+    "measure_reference",
+    "quantize",
+    "quantize_as_written",
+    "quantize_reference",
+    "remember",
+    "transpose",
+    "transpose_reference",
+]

@@ -1,0 +1,127 @@
+"""What a caller gives beside the tensors that are encoded or multiplied, refused in words if it makes no sense.
+
+Kernels get it as pointers, and would read whatever lies there. What layers make for themselves comes by none of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from lpq.registry.showing import brief
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Quantizer
+
+INTEGERS = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+)  # fmt: skip
+
+
+def is_seed(seed: object) -> bool:
+    """Whether that is a seed, or None: kernels read 64 bits, and would round with those of whatever else it is."""
+    if isinstance(seed, Tensor):
+        return seed.dim() == 0 and seed.dtype in INTEGERS
+    return seed is None or (isinstance(seed, int) and not isinstance(seed, bool))
+
+
+def check_seed(seed: object) -> None:
+    """Refuse what is no seed."""
+    if not is_seed(seed):
+        what = f"{seed.dtype} of shape {list(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
+        raise TypeError(f"the seed is {what}: pass an int, or a 0-dimensional tensor of integers")
+    if isinstance(seed, int) and not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"the seed is {brief(seed)}, and kernels read 64 bits: pass one from -2^63 on and below 2^64")
+
+
+def signed(seed: int) -> int:
+    """The number of 64 bits with a sign that has the lowest 64 bits of a seed."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
+    """A seed as kernels read it."""
+    check_seed(seed)
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor):
+        return seed.to(device, torch.int64)
+    return torch.tensor(signed(seed), dtype=torch.int64, device=device)
+
+
+def check_offset(offset: Any) -> None:
+    """Refuse what is not the number of a row. Random bits are drawn by 32 bits of it."""
+    is_integer = isinstance(offset, Integral | torch.SymInt) and not isinstance(offset, bool)
+    if not is_integer:
+        what = f"a {type(offset).__name__}" if isinstance(offset, Tensor) else repr(offset)
+        raise TypeError(f"the offset is {what}: pass the first row of the shard in the whole tensor, an int")
+    if not 0 <= offset < 1 << 32:
+        raise ValueError(
+            f"the offset is {offset}: pass the first row of the shard in the whole tensor, from 0 on and below 2^32"
+        )
+
+
+def check_dense(x: Tensor) -> None:
+    """Refuse what is no ordinary tensor of numbers, or is to be derived in forward mode, which encoding cannot be."""
+    if x.is_nested:
+        raise TypeError("the tensor to encode is nested: pass x.values(), or what torch.nested pads it to")
+    if x.layout != torch.strided:
+        raise TypeError(f"the tensor to encode is {x.layout}: pass x.to_dense()")
+    if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise TypeError(
+            "the tensor to encode has a tangent of forward-mode AD, and no derivative flows through encoding: pass "
+            "torch.autograd.forward_ad.unpack_dual(x).primal"
+        )
+
+
+def state_of(
+    quantizer: Quantizer, state: Mapping[str, Tensor], device: torch.device, what: str = "state", of: str = "the tensor"
+) -> dict[str, Tensor]:
+    """What the quantizer needs of a state; empty if it remembers nothing. ``what`` messages call it, and ``of`` what
+    is encoded."""
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"{what} is a {type(state).__name__}: pass what {quantizer}.new_state() made, a dict, or None to encode "
+            f"with the statistics of {of}"
+        )
+    branches = quantizer.state_branches().items()
+    needed = {prefix + buffer.name: buffer.shape for prefix, side in branches for buffer in side.state}
+    if missing := [name for name in needed if name not in state]:
+        raise ValueError(
+            f"{what} has no {', '.join(missing)}: pass what {quantizer}.new_state() made, or None to encode with the "
+            f"statistics of {of}"
+        )
+    for name, shape in needed.items():
+        if fault := _unfit_buffer(state[name], shape, device):
+            raise ValueError(f"{what}: {name} {fault}: pass what {quantizer}.new_state(device) made")
+    return {name: state[name] for name in needed}
+
+
+def _unfit_buffer(buffer: object, shape: Sequence[int], device: torch.device) -> str:
+    """What is wrong with a buffer of a state; empty if nothing is."""
+    if not isinstance(buffer, Tensor):
+        return f"is a {type(buffer).__name__} and no tensor"
+    if buffer.shape != tuple(shape):
+        return f"is of shape {list(buffer.shape)} and not {list(shape)}"
+    if buffer.dtype != torch.float32:
+        return f"is {buffer.dtype} and not torch.float32"
+    if not buffer.is_contiguous():
+        return f"has strides {list(buffer.stride())} and is not contiguous"
+    return f"is on {buffer.device}, and what is encoded on {device}" if buffer.device != device else ""
+
+
+def unfit_bias(bias: object, rows: int, device: torch.device) -> Exception:
+    """What is wrong with a bias that is not one number, on this device, for each of so many rows of ``b``."""
+    if not isinstance(bias, Tensor):
+        return TypeError(f"gemm: the bias is a {type(bias).__name__}: it must be a tensor, or None")
+    if bias.shape != (rows,):
+        return ValueError(
+            f"gemm: the bias is {list(bias.shape)}, and b has {rows} rows: pass one number for each of them, "
+            f"of shape [{rows}]"
+        )
+    return ValueError(f"gemm: the bias is on {bias.device} and the operands are on {device}: move one to the other")

@@ -1,0 +1,162 @@
+"""What a kernel binds: an encoding or a product of which all but the tensors is given.
+
+A ``KernelSpec`` may name, beside its ``impl``, a function that takes one of these and returns what does it: all that
+depends on shapes, dtypes, devices and options is decided, checked and packed there, once. A step then allocates and
+launches. ``unbound`` makes the ``impl`` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.format import Storage
+from lpq.kernels.table import kernels_allowed
+from lpq.operations.exact_form import Form, Multiplicand
+from lpq.operations.multiplying import gemm_reference
+from lpq.operations.quantizing import quantize_reference
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Quantizer
+
+ALIGNED = 16
+"""Bytes: a kernel that is bound to aligned matrices may read pieces of so many."""
+
+
+class Encoding(NamedTuple):
+    """How matrices of one shape are encoded."""
+
+    row: Any
+    col: Any
+    """The quantizers of the operands that are wanted, None of one that is not: those of the format that binds."""
+    shape: tuple[int, int]
+    """That of the matrix, which is contiguous."""
+    held: torch.dtype
+    """The dtype of the matrix."""
+    dtype: torch.dtype
+    """The dtype that it is first rounded to."""
+    device: torch.device
+    given: tuple[bool, ...] = ()
+    """For each statistic, in the order of ``declared``, whether it is given; empty: none is."""
+    measure: bool = False
+    """Whether the statistics are returned."""
+    offset: int = 0
+    """The first row of the matrix in the whole tensor."""
+    exact: tuple[bool, bool] = (False, False)
+    """Whether the row operand, and the column operand, is made in its exact form, to be multiplied in bf16 at once."""
+    aligned: bool = True
+    """Whether the matrix begins at a multiple of ``ALIGNED`` bytes."""
+    operator: bool = False
+    """Whether an operator returns the results: none shares memory with another, and modes see them allocated."""
+
+
+Encoded = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
+"""The buffers of the row operand, those of the column operand and the statistics, each in the order declared."""
+Encode = Callable[[Tensor, int, Sequence[Tensor | None], Tensor | None], Encoded]
+"""``encode(x, at, stats, seed)``: ``at`` is the address of ``x``; ``stats`` are contiguous, and None where they are not
+given. The device is the current one."""
+
+
+class Operand(NamedTuple):
+    """An operand, without its buffers."""
+
+    quantizer: Any
+    """That of the format that binds."""
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    form: Form | None = None
+    """The exact form in which it was made, in place of being encoded."""
+
+    def over(self, tensors: Sequence[Tensor]) -> Storage:
+        """The operand that has these buffers."""
+        quantizer, shape, dtype, form = self
+        if form is None:
+            storage: Storage = quantizer.storage.wrap(tensors, quantizer, shape, dtype)
+            return storage
+        return Multiplicand.over(tensors, form.constant, quantizer, shape, dtype)
+
+
+class Product(NamedTuple):
+    """How operands of one shape are multiplied: ``decode(a) @ decode(b)ᵀ + bias``."""
+
+    a: Operand
+    b: Operand
+    dtype: torch.dtype
+    device: torch.device
+    fast_accumulate: bool = False
+    operator: bool = False
+    """Whether an operator returns the result: modes see it allocated."""
+
+
+Multiply = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
+"""``multiply(a, b, bias)`` of the buffers of two operands. The device is the current one."""
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within, this GPU is the current one."""
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
+    """The ``impl`` of a ``quantize`` that binds: what is bound is kept for the shapes that were asked for last."""
+    bound = registry.cached_few(lambda e, kernels: bind(e))
+
+    def quantize(
+        x: Tensor,
+        stats: Sequence[Tensor | None],
+        row: Quantizer | None,
+        col: Quantizer | None,
+        seed: Tensor | None,
+        offset: int,
+        measure: bool,
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        """As the reference."""
+        x, dtype = x.contiguous(), dtype or x.dtype
+        at = x.data_ptr()
+        given = tuple(s is not None for s in stats)
+        encode = None
+        if x.numel():
+            e = Encoding(row, col, (x.shape[0], x.shape[1]), x.dtype, dtype, x.device, given if True in given else ())
+            e = e._replace(measure=measure, offset=offset, aligned=at % ALIGNED == 0, operator=True)
+            encode = bound(e, kernels_allowed())
+        if encode is None:
+            return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
+        with on_device(x.device):
+            known = [None if s is None else s.contiguous() for s in stats]
+            of_row, of_col, measured = encode(x, at, known, seed)
+        return [*of_row, *of_col, *measured]
+
+    return quantize
+
+
+def operand_like(storage: Storage) -> Operand:
+    """An operand as this one is."""
+    form = None
+    if isinstance(storage, Multiplicand):
+        form = Form(storage.form.factor is not None, storage.form.constant)
+    return Operand(storage.quantizer, storage.shape, storage.dtype, form)
+
+
+def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:
+    """The ``impl`` of a ``gemm`` that binds, as ``unbound``."""
+    bound = registry.cached_few(lambda p, kernels: bind(p))
+
+    def gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False) -> Tensor:
+        """As the reference, up to the order of sums."""
+        device = a.device
+        product = Product(operand_like(a), operand_like(b), dtype, device, fast_accumulate, operator=True)
+        multiply = bound(product, kernels_allowed())
+        if multiply is None:
+            return gemm_reference(a, b, bias, dtype)
+        with on_device(device):
+            return multiply(a.tensors(), b.tensors(), bias)
+
+    return gemm

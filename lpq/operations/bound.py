@@ -1,0 +1,286 @@
+"""Encoders and products of one shape: what a layer makes once, and calls at every step.
+
+Bound ones have the kernels, their launches and the memory that these want decided beforehand, and pass PyTorch's
+dispatcher by. Where a compiler traces or somebody watches, the same is done through operators; both give the same
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Quantizer
+from lpq.kernels import choose
+from lpq.operations import fused_pair
+from lpq.operations.binding import ALIGNED, Encode, Encoded, Encoding, Multiply, Operand, Product
+from lpq.operations.exact_form import Form
+from lpq.operations.format_calls import encoded_by
+from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
+from lpq.operations.operands import as_matrix, encode_operands, recall, recalls
+from lpq.operations.quantizing import quantize, quantize_reference
+from lpq.operations.sides import serving, shared
+from lpq.operations.transposing import transpose_reference
+
+State = Mapping[str, Tensor]
+Run = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Encoded]
+"""``run(x, stats, seed)``."""
+
+
+class Encoder(NamedTuple):
+    """Encodes tensors of one shape."""
+
+    row: Operand | None
+    col: Operand | None
+    """What it makes."""
+    encode: Callable[[Tensor, State | None, Tensor | None], Encoded]
+    """``encode(x, state, seed)``: the buffers of both operands, and the statistics if there is a state. The matrix is
+    ``x`` with all leading dimensions as rows. The device is the current one."""
+    later: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+    """Makes the buffers of the column operand of what ``encode`` returns in their place; None: they are it."""
+
+
+class Wanted(NamedTuple):
+    """How a layer wants tensors of one kind encoded."""
+
+    quantizer: Quantizer
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    row: bool = True
+    col: bool = True
+    remembers: bool = False
+    """Whether there is a state."""
+    exact: tuple[bool, bool] = (False, False)
+    """Whether the row operand, and the column operand, may be made in its exact form: it is multiplied at once."""
+    later: bool = False
+    """Whether the column operand is made when it is multiplied, so that a compiler decides what is kept until then."""
+    draws: bool = False
+    """Whether the operator that makes the row operand is given the seed in any case. A compiler would draw in backward
+    what forward has no use for."""
+
+
+def bind_encoder(wanted: Wanted) -> Encoder:
+    """Decide now what encodes so on this device."""
+    quantizer, shape, dtype, device, _, col, remembers = wanted[:7]
+    if col and quantizer.col_source == "row":
+        return through_operators(wanted)  # one operand is made of the other: there is little to decide beforehand
+    sides, forms = _sides(wanted), _forms(wanted)
+    e = Encoding(*sides, shape, dtype, dtype, device, measure=remembers)
+    if forms != (None, None):
+        run = _aligned(fused_pair.bind, e._replace(exact=wanted.exact))
+    else:
+        run = _bound(e._replace(given=recalls(quantizer, *sides)) if remembers else e)
+
+    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
+        if state is None:
+            return run(x, (), seed)
+        known = recall(quantizer, *sides, state)
+        return run(x, [None if k is None else k.contiguous() for k in known], seed)
+
+    return Encoder(*operands_of(wanted, forms), encode)
+
+
+def through_operators(wanted: Wanted) -> Encoder:
+    """Encode so by way of the dispatcher, for a tracer or whoever watches."""
+    quantizer, _, _, _, row, col = wanted[:6]
+    if wanted.later and _can_be_later(wanted):
+        return _in_two_parts(wanted)
+    forms = _forms(wanted)
+    exact = wanted.exact if forms != (None, None) else (False, False)
+
+    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
+        made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
+        first, second = made.row, made.col
+        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), made.measured
+
+    return Encoder(*operands_of(wanted, forms), encode)
+
+
+def _can_be_later(wanted: Wanted) -> bool:
+    """Whether there is a column operand that an operator of its own can make, of the tensor alone."""
+    row, col = _sides(wanted)
+    if col is None or col.plain or wanted.remembers or wanted.quantizer.col_source == "row":
+        return False
+    return not (shared(row, col) and col.stochastic)  # those random bits are the row operand's
+
+
+def _in_two_parts(wanted: Wanted) -> Encoder:
+    """Encode the row operand now, and the column operand later.
+
+    One operator for both would be needed in forward. A compiler's partitioner, which decides what is kept for backward,
+    makes nothing again that comes of an operator of others: so it would keep the column operand, always. One that only
+    backward needs goes where the fewest bytes are kept: into backward, where the tensor or what it is computed from is
+    kept anyway, or else into forward.
+    """
+    row, col = _sides(wanted)
+    assert col is not None
+    both = shared(row, col) and all(stat.block == (None, None) for stat in col.stats)
+
+    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
+        # Equal operators are merged, those that are given other seeds are not.
+        of_row = seed if wanted.draws or (row is not None and row.stochastic) else None
+        made, _, measured = quantize(as_matrix(x), None, row, None, of_row, measure=both)
+        kept = (x, *measured) if not col.stochastic or seed is None else (x, *measured, seed)
+        return () if made is None else made.tensors(), kept, ()
+
+    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, *rest = kept
+        seed = rest.pop() if col.stochastic else None
+        # The copy is free once it is compiled. Without, x itself would be read by no operator that the partitioner
+        # knows how to fuse, and it makes nothing again for such a reader.
+        _, made, _ = quantize(as_matrix(x).clone(), rest, None, col, seed)
+        assert made is not None
+        return made.tensors()
+
+    return Encoder(*operands_of(wanted), encode, later)
+
+
+def _sides(wanted: Wanted) -> tuple[Quantizer | None, Quantizer | None]:
+    quantizer = wanted.quantizer
+    return quantizer.side("row") if wanted.row else None, quantizer.side("col") if wanted.col else None
+
+
+def _forms(wanted: Wanted) -> tuple[Form | None, Form | None]:
+    """The exact forms in which the operands are made."""
+    row, col = _sides(wanted)
+    rows, cols = wanted.shape
+    if wanted.exact == (False, False) or wanted.remembers or row is None or col is None:
+        return None, None
+    if (
+        rows % fused_pair.ALIGNED
+        or cols % fused_pair.ALIGNED
+        or rows * cols == 0
+        or wanted.quantizer.col_source == "row"
+    ):
+        return None, None
+    return fused_pair.exact_forms(row.text, col.text, *wanted.exact, wanted.device) or (None, None)
+
+
+def operands_of(
+    wanted: Wanted, forms: tuple[Form | None, Form | None] = (None, None)
+) -> tuple[Operand | None, Operand | None]:
+    """The operands of a tensor that is encoded so."""
+    (rows, cols), dtype = wanted.shape, wanted.dtype
+    row, col = _sides(wanted)
+    return (
+        Operand(row, (rows, cols), dtype, forms[0]) if row is not None else None,
+        Operand(col, (cols, rows), dtype, forms[1]) if col is not None else None,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what encodes
+
+
+def _bound(e: Encoding) -> Run:
+    """What encodes so: one kernel for both operands, one for each, or the reference."""
+    row, col = e.row, e.col
+    if (row is not None and row.plain) or (col is not None and col.plain):
+        return _with_plain(e)
+    if row is None and col is None:
+        return lambda x, stats, seed: ((), (), ())
+    choice = serving("quantize", row, col, e.device)
+    if choice is None:
+        return _one_at_a_time(e)
+    if choice.bind is not None:
+        return _aligned(choice.bind, e)
+    return _called(choice.impl or quantize_reference, e)
+
+
+def _called(impl: Callable[..., list[Tensor]], e: Encoding) -> Run:
+    """A call of a kernel that binds nothing."""
+    row, col, offset, measure = e.row, e.col, e.offset, e.measure
+    at = len(row.layout) if row is not None else 0
+    end = at + (len(col.layout) if col is not None else 0)
+
+    def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        out = impl(as_matrix(x), stats, row, col, seed, offset, measure)
+        return out[:at], out[at:end], out[end:]
+
+    return run
+
+
+def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
+    """What is bound to matrices that are aligned; any other is copied or, if it lies so, bound when it comes."""
+    encode = bind(e) if 0 not in e.shape else None
+    if encode is None:
+        return _called(quantize_reference, e)
+    misaligned = cache(lambda: bind(e._replace(aligned=False)))
+
+    def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        at = x.data_ptr()
+        if x.is_contiguous() and not at % ALIGNED:
+            return encode(x, at, stats, seed)
+        x = x.contiguous()
+        at = x.data_ptr()
+        how = encode if at % ALIGNED == 0 else misaligned()
+        assert how is not None
+        return how(x, at, stats, seed)
+
+    return run
+
+
+def _one_at_a_time(e: Encoding) -> Run:
+    """Each operand by what serves it best: no kernel takes both."""
+    count = len(e.row.stats) if e.row is not None else 0
+    first = _bound(e._replace(col=None, given=e.given[:count]))
+    second = _bound(e._replace(row=None, given=e.given[count:]))
+
+    def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        row, _, measured = first(x, stats[:count], seed)
+        _, col, more = second(x, stats[count:], seed)
+        return row, col, (*measured, *more)
+
+    return run
+
+
+def _with_plain(e: Encoding) -> Run:
+    """What one makes of whose operands one at least is an ordinary matrix, which has no statistics."""
+    row, col = (side if side is not None and side.plain else None for side in (e.row, e.col))
+    both = shared(row, col)
+    others = e._replace(row=None if row is not None else e.row, col=None if col is not None else e.col)
+    rest = _bound(others) if others.row is not None or others.col is not None else None
+
+    def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        x = as_matrix(x)
+        of_row, of_col, measured = rest(x, stats, seed) if rest is not None else ((), (), ())
+        if row is not None:
+            made = encoded_by(row, x, {}, None)
+            of_row = made.tensors()
+            if both:
+                return of_row, transpose_reference(made).tensors(), measured  # one cast serves both
+        if col is not None:
+            of_col = encoded_by(col, x.t(), {}, None).tensors()
+        return of_row, of_col, measured
+
+    return run
+
+
+# ---------------------------------------------------------------------------------------------- what multiplies
+
+
+def bind_product(p: Product) -> Multiply:
+    """Decide now what multiplies so."""
+    a, b, dtype, fast = p.a, p.b, p.dtype, p.fast_accumulate
+    if a.quantizer.plain and b.quantizer.plain:
+        return lambda left, right, bias: plain_gemm(left[0], right[0], bias, dtype)
+    choice = choose("gemm", (a.quantizer.text, b.quantizer.text), p.device)
+    bound = choice.bind(p) if choice.bind is not None else None
+    if bound is not None:
+        return bound
+    impl = gemm_reference if choice.bind is not None else choice.impl or gemm_reference
+    return lambda left, right, bias: impl(a.over(left), b.over(right), bias, dtype, fast)
+
+
+def product_through_operators(p: Product) -> Multiply:
+    """Multiply so by way of the dispatcher."""
+    a, b, dtype, fast = p.a, p.b, p.dtype, p.fast_accumulate
+
+    def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return gemm(a.over(left), b.over(right), bias=bias, dtype=dtype, fast_accumulate=fast)
+
+    return multiply

@@ -1,0 +1,60 @@
+"""Decode: the matrix that an operand stands for."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Storage, check_there
+from lpq.kernels import choose
+from lpq.operations.exact_form import operand_of
+from lpq.operations.format_calls import decoded_by
+from lpq.operations.operators import can_call_directly, define, unaliased
+
+
+def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that an operand stands for, in memory of its own."""
+    first = operand.tensors()[0]
+    if operand.quantizer.plain:
+        if not torch.compiler.is_compiling():
+            check_there(first)
+        return operand.decode().to(dtype, copy=True)
+    if can_call_directly(first):
+        check_there(first)
+        return _decoded(operand, dtype)
+    return cast(
+        "Tensor",
+        torch.ops.lpq.decode(operand.tensors(), operand.quantizer.text, operand.shape, operand.dtype, dtype),
+    )
+
+
+def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
+    """The matrix that the operand stands for, rounded once to ``dtype``."""
+    return decoded_by(operand).to(dtype)
+
+
+def _decoded(operand: Storage, dtype: torch.dtype) -> Tensor:
+    impl = choose("decode", (operand.quantizer.text,), operand.device).impl
+    if impl is not None:
+        decoded: Tensor = impl(operand, dtype)
+        return decoded
+    return unaliased([decode_reference(operand, dtype)], operand.tensors())[0]
+
+
+def _decode(buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype) -> Tensor:
+    return _decoded(operand_of(buffers, quantizer, shape, stored), dtype)
+
+
+def _decode_fake(
+    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    return buffers[0].new_empty(shape, dtype=dtype)
+
+
+define(
+    "decode(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored, ScalarType dtype) -> Tensor",
+    _decode,
+    _decode_fake,
+)

@@ -1,0 +1,75 @@
+"""Multiplicands: operands that are multiplied in bf16 at once and not kept, so that only their exact form is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.format import Storage, check_there
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Quantizer
+
+
+class Form(NamedTuple):
+    """What the exact forms of a format's operands have in common."""
+
+    factor: bool = False
+    """Whether there is a factor for the whole matrix."""
+    constant: float = 1.0
+    """As of ``Exact``."""
+
+
+class Exact(NamedTuple):
+    """``matrix · factor · constant``: what an operand stands for, in the basis in which it is stored."""
+
+    matrix: Tensor
+    """In bf16, and contiguous."""
+    factor: Tensor | None = None
+    """In fp32: one for the matrix, 0-dimensional, or one for each row, ``[rows, 1]``; None: there is none."""
+    constant: float = 1.0
+    """A part of the factor that is the same for all operands of the format; 1 if there is none."""
+    rest: Tensor | None = None
+    """In fp32: the last columns, 16 or so, where bf16 does not hold what they stand for. They have no factor."""
+
+
+class Multiplicand(Storage):
+    """An operand of which only its exact form was made."""
+
+    form: Exact
+
+    @classmethod
+    def over(
+        cls, tensors: Sequence[Tensor], constant: float, quantizer: Quantizer, shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> Self:  # fmt: skip
+        """The operand over its matrix and, if it has one, its factor."""
+        operand = cls().bind(quantizer, shape, dtype)
+        operand.form = Exact(tensors[0], tensors[1] if len(tensors) > 1 else None, constant)
+        return operand
+
+    @property
+    def text(self) -> str:
+        return f"{self.form.constant!r}|{self.quantizer.text}"
+
+    def tensors(self) -> list[Tensor]:
+        return [self.form.matrix] if self.form.factor is None else [self.form.matrix, self.form.factor]
+
+    def decode_rotated(self) -> Tensor:
+        decoded = self.form.matrix.float() * self.form.constant
+        return decoded if self.form.factor is None else decoded * self.form.factor
+
+
+def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
+    """The operand that an operator is told of by its ``Storage.text``."""
+    check_there(tensors[0])
+    constant, _, name = text.rpartition("|")
+    quantizer = cast("Quantizer", registry.quantizer(name))
+    rows, cols = shape
+    if constant:
+        return Multiplicand.over(tensors, float(constant), quantizer, (rows, cols), dtype)
+    return quantizer.storage.wrap(tensors, quantizer, (rows, cols), dtype)

@@ -1,0 +1,181 @@
+"""What a format returns, asked for in words and checked when it is first called.
+
+Each buffer, statistic and decoded matrix is what the layout and ``stats`` declare. The conformance kit tries many
+matrices; this is for a format that nobody ran it on. What each method returns is looked at once for each dtype and
+device, and costs a look into a set from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from lpq import registry
+from lpq.formats.format import Storage
+from lpq.formats.layout import Covering
+from lpq.operations.operators import ORDINARY
+from lpq.registry import PluginError
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Quantizer
+    from lpq.formats.random_bits import RandomBits
+
+Shape = tuple[int, int]
+Fault = tuple[str, str]
+"""What is wrong, and the remedy."""
+AS_DECLARED = "return it as declared, or declare what is returned"
+
+
+def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
+    """What the format's ``measure`` finds, in the order of ``stats``."""
+    found = quantizer.measure(x) or {}
+    try:
+        measured = [found[stat.name] for stat in quantizer.stats]
+    except KeyError as error:
+        raise _lacking(quantizer, "measure", error) from None
+    if not is_dynamo_compiling() and ("measure", x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY:
+        _check(quantizer, "measure", x, _unfit_stats(quantizer, found, x))
+    return measured
+
+
+def recalled_by(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """The statistics that the format's ``recall`` takes from a state, in the order of ``stats``."""
+    found = quantizer.recall(state)
+    try:
+        return [found[stat.name] for stat in quantizer.stats]
+    except KeyError as error:
+        raise _lacking(quantizer, "recall", error) from None
+
+
+def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:
+    """What the format's ``encode`` makes of a matrix, or ``encode_stochastic`` where there are random bits."""
+    method = "encode" if bits is None else "encode_stochastic"
+    made = quantizer.encode(x, stats) if bits is None else quantizer.encode_stochastic(x, stats, bits)
+    if not isinstance(made, Storage):
+        raise _no_storage(quantizer, method, made)
+    made = made.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
+    if not is_dynamo_compiling() and (method, x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY:
+        _check(quantizer, method, x, _unfit_storage(made, x))
+    return made
+
+
+def transposed_by(operand: Storage) -> Storage:
+    """The operand of the transposed matrix, as the format's ``Storage.transposed`` makes it."""
+    quantizer, (rows, cols), first = operand.quantizer, operand.shape, operand.tensors()[0]
+    made = operand.transposed()
+    if not isinstance(made, Storage):
+        raise _no_storage(quantizer, "transposed", made)
+    made = made.bind(quantizer, (cols, rows), operand.dtype)
+    if (
+        not is_dynamo_compiling()
+        and ("transposed", first.dtype, first.device) not in quantizer.checked
+        and type(first) in ORDINARY
+    ):
+        _check(quantizer, "transposed", first, _unfit_storage(made, first))
+    return made
+
+
+def decoded_by(operand: Storage) -> Tensor:
+    """The matrix in fp32, as the format's ``Storage.decode`` makes it."""
+    quantizer, first = operand.quantizer, operand.tensors()[0]
+    values = operand.decode()
+    if (
+        not is_dynamo_compiling()
+        and ("decode", first.dtype, first.device) not in quantizer.checked
+        and type(first) in ORDINARY
+    ):
+        _check(quantizer, "decode", first, _unfit_matrix(operand, values))
+    return values
+
+
+def _check(quantizer: Quantizer, method: str, x: Tensor, fault: Fault | None) -> None:
+    """Raise if something is wrong with what a method returned for ``x``, and else do not look again, unless ``x`` is
+    empty: there is too little to see."""
+    if fault is not None:
+        raise _fault(quantizer, method, *fault)
+    if x.numel():
+        quantizer.checked.add((method, x.dtype, x.device))
+
+
+# ---------------------------------------------------------------------------------------------- what is wrong with it
+
+
+def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
+    """What is wrong with the buffers of an operand."""
+    quantizer, shape = made.quantizer, made.shape
+    name = quantizer.storage.__name__
+    if not isinstance(made, quantizer.storage):
+        return f"returned a {type(made).__name__}; the spec says {name}", f"return {name}(…), or name the other class"
+    held = {key: value for key, value in vars(made).items() if isinstance(value, Tensor)}
+    if set(held) != set(quantizer.names):
+        return f"set {list(held)}; {name}.layout declares {list(quantizer.names)}", _storage_call(quantizer)
+    for buffer in quantizer.layout:
+        fault = _unfit(held[buffer.name], buffer, buffer.dtype or made.dtype, shape, x)
+        if fault:
+            wanted = _declared(buffer, buffer.dtype, shape)
+            return f"returned {buffer.name} {fault}; {name}.layout says {wanted}", AS_DECLARED
+    return None
+
+
+def _unfit_stats(quantizer: Quantizer, found: Mapping[str, Tensor], x: Tensor) -> Fault | None:
+    """What is wrong with the statistics of a matrix."""
+    name, shape = type(quantizer).__name__, (x.shape[0], x.shape[1])
+    if extra := set(found) - {stat.name for stat in quantizer.stats}:
+        return f"returned {min(extra)}, which {name}.stats does not declare", "declare it, or leave it out"
+    for stat in quantizer.stats:
+        fault = _unfit(found[stat.name], stat, torch.float32, shape, x)
+        if fault:
+            wanted = _declared(stat, torch.float32, shape)
+            return f"returned {stat.name} {fault}; {name}.stats says {wanted}", AS_DECLARED
+    return None
+
+
+def _unfit_matrix(operand: Storage, values: Tensor) -> Fault | None:
+    """What is wrong with a decoded matrix."""
+    if not isinstance(values, Tensor):
+        return f"returned {type(values).__name__} and no tensor", "return the matrix in fp32"
+    if tuple(values.shape) != tuple(operand.shape):
+        return f"returned {list(values.shape)} for a matrix {list(operand.shape)}", "cut off what pads it: self.shape"
+    if values.dtype != torch.float32:
+        return f"returned {values.dtype}; a decoded matrix is torch.float32", "return the matrix in fp32"
+    return None
+
+
+def _unfit(tensor: object, declared: Covering, dtype: torch.dtype, shape: Shape, x: Tensor) -> str:
+    """How a tensor is otherwise than declared; empty if it is not."""
+    if not isinstance(tensor, Tensor):
+        return f"as a {type(tensor).__name__}"
+    if tensor.dtype != dtype:
+        return f"as {tensor.dtype}"
+    if tuple(tensor.shape) != declared.grid(*shape):
+        return f"of shape {list(tensor.shape)} for {list(shape)}"
+    if tensor.layout != torch.strided:
+        return f"as {tensor.layout}"
+    return f"on {tensor.device}, of a matrix on {x.device}" if tensor.device != x.device else ""
+
+
+def _declared(declared: Covering, dtype: torch.dtype | None, shape: Shape) -> str:
+    return f"{dtype or 'the dtype of the matrix'}, block {declared.block}, so {list(declared.grid(*shape))}"
+
+
+def _no_storage(quantizer: Quantizer, method: str, made: object) -> PluginError:
+    return _fault(quantizer, method, f"returned {type(made).__name__} and no storage", _storage_call(quantizer))
+
+
+def _storage_call(quantizer: Quantizer) -> str:
+    return f"return {quantizer.storage.__name__}({', '.join(f'{name}=…' for name in quantizer.names)})"
+
+
+def _lacking(quantizer: Quantizer, method: str, error: KeyError) -> PluginError:
+    remedy = "return a dict of all of them"
+    return _fault(quantizer, method, f"returned no {error.args[0]!r}, which stats declares", remedy)
+
+
+def _fault(quantizer: Quantizer, method: str, what: str, remedy: str) -> PluginError:
+    owner = quantizer.storage if hasattr(Storage, method) else type(quantizer)
+    name = registry.format_of(type(quantizer)).name
+    return registry.at_fault(name, f"{quantizer}: {owner.__name__}.{method} {what}", remedy)

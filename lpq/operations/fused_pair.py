@@ -1,0 +1,294 @@
+"""Both operands of a tensor from one read, each in a format of its own.
+
+A format says, by a ``KernelSpec`` for the operation ``tile``, how one operand of its is made tile by tile: which struct
+of which header makes it (``csrc/common/side.cuh``), and what that is handed. With every other format that says so it is
+then written by one kernel, ``csrc/common/pair.cu``, which is compiled for the two, and no pair of formats has code of
+its own. A format need not do this: its operands are then made one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.format import Storage
+from lpq.kernels import KernelError, choose
+from lpq.kernels.fresh import allocator
+from lpq.kernels.tiles import INPUTS, SQUARE, Shape, amax_parts, bind_amax_parts, covering, divides, tile_kernels, tiles
+from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
+from lpq.operations.binding import Encode, Encoded, Encoding, Operand, on_device, unbound
+from lpq.operations.exact_form import Form
+from lpq.operations.operators import can_call_directly, define, layout_hash, once_when_traced
+from lpq.operations.sides import shared
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Direction, Quantizer
+
+
+ALIGNED = 16
+"""Of a matrix of which exact forms are made, rows and columns are multiples of this."""
+
+
+class Job(NamedTuple):
+    """One operand that is wanted."""
+
+    x: Tensor
+    """The matrix, contiguous and not empty."""
+    shape: tuple[int, int]
+    """Of the operand: that of the matrix, or the other way round."""
+    stats: Sequence[Tensor | None]
+    """The operand's statistics as far as they are given, contiguous."""
+    found: Tensor | None
+    """What was measured before, if it was needed."""
+    seed: Tensor | None
+    offset: int
+    measure: bool
+
+
+class Made(NamedTuple):
+    """What a kernel is about to write."""
+
+    buffers: Sequence[Tensor]
+    """Those of the operand, in the order of its layout."""
+    measured: Sequence[Tensor]
+    """The statistics, if they were asked for."""
+    parameters: Sequence[float]
+    """The fields of the struct's ``Parameters``, pointers as integers. What they point to is held by others."""
+
+
+@dataclass(frozen=True)
+class TileSide:
+    """How one operand of a format is made tile by tile."""
+
+    header: Path
+    """The header that has the struct."""
+    struct: str
+    """The struct, with its template arguments."""
+    parameters: str
+    """A letter for each field of its ``Parameters``, as of ``CudaKernel``."""
+    make: Callable[[Job], Made]
+    """Allocates what the struct writes."""
+    amax: bool = False
+    """It needs the amax of the matrix: values (``Job.found``) of which that is the largest."""
+    find: Callable[[Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
+    """It needs what this finds in the matrix, before the first element is encoded. It may be asked for ``amax`` too."""
+    by_product: bool = False
+    """Statistics that are given need not be measured before: the struct does that on the way."""
+    shape: Shape = SQUARE
+    """Of its tiles; of two sides the smaller one is taken."""
+    turns: int = 1
+    """How many tiles a block of threads should take in turn; of two sides the smaller number."""
+    aligned: int = 1
+    """Only shards whose first row is a multiple of this are encoded so."""
+    exact: Form | None = None
+    """For ``exact_tile``: the buffers are the matrix of such an exact form and, if it has one, the factor. Rows and
+    columns are multiples of ``ALIGNED`` then."""
+
+    def needs(self, given: bool, measure: bool) -> bool:
+        """Whether something must be measured before. ``given``: the operand's first statistic is."""
+        return (self.amax or self.find is not None) and (not given or (measure and not self.by_product))
+
+
+def side_of(quantizer: Quantizer, direction: Direction, device: torch.device, op: str = "tile") -> TileSide | str:
+    """How an operand is made tile by tile, or why it is not."""
+    try:
+        choice = choose(op, (quantizer.text,), device)
+    except KernelError as error:
+        return str(error)
+    side: TileSide | None = choice.impl(quantizer, direction) if choice.impl is not None else None
+    if side is None:
+        reasons = "; ".join(reason for _, reason in choice.rejected)
+        return f"{quantizer} has no {direction} operand tile by tile: {reasons or 'its plugin names none'}"
+    return side
+
+
+def why_not(row: Quantizer, col: Quantizer) -> str | None:
+    """Both operands must be made tile by tile, and neither follow from the other."""
+    if shared(row, col):
+        return "the column operand follows from the row operand"
+    device = torch.device("cuda", torch.cuda.current_device())
+    sides = side_of(row, "row", device), side_of(col, "col", device)
+    return next((side for side in sides if isinstance(side, str)), None)
+
+
+def bind(e: Encoding) -> Encode | None:
+    """How both operands of matrices of one shape are made from one read; None where they are not."""
+    assert e.row is not None
+    assert e.col is not None
+    pair = _pair(e.row.text, e.col.text, e.device.index or 0, *_ops(e.exact))
+    return pair.bind(e) if pair is not None else None
+
+
+quantize = unbound(bind)
+
+
+def _ops(exact: tuple[bool, bool]) -> tuple[str, str]:
+    return "exact_tile" if exact[0] else "tile", "exact_tile" if exact[1] else "tile"
+
+
+def multiplicands(
+    x: Tensor, row: Quantizer, col: Quantizer, seed: Tensor | None, exact: tuple[bool, bool]
+) -> tuple[Storage, Storage] | None:
+    """Both operands of ``x``, of which one at least is made in its ``exact`` form, without being encoded first; None
+    if they cannot be."""
+    rows, cols = x.shape
+    if rows % ALIGNED or cols % ALIGNED or x.numel() == 0:
+        return None
+    if seed is None and (row.stochastic or col.stochastic):
+        return None
+    forms = exact_forms(row.text, col.text, *exact, x.device)
+    if forms is None:
+        return None
+    texts = row.text, col.text
+    if can_call_directly(x):
+        both = _multiplicands(x, *texts, seed, *exact)
+    else:
+        both = torch.ops.lpq.multiplicands(x, *texts, seed, *exact, layout_hash(*texts))
+    at = len(row.layout) if forms[0] is None else 1 + forms[0].factor
+    return (
+        Operand(row, (rows, cols), x.dtype, forms[0]).over(both[:at]),
+        Operand(col, (cols, rows), x.dtype, forms[1]).over(both[at:]),
+    )
+
+
+def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device) -> Pair | None:
+    """What makes both operands, those that are ``exact`` in that form; None: nothing does."""
+    ops = _ops((exact_row, exact_col))
+    try:
+        if any(choose(op, (side,), device).impl is None for op, side in zip(ops, (row, col), strict=True)):
+            return None
+    except KernelError:  # nothing but kernels is allowed, and these are not there
+        return None
+    return _pair(row, col, device.index or 0, *ops)
+
+
+@once_when_traced
+def exact_forms(
+    row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device
+) -> tuple[Form | None, Form | None] | None:
+    """The form in which each operand is made, None of one that is encoded. None: they cannot be made so."""
+    pair = _making(row, col, exact_row, exact_col, device)
+    return None if pair is None else (pair.row.exact, pair.col.exact)
+
+
+def _multiplicands(
+    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
+) -> list[Tensor]:
+    pair = _making(row, col, exact_row, exact_col, x.device)
+    assert pair is not None
+    sides = cast("Quantizer", registry.quantizer(row)), cast("Quantizer", registry.quantizer(col))
+    x = x.contiguous()
+    at, shape, exact = x.data_ptr(), (x.shape[0], x.shape[1]), (exact_row, exact_col)
+    encode = bind(
+        Encoding(*sides, shape, x.dtype, x.dtype, x.device, exact=exact, aligned=at % ALIGNED_BYTES == 0, operator=True)
+    )
+    assert encode is not None
+    with on_device(x.device):
+        of_row, of_col, _ = encode(x, at, (), seed)
+    return [*of_row, *of_col]
+
+
+def _multiplicands_fake(
+    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str = ""
+) -> list[Tensor]:
+    rows, cols = x.shape
+    forms = exact_forms(row, col, exact_row, exact_col, x.device)
+    assert forms is not None
+    out: list[Tensor] = []
+    for form, text, shape in zip(forms, (row, col), ((rows, cols), (cols, rows)), strict=True):
+        if form is None:
+            quantizer = cast("Quantizer", registry.quantizer(text))
+            out += quantizer.storage.fresh(quantizer, shape, x).tensors()
+        else:
+            out += [x.new_empty(shape, dtype=torch.bfloat16)]
+            out += [x.new_empty((), dtype=torch.float32)] if form.factor else []
+    return out
+
+
+class Pair:
+    """Two sides, and the kernel that is compiled for them."""
+
+    def __init__(self, row: TileSide, col: TileSide) -> None:
+        self.row, self.col = row, col
+        self.shape = min(row.shape, col.shape)
+        self.turns = min(row.turns, col.turns)
+        arguments = f"P({row.parameters})({col.parameters})I"
+        self.kernel = tile_kernels("common/pair.cu", "pair", arguments)[self.shape]
+        self.macros = (
+            f"LPQ_ROW={row.struct}", f'LPQ_ROW_HEADER="{row.header}"',
+            f"LPQ_COL={col.struct}", f'LPQ_COL_HEADER="{col.header}"',
+        )  # fmt: skip
+        self.bind = registry.cached_few(self._bind)
+        """How matrices of one shape are encoded; None where the reference has to."""
+
+    def _macros_for(self, dtype: torch.dtype, *, stats: bool, whole: bool) -> tuple[str, ...]:
+        """Those for an input, where statistics are given or wanted, and where tiles cover the matrix exactly."""
+        return (INPUTS[dtype], *self.macros, *(["LPQ_STATS"] if stats else []), *covering(self.shape, whole))
+
+    def _bind(self, e: Encoding) -> Encode | None:
+        """One read of the tensor, after those in which its amaxes are found if they are needed."""
+        if 0 in e.shape or e.offset % self.row.aligned or e.offset % self.col.aligned:
+            return None
+        assert e.row is not None
+        assert e.col is not None
+        (rows, cols), index = e.shape, e.device.index or 0
+        count, first, second = len(e.row.stats), self.row, self.col
+        none = (None,) * (count + len(e.col.stats))
+        given = e.given or (False,) * len(none)
+        needs = first.needs(given[0], e.measure), second.needs(given[count], e.measure)
+        finds = [i for i, side in enumerate((first, second)) if needs[i] and side.find is not None]
+        wanted = [i for i, side in enumerate((first, second)) if needs[i] and side.amax]
+        parts, look = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted and not finds else (None, None)
+        empty = allocator(e.device, dispatched=e.operator)
+        blocks = tiles(rows, cols, self.shape)
+        whole = e.aligned and divides(rows, cols, self.shape)
+        macros = self._macros_for(e.dtype, stats=e.measure or True in given, whole=whole)
+        launch = self.kernel.bind(index, macros, -(-blocks // self.turns))
+        make, make_beside = first.make, second.make
+        tail = blocks, rows, cols
+
+        def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+            x = x.view(rows, cols)
+            stats = stats or none
+            found: list[Tensor | None] = [None, None]
+            amax = None
+            for i in finds:
+                find = (first if i == 0 else second).find
+                assert find is not None
+                found[i], beside = find(x, bool(wanted) and amax is None)
+                amax = beside if amax is None else amax
+            if look is not None and parts is not None:
+                amax = empty(*parts)
+                look(at, amax.data_ptr())
+            elif wanted and amax is None:
+                amax = amax_parts(x, e.dtype)
+            for i in wanted:
+                found[i] = amax
+            made = make(Job(x, (rows, cols), stats[:count], found[0], seed, e.offset, e.measure))
+            beside_it = make_beside(Job(x, (cols, rows), stats[count:], found[1], seed, e.offset, e.measure))
+            launch(at, *made.parameters, *beside_it.parameters, *tail)
+            return made.buffers, beside_it.buffers, (*made.measured, *beside_it.measured)
+
+        return encode
+
+
+@registry.cached
+def _pair(row: str, col: str, index: int, row_op: str = "tile", col_op: str = "tile") -> Pair | None:
+    device = torch.device("cuda", index)
+    first = side_of(cast("Quantizer", registry.quantizer(row)), "row", device, row_op)
+    second = side_of(cast("Quantizer", registry.quantizer(col)), "col", device, col_op)
+    return None if isinstance(first, str) or isinstance(second, str) else Pair(first, second)
+
+
+define(
+    "multiplicands(Tensor x, str row, str col, Tensor? seed, bool exact_row, bool exact_col, "
+    'str layouts="") -> Tensor[]',
+    _multiplicands,
+    _multiplicands_fake,
+)

@@ -1,0 +1,69 @@
+"""Measure: the statistics of a matrix that its operands need."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Quantizer
+from lpq.operations.format_calls import measured_by
+from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
+from lpq.operations.sides import declared, quantizer_of, serving, shared, text_of
+
+
+def measure(
+    x: Tensor, row: Quantizer | None, col: Quantizer | None, *, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """The local statistics of the matrix ``x`` that its operands need, in the order of ``declared``. If a ``dtype`` is
+    given, they are those of ``x`` rounded to it."""
+    if can_call_directly(x):
+        return _measured(x, row, col, dtype or x.dtype)
+    x = x if dtype is None else x.to(dtype)
+    texts = text_of(row), text_of(col)
+    return cast("list[Tensor]", torch.ops.lpq.measure(x, *texts, layout_hash(*texts)))
+
+
+def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    """The statistics of ``x`` for these operands, in the order of ``declared``."""
+    measured = _measure_side(row, x) if row is not None else []
+    if col is None or shared(row, col):
+        return measured
+    return measured + _measure_side(col, x.t())
+
+
+def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
+    if x.numel() == 0:
+        return [s.zeros(x.shape[0], x.shape[1], x.device) for s in side.stats]
+    return measured_by(side, x) if side.stats else []
+
+
+def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
+    choice = serving("measure", row, col, x.device)
+    if choice is None:
+        return unaliased(_measured(x, row, None, dtype) + _measured(x, None, col, dtype), ())
+    if choice.impl is None:
+        return unaliased(measure_reference(x.to(dtype), row, col), ())
+    impl = choice.impl if x.dtype is dtype else choice.rounding(dtype)
+    measured: list[Tensor] = impl(x, row, col)
+    return measured
+
+
+def _measure(x: Tensor, row: str, col: str, layouts: str = "") -> list[Tensor]:
+    return _measured(x, quantizer_of(row), quantizer_of(col), x.dtype)
+
+
+def _measure_fake(x: Tensor, row: str, col: str, layouts: str = "") -> list[Tensor]:
+    return empty_stats(x, quantizer_of(row), quantizer_of(col))
+
+
+def empty_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    rows, cols = x.shape
+    return [
+        x.new_empty(stat.grid(rows, cols) if dim == 0 else stat.grid(cols, rows), dtype=torch.float32)
+        for stat, dim in declared(row, col)
+    ]
+
+
+define('measure(Tensor x, str row, str col, str layouts="") -> Tensor[]', _measure, _measure_fake)

@@ -1,0 +1,181 @@
+"""Encoding a tensor: measure → reduce → encode, for both directions at once.
+
+This is the one place where statistics meet a process group, state meets a step and random bits meet an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Storage
+from lpq.kernels import choose
+from lpq.operations import fused_pair
+from lpq.operations.decoding import decode
+from lpq.operations.format_calls import recalled_by
+from lpq.operations.measuring import measure
+from lpq.operations.operators import ORDINARY, can_call_directly
+from lpq.operations.quantizing import quantize
+from lpq.operations.reduce_statistics import check_shard, reduce_stats, spans
+from lpq.operations.sides import declared
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lpq.formats.format import Quantizer
+
+State = Mapping[str, Tensor]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Operands(NamedTuple):
+    """The wanted operands of one tensor, and the statistics measured on the way if they were asked for."""
+
+    row: Storage | None
+    col: Storage | None
+    measured: list[Tensor]
+
+
+def encode_operands(
+    quantizer: Quantizer,
+    x: Tensor,
+    *,
+    row: bool = True,
+    col: bool = True,
+    group: ProcessGroup | None = None,
+    state: State | None = None,
+    seed: Tensor | None = None,
+    offset: int = 0,
+    exact: tuple[bool, bool] = (False, False),
+) -> Operands:
+    """Encode the matrix ``x``. The state is read, never written: see ``remember``. Buffers lie in memory as encoding
+    leaves them, which may be column by column: ``Storage.row_major`` is for what is kept.
+
+    ``exact``: whether the row operand, and the column operand, is multiplied in bf16 at once, and then forgotten. It
+    may be made for that in place of being encoded.
+    """
+    check_input(x)
+    row_side = quantizer.side("row") if row else None
+    col_side = quantizer.side("col") if col else None
+    if quantizer.col_source == "original" or col_side is None:
+        if group is None and state is None:  # nothing to reduce, and nothing to recall
+            if (exact[0] or exact[1]) and row_side is not None and col_side is not None:
+                made = fused_pair.multiplicands(x, row_side, col_side, seed, exact)
+                if made is not None:
+                    return Operands(*made, [])
+            return Operands(*quantize(x, None, row_side, col_side, seed, offset))
+        return _encode(quantizer, x, row_side, col_side, group, state, seed, offset)
+    first = _encode(quantizer, x, quantizer.side("row"), None, group, state, seed, offset)
+    assert first.row is not None
+    decoded = decode(first.row, torch.float32)
+    second = _encode(quantizer, decoded, None, col_side, group, state, seed, offset)
+    assert second.col is not None
+    col_operand = second.col.astype(x.dtype)  # it stands for x, not for what was decoded
+    if not row:
+        return Operands(None, col_operand, second.measured)
+    return Operands(first.row, col_operand, first.measured + second.measured)
+
+
+def _encode(
+    quantizer: Quantizer,
+    x: Tensor,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    group: ProcessGroup | None,
+    state: State | None,
+    seed: Tensor | None,
+    offset: int,
+) -> Operands:
+    known = recall(quantizer, row, col, state) if state is not None else []
+    if group is not None and group.size() > 1:
+        needed = declared(row, col)
+        check_shard(row, col, needed, x.shape[0])
+        if state is None or any(k is None and spans(d) for k, d in zip(known, needed, strict=True)):
+            stats = measure(x, row, col)
+            reduce_stats(needed, stats, group)
+            use = [s if k is None else k for k, s in zip(known or [None] * len(stats), stats, strict=True)]
+            row_operand, col_operand, _ = quantize(x, use, row, col, seed, offset)
+            return Operands(row_operand, col_operand, stats)
+    return Operands._make(quantize(x, known, row, col, seed, offset, measure=state is not None))
+
+
+def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
+    """State prefix and quantizer of each set of statistics that encoding these directions measures."""
+    state = quantizer.state_branches()
+    if "" in state:
+        return [("", state[""])]
+    wanted = (("row_", row), ("col_", col))
+    return [(prefix, branch) for prefix, branch in wanted if branch is not None]
+
+
+def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
+    """The statistics to encode with that the state remembers; None where a direction remembers nothing."""
+    known: list[Tensor | None] = []
+    for prefix, branch in _branches(quantizer, row, col):
+        if branch.state:
+            known += recalled_by(branch, {s.name: state[prefix + s.name] for s in branch.state})
+        else:
+            known += [None for _ in branch.stats]
+    return known
+
+
+def recalls(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> tuple[bool, ...]:
+    """For each statistic whether ``recall`` gives it."""
+    return tuple(bool(branch.state) for _, branch in _branches(quantizer, row, col) for _ in branch.stats)
+
+
+def remember(
+    quantizer: Quantizer,
+    state: State,
+    measured: list[Tensor],
+    *,
+    row: bool = True,
+    col: bool = True,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
+    sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
+    if group is not None:
+        reduce_stats(declared(*sides), measured, group)
+    rest = iter(measured)
+    for prefix, branch in _branches(quantizer, *sides):
+        stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
+        if branch.state:
+            named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
+            _remember(branch, {s.name: state[prefix + s.name] for s in branch.state}, named)
+
+
+def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+    """Take the reduced statistics of a step into the state. A compiler traces what the format wrote."""
+    tensors = (*state.values(), *stats.values())
+    if can_call_directly(tensors[0]) and ORDINARY.issuperset(map(type, tensors)):
+        impl = choose("remember", (side.text,), tensors[0].device).impl
+        if impl is not None:
+            impl(side, state, stats)
+            torch.autograd.graph.increment_version(state.values())  # a kernel writes unseen
+            return
+    side.remember(state, stats)
+
+
+def check_input(x: Tensor) -> None:
+    """Refuse what is not a number of at most fp32, in which everything is computed."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a tensor can be encoded, and not a {type(x).__name__}")
+    if x.dtype not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise TypeError(f"the tensor to encode is {x.dtype}; lpq encodes {names}: cast it first")
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """All leading dimensions as rows; a vector is one row."""
+    if x.dim() == 2:
+        return x
+    cols = x.shape[-1] if x.dim() else 1
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    return x.reshape(rows, cols)

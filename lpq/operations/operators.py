@@ -1,0 +1,143 @@
+"""Operators of ``torch.library`` around the bodies of operations, when a body may be called without one, and what any
+operator writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.layout import row_major
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Quantizer
+
+F = TypeVar("F", bound=Callable[..., Any])
+ORDINARY = frozenset((Tensor, torch.nn.Parameter))
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+"""Included where a tracer looks on before autograd."""
+LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
+
+
+def once_when_traced(function: F) -> F:
+    """Have torch.compile call this while it traces, and take what it returns as a constant. torch.compiler's own
+    decorator does the same, and imports the whole compiler for that."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def opaque_when_traced(function: F) -> F:
+    """Have torch.compile take a call of this for one node, and not look into it. torch.compiler's own decorator, which
+    imports the whole compiler too, is called when the compiler comes by."""
+
+    @once_when_traced
+    def known() -> None:
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            known()
+        return function(*args)
+
+    return cast("F", call)
+
+
+def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
+    """Give an operator its body on every device, and what it returns for fake tensors."""
+    name = schema[: schema.index("(")]
+    LIBRARY.define(schema, **options)  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, _by_itself(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"lpq::{name}", fake, lib=LIBRARY)
+
+
+def _by_itself(body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body as it is written: autocast would round the operands of a reference's matmul, and autograd would record
+    what a body does inside, on which not every body can be run."""
+
+    @wraps(body)
+    def run(first: Tensor | list[Tensor], *args: Any) -> Any:
+        device = (first if isinstance(first, Tensor) else first[0]).device.type
+        with torch.no_grad():
+            if device == "meta" or not torch.is_autocast_enabled(device):
+                return body(first, *args)
+            with torch.autocast(device, enabled=False):
+                return body(first, *args)
+
+    return run
+
+
+def can_call_directly(x: Tensor) -> bool:
+    """Whether a body may be called by itself: there is no gradient to stop, and the dispatcher may be bypassed."""
+    return not torch.is_grad_enabled() and can_bypass_dispatcher(x)
+
+
+def can_bypass_dispatcher(x: Tensor) -> bool:
+    """Whether nothing that the dispatcher serves is at work: no tracer, mode, transform, subclass or cast.
+
+    What is on the meta device has no values: an operator infers its shapes without the body."""
+    return (
+        not torch.compiler.is_dynamo_compiling()
+        and type(x) in ORDINARY
+        and not x.is_meta
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
+        and not torch._C._is_any_autocast_enabled()
+    )
+
+
+@once_when_traced
+def layout_hash(*texts: str) -> str:
+    """What the formats of these quantizers declare, in short. An operator is told, and does nothing with it: so that a
+    compiler, which keeps programs on disk, does not take one that it compiled while they declared something else."""
+    return _layout_hash(texts)
+
+
+@registry.cached
+def _layout_hash(texts: tuple[str, ...]) -> str:
+    sides = [cast("Quantizer", registry.quantizer(text)) for text in texts if text]
+    return f"{crc32(repr([(side.layout, side.stats) for side in sides]).encode()):08x}"
+
+
+def unaliased(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Quantizer | None) -> list[Tensor]:
+    """What an operator may return: the buffers of fresh operands of ``sides``, as these lie in memory, then contiguous
+    tensors; neither an input nor one twice. A kernel must see to that, a format need not: a value for the whole matrix
+    can be a statistic as it came, and can serve both operands."""
+    seen = {_memory(t) for t in given if t is not None}
+    buffers = [buffer for side in sides if side is not None for buffer in side.layout]
+    out: list[Tensor] = []
+    for i, tensor in enumerate(made):
+        tensor = buffers[i].laid(tensor) if i < len(buffers) else row_major(tensor)
+        out.append(tensor.clone() if _memory(tensor) in seen else tensor)
+        seen.add(_memory(tensor))
+    return out
+
+
+OVERWRITES = frozenset(
+    ("zero_", "fill_", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "geometric_", "cauchy_")
+)
+"""Operators that write every element of a tensor, whatever stood there."""
+
+
+def overwrites(func: Any) -> bool:
+    """Whether an operator reads nothing of the tensor that it writes to, which may hold no number yet."""
+    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in OVERWRITES
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that an operator writes to, those in lists one by one."""
+    schema = func._schema.arguments
+    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    for argument, value in given:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from value if isinstance(value, list | tuple) else [value]
+
+
+def _memory(tensor: Tensor) -> int:
+    """What a tensor and its views have in common."""
+    return cast("int", tensor.untyped_storage()._cdata)

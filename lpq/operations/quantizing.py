@@ -1,0 +1,189 @@
+"""Quantize: the operands of a matrix, and the statistics that were measured on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Quantizer, Storage
+from lpq.formats.random_bits import RandomBits
+from lpq.operations.format_calls import encoded_by
+from lpq.operations.measuring import empty_stats, measure_reference
+from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
+from lpq.operations.random_seeds import draw_seeds
+from lpq.operations.sides import quantizer_of, serving, shared, text_of
+from lpq.operations.transposing import transpose_reference
+
+
+def quantize(
+    x: Tensor,
+    stats: Sequence[Tensor | None] | None,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None = None,
+    offset: int = 0,
+    *,
+    measure: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Storage | None, Storage | None, list[Tensor]]:
+    """The wanted operands of the matrix ``x``, rounded to ``dtype`` if one is given, and the statistics it measured if
+    ``measure``.
+
+    A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
+    an operator may not return a view of its input.
+    """
+    if (row is not None and row.plain) or (col is not None and col.plain):
+        return _with_plain(x if dtype is None else x.to(dtype), stats, row, col, seed, offset, measure)
+    if seed is None and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
+        seed = draw_seeds(x, x, 1)[0]
+    dtype = dtype or x.dtype
+    if can_call_directly(x):
+        out = _encoded(x, stats or (), row, col, seed, offset, measure, dtype)
+    else:
+        texts = text_of(row), text_of(col)
+        out = torch.ops.lpq.quantize(x.to(dtype), stats or [], *texts, seed, offset, measure, layout_hash(*texts))
+    rows, cols = x.shape
+    row_storage = col_storage = None
+    at = 0
+    if row is not None:
+        at = len(row.layout)
+        row_storage = row.storage.wrap(out[:at], row, (rows, cols), dtype)
+    if col is not None:
+        end = at + len(col.layout)
+        col_storage = col.storage.wrap(out[at:end], col, (cols, rows), dtype)
+        at = end
+    return row_storage, col_storage, out[at:]
+
+
+def _with_plain(
+    x: Tensor,
+    stats: Sequence[Tensor | None] | None,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> tuple[Storage | None, Storage | None, list[Tensor]]:
+    """``quantize`` where one operand at least is an ordinary matrix, which has no statistics."""
+    plain_row = row if row is not None and row.plain else None
+    plain_col = col if col is not None and col.plain else None
+    row_storage = encoded_by(plain_row, x, {}, None) if plain_row is not None else None
+    if row_storage is not None and shared(plain_row, plain_col):
+        col_storage: Storage | None = transpose_reference(row_storage)  # one cast serves both
+    else:
+        col_storage = encoded_by(plain_col, x.t(), {}, None) if plain_col is not None else None
+    row, col = (None if plain_row else row), (None if plain_col else col)
+    if row is None and col is None:
+        return row_storage, col_storage, []
+    other_row, other_col, measured = quantize(x, stats, row, col, seed, offset, measure=measure)
+    # Not by `or`, which asks the class of a storage for its truth: torch 2.11 cannot compile that.
+    row_storage = other_row if row_storage is None else row_storage
+    col_storage = other_col if col_storage is None else col_storage
+    return row_storage, col_storage, measured
+
+
+def quantize_reference(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """The buffers of the wanted operands in the order of their layouts, the row operand's first; then, if
+    ``measure``, the statistics of ``x``.
+
+    ``stats``: those to encode with, in the order in which ``measure_reference`` returns them. They may be those of
+    other ranks or steps, and views of one memory. One that is None is measured; so are all if there is none, ``()``.
+    ``seed`` is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor.
+    """
+    return unaliased(quantize_as_written(x, stats, row, col, seed, offset, measure), stats, row, col)
+
+
+def quantize_as_written(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+) -> list[Tensor]:
+    """``quantize_reference`` as the format wrote it: a statistic may be a buffer as it came. ``torch.vmap`` runs it."""
+    measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
+    known = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
+    out: list[Tensor] = []
+    encoded = None
+    if row is not None:
+        bits = RandomBits(seed, 0, (offset, 0)) if row.stochastic and seed is not None else None
+        encoded = encoded_by(row, x, _named(row, known), bits)
+        out += encoded.tensors()
+    if col is not None:
+        if encoded is not None and shared(row, col):
+            out += transpose_reference(encoded).tensors()
+        else:
+            bits = RandomBits(seed, 1, (0, offset)) if col.stochastic and seed is not None else None
+            named = _named(col, known[len(known) - len(col.stats) :])
+            out += encoded_by(col, x.t(), named, bits).tensors()
+    return out + (measured if measure else [])
+
+
+def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    return {s.name: cast("Tensor", t) for s, t in zip(side.stats, stats, strict=False)}
+
+
+def _encoded(
+    x: Tensor,
+    stats: Sequence[Tensor | None],
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seed: Tensor | None,
+    offset: int,
+    measure: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    choice = serving("quantize", row, col, x.device)
+    if choice is not None:
+        if choice.impl is None:
+            return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
+        impl = choice.impl if x.dtype is dtype else choice.rounding(dtype)
+        made: list[Tensor] = impl(x, stats, row, col, seed, offset, measure)
+        return made
+    assert row is not None
+    assert col is not None
+    known = len(row.stats) if stats else 0
+    first = _encoded(x, stats[:known], row, None, seed, offset, measure, dtype)
+    second = _encoded(x, stats[known:], None, col, seed, offset, measure, dtype)
+    at, end = len(row.layout), len(col.layout)
+    return unaliased(first[:at] + second[:end] + first[at:] + second[end:], stats, row, col)
+
+
+def _quantize(
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
+    layouts: str = "",
+) -> list[Tensor]:  # fmt: skip
+    return _encoded(x, stats, quantizer_of(row), quantizer_of(col), seed, offset, measure, x.dtype)
+
+
+def _quantize_fake(
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
+    layouts: str = "",
+) -> list[Tensor]:  # fmt: skip
+    rows, cols = x.shape
+    out: list[Tensor] = []
+    for side, shape in ((quantizer_of(row), (rows, cols)), (quantizer_of(col), (cols, rows))):
+        if side is not None:
+            out += side.storage.fresh(side, shape, x).tensors()
+    return out + (empty_stats(x, quantizer_of(row), quantizer_of(col)) if measure else [])
+
+
+define(
+    "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure, "
+    'str layouts="") -> Tensor[]',
+    _quantize,
+    _quantize_fake,
+)

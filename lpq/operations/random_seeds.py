@@ -1,0 +1,39 @@
+"""Seeds of stochastic rounding, drawn from torch's generator."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lpq.operations.operators import can_call_directly, define
+
+
+def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
+    """Seeds from torch's generator, on the device of ``x``, without a host synchronisation.
+
+    An operator of its own, because a compiler takes liberties with a mere ``randint``: what only backward uses it
+    draws in backward, in another order. This one stays where ``x``, the layer's input, is; and ``owner``, the layer's
+    weight, tells the draws of layers apart that share an input and would be merged.
+    """
+    with torch.no_grad():
+        if can_call_directly(x):
+            return _draw_seeds(x, owner, count)
+    return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
+
+
+def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64, device=x.device)
+
+
+def _draw_seeds_fake(x: Tensor, owner: Tensor, count: int) -> Tensor:
+    return x.new_empty((count,), dtype=torch.int64)
+
+
+define(
+    "draw_seeds(Tensor x, Tensor owner, int count) -> Tensor",
+    _draw_seeds,
+    _draw_seeds_fake,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)

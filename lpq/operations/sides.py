@@ -1,0 +1,50 @@
+"""The two operands of a tensor: the statistics that they need, and what serves them together."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from lpq import registry
+from lpq.formats.format import Quantizer
+from lpq.formats.layout import Stat
+from lpq.kernels import Choice, KernelError, choose
+
+
+def quantizer_of(text: str) -> Quantizer | None:
+    return cast("Quantizer", registry.quantizer(text)) if text else None
+
+
+def text_of(side: Quantizer | None) -> str:
+    return side.text if side is not None else ""
+
+
+def shared(row: Quantizer | None, col: Quantizer | None) -> bool:
+    """Whether the column operand follows from the row operand."""
+    return row is not None and (row is col or row == col) and row.transposable
+
+
+def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, int]]:
+    """The statistics that these operands need, in order, and which of their dimensions is the tensor's first."""
+    first = [(stat, 0) for stat in row.stats] if row is not None else []
+    if shared(row, col) or col is None:
+        return first
+    return first + [(stat, 1) for stat in col.stats]
+
+
+def serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device) -> Choice | None:
+    """What serves these operands together; None: each has what serves it by itself.
+
+    That is so where no kernel takes two operands that share nothing together.
+    """
+    if row is None or col is None:
+        side = row or col
+        return choose(op, (side.text,) if side is not None else (), device)
+    try:
+        choice = choose(op, (row.text, col.text), device)
+    except KernelError:  # the reference is not allowed: each operand says for itself what it lacks
+        if shared(row, col):
+            raise
+        return None
+    return choice if choice.impl is not None or shared(row, col) else None

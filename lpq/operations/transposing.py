@@ -1,0 +1,65 @@
+"""Transpose: the operand of the transposed matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Storage, check_there
+from lpq.kernels import choose
+from lpq.operations.exact_form import operand_of
+from lpq.operations.format_calls import transposed_by
+from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
+from lpq.operations.sides import quantizer_of
+
+
+def transpose(operand: Storage) -> Storage:
+    """The operand of the transposed matrix; the quantizer must be transposable."""
+    quantizer, (rows, cols) = operand.quantizer, operand.shape
+    if not quantizer.transposable:
+        raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")
+    if quantizer.plain:
+        return transpose_reference(operand)
+    first = operand.tensors()[0]
+    if can_call_directly(first):
+        check_there(first)
+        return _transposed(operand)
+    text = quantizer.text
+    out = torch.ops.lpq.transpose(operand.tensors(), text, operand.shape, operand.dtype, layout_hash(text))
+    return quantizer.storage.wrap(out, quantizer, (cols, rows), operand.dtype)
+
+
+def transpose_reference(operand: Storage) -> Storage:
+    """The operand of the transposed matrix."""
+    return transposed_by(operand)
+
+
+def _transposed(operand: Storage) -> Storage:
+    impl = choose("transpose", (operand.quantizer.text,), operand.device).impl
+    if impl is not None:
+        made: Storage = impl(operand)
+        return made
+    turned = transpose_reference(operand)
+    buffers = unaliased(turned.tensors(), operand.tensors())
+    return turned.wrap(buffers, turned.quantizer, turned.shape, turned.dtype)
+
+
+def _transpose(
+    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, layouts: str = ""
+) -> list[Tensor]:
+    return _transposed(operand_of(buffers, quantizer, shape, stored)).tensors()
+
+
+def _transpose_fake(
+    buffers: list[Tensor], quantizer: str, shape: list[int], stored: torch.dtype, layouts: str = ""
+) -> list[Tensor]:
+    side = quantizer_of(quantizer)
+    assert side is not None
+    return side.storage.empty(side, (shape[1], shape[0]), stored, buffers[0].device).tensors()
+
+
+define(
+    'transpose(Tensor[] buffers, str quantizer, SymInt[] shape, ScalarType stored, str layouts="") -> Tensor[]',
+    _transpose,
+    _transpose_fake,
+)

@@ -1,0 +1,500 @@
+"""What PyTorch's operators do with a QuantizedTensor, written once over the declared layout.
+
+Three kinds. *Views and moves* act on the buffers (the table below). *Writes* (any operator whose schema mutates an
+argument: ``copy_``, ``lerp_``, ``_foreach_add_``, a fused optimizer …) run on the decoded tensor, which is then encoded
+again. *Everything else* decodes, and says so once: the result is an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._prims_common import canonicalize_dim
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lpq.formats.joined import cat
+from lpq.operations.operands import DTYPES, as_matrix
+from lpq.operations.operators import overwrites, written
+from lpq.tensor.encode_writes import overwrite, write
+from lpq.tensor.input_checks import check_flattened, check_received
+from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
+
+aten = torch.ops.aten
+Handler = Callable[..., Any]
+_HANDLERS: dict[Any, Handler] = {}
+REMEDY = "give lpq.convert(…, ranks=…) the number of ranks, and weights that cannot be cut so stay in high precision"
+
+
+def implements(*functions: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for function in functions:
+            _HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that got a QuantizedTensor. A handler returns NotImplemented for what buffers cannot express."""
+    handler = _HANDLERS.get(func)
+    result = handler(*args, **kwargs) if handler is not None else NotImplemented
+    if result is not NotImplemented:
+        if func in _VIEWS:
+            return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
+        return result
+    if torch.Tag.inplace_view in func.tags:
+        raise TypeError(f"{func} would change the shape of a QuantizedTensor in place: take what a view of it gives")
+    if func._schema.is_mutable:
+        return _write(func, args, kwargs)
+    return _read(func, args, kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- views
+
+
+def _natural(t: QuantizedTensor) -> bool:
+    """Whether the last dimension is the matrix's columns, so that the leading ones are its rows."""
+    return t.dim() >= 1 and t.shape[-1] == _matrix(t)[1]
+
+
+def _matrix(t: QuantizedTensor) -> tuple[int, int]:
+    direction, storage = t.sides[0]
+    rows, cols = storage.shape
+    return (rows, cols) if direction == "row" else (cols, rows)
+
+
+def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
+    """Rows (0) or columns (1) ``[start, stop)`` of the matrix, as a tensor of ``shape``."""
+    whole_row, whole_col = t.stored
+    row = whole_row.narrow(dim, start, stop) if whole_row is not None else None
+    col = whole_col.narrow(1 - dim, start, stop) if whole_col is not None else None
+    if (row is None) != (whole_row is None) or (col is None) != (whole_col is None):
+        return NotImplemented
+    part = _same_matrix(t, t.with_operands(row, col, torch.Size(shape), t.dtype))
+    if (start, stop) != (0, _matrix(t)[dim]):
+        window = _window(t)
+        part.window = window.narrow(dim, start, stop, window.apart and not _shares(t, dim))
+    return part
+
+
+def _window(t: QuantizedTensor) -> Window:
+    rows, cols = _matrix(t)
+    return t.window or Window(t, (0, rows), (0, cols), flipped=False, apart=True)
+
+
+def _shares(t: QuantizedTensor, dim: int) -> bool:
+    """Whether some value covers the whole of this dimension of the matrix, and so every part of it."""
+    along = {"row": dim, "col": 1 - dim}
+    return any(b.unit(along[d]) is None for d, s in t.sides for b in s.quantizer.layout)
+
+
+def _same_matrix(t: QuantizedTensor, view: QuantizedTensor) -> QuantizedTensor:
+    """``view``, over the same matrix as ``t``, written to as ``t`` is."""
+    view.window, view.draft = t.window, t.draft
+    return view
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _alias(t: QuantizedTensor) -> Any:
+    return _same_matrix(t, t.map(aten.alias.default))
+
+
+@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(t: QuantizedTensor, size: Sequence[int]) -> Any:
+    size = list(size)
+    if -1 in size:
+        known = math.prod(s for s in size if s != -1)
+        size[size.index(-1)] = t.numel() // known if known else 0
+    if math.prod(size) != t.numel():
+        return NotImplemented  # the operator itself says what is wrong
+    return _same_matrix(t, t.with_operands(*t.stored, torch.Size(size), t.dtype))
+
+
+@implements(aten.unsqueeze.default)
+def _unsqueeze(t: QuantizedTensor, dim: int) -> Any:
+    at = canonicalize_dim(t.dim() + 1, dim)
+    return _same_matrix(t, t.with_operands(*t.stored, torch.Size([*t.shape[:at], 1, *t.shape[at:]]), t.dtype))
+
+
+@implements(aten.slice.Tensor)
+def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    if step != 1 or t.dim() == 0:
+        return NotImplemented
+    dim = canonicalize_dim(t.dim(), dim)
+    begin, stop, _ = slice(start, end).indices(t.shape[dim])
+    stop = max(begin, stop)
+    shape = [*t.shape[:dim], stop - begin, *t.shape[dim + 1 :]]
+    cols = _matrix(t)[1]
+    if _natural(t) and dim == t.dim() - 1:
+        return _narrow(t, 1, begin, stop, shape)
+    if _natural(t) and all(s == 1 for s in t.shape[:dim]):  # the outermost dimension that has a size
+        inner = math.prod(t.shape[dim + 1 : -1])
+        return _narrow(t, 0, begin * inner, stop * inner, shape)
+    if t.dim() == 1 and cols and begin % cols == 0 and stop % cols == 0:  # a flattened matrix, whole rows
+        return _narrow(t, 0, begin // cols, stop // cols, shape)
+    return NotImplemented
+
+
+@implements(aten.split.Tensor)
+def _split(t: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    length = t.shape[canonicalize_dim(t.dim(), dim)]
+    sizes = [min(size, length - at) for at in range(0, length, size)] if size else []
+    return _split_with_sizes(t, sizes or [min(size, 0)], dim)  # torch refuses these, but for nothing in none
+
+
+@implements(aten.split_with_sizes.default)
+def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> Any:
+    if sum(sizes) != t.shape[canonicalize_dim(t.dim(), dim)] or any(size < 0 for size in sizes):
+        return NotImplemented
+    pieces = [_slice(t, dim, end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
+
+
+@implements(aten.as_strided.default)
+def _as_strided(t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    contiguous, step = True, 1
+    for length, jump in zip(reversed(size), reversed(stride), strict=True):
+        contiguous, step = contiguous and (length == 1 or jump == step), step * length
+    if not contiguous or not t.is_contiguous():
+        return NotImplemented
+    begin, count = offset or 0, math.prod(size)
+    flat = _view(t, [-1])
+    piece = flat if (begin, count) == (0, t.numel()) else _slice(flat, 0, begin, begin + count)
+    if piece is NotImplemented or piece.numel() != count:
+        return NotImplemented
+    return _view(piece, size)
+
+
+@implements(aten.t.default)
+def _t(t: QuantizedTensor) -> Any:
+    flipped = t.quantizer.flipped()
+    if t.dim() != 2 or not _natural(t) or flipped is None:
+        return NotImplemented
+    shape = torch.Size((t.shape[1], t.shape[0]))
+    row, col = t.stored
+    view = QuantizedTensor(col, row, flipped, shape, t.dtype)
+    window = _window(t)
+    apart = window.apart and t.amax_group is None  # the view does not know who has the other shards
+    view.window, view.draft = replace(window, flipped=not window.flipped, apart=apart), t.draft
+    view.place = t.place
+    return view
+
+
+@implements(aten.transpose.int)
+def _transpose(t: QuantizedTensor, first: int, second: int) -> Any:
+    first, second = (canonicalize_dim(t.dim(), dim) for dim in (first, second))
+    if t.dim() == 2 and first != second:
+        return _t(t)
+    return _alias(t) if first == second else NotImplemented
+
+
+@implements(aten.permute.default)
+def _permute(t: QuantizedTensor, dims: Sequence[int]) -> Any:
+    order = [canonicalize_dim(t.dim(), dim) for dim in dims]
+    if order == list(range(t.dim())):
+        return _alias(t)
+    return _t(t) if order == [1, 0] else NotImplemented
+
+
+_VIEWS = {
+    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.as_strided.default, aten.t.default,
+    aten.transpose.int, aten.permute.default,
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- moves and copies
+
+
+@implements(aten.clone.default)
+def _clone(t: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    return NotImplemented if t.draft.written else t.map(torch.clone)
+
+
+@implements(aten._to_copy.default)
+def _to_copy(
+    t: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, layout: Any = None,
+    pin_memory: bool | None = None, non_blocking: bool = False, memory_format: Any = None,
+) -> Any:  # fmt: skip
+    dtype = dtype or t.dtype
+    # FSDP2 moves shards off the CPU before a gather, on all ranks; what else is moved or copied is values
+    gathers = t.device.type == "cpu" and device is not None and torch.device(device).type != "cpu"
+    if dtype not in DTYPES or (t.draft.written and not gathers):
+        return NotImplemented
+    moved = t.settled(together=True).map(
+        lambda b: b.to(device=device or b.device, non_blocking=non_blocking, copy=True)
+    )
+    if dtype == t.dtype:
+        return moved
+    row, col = (s.astype(dtype) if s is not None else None for s in moved.stored)
+    return t.with_operands(row, col, t.shape, dtype)
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(t: QuantizedTensor, device: Any = None) -> Any:
+    return t.settled().map(lambda b: b.pin_memory())
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(t: QuantizedTensor, device: Any = None) -> Any:
+    return all(b.is_pinned() for _, s in t.sides for b in s.tensors())
+
+
+@implements(aten.record_stream.default)
+def _record_stream(t: QuantizedTensor, stream: Any) -> None:
+    for _, storage in t.sides:
+        for buffer in storage.tensors():
+            buffer.record_stream(stream)
+
+
+@implements(torch.ops.lpq.draw_seeds.default)
+def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Any:
+    """They only say where, and tell draws apart, and a buffer of theirs does that."""
+    where, whose = (t.sides[0][1].tensors()[0] if isinstance(t, QuantizedTensor) else t for t in (x, owner))
+    return torch.ops.lpq.draw_seeds(where, whose, count)
+
+
+@implements(aten.empty_like.default)
+def _empty_like(t: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+    return _new_empty(t, t.shape, dtype=dtype, device=device)
+
+
+@implements(aten.new_empty.default)
+def _new_empty(
+    t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Any:
+    device = torch.device(device) if device is not None else t.device
+    if t.dim() > 1 and tuple(size) == (0,):  # so FSDP2 makes, on every rank, what ranks get when the rows are too few
+        raise ValueError(
+            f"{t.whose}shards of {t.shape[0]} rows of a tensor that is stored as {t.quantizer} leave nothing to some "
+            f"ranks: {REMEDY}"
+        )
+    if dtype not in (None, t.dtype):
+        return torch.empty(size, dtype=dtype, device=device)
+    rows, cols = as_matrix(torch.empty(size, device="meta")).shape
+    sides = {
+        d: s.quantizer.storage.empty(s.quantizer, (rows, cols) if d == "row" else (cols, rows), t.dtype, device)
+        for d, s in t.sides
+    }
+    return t.with_operands(sides.get("row"), sides.get("col"), torch.Size(size), t.dtype)
+
+
+@implements(aten.new_zeros.default)
+def _new_zeros(
+    t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Any:
+    """A tensor to hold another piece of this one; FSDP2 makes its shards so."""
+    is_shard = t.dim() and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
+    if is_shard:
+        _check_shard(t, size[0])
+    made = _new_empty(t, size, dtype=dtype, device=device).zero_()
+    if is_shard and isinstance(made, QuantizedTensor):
+        made.amax_group = "unattached"
+    return made
+
+
+def _check_shard(t: QuantizedTensor, rows: int) -> None:
+    """Refuse shards of so many rows that are uneven or no parts of it: all ranks do, from sizes that are global."""
+    along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.sides]
+    why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)
+    matrix_rows = _matrix(t)[0] // t.shape[0] * rows
+    units = [b.unit(dim) for side, dim in along for b in side.layout]
+    cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)
+    if why is not None or cut is not None or t.shape[0] % rows:
+        why = why or (f"it cuts blocks of {cut}" if cut is not None else "it leaves a smaller one")
+        raise ValueError(
+            f"{t.whose}a {list(t.shape)} tensor that is stored as {t.quantizer} has no shard of {rows} rows: {why}; "
+            f"{REMEDY}"
+        )
+
+
+def _values_like(function: Any) -> Handler:
+    """``zeros_like`` and its kin make an ordinary tensor of values, such as an optimizer's state."""
+
+    def make(t: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+        return function(torch.empty(t.shape, dtype=t.dtype, device=t.device), *args, **kwargs)
+
+    return make
+
+
+for _like in (aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like):
+    _HANDLERS[_like.default] = _values_like(_like.default)
+
+
+@implements(aten.cat.default)
+def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            check_flattened(tensor)
+    first = tensors[0]
+    if not all(_joins(first, t) for t in tensors):
+        return NotImplemented
+    dim = canonicalize_dim(first.dim(), dim)
+    along = 1 if dim == first.dim() - 1 else 0
+    others = {t.shape[:dim] + t.shape[dim + 1 :] for t in tensors}
+    if (along == 0 and dim != 0) or len(others) > 1:
+        return NotImplemented
+    rows, cols = [t.stored[0] for t in tensors], [t.stored[1] for t in tensors]
+    row = cat(rows, along) if rows[0] is not None else None
+    col = cat(cols, 1 - along) if cols[0] is not None else None
+    if (row is None) != (rows[0] is None) or (col is None) != (cols[0] is None):
+        return NotImplemented
+    shape = [*first.shape]
+    shape[dim] = sum(t.shape[dim] for t in tensors)
+    return first.with_operands(row, col, torch.Size(shape), first.dtype)
+
+
+def _joins(first: Any, other: Any) -> bool:
+    return (
+        isinstance(first, QuantizedTensor)
+        and isinstance(other, QuantizedTensor)
+        and not other.draft.written
+        and _natural(first)
+        and _natural(other)
+        and (first.dim(), first.dtype) == (other.dim(), other.dtype)
+        and [(d, s.quantizer) for d, s in first.sides] == [(d, s.quantizer) for d, s in other.sides]
+    )
+
+
+# ---------------------------------------------------------------------------------------------- writes
+
+
+@implements(aten.copy_.default)
+def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(source.dequantize(target.dtype), non_blocking)
+    if isinstance(source, QuantizedTensor):
+        alone = target.window is None or (target.window.apart and not target.draft.open)
+        if alone and not source.draft.written and _same_layout(target, source):
+            overwrite(target, *source.stored)
+            return target
+        target.tell_if_rounded_twice(source)
+        source = source.dequantize(torch.float32)
+    kept = source.dtype if source.dtype in DTYPES else target.dtype  # of others torch casts what it copies as well
+    _write_all([target], [source.to(target.device, kept).expand(target.shape)])
+    return target
+
+
+def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    def described(t: QuantizedTensor) -> list[Any]:
+        return [(d, s.quantizer, tuple(s.shape), s.dtype) for d, s in t.sides]
+
+    return a.shape == b.shape and described(a) == described(b)
+
+
+def _write_all(targets: list[QuantizedTensor], values: list[Tensor]) -> None:
+    """Write these values: into drafts while the step of an optimizer runs, else with one reduction for all that are no
+    parts of others."""
+    now: list[tuple[QuantizedTensor, Tensor]] = []
+    parts: list[tuple[Window, Tensor]] = []
+    for target, value in zip(targets, values, strict=True):
+        matrix = value.reshape(_matrix(target))
+        if target.draft.open:
+            draft = _drafted(target)
+            target.draft.unless = None
+            if draft.data_ptr() != matrix.data_ptr():  # else it was written in place
+                draft.copy_(matrix)
+        elif target.window is None or target.window.apart:
+            now.append((target, matrix))
+        else:
+            parts.append((target.window, matrix))
+    write([target for target, _ in now], [matrix for _, matrix in now])
+    for window, matrix in parts:
+        _write_through(window, matrix)
+
+
+def _write_through(window: Window, matrix: Tensor) -> None:
+    """Write a part of a tensor, and encode the whole again."""
+    whole = window.whole
+    plain = whole.dequantize(torch.float32)
+    window.of(plain.view(_matrix(whole))).copy_(matrix)
+    whole.copy_(plain)
+
+
+def _drafted(t: QuantizedTensor) -> Tensor:
+    """The draft of this tensor as a matrix, begun if there is none: a view of that of the whole tensor."""
+    draft = t.draft
+    if draft.matrix is None:
+        whole = t.window.whole if t.window is not None else t
+        matrix = whole.dequantize(torch.float32).view(_matrix(whole))
+        plain = any(side.quantizer.plain for _, side in whole.sides)  # decoded, its operand is its buffer
+        draft.matrix = matrix.clone() if plain else matrix
+    return t.window.of(draft.matrix) if t.window is not None else draft.matrix
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a mutating operator on decoded tensors, or on drafts, and encode what it wrote.
+
+    A draft is in fp32, and some operators want one dtype of all: so the others are cast where their tensor has another.
+    """
+    mutated = {id(value): value for value in written(func, args, kwargs)}
+    drafts = {i: t for i, t in mutated.items() if isinstance(t, QuantizedTensor) and t.draft.open}
+    unless = kwargs.get("found_inf")
+    skipping = [t.draft for t in drafts.values() if t.draft.matrix is None or t.draft.unless is unless]
+    narrow = {t.dtype for t in drafts.values()} - {torch.float32}
+    taken: dict[int, tuple[Tensor, Tensor]] = {}  # each argument, and what the operator gets for it
+
+    def take(value: Any) -> Any:
+        if id(value) in taken:
+            return taken[id(value)][1]
+        if id(value) in drafts:
+            plain = _drafted(value).reshape(value.shape)
+        elif isinstance(value, QuantizedTensor) and id(value) in mutated and overwrites(func):
+            plain = torch.empty(value.shape, dtype=torch.float32 if narrow else value.dtype, device=value.device)
+        elif isinstance(value, QuantizedTensor):
+            plain = value.dequantize(torch.float32 if narrow else None)
+        elif isinstance(value, Tensor) and value.dtype in narrow:
+            plain = value.float()
+        else:
+            return value
+        taken[id(value)] = value, plain
+        return plain
+
+    out = func(*tree_map(take, args), **tree_map(take, kwargs))
+    changed = [(t, plain) for t, plain in taken.values() if id(t) in mutated]
+    stored = [(t, plain) for t, plain in changed if isinstance(t, QuantizedTensor)]
+    _write_all([t for t, _ in stored], [plain for _, plain in stored])
+    for draft in skipping:
+        draft.unless = unless
+    for original, plain in changed:
+        if not isinstance(original, QuantizedTensor):
+            original.copy_(plain)
+        elif not original.is_inference():  # autograd counts a write to a tensor, but not to one in a list
+            torch.autograd.graph.increment_version(original)
+    originals = {id(plain): original for original, plain in taken.values()}
+    return tree_map(lambda v: originals.get(id(v), v), out)
+
+
+# ---------------------------------------------------------------------------------------------- everything else
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on decoded tensors."""
+    for tensor in tree_leaves(args[:1]):
+        if isinstance(tensor, QuantizedTensor):
+            check_received(func, tensor)
+    told: list[str] = []
+
+    def decode(value: Any) -> Any:
+        if not isinstance(value, QuantizedTensor):
+            return value
+        told.append(str(value.quantizer))
+        return value.dequantize()
+
+    args, kwargs = tree_map(decode, args), tree_map(decode, kwargs)
+    copy = ", and writing to the result does not change the tensor" if func.is_view else ""
+    warnings.warn(  # Python shows the same text from the same place once
+        f"{func} has no form on the buffers of {told[0] if told else 'a quantized tensor'}: "
+        f"it runs on the decoded tensor, in high precision{copy}",
+        PrecisionWarning,
+        stacklevel=1,
+    )
+    return cast("Any", func(*args, **kwargs))

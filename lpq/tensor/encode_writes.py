@@ -1,0 +1,120 @@
+"""Writing to quantized tensors: the values are encoded again, many tensors with one reduction of their statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from lpq import operations
+from lpq.formats.format import Storage
+from lpq.operations.decoding import decode
+from lpq.operations.operands import check_input
+from lpq.operations.reduce_statistics import Reductions, check_shard, spans
+from lpq.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from lpq.formats.format import Quantizer
+
+
+class _Part:
+    """One or both operands to encode of a value; and the ranks with which the statistics are shared."""
+
+    def __init__(self, target: QuantizedTensor, value: Tensor, row: Quantizer | None, col: Quantizer | None) -> None:
+        check_input(value)
+        self.target, self.value, self.row, self.col = target, value, row, col
+        self.declared = operations.declared(row, col)
+        self.stats: list[Tensor] = []
+
+    def shared_with(self) -> ProcessGroup | None:
+        """The group over which statistics have to be reduced before this one can be encoded; None if there is none."""
+        if self.target.amax_group is None or not any(spans(d) for d in self.declared):
+            return None
+        if not self.target.attached():
+            raise RuntimeError(
+                f"{self.target.whose}this {list(self.target.shape)} tensor, stored as {self.target.quantizer}, is a "
+                "shard, and the group that holds the others is not known yet: call "
+                "lpq.distributed.attach(parameter) before writing to it"
+            )
+        group = cast("ProcessGroup", self.target.amax_group)
+        return group if group.size() > 1 else None
+
+    def measure(self) -> list[Tensor]:
+        """Measure the value; those statistics that have yet to be reduced, in place, over the ranks of the group."""
+        check_shard(self.row, self.col, self.declared, self.value.shape[0])
+        self.stats = operations.measure(self.value, self.row, self.col)
+        return [s for s, d in zip(self.stats, self.declared, strict=True) if spans(d)]
+
+    def encode(self) -> tuple[Storage | None, Storage | None]:
+        row, col, _ = operations.quantize(self.value, self.stats, self.row, self.col)
+        return row, col
+
+
+@torch.no_grad()
+def write(
+    targets: Sequence[QuantizedTensor],
+    values: Sequence[Tensor],
+    unless: Sequence[Tensor | None] | None = None,
+    beside: Reductions | None = None,
+) -> None:
+    """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
+    each device. A second one, where column operands encode decoded row operands and have statistics of the whole.
+
+    ``unless``: of each target a number, on its device, which leaves it as it is where it is not zero; or None.
+    ``beside``: what else is reduced in the same collectives.
+    """
+    together: list[_Part] = []
+    in_turn: list[_Part] = []
+    kept = {id(target): skip for target, skip in zip(targets, unless or (), strict=False)}
+    for target, value in zip(targets, values, strict=True):
+        sides = {direction: target.quantizer.side(direction) for direction, _ in target.sides}
+        row, col = sides.get("row"), sides.get("col")
+        if col is not None and target.quantizer.col_source == "row":
+            in_turn.append(_Part(target, _as_kept(target, value), target.quantizer.side("row"), None))
+        else:
+            together.append(_Part(target, value, row, col))
+    _reduce([*together, *in_turn], beside or Reductions())
+    encoded = [part.encode()[0] for part in in_turn]
+    cols = [
+        _Part(part.target, decode(row, torch.float32), None, part.target.quantizer.side("col"))
+        for part, row in zip(in_turn, encoded, strict=True)
+        if row is not None
+    ]
+    _reduce(cols, Reductions())
+    for part in together:  # from here on no rank waits for another
+        overwrite(part.target, *part.encode(), kept.get(id(part.target)))
+    for part, first in zip(cols, encoded, strict=True):
+        overwrite(part.target, first, part.encode()[1], kept.get(id(part.target)))
+
+
+def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
+    """The value as the row operand will have it, where that keeps the dtype of the tensor."""
+    as_is = any(b.dtype is None for b in target.quantizer.side("row").layout)
+    return value.to(target.dtype) if as_is else value
+
+
+def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
+    """Measure what has statistics that ranks share, and reduce them."""
+    shared = [(part, group) for part in parts if (group := part.shared_with()) is not None]
+    for part, group in shared:
+        reductions.add(part.measure(), group)
+    reductions.run()
+
+
+def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None, unless: Tensor | None = None) -> None:
+    """Put the buffers of these operands in place of those that the target has; not where ``unless`` is not zero."""
+    target.draft.writes += 1
+    for old, new in zip(target.stored, (row, col), strict=True):
+        if old is not None and new is not None:
+            for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
+                if unless is None:
+                    buffer.copy_(written)
+                else:
+                    was, now = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (buffer, written))
+                    was.copy_(torch.where(unless.reshape(()) != 0, was, now))
+    if target.window is None:
+        target.draft.matrix = None

@@ -1,0 +1,71 @@
+"""Telling which stored weights a step has made NaN or infinite, once each, without waiting for a device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lpq.tensor.draft import Draft
+    from lpq.tensor.quantized_tensor import QuantizedTensor
+
+
+class _Sums(NamedTuple):
+    """What steps wrote to some weights, summed up."""
+
+    weights: list[tuple[str, Draft]]
+    sums: Tensor
+    """Of absolute values, on the CPU once ``arrived`` is there."""
+    arrived: torch.Event | None
+
+
+class Finite:
+    """What was written and has yet to be looked at: where the host is ahead of a GPU, what the step before wrote."""
+
+    def __init__(self) -> None:
+        self._pending: list[_Sums] = []
+
+    def check(self, targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
+        """Warn of what is not finite among these values, now or, where a device has yet to compute it, when this is
+        called next."""
+        on: dict[torch.device, list[tuple[QuantizedTensor, Tensor]]] = {}
+        for target, value in zip(targets, values, strict=True):
+            on.setdefault(value.device, []).append((target, value))
+        for device, pairs in on.items():
+            if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                continue
+            sums = torch.stack(torch._foreach_norm([value for _, value in pairs], 1))
+            arrived = None
+            if device.type != "cpu":
+                sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+                arrived = torch.Event(device)
+                arrived.record()
+            named = [(target.place or f"a {list(target.shape)} tensor", target.draft) for target, _ in pairs]
+            self._pending.append(_Sums(named, sums, arrived))
+        pending, self._pending = self._pending, []
+        for of in pending:
+            if of.arrived is None or of.arrived.query():
+                _tell(of)
+            else:
+                self._pending.append(of)
+
+
+def _tell(of: _Sums) -> None:
+    if bool(of.sums.isfinite().all()):
+        return
+    names = []
+    for (name, draft), finite in zip(of.weights, of.sums.isfinite().tolist(), strict=True):
+        if not finite and not draft.told:
+            names.append(name)
+            draft.told = True
+    if names:
+        warnings.warn(
+            f"the step of an optimizer made NaN or infinite what is stored quantized: {', '.join(names[:3])}"
+            f"{f' and {len(names) - 3} more' if names[3:] else ''}. The gradients, or what the optimizer made of them, "
+            "were not finite: clip or skip such gradients, and go on from the last checkpoint",
+            stacklevel=2,
+        )

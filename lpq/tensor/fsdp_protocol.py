@@ -1,0 +1,98 @@
+"""What FSDP2 asks of a tensor that it shards: what to gather, and what to make of that. Its layer answers."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from lpq.tensor.inference import normal_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class Gatherer(Protocol):
+    """How one parameter is gathered."""
+
+    def begin(self, shard: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What is gathered of this rank's shard, for a parameter of this dtype."""
+
+    def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
+        """The whole parameter and the tensors to free with it, of what was gathered; or nothing, into ``out``."""
+
+
+class Gathered:
+    """A tensor of which FSDP2 gathers what its layer says."""
+
+    layer: weakref.ref[nn.Module] | None = None
+    """Whose weight it is; of the parameter that ``lpq.convert`` made alone, and not of a view or a copy of that, nor of
+    what FSDP2 makes of it."""
+
+    @property
+    def write_count(self) -> int:
+        """Grows when it is written to, also where autograd does not count."""
+        raise NotImplementedError(f"{type(self).__name__} does not count what is written to it")
+
+    @property
+    def first_buffer(self) -> Tensor:
+        """The ordinary tensor that has its data, or the first of those."""
+        raise NotImplementedError(f"{type(self).__name__} has no buffer")
+
+    def data_ptr(self) -> int:
+        """Where the first buffer of a parameter lies, by which code outside of PyTorch tells parameters apart. Anything
+        else, such as a detached tensor in a state dict, has 0, by which PyTorch tells that it has no memory to copy."""
+        return self.first_buffer.data_ptr() if getattr(self, "_is_param", False) else 0
+
+    def storage(self) -> Any:
+        """Refuse: safetensors, which asks for it, would write whatever bytes lie there in place of the values."""
+        assert isinstance(self, Tensor)
+        raise TypeError(
+            f"{getattr(self, 'whose', '')}this {list(self.shape)} {type(self).__name__} has no storage of its own: "
+            "write the model with lpq.checkpoint.export_file(path, model, decode=True), or what dequantize() of a "
+            "QuantizedTensor gives, and load it with model.load_state_dict"
+        )
+
+    @property
+    def replaced_by(self) -> str | None:
+        """What has put another parameter in its place, so that an optimizer which has this one trains nothing."""
+        weight = getattr(self.layer(), "weight", None) if self.layer is not None else None
+        if weight is self or not (isinstance(weight, Gathered) or hasattr(weight, "device_mesh")):
+            return None
+        return "lpq.convert" if getattr(weight, "layer", None) is not None else "fully_shard"
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], Gatherer]:
+        """Called before a gather."""
+        gather_of = getattr(module, "weight_gather", None)
+        if gather_of is None:
+            raise RuntimeError(
+                f"{type(module).__name__} has a parameter that lpq.convert(…, weights=…) prepared for a layer of lpq, "
+                "and only such a layer can gather it"
+            )
+        gather: Gatherer = gather_of()
+        assert isinstance(self, Tensor)
+        with normal_tensors():  # they are kept from gather to gather
+            return gather.begin(self, mp_policy.param_dtype or self.dtype), gather
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], gather: Gatherer, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        """Called after it; ``out`` is what the first call returned."""
+        with normal_tensors():  # they are kept from gather to gather
+            return gather.finish(outputs, out)
+
+
+# FSDP2 asks for it at every gather, and Python works it out anew each time unless it stands there.
+Gathered.fsdp_pre_all_gather.__signature__ = inspect.signature(Gathered.fsdp_pre_all_gather)  # type: ignore[attr-defined]

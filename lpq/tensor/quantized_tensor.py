@@ -1,0 +1,439 @@
+"""QuantizedTensor: a tensor held as one or two encoded operands.
+
+``row`` encodes the tensor as a matrix ``[M, K]`` (all leading dimensions are rows), ``col`` its transpose ``[K, M]``;
+either may be absent. To PyTorch it is a tensor of the shape, dtype and device it stands for; ``lpq.tensor.aten`` says
+what each operator does with the buffers. Pickled and saved, it is its quantizer's string and its plain buffers.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.operations.decoding import decode
+from lpq.operations.derived_operands import derive_col, derives_col
+from lpq.operations.operators import opaque_when_traced
+from lpq.operations.transposing import transpose
+from lpq.tensor.draft import Draft
+from lpq.tensor.fsdp_protocol import Gathered
+from lpq.tensor.inference import normal_tensors
+from lpq.tensor.rebuilt import operands_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+REMEDY = "shard with fully_shard (FSDP2), HSDP for replicas; or convert with weights=None"
+"""In place of what other wrappers do with weights."""
+
+
+class PrecisionWarning(UserWarning):
+    """An operation that the buffers cannot express was done on the decoded tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Where a view lies in the tensor whose buffers it shares."""
+
+    whole: QuantizedTensor
+    rows: tuple[int, int]
+    """From the first to the one behind the last, of the tensor's matrix."""
+    cols: tuple[int, int]
+    flipped: bool
+    """The view is the transpose of that part."""
+    apart: bool
+    """Whether a write to it changes these rows and columns only. One value may cover the whole of a dimension; then the
+    whole tensor is encoded anew."""
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """This part of a matrix as large as the whole tensor."""
+        part = matrix[self.rows[0] : self.rows[1], self.cols[0] : self.cols[1]]
+        return part.t() if self.flipped else part
+
+    def narrow(self, dim: int, start: int, stop: int, apart: bool) -> Window:
+        """Rows (0) or columns (1) ``[start, stop)`` of the view."""
+        by_rows = (dim == 0) != self.flipped
+        first = (self.rows if by_rows else self.cols)[0]
+        cut = (first + start, first + stop)
+        rows, cols = (cut, self.cols) if by_rows else (self.rows, cut)
+        return Window(self.whole, rows, cols, self.flipped, apart)
+
+
+class QuantizedTensor(Gathered, Tensor):
+    """A tensor that is stored quantized; made by ``Quantizer.quantize``."""
+
+    stored: tuple[Storage | None, Storage | None]
+    """The operands as they are. While there is a draft of the tensor, they have an old value."""
+    quantizer: Quantizer
+    """What encodes it again when it is written to."""
+    amax_group: ProcessGroup | Literal["unattached"] | None
+    """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved. A shard
+    to which it is not attached yet cannot be written to where its format needs statistics of the whole."""
+    window: Window | None
+    """Set on a view of a part, and on a transposed one."""
+    draft: Draft
+    """What the step of an optimizer wrote to it, and has yet to encode."""
+    place: str
+    """What error messages call it: the name of its parameter in the model that was converted; empty if nobody said.
+    Views and copies keep it. It is not saved, and no compiler is told, which would tell layers apart by it."""
+
+    owner: weakref.ref[Any] | None
+    """The layer whose weight, or shard of a weight, this is: it finds the group of the other shards. Views and copies
+    keep it. It is neither saved nor told to a compiler."""
+
+    dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    """What an operator does; ``lpq.tensor.aten``, which is written over this class, provides it."""
+    watch_steps: ClassVar[Callable[[], object]]
+    """Has steps of optimizers write drafts; ``lpq.tensor.optimizer_step`` provides it."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        row: Storage | None,
+        col: Storage | None,
+        quantizer: Quantizer,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        amax_group: ProcessGroup | Literal["unattached"] | None = None,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        operand = row if row is not None else col
+        assert operand is not None, "a QuantizedTensor has at least one operand"
+        with normal_tensors(not operand.tensors()[0].is_inference()):
+            self = Tensor._make_wrapper_subclass(
+                cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
+            )
+        self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
+        self.window, self.draft, self.place, self.owner = None, Draft(), "", None
+        cls.watch_steps()
+        return self
+
+    @property
+    def write_count(self) -> int:
+        return self.draft.writes
+
+    @property
+    def first_buffer(self) -> Tensor:
+        return self.sides[0][1].tensors()[0]
+
+    @property
+    def whose(self) -> str:
+        """What messages about it begin with."""
+        return f"{self.place}: " if self.place else ""
+
+    def attached(self) -> bool:
+        """Whether the group of a shard is known. The layer whose it is finds that out, once FSDP2 has sharded it."""
+        layer = self.owner() if self.owner is not None else None
+        if self.amax_group == "unattached" and layer is not None:
+            self.amax_group = layer.weight_gather().attached()
+        return self.amax_group != "unattached"
+
+    @property
+    def row(self) -> Storage | None:
+        """The operand ``X``, or None."""
+        return self.settled().stored[0]
+
+    @property
+    def col(self) -> Storage | None:
+        """The operand ``Xᵀ``, or None."""
+        return self.settled().stored[1]
+
+    @property
+    def operands(self) -> list[tuple[Direction, Storage]]:
+        """The operands that are there."""
+        return self.settled().sides
+
+    @property
+    def sides(self) -> list[tuple[Direction, Storage]]:
+        """The operands that are there, for whom the values in their buffers do not matter."""
+        both: list[tuple[Direction, Storage | None]] = [("row", self.stored[0]), ("col", self.stored[1])]
+        return [(direction, storage) for direction, storage in both if storage is not None]
+
+    def settled(self, together: bool = False) -> QuantizedTensor:
+        """This tensor, once its draft, if there is one, is encoded, so that the operands have its value.
+
+        That of a shard takes a collective: then it is an error, unless all ranks do it ``together``, which encodes all
+        that the step has written.
+        """
+        step = self.draft.step
+        if step is not None and self.draft.written:
+            group = (self.window.whole if self.window is not None else self).amax_group
+            if not together and group is not None and (group == "unattached" or group.size() > 1):
+                raise RuntimeError(
+                    f"{self.whose}this {list(self.shape)} tensor, stored as {self.quantizer}, is a shard that the step "
+                    "of an optimizer is writing to: it has operands again when the step has ended. Until then its "
+                    "values are there: dequantize()"
+                )
+            step.write(None if together else self.draft)
+        return self
+
+    def operand(self, direction: Direction) -> Storage:
+        """The operand in this direction, derived from the other one where the format can."""
+        here, other = (self.row, self.col) if direction == "row" else (self.col, self.row)
+        if here is not None:
+            return here
+        assert other is not None
+        if direction == "col" and derives_col(self.quantizer):
+            return derive_col(self.quantizer, other)
+        if direction == "row" and derives_col(self.quantizer) and self.quantizer.col_source == "original":
+            return transpose(other)
+        raise ValueError(
+            f"{self.whose}the {direction} operand of this {list(self.shape)} tensor is absent and {self.quantizer} "
+            f"cannot derive it: quantize with {direction}=True"
+        )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there.
+
+        Within the step of an optimizer, what that has made of it so far.
+        """
+        draft = self.draft.value
+        if draft is not None:
+            matrix = self.window.of(draft) if self.window is not None else draft
+            return matrix.to(dtype or self.dtype, copy=True, memory_format=torch.contiguous_format).view(self.shape)
+        row, col = self.stored
+        if row is not None:
+            return decode(row, dtype or self.dtype).reshape(self.shape)
+        assert col is not None
+        return decode(col, dtype or self.dtype).t().contiguous().reshape(self.shape)
+
+    def with_operands(
+        self,
+        row: Storage | None,
+        col: Storage | None,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> QuantizedTensor:
+        """A tensor like this one over other operands."""
+        made = QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
+        made.place, made.owner = self.place, self.owner
+        return made
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """The same tensor over ``function`` of each buffer."""
+        row, col = (s.map(function) if s is not None else None for s in self.stored)
+        return self.with_operands(row, col, self.shape, self.dtype)
+
+    def tell_if_rounded_twice(self, source: QuantizedTensor) -> None:
+        """What another tensor decodes to will be encoded: as when a checkpoint of another format is loaded."""
+        sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.sides]
+        if source.quantizer != self.quantizer and not any(side.plain for side in sides):
+            warnings.warn(
+                f"{self.whose}what is written to this {list(self.shape)} tensor, stored as {self.quantizer}, was "
+                f"stored as {source.quantizer}: its values are rounded twice. Write it from high precision if you can",
+                PrecisionWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of all its buffers."""
+        return sum(storage.nbytes for _, storage in self.sides)
+
+    @property
+    def data(self) -> Tensor:
+        """A view that autograd does not know. What is assigned to it is encoded, as by ``copy_``."""
+        view: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return view
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise ValueError(
+                f"{self.whose}this tensor, stored as {self.quantizer}, is {list(self.shape)}, and what is assigned to "
+                f"its data {list(value.shape)}, as FullyShardedDataParallel (FSDP1) does it: {REMEDY}; or make a new "
+                "parameter of it"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrecisionWarning)
+            part = self[index]
+        if isinstance(part, QuantizedTensor):
+            part.copy_(torch.as_tensor(value, device=self.device))
+        else:  # the index cuts a block: what it selects is no view
+            plain = self.dequantize(torch.float32)
+            plain[index] = value.dequantize() if isinstance(value, QuantizedTensor) else value
+            self.copy_(plain)
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise BufferError(f"{self.whose}this tensor is stored as {self.quantizer}: hand on what dequantize() gives")
+
+    def share_memory_(self) -> QuantizedTensor:
+        for _, storage in self.sides:
+            for buffer in storage.tensors():
+                buffer.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        return all(b.is_shared() for _, s in self.sides for b in s.tensors())  # type: ignore[no-untyped-call]
+
+    # ------------------------------------------------------------------------------ to PyTorch
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        self.settled(together=True)  # compiled code reads and writes the buffers, on all ranks
+        names = [f"{d}_{name}" for d, storage in self.sides for name in storage.buffers()]
+        sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.sides)
+        return names, (self.quantizer, sides, self.dtype, _Group(self.amax_group))
+
+    def __getattr__(self, name: str) -> Tensor:
+        direction, _, buffer = name.partition("_")
+        if direction in ("row", "col") and buffer and "stored" in self.__dict__:
+            storage = self.settled(together=True).stored[direction == "col"]
+            if storage is not None:
+                return cast("Tensor", getattr(storage, buffer))
+        raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor],
+        context: tuple[Any, ...],
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+    ) -> QuantizedTensor:
+        quantizer, sides, dtype, group = context
+        operands: dict[str, Storage] = {}
+        for direction, side, shape, stored in sides:
+            tensors = [inner[f"{direction}_{b.name}"] for b in side.layout]
+            operands[direction] = side.storage.wrap(tensors, side, shape, stored)
+        return QuantizedTensor(
+            operands.get("row"), operands.get("col"), quantizer, outer_size, dtype, amax_group=group.value
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return cls.dispatch(func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = ", ".join(f"{d}={s!r}" for d, s in self.sides)
+        return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {held})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        sides = {
+            d: (s.quantizer.text, {n: _as_bytes(b) for n, b in s.buffers().items()}, tuple(s.shape), s.dtype)
+            for d, s in self.operands
+        }
+        is_param = bool(getattr(self, "_is_param", False))
+        is_shard = self.amax_group is not None
+        state = (self.quantizer.text, sides, tuple(self.shape), self.dtype, self.requires_grad, is_param, is_shard)
+        return rebuild, state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        copy = self.settled().map(torch.clone).requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copy._is_param = True
+        memo[id(self)] = copy
+        return cast("QuantizedTensor", copy)
+
+
+class _Group:
+    """A process group in a place that PyTorch compares and hashes, but must neither copy nor save."""
+
+    def __init__(self, value: ProcessGroup | Literal["unattached"] | None) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Group) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _as_bytes(buffer: Tensor) -> Tensor:
+    """A buffer as Python's pickle can take it: it refuses 8-bit floats, which torch.save would not."""
+    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+
+
+def rebuild(
+    quantizer: str,
+    sides: dict[str, tuple[str, dict[str, Tensor], tuple[int, int], torch.dtype]],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_param: bool,
+    is_shard: bool = False,
+) -> QuantizedTensor:
+    """A saved QuantizedTensor. The format's plugin is looked up now, so a missing one is an error in words."""
+    operands = operands_of(quantizer, sides, shape, dtype)
+    tensor = QuantizedTensor(
+        operands.get("row"), operands.get("col"), registry.quantizer(quantizer), shape, dtype,
+        requires_grad=requires_grad, amax_group="unattached" if is_shard else None,
+    )  # fmt: skip
+    if is_param:
+        tensor._is_param = True
+    return tensor
+
+
+torch.serialization.add_safe_globals([rebuild])
+
+
+def _operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: str) -> list[Tensor]:
+    """The buffers of ``tensor.operand(direction)``, which must be what this quantizer encodes.
+
+    Also inside ``torch.compile``, which knows tensors and constants only.
+    """
+    operand = tensor.operand(direction)
+    if operand.quantizer.text != quantizer:
+        raise ValueError(
+            f"{tensor.whose}the {direction} operand of this {list(tensor.shape)} tensor is stored as "
+            f"{operand.quantizer}, and the recipe wants {quantizer}: use one with w={tensor.quantizer}; or make an "
+            "ordinary weight of it, layer.weight = nn.Parameter(layer.weight.dequantize()); or, if FSDP2 gathered it, "
+            "call reshard() of its module"
+        )
+    return operand.tensors()
+
+
+operand_tensors = opaque_when_traced(_operand_tensors)
+
+
+def wrap_operands(
+    row: Storage | None,
+    col: Storage | None,
+    quantizer: Quantizer,
+    shape: torch.Size | tuple[int, ...],
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+) -> QuantizedTensor:
+    """A tensor over these operands; also inside ``torch.compile``, where only tensors and constants may meet."""
+    if not torch.compiler.is_compiling() or group is not None:
+        return QuantizedTensor(row, col, quantizer, shape, dtype, amax_group=group)
+    operands = [(d, s) for d, s in (("row", row), ("col", col)) if s is not None]
+    tensors = [t for _, s in operands for t in s.tensors()]
+    sides = [(d, s.quantizer.text, s.shape[0], s.shape[1], s.dtype) for d, s in operands]
+    return _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype)
+
+
+def _wrap(
+    tensors: list[Tensor],
+    sides: list[tuple[str, str, int, int, torch.dtype]],
+    quantizer: str,
+    shape: list[int],
+    dtype: torch.dtype,
+) -> QuantizedTensor:
+    operands: dict[str, Storage] = {}
+    for direction, text, rows, cols, stored in sides:
+        side: Quantizer = registry.quantizer(text)
+        count = len(side.layout)
+        operands[direction] = side.storage.wrap(tensors[:count], side, (rows, cols), stored)
+        tensors = tensors[count:]
+    return QuantizedTensor(
+        operands.get("row"), operands.get("col"), registry.quantizer(quantizer), torch.Size(shape), dtype
+    )
+
+
+_wrap_in_graph = opaque_when_traced(_wrap)

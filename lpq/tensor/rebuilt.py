@@ -1,0 +1,82 @@
+"""The operands of a tensor that was pickled, judged before anything is made of them: kernels read buffers as they are
+declared, and whoever wrote the file may have written anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.layout import Buffer
+from lpq.registry.errors import LpqError
+from lpq.registry.showing import brief
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Quantizer, Storage
+
+
+class DamagedTensor(LpqError, ValueError):
+    """What was saved is no quantized tensor, or no whole one."""
+
+
+def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str, Storage]:
+    """The operands by direction, over these buffers."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise _damaged(f"its dtype is {brief(dtype)}")
+    if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        raise _damaged(f"its shape is {brief(shape)}")
+    if not isinstance(sides, Mapping) or not sides or not set(sides) <= {"row", "col"}:
+        raise _damaged(f"its operands are {brief(list(sides) if isinstance(sides, Mapping) else sides)}")
+    whole = _side(quantizer)
+    cols = shape[-1] if shape else 1
+    matrix = (prod(shape[:-1]), cols)
+    made: dict[str, Storage] = {}
+    for direction, operand in sides.items():
+        if not isinstance(operand, tuple) or len(operand) != 4:
+            raise _damaged(f"its {direction} operand is {brief(operand)}")
+        text, buffers, rows_and_cols, stored = operand
+        side = _side(text)
+        if side != whole.side(direction):
+            raise _damaged(f"its {direction} operand is stored as {side}, and the tensor as {whole}")
+        wanted = matrix if direction == "row" else matrix[::-1]
+        if rows_and_cols != wanted or not isinstance(stored, torch.dtype) or not stored.is_floating_point:
+            raise _damaged(
+                f"its {direction} operand is of shape {brief(rows_and_cols)} and dtype {brief(stored)}, and "
+                f"{list(wanted)} is wanted"
+            )
+        if not isinstance(buffers, Mapping) or set(buffers) != set(side.names):
+            raise _damaged(f"its {direction} operand has not the buffers {', '.join(side.names)}")
+        tensors = [_buffer(direction, b, buffers[b.name], wanted, b.dtype or stored) for b in side.layout]
+        if len({t.device for op in made.values() for t in op.tensors()} | {t.device for t in tensors}) > 1:
+            raise _damaged("its buffers are on several devices")
+        made[direction] = side.storage.wrap(tensors, side, wanted, stored)
+    return made
+
+
+def _side(text: Any) -> Quantizer:
+    if not isinstance(text, str):
+        raise _damaged(f"its quantizer is {brief(text)}")
+    found: Quantizer = registry.quantizer(text)
+    return found
+
+
+def _buffer(direction: str, buffer: Buffer, found: Any, matrix: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """A buffer as it is declared. One of single bytes may have been saved as such."""
+    what = f"the buffer {buffer.name} of its {direction} operand"
+    if not isinstance(found, Tensor) or found.layout != torch.strided:
+        raise _damaged(f"{what} is {brief(found) if not isinstance(found, Tensor) else found.layout}")
+    as_bytes = found.dtype == torch.uint8 and dtype.itemsize == 1
+    if found.shape != buffer.grid(*matrix) or not (as_bytes or found.dtype == dtype):
+        raise _damaged(
+            f"{what} is {found.dtype} of shape {list(found.shape)}, and {dtype} of shape "
+            f"{list(buffer.grid(*matrix))} is wanted"
+        )
+    return found.contiguous().view(dtype)
+
+
+def _damaged(why: str) -> DamagedTensor:
+    return DamagedTensor(f"what was saved is no whole quantized tensor: {why}. Do not trust the file")

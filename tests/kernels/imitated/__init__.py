@@ -1,0 +1,198 @@
+"""CUDA kernels on a CPU: sources, compiled by g++ with a header that imitates the GPU, launched on a CPU's tensors.
+
+It shows what a kernel computes: not how fast, and not all that can go wrong on a GPU. Each warp runs as far as it comes
+without the others, the first of them first or the last, so that many a wait which is missing shows; so do copies that
+are not waited for, pieces that are not aligned, and shared memory that was not asked for. Not seen are: a kernel that
+does not wait for the one before, threads of one warp that wait in different places, what lies outside of a tensor, and
+what GPUs before Hopper compute instead of its instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lpq import registry
+from lpq.kernels import nvrtc_cache
+from lpq.kernels.cuda import CudaKernel
+
+HEADER = Path(__file__).with_name("cuda.h")
+OPTIONS = ["-std=c++17", "-Og", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-frounding-math", "-fvisibility=hidden"]
+Macros = tuple[str, ...]
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+shared_folder: Path | None = None
+"""Where processes that run tests together share what they compile; else each has its own."""
+
+
+@contextlib.contextmanager
+def in_place_of_launches(launch: Callable[..., None]) -> Iterator[None]:
+    """``launch(kernel, device, macros, blocks, *arguments)`` is called where a kernel would be launched, bound or
+    not."""
+
+    def bind(self: CudaKernel, device: int, macros: Macros, blocks: int) -> Callable[..., None]:
+        return lambda *arguments: launch(self, device, macros, blocks, *arguments)
+
+    def now(self: CudaKernel, device: int, macros: Macros, blocks: int, *arguments: Any) -> None:
+        launch(self, device, macros, blocks, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CudaKernel, "launch", now)
+        patch.setattr(CudaKernel, "bind", bind)
+        registry.refresh()  # what was bound launches otherwise
+        yield
+    registry.refresh()
+
+
+def found() -> bool:
+    """Whether there is a compiler for it."""
+    return shutil.which("g++") is not None
+
+
+def _new_folder() -> Path:
+    """It is there for as long as this process runs."""
+    _KEPT.append(tempfile.TemporaryDirectory(prefix="lpq-imitated-"))
+    return Path(_KEPT[-1].name)
+
+
+@functools.cache
+def compiled_header() -> Path:
+    """The folder with the header that imitates the GPU."""
+    to = _new_folder()
+    shutil.copy(HEADER, to)
+    _compile(["-x", "c++-header", str(to / HEADER.name)], to / f"{HEADER.name}.gch")
+    return to
+
+
+@functools.cache
+def folder() -> Path:
+    """Where C++ is written to: with what csrc includes."""
+    to = _new_folder()
+    for source in nvrtc_cache.csrc().glob("**/*.cuh"):
+        copy = to / source.relative_to(nvrtc_cache.csrc())
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(translated(source.read_text()))
+    return to
+
+
+@functools.cache
+def _shared() -> Path:
+    """Where compiled kernels are found under the names of what they are made of."""
+    return shared_folder or _new_folder()
+
+
+def _made_of(to: Path) -> str:
+    """The headers, of which any may be included."""
+    every = [HEADER, *sorted(to.glob("**/*.cuh"))]
+    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in every)).hexdigest()
+
+
+def _compile(what: list[str], out: Path) -> None:
+    done = subprocess.run(["g++", *OPTIONS, *what, "-o", str(out)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{what}:\n{done.stderr[:4000]}")
+
+
+@functools.cache
+def library(source: Path, macros: Macros, name: str) -> ctypes.CDLL:
+    """A kernel of a source, compiled."""
+    to = folder()
+    text = translated(source.read_text())
+    stem = hashlib.sha256(repr((_made_of(to), OPTIONS, text, macros, name)).encode()).hexdigest()[:32]
+    whole, out, found = to / f"{stem}.cpp", to / f"{stem}.so", _shared() / f"{stem}.so"
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(found))
+    defined = "".join("#define {} {}\n".format(*nvrtc_cache._macro(macro)) for macro in macros)
+    for header in nvrtc_cache.csrc().resolve().glob("**/*.cuh"):  # a macro may name one by its path
+        defined = defined.replace(f'"{header}"', f'"{to / header.relative_to(nvrtc_cache.csrc().resolve())}"')
+    # In a namespace without a name all is this file's own, so that shared memory can have a section of its own.
+    whole.write_text(
+        f'#include "{HEADER.name}"\n{defined}namespace {{\n{text}\n}}\n'
+        'extern "C" __attribute__((visibility("default")))\n'
+        "const char* launch_it(char* at, const int* to, unsigned blocks, int threads, int shared, int backwards) {\n"
+        f"    return imitated::launch<{name}>(at, to, blocks, threads, shared, backwards);\n}}\n"
+    )
+    places = (compiled_header(), to, to / "common", to / source.parent.name)
+    _compile([*(f"-I{place}" for place in places), str(whole)], out)
+    compiled = ctypes.CDLL(str(out))
+    with contextlib.suppress(OSError):  # the folder is removed by whoever is through with it first
+        shutil.copy(out, found.with_name(f"{stem}.{os.getpid()}"))
+        found.with_name(f"{stem}.{os.getpid()}").replace(found)
+    return compiled
+
+
+def launch(kernel: CudaKernel, macros: Macros, blocks: int, arguments: tuple[float, ...], *, backwards: bool) -> None:
+    """As ``CudaKernel.launch``, on a CPU's tensors."""
+    if blocks == 0:
+        return
+    run = library(kernel.source.resolve(), macros, kernel.name).launch_it
+    run.restype = ctypes.c_char_p
+    packed = ctypes.create_string_buffer(kernel._slots.pack(*arguments), kernel._slots.size)
+    places = (ctypes.c_int * len(kernel._places))(*kernel._places)
+    wrong = run(packed, places, ctypes.c_uint(blocks), kernel.threads, kernel.shared, int(backwards))
+    if wrong is not None:
+        raise RuntimeError(f"{kernel.source.name}: {kernel.name} {macros}: {wrong.decode()}")
+
+
+# ---------------------------------------------------------------------------------------------- from CUDA to C++
+
+
+def translated(text: str) -> str:
+    """A source with calls in place of its asm statements and of dynamic shared memory."""
+    text = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* \2 = (\1*)imitated::dynamic;", text)
+    out, at = [], 0
+    for statement in re.finditer(r"\basm(?: volatile)?\(", text):
+        end = _closing(text, statement.end())
+        instruction, results, arguments = [*_split(text[statement.end() : end], ":"), "", ""][:3]
+        given = ", ".join(f"imitated::bits_of({operand})" for operand in _operands(arguments))
+        taken = "".join(f" imitated::set({operand}, out_[{i}]);" for i, operand in enumerate(_operands(results)))
+        call = f"do {{ const uint64_t in_[8] = {{{given}}}; uint64_t out_[8];"
+        call += f" imitated::run({instruction}, out_, in_);{taken} }} while (0)"
+        out += [text[at : statement.start()], "" if instruction.strip() == '""' else call]
+        at = end + 1
+    return "".join([*out, text[at:]])
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the bracket is closed that was opened before ``start``."""
+    depth, quoted = 1, False
+    for i in range(start, len(text)):
+        if text[i] == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += {"(": 1, ")": -1}.get(text[i], 0)
+            if depth == 0:
+                return i
+    raise ValueError("an asm statement without an end")
+
+
+def _split(text: str, by: str) -> Iterator[str]:
+    """The parts between characters that stand neither in brackets nor in quotes."""
+    depth, quoted, start = 0, False, 0
+    for i, character in enumerate(text):
+        if character == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += {"(": 1, ")": -1}.get(character, 0)
+            if character == by and depth == 0:
+                yield text[start:i]
+                start = i + 1
+    yield text[start:]
+
+
+def _operands(text: str) -> Iterator[str]:
+    """The expressions of ``"=r"(a), "f"(b)``."""
+    for part in _split(text, ","):
+        if "(" in part:
+            yield part[part.index("(") + 1 : part.rindex(")")]

@@ -1,0 +1,329 @@
+"""The Triton kernels run by Triton's interpreter on a CPU: ``test_triton_interpreted.py`` starts pytest on this file.
+
+The interpreter must be asked for before Triton is imported, so this needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from quantizers import IN_KERNELS
+from torch import Tensor
+
+import lpq
+from lpq import operations, registry
+from lpq.core import Quantizer, Storage
+from lpq.formats.elements import (
+    E4M3,
+    E5M2,
+    cast_e2m1,
+    cast_e2m1_stochastic,
+    cast_e8m0,
+    cast_float8,
+    decode_e2m1,
+    decode_e8m0,
+    decode_float8,
+    inverse_e8m0,
+)
+from lpq.testing.conformance.test_kernels import Poisoned, check_order
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from lpq.kernels.triton import numbers  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of products that overflow
+
+SEED = -12345678901
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = {"fp8": (35, 150), "mxfp8": (35, 50), "nvfp4": (35, 50)}
+"""Ragged in the format's blocks, and more than one tile."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _patched_once_a_kernel() -> Iterator[None]:
+    """Triton's interpreter replaces the functions of its language when a kernel starts, and again, by the same ones, in
+    every function that the kernel calls, which is most of its time. Here what is replaced is left until the end."""
+    patch_language, patched = interpreter._patch_lang, set[ModuleType]()
+
+    def patch(function: Any) -> Any:
+        new = {value for value in function.__globals__.values() if value is tl or value is tl.core} - patched
+        if not new:
+            return SimpleNamespace(restore=lambda: None)
+        scope = patch_language(function)
+        patched.update(new)
+        restore = scope.restore
+        scope.restore = lambda: (restore(), patched.clear())
+        return scope
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if hasattr(interpreter, "_LangPatchScope"):  # a Triton without it undoes them in another way
+            monkeypatch.setattr(interpreter, "_patch_lang", patch)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------- casts
+
+
+@triton.jit
+def _casts(x, r, e4m3, e5m2, e2m1, random, exponent, bf16, N: tl.constexpr):
+    at = tl.arange(0, N)
+    values = tl.load(x + at)
+    tl.store(e4m3 + at, numbers.cast_float8(values, values, False))
+    tl.store(e5m2 + at, numbers.cast_float8(values, values, True))
+    tl.store(e2m1 + at, numbers.cast_e2m1(values).to(tl.uint8))
+    tl.store(random + at, numbers.cast_e2m1_stochastic(values, tl.load(r + at)).to(tl.uint8))
+    tl.store(exponent + at, numbers.cast_e8m0(tl.abs(values)).to(tl.uint8))
+    tl.store(bf16 + at, numbers.narrow(values, tl.bfloat16))
+
+
+@triton.jit
+def _decodes(code, e4m3, e5m2, e2m1, e8m0, inverse):
+    at = tl.arange(0, 256)
+    codes = tl.load(code + at)
+    tl.store(e4m3 + at, numbers.decode_float8(codes, False))
+    tl.store(e5m2 + at, numbers.decode_float8(codes, True))
+    tl.store(e2m1 + at, numbers.decode_e2m1(codes.to(tl.int32) & 15))
+    tl.store(e8m0 + at, numbers.decode_e8m0(codes.to(tl.int32)))
+    tl.store(inverse + at, numbers.inverse_e8m0(codes.to(tl.int32)))
+
+
+@triton.jit
+def _widen(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, numbers.widen(tl.load(x + at)))
+
+
+def numbers_of_all_sizes() -> Tensor:
+    """2^19 numbers: every bf16, what lies beside it, and the ties of every element type with what lies beside them."""
+    every = torch.arange(1 << 16, dtype=torch.int32) << 16
+    codes = torch.arange(256, dtype=torch.uint8)
+    grids = [
+        decode_float8(codes.view(E4M3)),
+        decode_float8(codes.view(E5M2)),
+        decode_e2m1(codes % 16),
+        decode_e8m0(codes),
+    ]
+    ties = []
+    for grid in grids:
+        grid = grid[grid.isfinite()].double().unique()
+        ties += [grid.float(), ((grid[1:] + grid[:-1]) / 2).float()]
+    special = torch.cat(ties).view(torch.int32)
+    bits = torch.cat([every, every + 1, every + 0x7FFF, every + 0x8000, every + 0x8001])
+    bits = torch.cat([bits, special, special - 1, special + 1])
+    rest = torch.randint(
+        -(1 << 31), (1 << 31) - 1, ((1 << 19) - len(bits),), generator=torch.Generator().manual_seed(0)
+    )
+    return torch.cat([bits, rest.int()]).view(torch.float32)
+
+
+def test_casts_equal_the_reference_for_numbers_of_all_sizes() -> None:
+    x = numbers_of_all_sizes()
+    r = torch.randint(0, 256, x.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    codes = [torch.empty(x.shape, dtype=torch.uint8) for _ in range(5)]
+    bf16 = torch.empty(x.shape, dtype=torch.bfloat16)
+    _casts[(1,)](x, r, *codes, bf16, N=len(x))
+    expected = [
+        cast_float8(x, E4M3).view(torch.uint8),
+        cast_float8(x, E5M2).view(torch.uint8),
+        cast_e2m1(x),
+        cast_e2m1_stochastic(x, r),
+        cast_e8m0(x.abs()),
+    ]
+    for name, got, wanted in zip(("e4m3", "e5m2", "e2m1", "stochastic", "e8m0"), codes, expected, strict=True):
+        wrong = got != wanted
+        assert not wrong.any(), (name, x[wrong][:4], got[wrong][:4], wanted[wrong][:4])
+    wanted = x.bfloat16()
+    assert torch.equal(bf16.isnan(), wanted.isnan())
+    assert torch.equal(bf16.nan_to_num(1.0).view(torch.int16), wanted.nan_to_num(1.0).view(torch.int16))
+
+
+def test_decoded_codes_equal_the_reference() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    got = [torch.empty(256) for _ in range(5)]
+    _decodes[(1,)](codes, *got)
+    expected = [
+        decode_float8(codes.view(E4M3)), decode_float8(codes.view(E5M2)), decode_e2m1(codes % 16),
+        decode_e8m0(codes), inverse_e8m0(codes),
+    ]  # fmt: skip
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(7.0).view(torch.int32), b.nan_to_num(7.0).view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_number_is_widened_exactly(dtype: torch.dtype) -> None:
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    out = torch.empty(1 << 16)
+    _widen[(1,)](x, out, N=1 << 16)
+    assert torch.equal(out.isnan(), x.isnan())
+    assert torch.equal(out.nan_to_num(7.0).view(torch.int32), x.float().nan_to_num(7.0).view(torch.int32))
+
+
+# ---------------------------------------------------------------------------------------------- formats
+
+QUANTIZERS = [
+    *IN_KERNELS,
+    "fp8(scaling=block, block=128x128, pow2=false)",
+    "hybrid(row=fp8, col=fp8(scaling=block, dtype=e5m2))",
+    "hybrid(row=nvfp4(block=16x16), col=nvfp4(rht=true))",
+]
+
+
+def module_of(quantizer: Quantizer | None) -> ModuleType:
+    """The Triton kernels of an operand's format."""
+    assert quantizer is not None
+    return importlib.import_module(f"lpq_{registry.format_of(type(quantizer)).name}.triton")
+
+
+def values(quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Numbers from the smallest to the largest, some equal and some zero, in rows and columns of very different size;
+    the same with a NaN, and with an infinity."""
+    shape = SHAPES[registry.format_of(type(quantizer.side("row"))).name]
+    g = torch.Generator().manual_seed(0)
+    info = torch.finfo(dtype)
+    low, high = torch.tensor([info.smallest_normal * info.eps, info.max], dtype=torch.float64).log2()
+    size = low + torch.rand(shape, generator=g, dtype=torch.float64) * (high - low)
+    size[: shape[0] // 2] = torch.randint(-6, 6, (shape[0] // 2, 1), generator=g) + size[: shape[0] // 2] / 40
+    size[:, shape[1] // 2 :].clamp_(max=3)
+    x = torch.exp2(size) * (torch.randint(0, 2, shape, generator=g) * 2 - 1)
+    x = torch.where(torch.rand(shape, generator=g) < 0.05, -0.0, x).clamp(-info.max, info.max).to(dtype)
+    x[1, :40], x[:, 2] = 0.0, -0.0
+    nan, inf = x.clone(), x.clone()
+    nan[3, -1] = -torch.nan
+    inf[0, shape[1] // 2] = -torch.inf
+    moderate = torch.randn(shape, generator=g).mul(8).round().div(4).to(dtype)
+    return {"all sizes": x, "nan": nan, "infinity": inf, "grid": moderate}
+
+
+def assert_same(got: list[Tensor], expected: list[Tensor], what: str) -> None:
+    assert len(got) == len(expected), what
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{what}, output {i}"
+        one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+        assert torch.equal(one, other), f"{what}, output {i}: {int((one != other).sum())} of {one.numel()} bytes differ"
+
+
+def check(
+    x: Tensor, stats: list[Tensor | None], row: Quantizer | None, col: Quantizer | None, offset: int, measure: bool,
+    what: str = "",
+) -> None:  # fmt: skip
+    """Quantize with the kernels and with the reference."""
+    arguments = (x, stats, row, col, torch.tensor(SEED), offset, measure)
+    with Poisoned():  # type: ignore[no-untyped-call]
+        got = module_of(row or col).quantize(*arguments)
+    expected, what = operations.quantize_reference(*arguments), f"{row} {col} {x.dtype} {list(x.shape)} {what}"
+    assert_same(got, expected, what)
+    check_order(got, expected, what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_quantize_equals_the_reference(text: str, dtype: torch.dtype) -> None:
+    """Both operands at once, of numbers of all kinds; their statistics measured on the way, and not."""
+    quantizer = lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    for i, (name, x) in enumerate(values(quantizer, dtype).items()):
+        check(x, [], row, col, 16 * i, i % 2 == 0, name)
+
+
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_one_operand_and_given_statistics(text: str) -> None:
+    """Statistics that are not those of the tensor, as of one that is a part or comes later; some of them missing."""
+    quantizer = lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    x = values(quantizer, torch.bfloat16)["all sizes"]
+    for first, second in ((row, None), (None, col), (row, col)):
+        others: list[Tensor | None] = [*operations.measure_reference(x * 0.5, first, second)]
+        check(x, others, first, second, 32, first is None, "given")
+    check(x, [*others[:-1], None], row, col, 0, True, "in part")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 200), (200, 1), (0, 64), (64, 0), (130, 17)], ids=str)
+@pytest.mark.parametrize(
+    "text", ["fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true, stochastic=true)"]
+)
+def test_shapes(text: str, shape: tuple[int, int]) -> None:
+    quantizer = lpq.quantizer(text)
+    g = torch.Generator().manual_seed(0)
+    check(torch.randn(shape, generator=g), [], quantizer.side("row"), quantizer.side("col"), 0, True)
+
+
+def test_random_bits_in_groups_that_are_cut() -> None:
+    quantizer = lpq.quantizer("nvfp4(stochastic=true)")
+    x = values(quantizer, torch.float32)["grid"]
+    check(x, [], quantizer.side("row"), quantizer.side("col"), 5, False)
+    check(x, [], quantizer.side("row"), None, 5, False)
+
+
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_measure_equals_the_reference(text: str) -> None:
+    quantizer = lpq.quantizer(text)
+    for first, second in (("row", "col"), (None, "col")):
+        row, col = (quantizer.side(side) if side else None for side in (first, second))
+        x = values(quantizer, torch.float32)["nan" if first else "all sizes"]
+        with Poisoned():  # type: ignore[no-untyped-call]
+            got = module_of(row or col).measure(x, row, col)
+        assert_same(got, operations.measure_reference(x, row, col), f"{row} {col}")
+
+
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_decode_and_transpose_equal_the_reference(text: str) -> None:
+    quantizer = lpq.quantizer(text)
+    for (name, x), dtype in zip(values(quantizer, torch.float32).items(), itertools.cycle(DTYPES)):
+        for direction in ("row", "col"):
+            side = quantizer.side(direction)
+            matrix = x if direction == "row" else x.t()
+            made = operations.quantize_reference(matrix, [], side, None, torch.tensor(SEED), 0, False)
+            operand = side.storage.wrap(made, side, (matrix.shape[0], matrix.shape[1]), x.dtype)
+            compare_views(operand, dtype, f"{side} {dtype} {name}")
+
+
+def compare_views(operand: Storage, dtype: torch.dtype, what: str) -> None:
+    kernels = module_of(operand.quantizer)
+    with Poisoned():  # type: ignore[no-untyped-call]
+        got = kernels.decode(operand, dtype)
+    expected = operations.decode_reference(operand, dtype)
+    assert torch.equal(got.isnan(), expected.isnan()), what  # which NaN it is differs from device to device
+    assert_same([got.nan_to_num(7.0)], [expected.nan_to_num(7.0)], what)
+    if operand.quantizer.transposable:
+        with Poisoned():  # type: ignore[no-untyped-call]
+            turned = kernels.transpose(operand)
+        expected_turned = operations.transpose_reference(operand)
+        assert turned.shape == expected_turned.shape
+        assert_same([t.contiguous() for t in turned.tensors()], expected_turned.tensors(), what)
+
+
+# ---------------------------------------------------------------------------------------------- would it be noticed?
+
+
+def test_a_wrong_rounding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own cast to an 8-bit float rounds 1.97 to 1 in place of 2."""
+    module = importlib.import_module("lpq_mxfp8.triton")
+    quantizer = lpq.quantizer("mxfp8")
+    x = torch.tensor([[256.0, 1.97]])
+    check(x, [], quantizer, None, 0, False)
+
+    @triton.jit
+    def native(product, x, E5M2: tl.constexpr):
+        return product.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+    monkeypatch.setattr(module, "cast_float8", native)
+    with pytest.raises(AssertionError, match="output 0: 1 of 2 bytes differ"):
+        check(x, [], quantizer, None, 0, False)
+
+
+def test_an_element_that_is_not_written_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("lpq_mxfp8.triton")
+    quantizer = lpq.quantizer("mxfp8")
+    x = torch.ones(70, 40)
+    monkeypatch.setattr(module, "programs", lambda *_: 1)
+    with pytest.raises(AssertionError, match=r"output 0: \d+ of 2800 bytes differ"):
+        check(x, [], quantizer, None, 0, False)

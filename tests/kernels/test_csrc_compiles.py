@@ -1,0 +1,351 @@
+"""Every CUDA source compiles for every architecture that lpq serves, and with all macros that the plugins ask for.
+
+Of the sets of macros that they ask for, those are compiled that have every two macros that go together in any. (What
+they compute is shown where a CPU imitates a GPU.) By nvcc where it is on the PATH, else by NVRTC, as on a user's
+machine. Neither needs a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import imitated
+import pytest
+import torch
+
+from lpq import registry
+from lpq.core import Quantizer
+from lpq.kernels import nvrtc_cache, tiles
+from lpq.kernels.cuda import CudaKernel
+from lpq.operations.binding import unbound
+from lpq.operations.fused_pair import Pair
+from lpq.registry import KernelSpec
+from lpq.testing.calls import arguments_of
+from lpq.testing.conformance.test_kernels import pairs
+from lpq.testing.options import family
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+SOURCES = sorted(nvrtc_cache.csrc().glob("**/*.cu"))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
+SHAPES = ((512, 256), (250, 381))
+"""Of whole tiles, broad ones too, and ragged."""
+MANY = (512, 1)
+"""How many tiles are many: a matrix of that size is taken by broader ones."""
+LEAN = Path(__file__).with_name("nvcc")
+"""A header in place of CUDA's own, which takes nvcc longer than most sources do."""
+Macros = tuple[str, ...]
+SIDES = {name: kernel for name in registry.formats() for kernel in registry.kernels("tile", (name,))}
+"""The formats that are made tile by tile, and how."""
+
+
+@functools.cache
+def in_haste() -> list[str]:
+    """Fewer optimizations, if this nvcc can do with fewer: all that is asked is whether it compiles."""
+    told = subprocess.run(["nvcc", "--help"], capture_output=True, text=True).stdout
+    return ["-Ofc=mid"] if "(-Ofc)" in told else []
+
+
+def run_nvcc(
+    source: Path, macros: Macros, architecture: str, out: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Compile a source as NVRTC does."""
+    defined = "".join("#define {} {}\n".format(*nvrtc_cache._macro(macro)) for macro in macros)  # -D ends at a comma
+    whole = out.with_suffix(".cu")
+    whole.write_text(f'{defined}#include "{source}"\n')
+    command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17", f"-I{nvrtc_cache.headers()}"]
+    return subprocess.run([*command, "-o", str(out), str(whole), *options], capture_output=True, text=True)
+
+
+def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path, *, lean: bool = True) -> str | None:
+    """What the compiler says against a source; None: nothing. What it says with CUDA's own header counts."""
+    for more in ([f"-I{LEAN}"], []) if lean else ([],):
+        done = run_nvcc(source, macros, architecture, out, *in_haste(), *more)
+        if done.returncode == 0:
+            return None
+    return done.stdout + done.stderr
+
+
+def by_nvrtc(source: Path, macros: Macros, architecture: str, out: Path) -> str | None:
+    try:
+        out.write_bytes(nvrtc_cache.compile_source(source, macros, architecture))
+    except nvrtc_cache.KernelError as error:
+        return str(error)
+    return None
+
+
+def compiler() -> Callable[[Path, Macros, str, Path], str | None] | None:
+    if shutil.which("nvcc"):
+        return by_nvcc
+    return by_nvrtc if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.core") else None
+
+
+def test_every_kernel_waits_before_it_does_anything() -> None:
+    """They are launched while the kernel before may still run; a GPU would seldom show that one does not wait."""
+    found = 0
+    for source in sorted(nvrtc_cache.csrc().glob("**/*.cu*")):
+        text = source.read_text()
+        bodies = re.findall(r'extern "C" __global__[^{]*\{((?:[^;]*;){2})', text)
+        assert len(bodies) == text.count("__global__"), source.name
+        for body in bodies:
+            first = [line.strip(" \n\\") for line in body.split(";")]
+            waits = first[first[0] == "let_the_next_one_come()"]
+            assert waits == "wait_for_the_one_before()", (source.name, first)
+        found += len(bodies)
+    assert found
+
+
+# ---------------------------------------------------------------------------------------------- macros
+
+
+@functools.cache
+def asked_for() -> dict[Path, set[Macros]]:
+    """The macros that each source is compiled with when the kernels of the table are called with all options.
+
+    Their launches are written down and not made, so that a CPU's tensors do.
+    """
+    found: dict[Path, set[Macros]] = {}
+
+    def launch(self: CudaKernel, device: int, macros: Macros, blocks: int, *arguments: float) -> None:
+        found.setdefault(self.source.resolve(), set()).add(macros)
+
+    with pytest.MonkeyPatch.context() as patch, imitated.in_place_of_launches(launch):
+        patch.setattr(tiles, "multiprocessors", lambda device: 132)
+        for many, plugin, kernel in ((m, p, k) for m in MANY for p in registry.plugins() for k in p.kernels):
+            set_many(patch, many)
+            if kernel.backend == "cuda" and kernel.op in ("measure", "quantize", "decode", "transpose"):
+                for name in set(kernel.formats) & set(plugin.formats):
+                    with contextlib.suppress(Exception):  # it needs a GPU before it launches: its macros are guessed
+                        call(kernel, name)
+            elif kernel.op == "exact_tile":
+                for name in set(kernel.formats) & set(plugin.formats):
+                    call_beside_its_own(kernel, name)
+            elif kernel.op == "cast":
+                for name in set(kernel.formats) & set(plugin.formats):
+                    for source, macros in of_fragments(kernel, name):
+                        found.setdefault(source, set()).add(macros)
+        for many in MANY:
+            set_many(patch, many)
+            call_pairs()
+    return found
+
+
+def set_many(patch: pytest.MonkeyPatch, many: int) -> None:
+    """What is bound has counted the tiles already: it is bound anew where their number has another meaning."""
+    if many != tiles.MANY_TILES:
+        patch.setattr(tiles, "MANY_TILES", many)
+        registry.refresh()
+
+
+def of_fragments(kernel: KernelSpec, name: str) -> Iterator[tuple[Path, Macros]]:
+    """Every way to cast fragments to operands of a format."""
+    for quantizer in family(name).quantizers:
+        for side, col in ((quantizer.side("row"), False), (quantizer.side("col"), True)):
+            if not refuses(kernel, (side,)):
+                kernels, block = registry.resolve(kernel.impl)(side), side.stats[-1].block
+                yield kernels.codes.source.resolve(), kernels.compiled_for(block[::-1] if col else block, col=col)
+
+
+def call(kernel: KernelSpec, name: str) -> None:
+    """Every way to call a kernel of a format."""
+    impl = registry.resolve(kernel.impl)
+    for quantizer, dtype, shape in itertools.product(family(name).quantizers, DTYPES, SHAPES):
+        x = torch.zeros(shape, dtype=dtype)
+        for row, col in pairs(kernel, quantizer):
+            if refuses(kernel, tuple(side for side in (row, col) if side is not None)):
+                continue
+            arguments = arguments_of(kernel.op, row, col, x)
+            if kernel.op == "decode":
+                impl(arguments[0], dtype)
+            else:
+                impl(*arguments)
+            if kernel.op == "quantize":  # the statistics measured on the way, and asked for or, as by layers, not
+                impl(x, [], *arguments[2:6], dtype is not torch.bfloat16)
+
+
+def call_pairs() -> None:
+    """Every operand that is made tile by tile, and every two formats of these.
+
+    What an operand is compiled to does not depend on the one beside it, which is another one in each direction. Dtypes,
+    and whether statistics are wanted, take turns: what they are compiled to, each format's own kernels show.
+    """
+    inputs = itertools.cycle(itertools.product(DTYPES, (False, True)))
+    defaults = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]
+    every = [(kernel, quantizer) for name, kernel in SIDES.items() for quantizer in family(name).quantizers]
+    beside = every[len(every) // 2 :] + every[: len(every) // 2]
+    for row, col in [*itertools.product(defaults, defaults), *zip(every, beside, strict=True)]:
+        call_pair(row, col, *next(inputs))
+
+
+def call_beside_its_own(kernel: KernelSpec, name: str) -> None:
+    """Every exact form of a format beside its default."""
+    inputs = itertools.cycle(itertools.product(DTYPES, (False, True)))
+    default = SIDES[name], registry.quantizer(name)
+    for quantizer in family(name).quantizers:
+        call_pair((kernel, quantizer), default, *next(inputs))
+        call_pair(default, (kernel, quantizer), *next(inputs))
+
+
+def call_pair(
+    row: tuple[KernelSpec, Quantizer], col: tuple[KernelSpec, Quantizer], dtype: torch.dtype, measure: bool
+) -> None:
+    sides = row[1].side("row"), col[1].side("col")
+    made = [
+        registry.resolve(k.impl)(side, which)
+        for (k, _), side, which in zip((row, col), sides, ("row", "col"), strict=True)
+    ]
+    unbound(Pair(*made).bind)(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
+
+
+def refuses(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> bool:
+    return kernel.why_not is not None and registry.resolve(kernel.why_not)(*operands) is not None
+
+
+def guessed(source: Path) -> Iterator[Macros]:
+    """Macros for a source that no kernel of the table uses: those that it asks about, one at a time, in each dtype."""
+    asked = set(re.findall(r"#if(?:n?def| defined\()\s*(LPQ_\w+)", source.read_text()))
+    for i, switch in enumerate([None, *sorted(asked - {"LPQ_INPUT", "LPQ_OUTPUT"})]):
+        yield (f"LPQ_INPUT={INPUTS[i % 3]}", f"LPQ_OUTPUT={INPUTS[i % 3]}", *([switch] if switch else []))
+
+
+def macros_of(source: Path) -> list[Macros]:
+    return sorted(asked_for().get(source.resolve(), ())) or list(guessed(source))
+
+
+def dealt(source: Path, architecture: str) -> list[Macros]:
+    """Each set of macros for one of the architectures in turn, as there are many; one at least for each of them."""
+    sets, first = macros_of(source), ARCHITECTURES.index(architecture)
+    return sets[first :: len(ARCHITECTURES)] or [sets[first % len(sets)]]
+
+
+def sights(sets: Iterable[tuple[str, Macros]], names: Sequence[str]) -> list[set[tuple[str, ...]]]:
+    """What is to be seen of each set: its architecture, each two of its macros together, and each of them for an old
+    and for a new one, by which sources tell what there is.
+
+    That a macro is absent counts as one, too. The two sides of a pair of formats know nothing of each other.
+    """
+    together = [(a, b) for a, b in itertools.combinations(names, 2) if not of_two_sides(a, b, names)]
+    found = []
+    for architecture, macros in sets:
+        given = {macro.partition("=")[0]: macro for macro in macros}
+        value = {name: given.get(name, f"no {name}") for name in names}
+        pairs = ((value[a], value[b]) for a, b in together)
+        found.append({(architecture,), *pairs, *((kind(architecture), one) for one in value.values())})
+    return found
+
+
+def kind(architecture: str) -> str:
+    return "old" if architecture == "sm_80" else "new"
+
+
+def of_two_sides(a: str, b: str, names: Sequence[str]) -> bool:
+    """Whether one macro is the row side's and the other the column side's of a source that is made for any two."""
+    return "LPQ_ROW_HEADER" in names and {a[:7], b[:7]} == {"LPQ_ROW", "LPQ_COL"}
+
+
+def names_of(source: Path) -> list[str]:
+    return sorted({macro.partition("=")[0] for macros in macros_of(source) for macro in macros})
+
+
+@functools.cache
+def chosen(source: Path) -> dict[str, list[Macros]]:
+    """Of what is dealt, as few sets as show all that is to be seen of all: always the one that shows most that is new.
+
+    A source has at most some ten macros, and what does not compile is due to one or two of them.
+    """
+    every = [(architecture, macros) for architecture in ARCHITECTURES for macros in dealt(source, architecture)]
+    seen = sights(every, names_of(source))
+    left, found = set().union(*seen), dict[str, list[Macros]]()
+    while left:
+        best = max(range(len(every)), key=lambda i: len(seen[i] & left))  # the first of those
+        left -= seen[best]
+        found.setdefault(every[best][0], []).append(every[best][1])
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_it_compiles(source: Path, architecture: str, tmp_path: Path) -> None:
+    compile_one = compiler()
+    if compile_one is None:
+        pytest.skip("needs nvcc on the PATH, or cuda-core with NVRTC (pip install 'lpq[cuda]')")
+    sets = chosen(source)[architecture]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outs = [tmp_path / f"{i}.cubin" for i in range(len(sets))]
+        said = list(pool.map(compile_one, itertools.repeat(source), sets, itertools.repeat(architecture), outs))
+    for macros, words in zip(sets, said, strict=True):
+        assert words is None, f"{source.name} {macros} {architecture}:\n{words}"
+    assert all(out.stat().st_size for out in outs)
+
+
+@pytest.mark.slow
+def test_they_compile_with_the_whole_header_of_cuda(tmp_path: Path) -> None:
+    """Each once: no name of theirs is one of CUDA's, and CUDA has the functions that the lean header declares."""
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc on the PATH; NVRTC always reads the header of its own")
+    for i, source in enumerate(SOURCES):
+        macros, architecture = macros_of(source)[0], ARCHITECTURES[i % len(ARCHITECTURES)]
+        words = by_nvcc(source, macros, architecture, tmp_path / f"{i}.cubin", lean=False)
+        assert words is None, f"{source.name} {macros} {architecture}:\n{words}"
+
+
+def test_there_are_sources_and_the_plugins_use_most_of_them() -> None:
+    used = {source for source in SOURCES if source.resolve() in asked_for()}
+    assert len(used) > len(SOURCES) / 2
+    for source in SOURCES:
+        assert {m for a in ARCHITECTURES for m in dealt(source, a)} == set(macros_of(source))
+    macros = {macro for source in used for macros in macros_of(source) for macro in macros}
+    assert any("LPQ_ROW" in macro for macro in macros)
+    assert {"LPQ_WIDE=128", "LPQ_WIDE=256", "LPQ_TALL=64", "LPQ_TALL=256"} <= macros
+
+
+def test_what_is_chosen_shows_all_that_is_to_be_seen() -> None:
+    """Reckoned in another way than it was chosen."""
+
+    def value(macros: Macros, name: str) -> str | None:
+        return next((macro for macro in macros if macro.split("=")[0] == name), None)
+
+    few = many = 0
+    for source in SOURCES:
+        sets, names = [m for a in ARCHITECTURES for m in chosen(source)[a]], names_of(source)
+        assert set(sets) <= set(macros_of(source))
+        for a, b in itertools.combinations_with_replacement(names, 2):
+            both = macros_of(source), sets
+            wanted, found = ({(value(m, a), value(m, b)) for m in some} for some in both)
+            apart = source.name == "pair.cu" and "ROW" in a + b and "COL" in a + b
+            assert apart or found == wanted, (source, a, b)
+        assert all(chosen(source)[architecture] for architecture in ARCHITECTURES)
+        for some, name in itertools.product((ARCHITECTURES[:1], ARCHITECTURES[1:]), names):
+            all_of = (dealt(source, a) for a in some), (chosen(source)[a] for a in some)
+            wanted, found = ({value(m, name) for sets in each for m in sets} for each in all_of)
+            assert found == wanted, (source, some, name)
+        few, many = few + len(sets), many + len(macros_of(source))
+    assert few < many
+
+
+def test_a_source_that_does_not_compile_is_noticed(tmp_path: Path) -> None:
+    compile_one = compiler()
+    if compile_one is None:
+        pytest.skip("needs nvcc on the PATH, or cuda-core with NVRTC (pip install 'lpq[cuda]')")
+    source = tmp_path / "wrong.cu"
+    source.write_text(
+        '#include "numbers.cuh"\nextern "C" __global__ void f() {\n#ifdef WRONG\nthere is none\n#endif\n}\n'
+    )
+    assert compile_one(source, (), "sm_90a", tmp_path / "out.cubin") is None
+    words = compile_one(source, ("WRONG",), "sm_90a", tmp_path / "out.cubin")
+    assert words is not None
+    assert "there" in words

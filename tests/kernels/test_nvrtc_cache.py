@@ -1,0 +1,322 @@
+"""Compiled CUDA sources are kept in a cache, which survives what can happen to it."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import types
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lpq.kernels import KernelError, nvrtc_cache
+from lpq.kernels.nvrtc_cache import KernelCacheWarning
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "plugin"
+    folder.mkdir()
+    (folder / "mine.cuh").write_text("#define ONE 1\n")
+    (folder / "mine.cu").write_text('#include "mine.cuh"\n#include "numbers.cuh"\nextern "C" __global__ void f() {}\n')
+    return folder / "mine.cu"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, tuple[str, ...], str]]:
+    """A compiler that writes down what it was asked for, and a cache of its own."""
+    calls: list[tuple[str, tuple[str, ...], str]] = []
+
+    def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
+        calls.append((source.name, macros, architecture))
+        return f"code {len(calls)}".encode()
+
+    monkeypatch.setattr(nvrtc_cache, "compile_source", compile_source)
+    monkeypatch.setattr(nvrtc_cache, "compiler_version", lambda: "13.0")
+    monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path / "cache"))
+    return calls
+
+
+def kept() -> list[Path]:
+    """The files of the cache."""
+    folder = nvrtc_cache.cache_dir()
+    assert folder is not None
+    return list(folder.iterdir())
+
+
+def test_compiled_once(source: Path, compiled: list[object]) -> None:
+    assert nvrtc_cache.cubin(source, ("A=1",), "sm_90a") == b"code 1"
+    assert nvrtc_cache.cubin(source, ("A=1",), "sm_90a") == b"code 1"
+    assert len(compiled) == 1
+    assert [p.suffix for p in kept()] == [".cubin"]
+
+
+def test_what_the_code_depends_on_is_in_the_key(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count() -> int:
+        nvrtc_cache.cubin(source, ("A=1",), "sm_90a")
+        return len(compiled)
+
+    assert count() == 1
+    nvrtc_cache.cubin(source, ("A=2",), "sm_90a")
+    nvrtc_cache.cubin(source, ("A=1",), "sm_80")
+    assert count() == 3
+    source.with_name("mine.cuh").write_text("#define ONE 2\n")
+    assert count() == 4, "a header that it includes has changed"
+    source.write_text(source.read_text() + "\n")
+    assert count() == 5
+    monkeypatch.setattr(nvrtc_cache, "compiler_version", lambda: "13.1")
+    assert count() == 6
+    monkeypatch.setattr(nvrtc_cache, "OPTIONS", {**nvrtc_cache.OPTIONS, "fma": True})
+    assert count() == 7
+    assert count() == 7
+
+
+def test_a_header_of_lpq_is_found_and_belongs_to_the_key(source: Path) -> None:
+    names = [path.name for path in nvrtc_cache._with_includes(source, ())]
+    assert names == ["mine.cu", "mine.cuh", "numbers.cuh", "order.cuh"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"code 1", b"\0" * 40])
+def test_a_damaged_file_is_compiled_anew(source: Path, compiled: list[object], damage: bytes) -> None:
+    nvrtc_cache.cubin(source, (), "sm_90a")
+    (file,) = kept()
+    file.write_bytes(damage)
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
+
+
+def test_a_cache_that_cannot_be_written_is_said(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path / "a file" / "cache"))
+    with pytest.warns(KernelCacheWarning, match="LPQ_CACHE_DIR"):
+        assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+
+
+def test_a_cache_that_can_only_be_read_is_read(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    opened = Path.open
+
+    def read_only(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if set(mode) & set("wxa+"):
+            raise PermissionError(13, "Permission denied", str(path))  # what root, who may write anywhere, never sees
+        return opened(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    with pytest.warns(KernelCacheWarning, match="Permission denied"):
+        assert nvrtc_cache.cubin(source, ("A=1",), "sm_90a") == b"code 2"
+    assert len(kept()) == 1
+
+
+def test_nobody_sees_a_file_that_is_half_written(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a process writes, those beside it find no file of the name that they look for."""
+    seen: list[list[str]] = []
+
+    class Slow(io.FileIO):
+        def write(self, content: Any) -> int:
+            half = len(content) // 2
+            super().write(content[:half])
+            seen.append([path.suffix for path in kept()])
+            return half + (super().write(content[half:]) or 0)
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: Slow(path, mode.replace("b", "")))
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    assert seen == [[".part"]]
+    assert [path.suffix for path in kept()] == [".cubin"]
+
+
+def test_a_full_disk_leaves_no_half_file(source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(KernelCacheWarning, match="No space left"):
+        assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    assert kept() == []
+
+
+def test_a_disk_that_is_full_while_it_is_written_leaves_no_half_file(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, _: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    def full(path: Path, mode: str) -> Full:
+        path.touch()
+        return Full()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.warns(KernelCacheWarning, match="No space left"):
+            assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    assert kept() == []
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
+
+
+def test_it_is_said_once(tmp_path: Path) -> None:
+    code = """
+        import os, pathlib
+        from lpq.kernels import nvrtc_cache
+        nvrtc_cache.compile_source = lambda *_: b"code"
+        nvrtc_cache.compiler_version = lambda: "13.0"
+        for macros in ((), ("A=1",), ("A=2",)):
+            nvrtc_cache.cubin(pathlib.Path(os.environ["SOURCE"]), macros, "sm_90a")
+    """
+    (tmp_path / "f.cu").write_text("")
+    (tmp_path / "cache").write_text("not a folder")
+    environment = {**os.environ, "LPQ_CACHE_DIR": str(tmp_path / "cache"), "SOURCE": str(tmp_path / "f.cu")}
+    lines = [line.strip() for line in code.strip().splitlines()]
+    lines[-1] = "    " + lines[-1]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("KernelCacheWarning") == 1, done.stderr
+
+
+def test_many_writers_leave_a_whole_file(source: Path, compiled: list[object]) -> None:
+    with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
+        warnings.simplefilter("error")
+        codes = list(pool.map(lambda _: nvrtc_cache.cubin(source, (), "sm_90a"), range(64)))
+    (file,) = kept()
+    assert all(code.startswith(b"code ") for code in codes)
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == file.read_bytes()[nvrtc_cache.DIGEST_SIZE :]
+
+
+def test_a_header_that_a_macro_names_belongs_to_the_key(source: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "elsewhere" / "theirs.cuh"
+    theirs.parent.mkdir()
+    theirs.write_text('#include "beside.cuh"\n')
+    theirs.with_name("beside.cuh").write_text("")
+    source.write_text("#include HEADER\n")
+    names = [path.name for path in nvrtc_cache._with_includes(source, (f'HEADER="{theirs}"',))]
+    assert names == ["mine.cu", "theirs.cuh", "beside.cuh"]
+    assert [path.name for path in nvrtc_cache._with_includes(source, ())] == ["mine.cu"]
+
+
+@pytest.mark.parametrize(
+    "include",
+    [
+        '#include "mine.cuh"',
+        "#include <mine.cuh>",
+        " # include\t<mine.cuh> // mine",
+        '/**/ #include "mine.cuh"',
+        '#include /**/ "mine.cuh"',
+        '#/* two\nlines */include "mine.cuh"',
+        '/* two\n// lines */ #include "mine.cuh"',
+        '#\\\ninclude "mine.cuh"',
+        '#include \\ \r\n"mi\\\nne.cuh"',
+        '%:include "mine.cuh"',
+        '// it\'s "\n#include "mine.cuh"',
+        'const char* of = "/*", c = \'"\', *more = R"(" /*)";\n#include "mine.cuh"',
+        '#include "..//plugin/mine.cuh"',
+        "#include <..//plugin/mine.cuh>",
+    ],
+)
+def test_a_header_that_changes_is_compiled_anew(source: Path, compiled: list[object], include: str) -> None:
+    source.write_text(f"{include}\n#include <cuda_fp16.h>\n")
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    source.with_name("mine.cuh").write_text("#define ONE 2\n")
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
+
+
+@pytest.mark.parametrize("comment", ['// \\\n#include "mine.cuh"', '/*\n#include "mine.cuh"\n// */'])
+def test_a_comment_includes_nothing(source: Path, comment: str) -> None:
+    source.write_text(comment)
+    assert list(nvrtc_cache._with_includes(source, ())) == [source]
+
+
+def test_whichever_header_the_compiler_takes_belongs_to_the_key(source: Path) -> None:
+    """In quotes the one beside, in angle brackets the one of lpq."""
+    source.with_name("numbers.cuh").write_text('#include "../plugin/mine.cu"\n')
+    for include in ('#include "numbers.cuh"', "#include <numbers.cuh>"):
+        source.write_text(include)
+        assert list(nvrtc_cache._with_includes(source, ())) == [
+            source, source.with_name("numbers.cuh"),
+            nvrtc_cache.headers() / "numbers.cuh", nvrtc_cache.headers() / "order.cuh",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("define", ['"mine.cuh"', "<mine.cuh>", "NAMED(mine)"])
+def test_a_header_that_the_source_names_by_a_macro_is_refused(source: Path, define: str) -> None:
+    source.write_text('#include "uses.cuh"\n#include "names.cuh"\n')
+    source.with_name("uses.cuh").write_text("#include HEADER\n")
+    names = source.with_name("names.cuh")
+    names.write_text(f"#ifndef HEADER\n%:  define /**/ HEADER {define}\n#endif\n")
+    with pytest.raises(KernelError, match=rf"{names} defines HEADER, by which {source} includes"):
+        nvrtc_cache._with_includes(source, ())
+    paths = nvrtc_cache._with_includes(source, ("HEADER=<mine.cuh>",))
+    assert [path.name for path in paths] == ["mine.cu", "uses.cuh", "names.cuh", "mine.cuh"]
+
+
+def test_a_source_that_is_not_there_is_named(source: Path, compiled: list[object]) -> None:
+    source.unlink()
+    with pytest.raises(KernelError, match=rf"{source} cannot be read: No such file"):
+        nvrtc_cache.cubin(source, (), "sm_90a")
+    assert compiled == []
+
+
+def no_library() -> None:
+    raise RuntimeError("No such file: libnvrtc.so.13")
+
+
+@pytest.mark.parametrize("bindings", [{}, {"nvrtc": types.SimpleNamespace(nvrtcVersion=no_library)}])
+def test_without_nvrtc_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch, bindings: dict[str, object]) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(**bindings))
+    with pytest.raises(KernelError, match=r"NVRTC.*cannot be loaded.*pip install .*nvidia-cuda-nvrtc(?s:.*)nvrtc"):
+        nvrtc_cache.compiler_version()
+
+
+def test_a_source_is_compiled_beside_its_own_headers(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a bare name, NVRTC prefers the headers of the working directory."""
+    asked: dict[str, object] = {}
+
+    class Program:
+        code = b"code"
+
+        def __init__(self, text: str, language: str, options: dict[str, object]) -> None:
+            asked.update(options)
+
+        def compile(self, kind: str) -> Program:
+            return self
+
+    core = types.SimpleNamespace(Program=Program, ProgramOptions=dict)
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    monkeypatch.chdir(source.parent)
+    nvrtc_cache.compile_source(Path(source.name), (), "sm_90a")
+    assert asked["name"] == str(source)
+    assert {**asked, **nvrtc_cache.OPTIONS} == asked
+
+
+def test_a_user_without_a_home_is_told(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("LPQ_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.warns(KernelCacheWarning, match=r"without a home folder.*LPQ_CACHE_DIR"):
+        assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"

@@ -1,0 +1,81 @@
+"""What casts large matrices keeps all it needs in registers: while it did not, operands of E5M2 took up to 1.4 times as
+long as those of E4M3. No result shows that, and a CPU can tell."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import imitated
+import pytest
+import torch
+from test_csrc_compiles import run_nvcc
+
+import lpq
+from lpq import registry
+from lpq.kernels import tiles
+from lpq.kernels.cuda import CudaKernel
+
+SPILLS = re.compile(r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores")
+QUANTIZERS = [
+    "fp8",
+    "fp8(scaling=delayed, dtype=e5m2)",
+    "fp8(scaling=row, dtype=e5m2)",
+    "fp8(scaling=block, dtype=e5m2)",
+    "fp8(scaling=block, pow2=false, dtype=e5m2)",
+    "mxfp8(dtype=e5m2)",
+    "nvfp4",
+    "nvfp4(rht=true)",
+]
+
+
+def spilled(source: Path, macros: tuple[str, ...], folder: Path) -> dict[str, int]:
+    """The bytes that each kernel of a source spills to memory, on Hopper."""
+    done = run_nvcc(source, macros, "sm_90a", folder / "out.cubin", "-Xptxas=-v")
+    assert done.returncode == 0, done.stderr
+    return {name: int(stored) for name, stored in SPILLS.findall(done.stderr)}
+
+
+def launched(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, tuple[str, ...]]:
+    """The source and the macros of the kernel that encodes both operands of a large matrix."""
+    found: list[tuple[Path, tuple[str, ...]]] = []
+
+    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        if self.name == "quantize":
+            found.append((self.source.resolve(), macros))
+
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tiles, "MANY_TILES", 1)
+    quantizer = lpq.quantizer(text)
+    (kernel,) = (k for k in registry.kernels("quantize", (text.partition("(")[0],)) if k.backend == "cuda")
+    x = torch.zeros(512, 512, dtype=torch.bfloat16)
+    with imitated.in_place_of_launches(launch):
+        registry.resolve(kernel.impl)(x, [], quantizer.side("row"), quantizer.side("col"), None, 0, False)
+    (one,) = found
+    assert "LPQ_WHOLE" in one[1]
+    return one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_large_matrices_are_cast_in_registers(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc on the PATH, which says what a kernel spills")
+    source, macros = launched(text, monkeypatch)
+    found = spilled(source, macros, tmp_path)
+    assert found["quantize"] == 0, f"{source.name} {macros}: {found['quantize']} bytes"
+
+
+def test_spills_are_noticed(tmp_path: Path) -> None:
+    if not shutil.which("nvcc"):
+        pytest.skip("needs nvcc on the PATH, which says what a kernel spills")
+    source = tmp_path / "many.cu"
+    source.write_text(
+        'extern "C" __global__ void __launch_bounds__(1024, 2) many(volatile int* x) {\n'
+        "    int v[64];\n"
+        "    for (int i = 0; i < 64; ++i) v[i] = x[i];\n"
+        "    for (int i = 0; i < 64; ++i) x[63 - i] = v[i] * v[(i * 7) % 64];\n"
+        "}\n"
+    )
+    assert spilled(source, (), tmp_path)["many"] > 0

@@ -1,0 +1,83 @@
+"""The Triton kernels compile for old and new GPUs of two makers, without the instructions that would change a bit.
+
+Nothing is run: this needs Triton and no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lpq
+from lpq.operations.quantizing import quantize_reference
+
+pytest.importorskip("triton", reason="needs Triton, which lpq installs where there is a wheel of it")
+
+TARGETS = [("cuda", 75, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)]
+QUANTIZERS = ["fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4(rht=true, stochastic=true)", "nvfp4(block=16x16)"]
+FUSED_OR_FLUSHED = re.compile(r"\bfma\.|\bmad\.[a-z.]*f32|\.ftz|div\.(?:full|approx)|rcp\.approx")
+
+
+@pytest.fixture(params=TARGETS, ids=lambda target: f"{target[0]}-{target[1]}")
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Launches compile for a GPU that is not there, and are not made. What they compiled is in the list."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Absent:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget(*request.param)
+
+        def get_current_device(self) -> int:
+            return 1000 + TARGETS.index(request.param)  # each has a cache of its own
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    found: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        found.append(run(self, *arguments, grid=grid, warmup=True, **options))
+        return found[-1]
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(driver, "_active", Absent())  # its own reset asks for a GPU
+    return found
+
+
+@pytest.mark.slow
+def test_they_compile_to_what_the_references_compute(compiled: list[Any]) -> None:
+    x, seed = torch.randn(256, 384).bfloat16(), torch.tensor(1)
+    for text in QUANTIZERS:
+        quantizer = lpq.quantizer(text)
+        kernels = importlib.import_module(f"lpq_{text.partition('(')[0]}.triton")
+        row, col = quantizer.side("row"), quantizer.side("col")
+        kernels.measure(x, row, col)
+        kernels.quantize(x, [], row, col, seed, 0, False)
+        for side in (row, col):
+            made = quantize_reference(x, [], side, None, seed, 0, False)
+            operand = side.storage.wrap(made, side, (256, 384), x.dtype)
+            kernels.decode(operand, torch.bfloat16)
+            if side.transposable:
+                kernels.transpose(operand)
+    assert len({kernel.metadata.name for kernel in compiled}) >= 5
+    for kernel in compiled:
+        assert kernel.metadata.shared <= 48 << 10, kernel.metadata.name
+        if "ptx" in kernel.asm:
+            assert not FUSED_OR_FLUSHED.search(kernel.asm["ptx"]), kernel.metadata.name
+        else:  # gradual underflow; a fused multiply-add is part of division there
+            assert "float_denorm_mode_32 3" in kernel.asm["amdgcn"], kernel.metadata.name
+
+
+def test_a_fused_product_would_be_noticed() -> None:
+    assert FUSED_OR_FLUSHED.search("\tfma.rn.f32 \t%f1, %f2, %f3, %f4;")
+    assert FUSED_OR_FLUSHED.search("\tmul.rn.ftz.f32 \t%f1, %f2, %f3;")
+    assert not FUSED_OR_FLUSHED.search("\tmad.lo.s32 \t%r1, %r2, %r3, %r4;\n\tdiv.rn.f32 \t%f1, %f2, %f3;")

@@ -1,0 +1,492 @@
+"""NVFP4: its bytes against the golden file and an independent implementation, its laws and its limits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import nvfp4_oracle as oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lpq_nvfp4 import cuda, reference
+from lpq_nvfp4.cuda import fresh
+from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
+from torch import Tensor
+
+import lpq
+from lpq.core import RandomBits, Storage, gemm, transpose
+from lpq.formats.elements import unpack_nibbles
+from lpq.registry.errors import OptionError
+
+BLOCKS = {"1x16": (1, 16), "16x16": (16, 16)}
+OPTIONS = [
+    f"block={block}, rht={rht}, stochastic={stochastic}"
+    for block in BLOCKS
+    for rht in ("false", "true")
+    for stochastic in ("false", "true")
+]
+every_block = pytest.mark.parametrize("block", BLOCKS)
+every_option = pytest.mark.parametrize("options", OPTIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def quantizer(options: str):
+    return lpq.quantizer(f"nvfp4({options})")
+
+
+def unsigned_zeros(data: Tensor) -> Tensor:
+    """Codes in which a negative zero is a zero: the golden file does not pin the sign."""
+    codes = unpack_nibbles(data)
+    return torch.where(codes == 8, 0, codes)
+
+
+# ------------------------------------------------------------------------------ the definition
+
+ENCODINGS = {
+    "nvfp4_1x16_row": ("nvfp4", "row"),
+    "nvfp4_1x16_col": ("nvfp4", "col"),
+    "nvfp4_16x16_row": ("nvfp4(block=16x16)", "row"),
+    "nvfp4_16x16_col": ("nvfp4(block=16x16)", "col"),
+    "nvfp4_1x16_rht_col": ("nvfp4(rht=true)", "col"),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_golden_bytes(golden, name: str, encoding: str) -> None:
+    text, side = ENCODINGS[encoding]
+    buffers = getattr(lpq.quantizer(text).quantize(golden.inputs[name]), side).buffers()
+    expected = golden.buffers(name, encoding)
+    assert list(buffers) == list(expected) == ["data", "scale", "amax"]
+    assert torch.equal(unsigned_zeros(buffers["data"]), unsigned_zeros(expected["data"]))
+    repeated = expected["scale"] if "16x16" not in text else expected["scale"][::16]
+    assert torch.equal(expected["scale"], repeated.repeat_interleave(len(expected["scale"]) // len(repeated), 0))
+    assert torch.equal(buffers["scale"].view(torch.uint8), repeated)
+    assert torch.equal(buffers["amax"].view(torch.int32), expected["amax"].view(torch.int32))
+
+
+def test_the_golden_file_has_nothing_else_of_this_format(golden) -> None:
+    assert {key.split("/")[1] for key in golden if "/nvfp4" in key} == set(ENCODINGS)
+
+
+def expect(operand: Storage, x: Tensor, options: str, random: Tensor | None) -> None:
+    """Hold an operand of the matrix ``x`` against the independent implementation."""
+    q = quantizer(options)
+    made = oracle.encode(
+        x.float().numpy(),
+        BLOCKS[q.block],
+        rht=operand.quantizer.rht,
+        random=None if random is None else random.numpy(),
+    )
+    codes = unpack_nibbles(operand.data).numpy()
+    cols = made.codes.shape[1]
+    assert np.array_equal(codes[:, :cols], made.codes)
+    assert not codes[:, cols:].any(), "what pads the columns must be 0"
+    assert np.array_equal(operand.scale.view(torch.uint8).numpy(), made.scales)
+    assert np.array_equal(operand.amax.numpy(), made.amax, equal_nan=True)
+    decoded = reference.decode(operand.data, operand.scale, operand.amax, BLOCKS[q.block]).numpy()
+    assert np.array_equal(decoded[:, :cols], made.decoded, equal_nan=True)
+
+
+@every_option
+@every_dtype
+def test_bytes_equal_an_independent_implementation(options: str, dtype: torch.dtype) -> None:
+    q, seed = quantizer(options), torch.tensor(5)
+    for x in values(dtype).values():
+        t = q.quantize(x, seed=5)
+        for direction, (operand, matrix) in enumerate(((t.row, x), (t.col, x.t()))):
+            rows, cols = matrix.shape
+            wide = math.ceil(cols / 16) * 16 if operand.quantizer.rht else cols
+            random = RandomBits(seed, direction).bytes(rows, wide) if q.stochastic else None
+            expect(operand, matrix, options, random)
+
+
+@every_block
+def test_every_amax_has_the_right_scales(block: str) -> None:
+    exponents = torch.exp2(torch.arange(-149.0, 128.0))
+    for factor in (1, 1.3125, 1.9999999):
+        for amax in (exponents * factor)[:, None, None]:
+            x = amax * torch.tensor([[1.0, -0.97, 0.3, 0.11] * 5])
+            expect(lpq.quantizer("nvfp4", block=block).quantize(x).row, x, f"block={block}", None)
+
+
+@every_block
+def test_the_error_is_half_a_step_and_the_rounding_of_a_scale(block: str) -> None:
+    x = normal(64, 320) * torch.logspace(-1, 1, 320)
+    row = lpq.quantizer("nvfp4", block=block).quantize(x).row
+    high, wide = BLOCKS[block]
+    scale = row.scale.float().repeat_interleave(high, 0).repeat_interleave(wide, 1) * row.amax / 2688
+    y = (x / scale).abs()
+    step = torch.where(y < 2, 0.5, torch.where(y < 4, 1.0, 2.0))
+    # A scale rounded down by 1/17 takes what was 6 up to 6.375, which saturates.
+    bound = torch.maximum(step / 2, y - 6) * scale
+    error = (row.decode() - x).abs()
+    assert (y < 6.4).all()
+    assert (error <= bound * 1.00001).all()
+    assert (error > bound * 0.99).any()
+
+
+# ------------------------------------------------------------------------------ layouts and laws
+
+
+@every_option
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(0, 70), cols=st.integers(0, 70))
+def test_canonical_buffers_of_any_shape(options: str, rows: int, cols: int) -> None:
+    q, x = quantizer(options), normal(rows, cols)
+    t = q.quantize(x, seed=1)
+    padded = q.quantize(torch.nn.functional.pad(x, (0, -cols % 16, 0, -rows % 16)), seed=1)
+    for operand, whole, (high, wide) in (
+        (t.row, padded.row, (rows, cols)),
+        (t.col, padded.col, (cols, rows)),
+    ):
+        data, scale, amax = operand.tensors()
+        assert list(operand.buffers()) == ["data", "scale", "amax"]
+        assert (data.dtype, data.shape) == (torch.uint8, (high, math.ceil(wide / 16) * 8))
+        down = math.ceil(high / BLOCKS[q.block][0])
+        assert (scale.dtype, scale.shape) == (torch.float8_e4m3fn, (down, math.ceil(wide / 16)))
+        assert (amax.dtype, amax.shape) == (torch.float32, ())
+        assert data.is_contiguous()
+        assert scale.is_contiguous()
+        assert torch.equal(data, whole.data[:high]), "a ragged edge must be as if padded with zeros"
+        assert torch.equal(bytes_of(scale), bytes_of(whole.scale[:down]))
+        assert torch.equal(amax, whole.amax)
+        assert torch.equal(operand.decode(), whole.decode()[:high, :wide])
+    assert t.dequantize().shape == (rows, cols)
+
+
+@every_option
+@pytest.mark.parametrize("view", VIEWS)
+def test_memory_layout_and_leading_dimensions_change_nothing(options: str, view: str) -> None:
+    x = views(torch.float32)[view]
+    q = quantizer(options)
+    t, flat = q.quantize(x, seed=3), q.quantize(as_matrix(x), seed=3)
+    assert same(t.row, flat.row)
+    assert same(t.col, flat.col)
+    assert (t.shape, t.dequantize().shape) == (x.shape, x.shape)
+    assert torch.equal(t.dequantize().reshape(-1), flat.dequantize().reshape(-1))
+
+
+@every_option
+@every_dtype
+def test_the_input_dtype_changes_no_byte(options: str, dtype: torch.dtype) -> None:
+    x = normal(40, 130, dtype=dtype)
+    narrow, exact = (quantizer(options).quantize(y, seed=3) for y in (x, x.float()))
+    for a, b in ((narrow.row, exact.row), (narrow.col, exact.col)):
+        assert all(torch.equal(bytes_of(p), bytes_of(q)) for p, q in zip(a.tensors(), b.tensors(), strict=True))
+    assert narrow.dequantize().dtype == dtype
+
+
+def test_the_statistics_are_the_amaxes_of_the_stored_matrix() -> None:
+    x = normal(40, 130)
+    for options, block in (("block=1x16", (1, 16)), ("block=16x16", (16, 16)), ("rht=true", (1, 16))):
+        q = quantizer(options)
+        assert [(s.name, s.block) for s in q.stats] == [("amax", (None, None)), ("block_amax", block)]
+        measured = q.measure(x)
+        stored = torch.from_numpy(oracle.rotate(x.numpy())) if q.rht else x
+        assert measured["amax"] == stored.abs().max() == measured["block_amax"].max()
+        assert measured["block_amax"][0, 0] == stored[: block[0], :16].abs().max()
+        larger = {**measured, "amax": measured["amax"] * 4}
+        assert torch.equal(q.encode(x, larger).scale.float() * 4, q.encode(x, measured).scale.float()), (
+            "encode must use what it is given"
+        )
+
+
+@pytest.mark.parametrize("value", VALUES)
+@every_dtype
+def test_square_blocks_transpose_to_what_encoding_the_transpose_gives(dtype: torch.dtype, value: str) -> None:
+    q, x = lpq.quantizer("nvfp4(block=16x16)"), values(dtype)[value]
+    t, flipped = q.quantize(x), q.quantize(x.t())
+    encoded = q.quantize(x, row=False).col  # not derived from the row operand
+    assert same(t.col, encoded)
+    assert same(transpose(t.row), encoded)
+    assert same(transpose(transpose(t.row)), t.row)
+    assert same(flipped.row, t.col)
+    assert torch.equal(bytes_of(transpose(t.row).decode()), bytes_of(t.row.decode().t()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(0, 70), cols=st.integers(0, 70))
+def test_square_blocks_transpose_at_any_shape(rows: int, cols: int) -> None:
+    t = lpq.quantizer("nvfp4(block=16x16)").quantize(normal(rows, cols), col=False)
+    assert same(transpose(t.row), t.quantizer.quantize(normal(rows, cols), row=False).col)
+
+
+def test_only_square_blocks_without_rotation_and_chance_are_transposable() -> None:
+    assert [o for o in OPTIONS if quantizer(o).transposable] == ["block=16x16, rht=false, stochastic=false"]
+    row = lpq.quantizer("nvfp4").quantize(normal(16, 32)).row
+    with pytest.raises(NotImplementedError, match="nvfp4 is not transposable: encode"):
+        transpose(row)
+
+
+# ------------------------------------------------------------------------------ the rotation
+
+
+def test_only_the_column_operand_is_rotated() -> None:
+    q = lpq.quantizer("nvfp4(rht=true)")
+    assert q.side("row") == lpq.quantizer("nvfp4")
+    assert q.side("row") is q.side("row")
+    assert q.side("col") is q
+    assert (q.rotation, q.side("row").rotation) == ("hadamard16", None)
+    x = normal(48, 64)
+    rotated, plain = q.quantize(x), lpq.quantizer("nvfp4").quantize(x)
+    assert same(rotated.row, plain.row)
+    assert not torch.equal(rotated.col.data, plain.col.data)
+
+
+def hadamard() -> Tensor:
+    """``diag(s) · H / 4``; a sign in Sylvester's matrix is the parity of the bits that i and j share."""
+    sylvester = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
+    return torch.from_numpy(oracle.SIGNS).double()[:, None] * torch.tensor(sylvester).double() / 4
+
+
+def test_the_rotation_is_the_orthonormal_matrix_of_the_definition() -> None:
+    matrix = hadamard()
+    assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
+    x = torch.randint(-8, 8, (5, 48), generator=torch.Generator().manual_seed(0)).double()
+    exact = (x.view(5, 3, 16) @ matrix).view(5, 48)
+    assert np.array_equal(oracle.rotate(x.float().numpy()), exact.numpy())
+
+
+@pytest.mark.parametrize("rows", [48, 37])
+def test_decoding_undoes_the_rotation(rows: int) -> None:
+    x = normal(rows, 64)
+    col = lpq.quantizer("nvfp4(rht=true)").quantize(x).col
+    for rotated in (col.decode_rotated(), reference.decode(col.data, col.scale, col.amax, (1, 16))):
+        assert rotated.shape == (64, math.ceil(rows / 16) * 16)
+        back = (rotated.double().view(64, -1, 16) @ hadamard().t()).flatten(1)
+        assert torch.allclose(col.decode().double(), back[:, :rows], rtol=0, atol=1e-5)
+    assert (col.decode_rotated() == rotated).all() == (rows % 16 == 0), "the padding's noise must not count"
+    assert (col.decode() - x.t()).abs().max() < 0.5
+    assert (rotated[:, :rows] - x.t()).abs().max() > 2, "the rotated matrix must differ from the original"
+
+
+@pytest.mark.parametrize("shared", [48, 37, 1])
+def test_a_gemm_of_two_rotated_operands_needs_no_inverse(shared: int) -> None:
+    q = lpq.quantizer("nvfp4(rht=true)")
+    dy, x = (q.quantize(normal(shared, n, seed=n), row=False).col for n in (40, 56))
+    exact = dy.decode().double() @ x.decode().double().t()
+    product = gemm(dy, x, dtype=torch.float32)
+    assert product.shape == (40, 56)
+    assert torch.allclose(product.double(), exact, rtol=0, atol=1e-5 * exact.abs().max().item())
+    mixed = gemm(dy, lpq.quantizer("mxfp8").quantize(normal(shared, 56, seed=56)).col, dtype=torch.float32)
+    assert torch.allclose(mixed, product, rtol=0, atol=0.3 * product.abs().max().item())
+    wrong = dy.decode_rotated()[:, :shared] @ x.decode().t()
+    assert not torch.allclose(wrong, product, rtol=0, atol=0.3 * product.abs().max().item())
+
+
+def test_an_outlier_spreads_over_its_group() -> None:
+    x = torch.zeros(16, 1)
+    x[5] = 64
+    rotated = lpq.quantizer("nvfp4(rht=true)").quantize(x).col.decode_rotated()
+    assert torch.equal(rotated.abs(), torch.full((1, 16), 16.0))
+
+
+# ------------------------------------------------------------------------------ stochastic rounding
+
+STOCHASTIC = [o for o in OPTIONS if "stochastic=true" in o]
+
+
+@pytest.mark.parametrize("options", STOCHASTIC)
+def test_the_seed_decides_and_nothing_else(options: str) -> None:
+    q, x = quantizer(options), normal(40, 130)
+    state = torch.get_rng_state()
+    one, again, other = (q.quantize(x, seed=s) for s in (7, 7, 8))
+    assert same(one.row, again.row)
+    assert same(one.col, again.col)
+    assert not torch.equal(one.row.data, other.row.data)
+    assert not torch.equal(one.col.data, other.col.data)
+    assert torch.equal(one.row.scale.float(), other.row.scale.float())
+    assert torch.equal(torch.get_rng_state(), state), "a seeded call must not draw from torch's generator"
+    torch.manual_seed(0)
+    drawn = q.quantize(x), q.quantize(x)
+    torch.manual_seed(0)
+    assert same(drawn[0].row, q.quantize(x).row)
+    assert not same(drawn[0].row, drawn[1].row)
+
+
+@pytest.mark.parametrize("options", STOCHASTIC)
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(0, 8), max_size=4), seed=st.integers(-(2**63), 2**63 - 1))
+def test_row_shards_that_know_their_offset_make_the_whole(options: str, cuts: list[int], seed: int) -> None:
+    """The shards get the statistics of the whole, as a reduction over ranks would give them."""
+    q = quantizer(options)
+    x = normal(128, 48)
+    whole = q.quantize(x, seed=seed)
+    row_stats, col_stats = q.side("row").measure(x), q.measure(x.t())
+    bounds = [0, *sorted(16 * c for c in cuts), 128]
+    rows, cols = [], []
+    for start, stop in itertools.pairwise(bounds):
+        piece, key = x[start:stop], torch.tensor(seed)
+        high = BLOCKS[q.block][0]
+        given_row = {**row_stats, "block_amax": row_stats["block_amax"][start // high : stop // high]}
+        given_col = {**col_stats, "block_amax": col_stats["block_amax"][:, start // 16 : stop // 16]}
+        rows.append(q.side("row").encode_stochastic(piece, given_row, RandomBits(key, 0, (start, 0))))
+        cols.append(q.encode_stochastic(piece.t(), given_col, RandomBits(key, 1, (0, start))))
+    assert torch.equal(torch.cat([r.data for r in rows]), whole.row.data)
+    assert torch.equal(torch.cat([c.data for c in cols], 1), whole.col.data)
+    assert torch.equal(torch.cat([bytes_of(r.scale) for r in rows]), bytes_of(whole.row.scale))
+
+
+@pytest.mark.parametrize("options", STOCHASTIC)
+def test_quantize_takes_the_offset_of_a_shard(options: str) -> None:
+    x = normal(64, 48)
+    x[::16] = normal(1, 48, seed=9) * 30  # so that every shard has the amax of the whole, rotated or not
+    x[1:16], x[17:32], x[33:48], x[49:64] = 0, 0, 0, normal(15, 48) / 10
+    x[:16] = x[16:32] = x[32:48] = x[48:64]
+    q = quantizer(options)
+    whole = q.quantize(x, seed=4)
+    for start in range(0, 64, 16):
+        shard = q.quantize(x[start : start + 16], seed=4, offset=start)
+        assert torch.equal(shard.row.data, whole.row.data[start : start + 16])
+        assert torch.equal(shard.col.data, whole.col.data[:, start // 2 : start // 2 + 8])
+    lost = q.quantize(x[16:32], seed=4)
+    assert not torch.equal(lost.row.data, whole.row.data[16:32]), "without its offset a shard must differ"
+    assert not torch.equal(lost.col.data, whole.col.data[:, 8:16])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("offset", [0, 5, 16])
+def test_a_kernel_leaves_random_bits_of_cut_groups_to_the_reference(
+    options: str, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else."""
+    monkeypatch.setattr(cuda, "_run", lambda *_, **how: ["launched"])
+    monkeypatch.setattr(cuda, "quantize_reference", lambda *_: ["left"])
+    row, col = (quantizer(options).side(direction) for direction in ("row", "col"))
+    for wanted in ((row, None), (None, col), (row, col)):
+        made = cuda.quantize(normal(32, 32), [], *wanted, torch.tensor(1), offset, False)
+        cut = offset == 5 and wanted[1] is not None and "stochastic=true" in options
+        assert made == ["left" if cut else "launched"], wanted
+
+
+def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:
+    # One element of 2688 and a 6 in every block make all scales 1: what is stored is x itself, rounded.
+    fractions = torch.tensor([0.125, 0.3, 0.85, 1.1, 1.45, 1.9, 2.2, 2.75, 3.4, 3.9, 4.5, 5.5, -0.3, -2.2, -5.5])
+    x = torch.cat([fractions, torch.tensor([6.0])]).repeat(20_000, 1)
+    x[0, 0] = 2688
+    stochastic, nearest = (
+        lpq.quantizer("nvfp4", stochastic=s).quantize(x, seed=11, col=False).row.decode()[1:, :15]
+        for s in (True, False)
+    )
+    step = torch.where(fractions.abs() < 2, 0.5, torch.where(fractions.abs() < 4, 1.0, 2.0))
+    below = (fractions.abs() / step).floor() * step
+    up = (fractions.abs() - below) / step
+    deviation = step * (up * (1 - up) / len(stochastic)).sqrt()
+    bias = (stochastic.double().mean(0) - fractions).abs()
+    assert (bias <= 4 * deviation + step / 256).all()  # one byte knows a probability to 1/256
+    assert ((nearest.mean(0) - fractions).abs() > 4 * deviation + step / 256).all()
+    assert torch.equal((stochastic.abs() == below).any(0), torch.ones(15, dtype=torch.bool))
+    assert ((stochastic.abs() == below) | (stochastic.abs() == below + step)).all()
+    correlation = torch.corrcoef(((stochastic.abs() - below) / step).t())
+    assert (correlation - torch.eye(15)).abs().max() < 5 / math.sqrt(20_000)
+
+
+def test_what_the_grid_holds_is_not_rounded() -> None:
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6, 0]).repeat(512, 1)
+    grid[0, 0] = 2688
+    row = lpq.quantizer("nvfp4(stochastic=true)").quantize(grid, seed=2).row
+    assert torch.equal(row.decode()[1:], grid[1:])
+
+
+# ------------------------------------------------------------------------------ limits
+
+
+@every_option
+@every_dtype
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_non_finite_element_makes_everything_non_finite(options: str, dtype: torch.dtype, value: float) -> None:
+    x = normal(40, 50, dtype=dtype)
+    x[33, 49] = value
+    t, again = (quantizer(options).quantize(x, seed=1) for _ in range(2))
+    for operand in (t.row, t.col):
+        assert not operand.amax.isfinite()
+        assert not operand.decode().isfinite().any()
+    if math.isnan(value):
+        assert t.row.decode().isnan().all()
+    assert same(t.row, again.row)
+    assert same(t.col, again.col)
+
+
+@every_option
+@every_dtype
+def test_zeros_stay_zeros(options: str, dtype: torch.dtype) -> None:
+    t = quantizer(options).quantize(torch.zeros(20, 40, dtype=dtype), seed=1)
+    for operand in (t.row, t.col):
+        assert not any(b.float().any() for b in operand.tensors())
+        assert not operand.decode().any()
+
+
+@every_block
+@every_dtype
+def test_the_largest_number_comes_back(block: str, dtype: torch.dtype) -> None:
+    x = torch.full((20, 40), torch.finfo(dtype).max, dtype=dtype)
+    decoded = lpq.quantizer("nvfp4", block=block).quantize(x).dequantize()
+    assert torch.equal(decoded, x)
+
+
+@every_dtype
+def test_an_outlier_beyond_the_range_is_not_finite_once_rotated(dtype: torch.dtype) -> None:
+    """16 of the largest number add up to 4 times as much, which is not silently brought back into range."""
+    signs = torch.from_numpy(oracle.SIGNS)[:, None]
+    x = (signs * torch.finfo(dtype).max).to(dtype)
+    col = lpq.quantizer("nvfp4(rht=true)").quantize(x).col
+    assert col.decode().isfinite().all() == (dtype == torch.float16)  # whose range fp32 exceeds by far
+
+
+def test_a_tensor_too_small_for_the_scales_decodes_to_less_never_to_more() -> None:
+    """Below 2688 / FLT_MAX the tensor's scale is FLT_MAX, and what is stored is too small."""
+    for exponent in range(-149, -110):
+        x = normal(4, 32).sign() * 2.0**exponent
+        decoded = lpq.quantizer("nvfp4").quantize(x).row.decode()
+        assert (decoded.abs() <= x.abs()).all()
+        if 2.0**exponent > 2688 / torch.finfo(torch.float32).max:
+            assert torch.equal(decoded, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float64])
+def test_an_input_that_is_not_encoded_is_refused_in_words(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"{str(dtype).removeprefix('torch.')}.*cast it first"):
+        lpq.quantizer("nvfp4").quantize(torch.ones(4, 32, dtype=dtype))
+
+
+# ------------------------------------------------------------------------------ options and recipes
+
+
+def test_options_and_their_text() -> None:
+    assert str(lpq.quantizer("nvfp4(block=1x16, rht=false, stochastic=false)")) == "nvfp4"
+    everything = "nvfp4(block=16x16, rht=true, stochastic=true)"
+    assert str(lpq.quantizer(everything)) == everything
+    with pytest.raises(OptionError, match="'1x16' or '16x16'"):
+        lpq.quantizer("nvfp4(block=1x32)")
+    with pytest.raises(OptionError, match="true or false"):
+        lpq.quantizer("nvfp4", rht=1)
+
+
+def test_the_full_recipe_rotates_wgrad_alone_and_rounds_only_gradients_by_chance() -> None:
+    recipe = lpq.recipe("nvfp4")
+    assert str(recipe.w) == "nvfp4(block=16x16)"
+    assert str(recipe.x) == "nvfp4(rht=true)"
+    assert str(recipe.dy) == "nvfp4(rht=true, stochastic=true)"
+    rotations = {
+        "fprop": (recipe.x.side("row").rotation, recipe.w.side("row").rotation),
+        "dgrad": (recipe.dy.side("row").rotation, recipe.w.side("col").rotation),
+        "wgrad": (recipe.dy.side("col").rotation, recipe.x.side("col").rotation),
+    }
+    assert rotations == {"fprop": (None, None), "dgrad": (None, None), "wgrad": ("hadamard16", "hadamard16")}
+    assert recipe.dy.side("row").stochastic
+    assert recipe.dy.side("col").stochastic
+
+
+@every_block
+@pytest.mark.parametrize("shape", [(128, 256), (33, 40), (1, 16), (16, 1)])
+def test_kernels_write_to_memory_as_the_layout_has_it(block: str, shape: tuple[int, int]) -> None:
+    """The kernels' own allocation, which saves host time, is that of the storage."""
+    side = quantizer(f"block={block}").side("row")
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    for made, declared in zip(fresh(x, side, *shape), side.storage.fresh(side, shape, x).tensors(), strict=True):
+        assert (made.shape, made.dtype) == (declared.shape, declared.dtype)
+        assert made.stride() == declared.stride()
