@@ -1,8 +1,9 @@
 """The three products of a layer, as one function to autograd.
 
 Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
-the high-precision input. State that lives across steps is read in forward and moves in backward only, so that
-evaluation leaves it alone and activation checkpointing, which runs forward twice, computes the same numbers twice.
+the high-precision input; where a recipe or a compiler wants it so, that of which backward makes an operand. State that
+lives across steps is read in forward and moves in backward only, so that evaluation leaves it alone and activation
+checkpointing, which runs forward twice, computes the same numbers twice.
 """
 
 from __future__ import annotations

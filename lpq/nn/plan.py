@@ -22,6 +22,7 @@ from lpq.operations.bound import (
     Wanted,
     bind_encoder,
     bind_product,
+    in_two_steps,
     operands_of,
     product_through_operators,
     through_operators,
@@ -50,6 +51,9 @@ class Plan:
     """The buffers in which quantizers remember."""
     shares: bool
     """Whether the input is the same encoded whichever layer encodes it, and not free to encode."""
+    keeps_input: bool
+    """Whether the input is kept for backward, which makes its column operand; ``keeps_weight`` likewise."""
+    keeps_weight: bool
     fprop: Pair | None = None
     """The product, if one of its operands can be made for it without being encoded; dgrad and wgrad likewise."""
     dgrad: Pair | None = None
@@ -65,7 +69,8 @@ class Plan:
         asked = (fast[0] is not False, fast[1] is True, fast[2] is True)
         kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         own = rounds_stochastically(recipe.x) or any(memory.tensor == "x" for memory in kept)
-        return cls(*tensors, asked, stochastic, kept, not own and not (row.plain and col.plain), *of)
+        shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
+        return cls(*tensors, asked, stochastic, kept, shares, *keeps, *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
@@ -142,11 +147,10 @@ def _step(
     fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
     forward = (fprop, False)
     draws = not encoded and not plan.w.side("row").plain
-    x = encoder(
-        Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, forward, later, not draws)
-    )
+    of_x = Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, forward, later, not draws)
+    x = _encoder(encoder, of_x, plan.keeps_input)
     wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, forward, later, draws)
-    w = None if encoded else encoder(wanted)
+    w = None if encoded else _encoder(encoder, wanted, plan.keeps_weight)
     also = needs_dx and dgrad, needs_dw and wgrad
     dy = encoder(Wanted(plan.dy, (rows, outputs), dtype, device, needs_dx, needs_dw, "dy" in states, also))
     w_row, w_col = operands_of(wanted) if w is None else (w.row, w.col)
@@ -158,3 +162,9 @@ def _step(
     if dy.col is not None and x.col is not None:
         into_dw = product(Product(dy.col, x.col, summed, device, plan.fast[2]))
     return Step(x, w, dy, multiply, into_dx, into_dw)
+
+
+def _encoder(encoder: Callable[[Wanted], Encoder], wanted: Wanted, keeps: bool) -> Encoder:
+    """What encodes the input or the weight; ``keeps``: the tensor is kept for backward, and not its column operand."""
+    made = encoder(wanted)
+    return in_two_steps(encoder, wanted) if keeps and wanted.col and made.later is None else made

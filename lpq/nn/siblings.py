@@ -52,18 +52,20 @@ class Inputs(list[_Known]):
             stream = torch._C._cuda_getCurrentRawStream(x.get_device())
         if x.is_inference():
             return encoder.encode(x, None, None)
-        as_it_is, row, col = (x._version, x.data_ptr(), stream), encoder.row, encoder.col
+        as_it_is, row = (x._version, x.data_ptr(), stream), encoder.row
+        col, kept = (encoder.col, ()) if encoder.later is None else (None, (x,))
         for known in self:
             if known() is x and known.as_it_was == as_it_is and known.row == row and (col is None or known.col == col):
                 of_row, of_col = known.buffers
-                return of_row, of_col if col is not None else (), ()
+                return of_row, of_col if col is not None else kept, ()
         assert row is not None
         # A view of x itself would keep x alive.
         plain = row.quantizer.plain or (col is not None and col.quantizer.plain)
         of_row, of_col, _ = encoder.encode(x.detach() if plain else x, None, None)
         del self[: 1 - MOST]
         known = _Known(x, self.remove)
-        known.as_it_was, known.row, known.col, known.buffers = as_it_is, row, col, (of_row, of_col)
+        known.as_it_was, known.row, known.col = as_it_is, row, col
+        known.buffers = of_row, of_col if col is not None else ()
         self.append(known)
         return of_row, of_col, ()
 

@@ -101,6 +101,30 @@ def through_operators(wanted: Wanted) -> Encoder:
     return Encoder(*operands_of(wanted, forms), encode)
 
 
+def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encoder:
+    """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
+    with the same random bits, and with the state of now, as another backward may move that meanwhile."""
+    row, col = _sides(wanted)
+    assert col is not None
+    turned = col.stochastic and shared(row, col)  # those random bits are the row operand's
+    keys = tuple(wanted.quantizer.new_state("meta")) if wanted.remembers else ()
+    wanted = wanted._replace(later=False, exact=(False, False))
+    first = encoder(wanted if keys else wanted._replace(col=False))  # the statistics of both are measured now
+    second = encoder(wanted._replace(row=turned))
+
+    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
+        of_row, _, stats = first.encode(x, state, seed)
+        then = [state[key].clone() for key in keys] if state is not None else []
+        return of_row, (x, *then) if seed is None else (x, *then, seed), stats
+
+    def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        then, seed = kept[1 : 1 + len(keys)], kept[1 + len(keys) :]
+        state = dict(zip(keys, then, strict=True)) if keys else None
+        return second.encode(kept[0], state, seed[0] if seed else None)[1]
+
+    return Encoder(first.row, second.col, encode, later)
+
+
 def _can_be_later(wanted: Wanted) -> bool:
     """Whether there is a column operand that an operator of its own can make, of the tensor alone."""
     row, col = _sides(wanted)

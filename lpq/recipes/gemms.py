@@ -46,6 +46,9 @@ OPERANDS = (
     Operand("wgrad", "x", "col"),
 )
 """The operands in the order in which the GEMMs multiply them. Of every tensor the row operand comes first."""
+SAVES = {"x": ("encoded", "input"), "w": ("encoded", "weight")}
+"""What may be kept of these tensors for backward: the operand that backward multiplies, which is the default, or the
+tensor itself, of which backward makes it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class Recipe:
     dgrad: Gemm
     wgrad: Gemm
     name: str | None = field(default=None, compare=False)
+    save_x: str = "encoded"
+    """What is kept of the input for backward, one of ``SAVES``."""
+    save_w: str = "encoded"
+    """What is kept of a weight that is not stored or gathered quantized."""
 
     def __post_init__(self) -> None:
         for name in GEMMS:
@@ -82,6 +89,9 @@ class Recipe:
                 raise RecipeError(f"{name} must be a Gemm, not {brief(gemm)}: lpq.recipe takes strings")
         if not isinstance(self.name, str | None):
             raise RecipeError(f"name must be a string, not {brief(self.name)}")
+        for key, value in self.saves.items():
+            with place(f"{key}.save"):
+                check_save(key, value)
         for name, product in self.products.items():
             _check_bases(name, product)
         for tensor in TENSORS:  # what cannot be joined is found now, not when a layer asks
@@ -91,6 +101,11 @@ class Recipe:
     def gemm(self, name: str) -> Gemm:
         """The GEMM of this name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
+
+    @property
+    def saves(self) -> Mapping[str, str]:
+        """What is kept for backward, by the keys of ``SAVES``."""
+        return {"x": self.save_x, "w": self.save_w}
 
     @cached_property
     def operands(self) -> Mapping[Operand, Quantizer]:
@@ -140,6 +155,7 @@ class Recipe:
         """A short text that ``lpq.recipe`` makes this recipe from, whatever recipes are installed."""
         sums = {f"{gemm}.fast_accumulate": self.gemm(gemm).fast_accumulate for gemm in GEMMS}
         given = {key: str(fast).lower() for key, fast in sums.items() if fast is not None}
+        given |= {f"{key}.save": value for key, value in self.saves.items() if value != SAVES[key][0]}
         if len(set(self.operands.values())) == 1 and not given:
             return explicit(self.fprop.a)
         ways = [[part for key in keys for part in self._parts(key)] for keys in (GEMMS, TENSORS)]
@@ -158,6 +174,7 @@ class Recipe:
             table[gemm] = {o.tensor: explicit(q) for o, q in self.operands.items() if o.gemm == gemm}
             if (fast := self.gemm(gemm).fast_accumulate) is not None:
                 table[gemm]["fast_accumulate"] = fast
+        table |= {key: {"save": value} for key, value in self.saves.items() if value != SAVES[key][0]}
         return table
 
     def to_toml(self) -> str:
@@ -172,6 +189,12 @@ class Recipe:
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def check_save(key: str, value: object) -> None:
+    """Refuse to keep something else of a tensor for backward."""
+    if value not in SAVES[key]:
+        raise RecipeError(f"it must be {' or '.join(map(repr, SAVES[key]))}, not {brief(value)}")
 
 
 def explicit(quantizer: Quantizer) -> str:

@@ -18,7 +18,7 @@ from lpq import registry
 from lpq.formats.format import Quantizer
 from lpq.recipes import toml
 from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning, UnknownKey, place
-from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS, Gemm, Operand, Recipe
+from lpq.recipes.gemms import GEMMS, OPERANDS, SAVES, TENSORS, Gemm, Operand, Recipe, check_save
 from lpq.registry import RecipeSpec
 from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
 from lpq.registry.grammar import NAME, split_items
@@ -27,7 +27,8 @@ from lpq.registry.showing import brief
 RecipeLike: TypeAlias = "Recipe | Quantizer | str | Path | Mapping[str, object]"
 
 SUMS = {f"{gemm}.fast_accumulate": gemm for gemm in GEMMS}
-KEYS = (*GEMMS, *TENSORS, *map(str, OPERANDS), *SUMS, "name")
+KEPT = {f"{tensor}.save": tensor for tensor in SAVES}
+KEYS = (*GEMMS, *TENSORS, *map(str, OPERANDS), *SUMS, *KEPT, "name")
 
 
 def recipe(source: RecipeLike) -> Recipe:
@@ -72,6 +73,7 @@ def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple
     quantizers: dict[Operand, Quantizer] = {}
     givers: dict[Operand, str] = {}
     sums: dict[str, bool | None] = {}
+    saves: dict[str, str] = {}
     for key, value in sorted(items, key=lambda item: "." in item[0]):  # the wide keys first
         _check_key(key)
         if key == "name":
@@ -81,6 +83,10 @@ def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple
             if key in SUMS:
                 sums[SUMS[key]] = _flag(value)
                 continue
+            if key in KEPT:
+                check_save(KEPT[key], value)
+                saves[KEPT[key]] = cast("str", value)
+                continue
             given = _value(value, within)
         for operand in OPERANDS:
             if operand.belongs_to(key):
@@ -89,13 +95,17 @@ def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple
                     raise RecipeError(f"{giver} and {key} both give {operand}: let one of them leave it out")
                 givers[operand] = key
                 quantizers[operand] = given.operands[operand] if isinstance(given, Recipe) else given
-        if key in GEMMS and isinstance(given, Recipe):
-            sums[key] = given.gemm(key).fast_accumulate
+        if isinstance(given, Recipe) and "." not in key:
+            if key in GEMMS:
+                sums[key] = given.gemm(key).fast_accumulate
+            of_col = {o.tensor for o in OPERANDS if o.side == "col" and o.belongs_to(key)}
+            saves |= {tensor: save for tensor, save in given.saves.items() if tensor in of_col}
     _check_complete(quantizers)
     fprop, dgrad, wgrad = (
         Gemm(quantizers[a], quantizers[b], sums.get(a.gemm)) for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)
     )
-    return Recipe(fprop, dgrad, wgrad, name=cast("str | None", name))
+    kept = {f"save_{tensor}": save for tensor, save in saves.items()}
+    return Recipe(fprop, dgrad, wgrad, cast("str | None", name), **kept)
 
 
 def _check_key(key: str) -> None:

@@ -1,4 +1,5 @@
-"""Layers that are given the same tensor encode it once under FSDP2 too, however their weights are gathered."""
+"""Under FSDP2 too, layers that are given the same tensor encode it once, and what is kept for backward is what their
+recipe says."""
 
 from __future__ import annotations
 
@@ -40,10 +41,11 @@ class Block(nn.Module):
         return y
 
 
-def _trained(weights: Any, apart: bool) -> list[Tensor]:
+def _trained(weights: Any, apart: bool, recipe: str = "mxfp8", kept: list[Tensor] | None = None) -> list[Tensor]:
+    """What two steps give; ``kept`` gets what the second one's forward keeps for backward, of ordinary tensors."""
     torch.manual_seed(0)
     net = nn.Sequential(Block(), Block())
-    lpq.convert(net, "mxfp8", weights=weights)
+    lpq.convert(net, recipe, weights=weights)
     for module in net.modules() if apart else ():
         if isinstance(module, Layer):
             module.share_inputs(Inputs())
@@ -54,12 +56,30 @@ def _trained(weights: Any, apart: bool) -> list[Tensor]:
     found = []
     for step in range(2):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-        y = net(x)
+        y = net(x) if kept is None else _noting(net, x, kept)
         y.square().mean().backward()
         found += [y.detach(), *(p.grad.to_local() for p in net.parameters() if isinstance(p.grad, DTensor))]
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def _noting(net: nn.Module, x: Tensor, kept: list[Tensor]) -> Tensor:
+    kept.clear()
+
+    def pack(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y: Tensor = net(x)
+    assert _memories(kept, torch.float32, (2 * WIDTH, WIDTH)) in ({0}, set())
+    return y
+
+
+def _memories(kept: list[Tensor], dtype: torch.dtype, *shapes: tuple[int, int]) -> set[int]:
+    """The bytes that tensors of these shapes have now."""
+    return {t.untyped_storage().nbytes() for t in kept if t.dtype == dtype and tuple(t.shape) in shapes}
 
 
 def _encode_once(rank: int) -> None:
@@ -74,6 +94,22 @@ def _encode_once(rank: int) -> None:
                 assert dys == 4, (weights, apart, counts)
                 seen.clear()
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), weights
+
+
+def _keep_the_weight(rank: int) -> None:
+    recipe, kept = "fprop=mxfp8, dgrad=mxfp8, wgrad=mxfp8", list[Tensor]()
+    usual = _trained(None, apart=False, recipe=recipe, kept=kept)
+    elements = _memories(kept, torch.float8_e4m3fn, (WIDTH, 2 * WIDTH))
+    assert elements == {2 * WIDTH * WIDTH}
+    found = _trained(None, apart=False, recipe=f"{recipe}, w.save=weight", kept=kept)
+    assert all(torch.equal(a, b) for a, b in zip(usual, found, strict=True))
+    weights = [t for t in kept if t.shape == (2 * WIDTH, WIDTH)]
+    assert len(weights) == 4
+
+
+def test_a_gathered_weight_that_is_kept_takes_no_memory_meanwhile() -> None:
+    """FSDP2 frees it after forward, and gathers it again for backward. Its encoded form would stay."""
+    spawn(_keep_the_weight, 2)
 
 
 def test_siblings_encode_once() -> None:

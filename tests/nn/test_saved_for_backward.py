@@ -1,0 +1,238 @@
+"""What a layer keeps for backward is a choice of its recipe, by which no number changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from counting import encodings, kept_for_backward
+from lpq_nvfp4.quantizer import NVFP4Quantizer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lpq
+from lpq.operations.bound import Wanted, bind_encoder, in_two_steps, through_operators
+from lpq.registry import refresh
+from lpq.registry.errors import LpqError
+
+ROWS, WIDTH, OUT = 48, 64, 96
+OPTIONS = ("x.save=input", "w.save=weight", "x.save=input, w.save=weight")
+RECIPES = (
+    "fprop=fp8-current, dgrad=fp8-current, wgrad=fp8-current",
+    "fprop=fp8-delayed, dgrad=fp8-delayed, wgrad=fp8-delayed",
+    "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+    "x=nvfp4(stochastic=true), w=nvfp4(block=16x16, stochastic=true), dy=nvfp4(stochastic=true)",
+    "x=hybrid(row=fp8(scaling=delayed), col=mxfp8), w=hybrid(row=mxfp8, col=fp8(scaling=delayed)), dy=mxfp8()",
+    "x=hybrid(row=nvfp4, col=mxfp8, col_source=row), w=nvfp4(block=16x16), dy=mxfp8()",
+)
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def test_a_policy_chooses_for_each_layer() -> None:
+    """Sigmoid keeps what it returns, so that the layer that is given it need keep nothing."""
+    fp8 = "fprop=fp8-current, dgrad=fp8-current, wgrad=fp8-current"
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(self.up(x).sigmoid())
+            return y
+
+    def trained(policy: Any) -> tuple[int, list[Tensor]]:
+        torch.manual_seed(1)
+        model = lpq.convert(Gate(), policy)
+        y, kept = kept_for_backward(lambda: model(torch.ones(ROWS, WIDTH)))
+        y.square().mean().backward()
+        return kept, [p.grad for p in model.parameters() if p.grad is not None]
+
+    usual, gradients = trained(fp8)
+    rules = [{"match": "down", "recipe": f"{fp8}, x.save=input"}, {"match": "*", "recipe": fp8}]
+    less, same = trained({"rules": rules})
+    assert usual - less == ROWS * WIDTH + 4  # its operand: a byte for each element, and a scale
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
+
+
+def layer(recipe: str) -> lpq.nn.Linear:
+    torch.manual_seed(1)
+    return lpq.nn.Linear(WIDTH, OUT, recipe=recipe)
+
+
+def inputs(count: int = 1) -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(2)
+    return [torch.randn(2, ROWS // 2, WIDTH, generator=drawn).mul_(1 + 3 * i).requires_grad_() for i in range(count)]
+
+
+def plainly(module: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = module(x)
+    return y
+
+
+def numbers(module: nn.Module, run: Run = plainly, steps: int = 2) -> list[Tensor]:
+    torch.manual_seed(3)
+    xs = inputs(steps)
+    ys = []
+    for x in xs:
+        ys.append(run(module, x))
+        ys[-1].square().mean().backward()
+    found = [*ys, *(x.grad for x in xs), *(p.grad for p in module.parameters()), *module.buffers()]
+    return [t.detach() for t in found if t is not None]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_number_changes(recipe: str) -> None:
+    usual = numbers(layer(recipe))
+    for option in OPTIONS:
+        assert same(usual, numbers(layer(f"{recipe}, {option}"))), option
+
+
+def _two_before_backward(recipe: str) -> list[Tensor]:
+    """The first one's backward moves what the layer remembers, which the second one's operands were made of."""
+    module = layer(recipe)
+    small, large = inputs(2)
+    module(small).sum().backward()
+    module.zero_grad()
+    a, b = module(small).square().mean(), module(large).square().mean()
+    b.backward()
+    a.backward()
+    return [module.weight.grad, *module.buffers()]
+
+
+def test_what_the_layer_remembered_in_forward_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    delayed = RECIPES[1]
+    usual = _two_before_backward(delayed)
+    assert same(usual, _two_before_backward(f"{delayed}, {OPTIONS[2]}"))
+
+    monkeypatch.setattr(Tensor, "clone", lambda self: self.data)
+    assert not same(usual, _two_before_backward(f"{delayed}, {OPTIONS[2]}"))
+
+
+def test_an_operand_that_is_the_other_one_turned_round_has_its_random_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NVFP4Quantizer, "transposable", True)
+    refresh()
+    x, seed = inputs()[0].detach(), torch.tensor(7)
+    wanted = Wanted(NVFP4Quantizer(block="16x16", stochastic=True), (ROWS, WIDTH), torch.float32, x.device)
+    for encoder in (bind_encoder, through_operators):
+        _, now, _ = encoder(wanted).encode(x, None, seed)
+        later = in_two_steps(encoder, wanted)
+        assert later.later is not None
+        assert same([*now], [*later.later(later.encode(x, None, seed)[1])])
+        _, by_itself, _ = encoder(wanted._replace(row=False)).encode(x, None, seed)
+        assert not same([*now], [*by_itself])
+    monkeypatch.undo()
+    refresh()
+
+
+def test_operands_are_made_when_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = encodings(monkeypatch)
+    for option, forward, backward in (
+        ("x.save=input", [(True, False), (True, True)], [(False, True)]),
+        ("w.save=weight", [(True, True), (True, False)], [(False, True)]),
+    ):
+        module, (x,) = layer(f"{RECIPES[0]}, {option}"), inputs()
+        y = module(x)
+        assert [(w.row, w.col) for w in seen] == forward
+        seen.clear()
+        y.sum().backward()
+        assert sorted((w.row, w.col) for w in seen) == [*backward, (True, True)]
+        seen.clear()
+        module.requires_grad_(False)
+        y, kept = kept_for_backward(lambda module=module, x=x: module(x))  # type: ignore[misc]
+        assert kept == (WIDTH * OUT * 4 if option != "x.save=input" else WIDTH * OUT + 4)
+        seen.clear()
+
+
+def test_the_bytes() -> None:
+    of_x, of_w = ROWS * WIDTH, WIDTH * OUT
+    for option, bytes_kept in (
+        ("x.save=encoded, w.save=encoded", of_x + 4 + of_w + 4),
+        ("x.save=input", 4 * of_x + of_w + 4),
+        ("w.save=weight", of_x + 4 + 4 * of_w),
+    ):
+        module, (x,) = layer(f"{RECIPES[0]}, {option}"), inputs()
+        assert kept_for_backward(lambda module=module, x=x: module(x))[1] == bytes_kept  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("option", OPTIONS[:2])
+def test_what_is_kept_may_not_be_written_to(option: str) -> None:
+    module, x = layer(f"{RECIPES[0]}, {option}"), inputs()[0] * 2
+    y = module(x)
+    with torch.no_grad():
+        (x if option.startswith("x") else module.weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def _checkpointed(module: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(module, x, use_reentrant=False)
+    return y
+
+
+def _saved_elsewhere(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        y: Tensor = module(x)
+        return y
+
+
+def _under_autocast(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y: Tensor = module(x)
+        return y.float()
+
+
+def _compiled(module: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+    return y
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3]], ids=["delayed", "stochastic"])
+@pytest.mark.parametrize("run", [_checkpointed, _saved_elsewhere, _under_autocast, _compiled])
+def test_ways_to_run(run: Run, recipe: str) -> None:
+    assert same(numbers(layer(recipe), run), numbers(layer(f"{recipe}, {OPTIONS[2]}"), run))
+
+
+def test_a_weight_that_is_encoded_already_is_what_is_kept() -> None:
+    def held(recipe: str) -> tuple[Tensor, int]:
+        module, (x,) = layer(recipe), inputs()
+        with lpq.hold_weights(module):
+            return kept_for_backward(lambda: module(x))
+
+    def stored(recipe: str) -> tuple[Tensor, int]:
+        torch.manual_seed(1)
+        module, (x,) = lpq.convert(nn.Sequential(nn.Linear(WIDTH, OUT)), recipe, weights="quantized", ranks=1), inputs()
+        return kept_for_backward(lambda: module(x))
+
+    for made in (held, stored):
+        usual, other = made(RECIPES[0]), made(f"{RECIPES[0]}, w.save=weight")
+        assert torch.equal(usual[0], other[0])
+        assert usual[1] == other[1]
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(LpqError, match=r"^x\.save: it must be 'encoded' or 'input', not 'weight'"):
+        lpq.recipe(f"{RECIPES[0]}, x.save=weight")
+    with pytest.raises(LpqError, match=r"^w\.save: it must be 'encoded' or 'weight', not 'auto'"):
+        lpq.recipe(f"{RECIPES[0]}, w.save=auto")
+
+
+def test_what_is_kept_is_part_of_a_recipe() -> None:
+    usual, given = lpq.recipe(RECIPES[2]), lpq.recipe(f"{RECIPES[2]}, {OPTIONS[2]}")
+    assert given != usual
+    assert "save" not in usual.text + usual.to_toml()
+    assert lpq.recipe(given.text) == lpq.recipe(given.to_toml()) == lpq.recipe(given.to_dict()) == given
+    taken = lpq.recipe({"fprop": given, "dgrad": given, "wgrad": usual})
+    assert (taken.save_x, taken.save_w) == ("encoded", "weight")  # with the operand that is kept or made
+    assert lpq.recipe({"x": given, "w": given, "dy": given, "x.save": "encoded"}).saves == {
+        "x": "encoded",
+        "w": "weight",
+    }
