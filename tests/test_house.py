@@ -28,7 +28,7 @@ TOP = 10
 """From this floor on a module may use lpq as a user does: ``import lpq``."""
 BESIDE = {("checkpoint", "optim"), ("engines", "checkpoint"), ("cli", "train"), ("__main__", "cli")}
 """Parts of one floor of which the first may import the second."""
-FOR_PLUGINS = {"registry", "core", "formats", "kernels", "operations", "emulation"}
+FOR_PLUGINS = {"registry", "torch_private", "core", "formats", "kernels", "operations", "emulation"}
 NAMELESS = (
     "formats",
     "kernels",

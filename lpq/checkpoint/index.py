@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,18 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lpq.checkpoint.errors import CheckpointError, shown
+from lpq.torch_private.checkpoints import IN_AN_INDEX, METADATA, STORAGE_INFO, StorageInfo
 
 INDEX = ".metadata"
-DCP = "torch.distributed.checkpoint."
-METADATA, FILESYSTEM = f"{DCP}metadata", f"{DCP}filesystem"
 KNOWN = {
-    METADATA: {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    FILESYSTEM: {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
+    **IN_AN_INDEX,
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},  # where Python 3.13 has them
     "builtins": {"getattr"},  # by which some releases of Python 3.11 pickle members of an Enum
@@ -113,7 +105,7 @@ class _Index:
     def made(self, read: Any) -> Metadata:
         """The index itself."""
         whole = _state(read, f"{METADATA}.Metadata", "state_dict_metadata", "storage_data")
-        places: dict[MetadataIndex, _StorageInfo] = {}
+        places: dict[MetadataIndex, StorageInfo] = {}
         for key, value in _entries(whole["storage_data"]):
             index, place = self._index(key), self._place(value)
             if index in places:
@@ -126,7 +118,7 @@ class _Index:
             tensors[name] = self._tensor(name, entry, places)
         return Metadata(state_dict_metadata=tensors, storage_data=places)
 
-    def _tensor(self, name: str, entry: Any, places: Mapping[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
+    def _tensor(self, name: str, entry: Any, places: Mapping[MetadataIndex, StorageInfo]) -> TensorStorageMetadata:
         if _is(entry, f"{METADATA}.BytesStorageMetadata"):
             raise CheckpointError(f"{shown(name)} is no tensor, and lpq.checkpoint.save saves nothing else there")
         found = _state(entry, f"{METADATA}.TensorStorageMetadata", "properties", "size", "chunks")
@@ -160,8 +152,8 @@ class _Index:
         offset = found.get("offset")
         return MetadataIndex(found["fqn"], _size(offset) if offset is not None else None)
 
-    def _place(self, value: Any) -> _StorageInfo:
-        found = _state(value, f"{FILESYSTEM}._StorageInfo", "relative_path", "offset", "length")
+    def _place(self, value: Any) -> StorageInfo:
+        found = _state(value, STORAGE_INFO, "relative_path", "offset", "length")
         name, offset, length = found["relative_path"], found["offset"], found["length"]
         if type(name) is not str or not _is_number(offset) or not _is_number(length):
             _refuse("the place of a piece")
@@ -171,7 +163,7 @@ class _Index:
             raise CheckpointError(f"it refers to the file {name[:200]!r}, which the manifest does not list")
         if offset + length > self.sizes[name]:
             raise CheckpointError(f"it refers to what lies beyond the end of {name}")
-        return _StorageInfo(name, offset, length)
+        return StorageInfo(name, offset, length)
 
 
 def _refuse(what: str) -> NoReturn:

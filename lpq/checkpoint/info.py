@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description
@@ -23,6 +22,7 @@ from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
 from lpq.recipes import Policy, Steps
 from lpq.registry.errors import words
+from lpq.torch_private.pytree import keystr, tree_flatten_with_path
 
 OWNERS = {"extra": "extra", "model": "what get_extra_state of a module returned", "optimizer": "the optimizer"}
 """Whose it is what is kept beside the tensors."""

@@ -25,9 +25,10 @@ from lpq.nn.names import plain_name
 from lpq.recipes import Policy, Recipe, Steps
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.checkpoints import EXTRA_STATE
+from lpq.torch_private.compiling import compiled_from
 
 PREFIX = "model."
-EXTRA_STATE = "_extra_state"
 
 
 class Model:
@@ -211,7 +212,7 @@ def _stored_formats(tensor: Tensor) -> set[str]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
-        inner = model.module if isinstance(model, Replicas) else getattr(model, "_orig_mod", None)
+        inner = model.module if isinstance(model, Replicas) else compiled_from(model)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lpq.checkpoint.errors import CheckpointError, listed
 from lpq.checkpoint.tensors import held, plain_like
 from lpq.optim.masters import MASTER, MasterWeights
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.pytree import tree_leaves
 
 PREFIX = "optimizer."
 MARK = "lpq.tensor"

@@ -27,6 +27,7 @@ from lpq.checkpoint.optimizer import Optimizers, OptimizerState
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import parts
 from lpq.checkpoint.writing import Writer
+from lpq.torch_private.distributed import device_types
 
 
 def save(
@@ -180,7 +181,7 @@ def _check_talk(model: Model, ranks: Ranks) -> None:
     if ranks.group is None:
         return
     remedy = 'pass one that is for this alone, dist.new_group(ranks, backend="gloo")'
-    if torch.device("cpu") not in ranks.group._device_types:
+    if torch.device("cpu") not in device_types(ranks.group):
         raise CheckpointError(f"save_async talks on the CPU, and process_group has no backend for it: {remedy}")
     if any(group is ranks.group for group in model.groups("cpu")):
         raise CheckpointError(f"training talks over process_group, and would while it is written: {remedy}")

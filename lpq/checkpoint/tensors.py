@@ -13,9 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, shown
@@ -27,6 +25,7 @@ from lpq.formats.format import Direction
 from lpq.operations.operands import as_matrix
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
+from lpq.torch_private.dtensor import dtensor_over
 
 
 def held(tensor: Tensor) -> Tensor:
@@ -53,7 +52,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         ordinary = plain(local.detach())
         if not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in tensor.placements):
             return {name: ordinary}  # what all ranks hold is an ordinary tensor for DCP, which saves it once
-        return {name: _dtensor(ordinary, tensor.device_mesh, tensor.placements, tensor.shape)}
+        return {name: dtensor_over(ordinary, tensor.device_mesh, tensor.placements, tensor.shape)}
     found = {}
     rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     for direction, storage in local.settled(together=True).sides:
@@ -84,7 +83,7 @@ def plain_like(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     empty = torch.empty(local.shape, dtype=dtype, device=local.device)
     if not isinstance(tensor, DTensor):
         return empty
-    return _dtensor(empty, tensor.device_mesh, tensor.placements, tensor.shape)
+    return dtensor_over(empty, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
 def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
@@ -101,7 +100,7 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     operand = side.storage.empty(side, matrix if direction == "row" else matrix[::-1], dtype, local.device)
     row, col = (operand, None) if direction == "row" else (None, operand)
     made = QuantizedTensor(row, col, quantizer, shape, dtype)
-    return _dtensor(made, sharded.device_mesh, sharded.placements, sharded.shape) if sharded is not None else made
+    return dtensor_over(made, sharded.device_mesh, sharded.placements, sharded.shape) if sharded is not None else made
 
 
 @torch.no_grad()
@@ -179,7 +178,7 @@ def _placed(
     """A buffer over what this rank holds of it; an ordinary tensor where all ranks hold the same."""
     if not isinstance(like, DTensor) or all(isinstance(p, Replicate) for p in placements):
         return local
-    part = _dtensor(local, like.device_mesh, placements, shape)
+    part = dtensor_over(local, like.device_mesh, placements, shape)
     expected = tuple(s.stop - s.start for s in chunk(part))
     if expected != tuple(local.shape):
         raise CheckpointError(
@@ -187,13 +186,6 @@ def _placed(
             f"{list(expected)}: the shards cut blocks of the format, or are not those of a DTensor"
         )
     return part
-
-
-def _dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
-    """A DTensor over this very tensor; ``DTensor.from_local`` copies what is offloaded to the mesh's device."""
-    meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
-    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from lpq.tensor import QuantizedTensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lpq.distributed.fsdp import Site
+    from lpq.torch_private.fsdp import Site
 
 WORDS = 4
 BITS = 30

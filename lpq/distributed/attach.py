@@ -1,4 +1,4 @@
-"""The part of a sharded parameter that this rank holds, and telling it which ranks hold the others.
+"""Telling the part of a sharded parameter that this rank holds which ranks hold the others.
 
 That is found from the mesh, at run time, and never saved.
 """
@@ -10,11 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.tensor import QuantizedTensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+from lpq.torch_private.tensors import local_part
 
 
 def attach(parameter: Tensor) -> None:
@@ -24,7 +20,7 @@ def attach(parameter: Tensor) -> None:
     layer that FSDP2 has sharded do it. It is for shards that are made otherwise, such as what a file or a pickle had:
     before it, a write that needs statistics of the whole tensor is an error.
     """
-    part = local(parameter)
+    part = local_part(parameter)
     if not isinstance(parameter, DTensor) or not isinstance(part, QuantizedTensor):
         return
     mesh = parameter.device_mesh

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lpq.distributed import fsdp
 from lpq.distributed.attach import attach
 from lpq.distributed.fits import operand_bytes, why_not, why_uncut
 from lpq.distributed.shard import WeightShard, plain
@@ -29,6 +28,7 @@ from lpq.operations.quantizing import quantize
 from lpq.operations.reduce_statistics import Reductions, spans
 from lpq.operations.sides import declared
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private import fsdp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

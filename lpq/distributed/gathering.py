@@ -16,20 +16,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from lpq.distributed import fsdp
 from lpq.distributed.alike import check_alike
-from lpq.distributed.attach import attach, local
+from lpq.distributed.attach import attach
 from lpq.distributed.gather import Gather, Layer
 from lpq.distributed.trained import Trained
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor.optimizer_step import reduce_beside, wrapping
+from lpq.torch_private import fsdp
+from lpq.torch_private.compiling import CALLBACKS, call_around_compiling
+from lpq.torch_private.distributed import CheckpointWrapper
+from lpq.torch_private.tensors import local_part
 
 
 class Gathering:
@@ -58,7 +60,7 @@ class Gathering:
         """How the weight of this layer is gathered. When that is asked first, FSDP2 has sharded the model."""
         if layer not in self._gathers:
             self._find()
-        compiler = sys.modules.get("torch._dynamo.callback")  # to import it takes a second
+        compiler = sys.modules.get(CALLBACKS)
         if compiler is not None and self._steps.lend not in compiler.callback_handler.start_callbacks:
             self._steps.lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
         if layer not in self._gathers:
@@ -155,7 +157,7 @@ class _Steps:
                     "model, so that its steps would train nothing: make the optimizer after lpq.convert(…, weights=…) "
                     "and after fully_shard"
                 )
-            if getattr(local(param), "amax_group", None) == "unattached":
+            if getattr(local_part(param), "amax_group", None) == "unattached":
                 attach(param)
         if self._trained.is_new(optimizer, params):
             self._trained.look(optimizer, params, [gathering.weights() for gathering in alive])
@@ -187,10 +189,7 @@ class _Steps:
 
         For the words of its guards torch (2.11) prints every tensor that it meets, and so reads it.
         """
-        from torch._dynamo.callback import callback_handler
-
-        callback_handler.register_start_callback(self.lend)
-        callback_handler.register_end_callback(self.take_back)
+        call_around_compiling(self.lend, self.take_back)
 
     def lend(self, *_: Any) -> None:
         self._lent = [tensor for gathering in self._alive() for tensor in gathering.missing()]

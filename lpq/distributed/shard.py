@@ -12,18 +12,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
-from lpq.distributed.attach import local
 from lpq.operations.operators import written
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
 from lpq.tensor.quantized_tensor import REMEDY
+from lpq.torch_private.dispatch import schema_of
+from lpq.torch_private.dtensor import dtensor_as
+from lpq.torch_private.operators import pin_memory, to_copy
+from lpq.torch_private.pytree import tree_map_only
+from lpq.torch_private.tensors import is_parameter, local_part, no_torch_function, version_of, wrapper_subclass
 
 aten = torch.ops.aten
 COPIES = {
-    aten._pin_memory.default, aten._to_copy.default, aten.clone.default, aten.empty_like.default,
+    pin_memory.default, to_copy.default, aten.clone.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_zeros.default,
 }  # fmt: skip
 """With these and with views a parameter is cut, padded, moved and made."""
@@ -40,7 +43,7 @@ class WeightShard(Gathered, Tensor):
     @property
     def write_count(self) -> int:
         """What changes when it is written to, also by compiled code, which writes to ``held`` itself."""
-        return self.writes[0] + self.held._version
+        return self.writes[0] + version_of(self.held)
 
     @property
     def first_buffer(self) -> Tensor:
@@ -62,14 +65,14 @@ class WeightShard(Gathered, Tensor):
                 f"FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
             )
         new = plain(value.detach())
-        self.writes[0] += 1 + self.held._version
+        self.writes[0] += 1 + version_of(self.held)
         Tensor.data.__set__(self, WeightShard(new, self.writes))  # type: ignore[attr-defined]
         self.held = new
 
     @staticmethod
     def __new__(cls, held: Tensor, writes: list[int] | None = None) -> WeightShard:
         with normal_tensors(not held.is_inference()):  # a view in inference mode is one of a parameter
-            self = Tensor._make_wrapper_subclass(
+            self: WeightShard = wrapper_subclass(
                 cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=held.device
             )
         self.held, self.writes = held, [0] if writes is None else writes
@@ -87,7 +90,7 @@ class WeightShard(Gathered, Tensor):
 
         args, kwargs = tree_map_only(WeightShard, unwrap, (args, kwargs or {}))
         result = func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             for value in written(func, args, kwargs):
                 if id(value) in shards:
                     shards[id(value)].writes[0] += 1
@@ -98,7 +101,7 @@ class WeightShard(Gathered, Tensor):
             return as_shard(result)
         return tree_map_only(Tensor, lambda t: shards.get(id(t), t), result)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["held"], None
@@ -108,13 +111,13 @@ class WeightShard(Gathered, Tensor):
         return WeightShard(inner["held"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if getattr(self, "_is_param", False):  # of a pickled module; a state dict has no parameters
+        if is_parameter(self):  # of a pickled module; a state dict has no parameters
             return _parameter, (self.held, self.requires_grad)
         return self.held.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = WeightShard(self.held.clone())
-        memo[id(self)] = _parameter(copy, self.requires_grad) if getattr(self, "_is_param", False) else copy
+        memo[id(self)] = _parameter(copy, self.requires_grad) if is_parameter(self) else copy
         return cast("Tensor", memo[id(self)])
 
     def share_memory_(self) -> WeightShard:
@@ -139,7 +142,7 @@ def as_shard(tensor: Tensor) -> Tensor:
 
 def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     """What is to be a layer's weight from now on, prepared for being gathered as ``weight``, whole or sharded, is."""
-    stored, given = local(weight), as_shard(local(new).detach())
+    stored, given = local_part(weight), as_shard(local_part(new).detach())
     if isinstance(stored, QuantizedTensor) and not isinstance(given, QuantizedTensor):
         raise ValueError(
             f"{stored.whose}a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor "
@@ -158,11 +161,11 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
 def ordinary(weight: Tensor) -> Tensor:
     """The same data in an ordinary tensor, whole or sharded, which a write to it counts; one that is stored quantized
     stays so."""
-    part = local(weight)
+    part = local_part(weight)
     if not isinstance(part, WeightShard):
         return weight.detach()
     held = part.held.detach()  # of the tensor that counts: of a view that an operator made torch counts apart
-    return DTensor(held, weight._spec, requires_grad=False) if isinstance(weight, DTensor) else held  # type: ignore[no-untyped-call]
+    return dtensor_as(weight, held) if isinstance(weight, DTensor) else held
 
 
 def plain(tensor: Tensor) -> Tensor:

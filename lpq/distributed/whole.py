@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lpq.distributed import fsdp
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.layout import row_major
 from lpq.operations.transposing import transpose_reference
+from lpq.torch_private import fsdp
 
 
 class Whole:

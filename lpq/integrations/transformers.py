@@ -17,12 +17,12 @@ from torch import nn
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import Model
-from lpq.distributed.attach import local
 from lpq.integrations.decoded import attach
 from lpq.nn import replan, set_step
 from lpq.nn.memories import memories
 from lpq.optim import MasterWeights
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
 
 __all__ = ["LpqCallback", "attach", "resume"]
 
@@ -104,7 +104,7 @@ def _encode_again(model: nn.Module, optimizer: Any) -> None:
     masters = optimizer if isinstance(optimizer, MasterWeights) else getattr(optimizer, "optimizer", None)
     if isinstance(masters, MasterWeights):
         masters.encode()
-    elif any(isinstance(w, QuantizedTensor) and w.write_count for w in map(local, model.parameters())):
+    elif any(isinstance(w, QuantizedTensor) and w.write_count for w in map(local_part, model.parameters())):
         warnings.warn(
             "the Trainer saves what weights that are stored quantized decode to, and encoding that again may give "
             "other bits. With lpq.optim.MasterWeights a run goes on bit for bit, and with lpq.checkpoint",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lpq.torch_private import Allocate, allocator
+from lpq.torch_private.memory import Allocate, allocator
 
 __all__ = ["Allocate", "Fresh", "allocator", "fresh", "fresh_by_columns"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
+
+from lpq.torch_private import autograd
 
 Accumulate = Literal["grad", "main_grad"]
 
@@ -13,7 +14,7 @@ Accumulate = Literal["grad", "main_grad"]
 def is_summed(node: Any) -> bool:
     """Whether this backward is to add to the gradient of the weight, which this node of autograd's does otherwise."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        return autograd.will_execute(node)
     except RuntimeError as error:  # which is how it says that torch.autograd.grad is to return the gradient
         if "autograd.grad()" in str(error):
             return False

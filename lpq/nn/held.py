@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lpq.tensor.fsdp_protocol import Gathered
+from lpq.torch_private.memory import storage_number
+from lpq.torch_private.tensors import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +40,7 @@ def as_it_is(weight: Tensor) -> tuple[object, ...]:
     """Differs once the weight is written to, or has other memory or another dtype. Autograd does not count what is
     written through ``.data``, nor anything of a tensor that ``torch.inference_mode`` made, nor what a weight in a list
     gets, as of ``torch._foreach_add_``; a weight that is gathered counts its own writes."""
-    written = None if weight.is_inference() else weight._version
+    written = None if weight.is_inference() else version_of(weight)
     counted = weight.write_count if isinstance(weight, Gathered) else 0
-    memory = weight.untyped_storage()._cdata, weight.storage_offset(), weight.stride()
+    memory = storage_number(weight.untyped_storage()), weight.storage_offset(), weight.stride()
     return written, counted, weight.dtype, memory

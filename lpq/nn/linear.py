@@ -31,7 +31,8 @@ from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.quantized_tensor import operand_tensors
-from lpq.torch_private import is_exporting
+from lpq.torch_private.compiling import is_exporting
+from lpq.torch_private.dispatch import autocasts
 
 if TYPE_CHECKING:
     from lpq.distributed.gather import Gather
@@ -144,7 +145,7 @@ class Layer(Saved):
             weight = self.weight  # which a hook computes, or a parametrization
         if self.transposed:
             weight = weight.t()
-        if type(input) in ORDINARY and not torch._C._is_any_autocast_enabled():
+        if type(input) in ORDINARY and not autocasts():
             return self._multiply(plan, input, weight, input.dtype)
         if not isinstance(input, Tensor):
             check(self, input, weight)

@@ -24,6 +24,7 @@ from lpq.operations import remember
 from lpq.operations.binding import on_device
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.operators import unsafe_view
 
 State = Mapping[str, Tensor]
 
@@ -82,7 +83,7 @@ class Multiplication(torch.autograd.Function):
         if x.dim() == 2:
             return y
         # Not a view to autograd: what a module returns may be changed in place.
-        whole: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], shapes.outputs))
+        whole: Tensor = unsafe_view(y, (*x.shape[:-1], shapes.outputs))
         return whole
 
     @staticmethod

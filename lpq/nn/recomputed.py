@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from lpq.torch_private import autograd
+from lpq.torch_private.tensors import version_of
+
 if TYPE_CHECKING:
     from lpq.nn.saved import Saved
 
@@ -26,7 +29,7 @@ States = Mapping[str, Mapping[str, Tensor]]
 
 def runs_again() -> bool:
     """Whether this forward is one of activation checkpointing, which runs it again in backward."""
-    return not torch.is_grad_enabled() or _saves_to_hooks()
+    return not torch.is_grad_enabled() or autograd.saves_to_hooks()
 
 
 def check(layer: Saved, states: States) -> None:
@@ -34,10 +37,10 @@ def check(layer: Saved, states: States) -> None:
     if torch.compiler.is_compiling():
         return
     found = _counts(states)
-    if torch._C._current_graph_task_id() == -1:  # outside of backward
+    if autograd.graph_task() == -1:  # outside of backward
         layer.__dict__["_seen"] = found
     else:
-        noted = getattr(torch._C._current_autograd_node(), NOTES, {})
+        noted = getattr(autograd.current_node(), NOTES, {})
         if noted.get(id(layer), layer.__dict__.get("_seen", found)) != found:
             _refuse(layer.title)
     if not torch.is_grad_enabled() and (context := _context()) is not None:
@@ -56,7 +59,7 @@ def _context() -> Any:
 
 def seen(states: States) -> Tensor | None:
     """What tells, saved among the tensors of a run, what the run saw that they come from; None: nobody recomputes."""
-    if torch.compiler.is_compiling() or not _saves_to_hooks():
+    if torch.compiler.is_compiling() or not autograd.saves_to_hooks():
         return None
     return torch.tensor(_counts(states))
 
@@ -67,14 +70,10 @@ def compare(before: list[int], saved: Tensor) -> None:
         _refuse("a layer with a recipe")
 
 
-def _saves_to_hooks() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def _counts(states: States) -> list[int]:
     """How often what forward reads was written to."""
     read = [memory for tensor in ("x", "w") if tensor in states for memory in states[tensor].values()]
-    return [0 if memory.is_inference() else memory._version for memory in read]
+    return [0 if memory.is_inference() else version_of(memory) for memory in read]
 
 
 def _refuse(who: str) -> NoReturn:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lpq.operations.operands import DTYPES
 from lpq.operations.operators import once_when_traced
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.quantized_tensor import REMEDY
+from lpq.torch_private.dispatch import transforms
+from lpq.torch_private.distributed import active_replica
+from lpq.torch_private.tensors import base_of
 
 if TYPE_CHECKING:
     from lpq.nn.saved import Saved
@@ -45,7 +47,7 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
         raise RuntimeError(
             f"{layer.title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
         )
-    if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_dynamo_compiling() and transforms():
         raise RuntimeError(
             f"{layer.title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: "
             "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
@@ -56,7 +58,7 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
 
 def _check_prepared(layer: Saved) -> None:
     """An error if the weight that FSDP2 was to gather quantized has become a part of another parameter."""
-    if layer.weight._base is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
+    if base_of(layer.weight) is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
         raise RuntimeError(
             f"{layer.title}: its weight, which lpq.convert(…, weights=…) prepared, was made a part of another "
             f"parameter, as FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
@@ -80,14 +82,14 @@ def check_memories(layer: Saved, memories: Mapping[str, Mapping[str, Tensor]]) -
 @once_when_traced
 def _copies_buffers() -> bool:
     """Whether this runs inside of a DistributedDataParallel that copies buffers from rank to rank."""
-    replica: Any = DistributedDataParallel._active_ddp_module
+    replica = active_replica()
     return replica is not None and bool(replica.will_sync_module_buffers()) and replica.process_group.size() > 1
 
 
 def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
     """Whether these are among the buffers that it copies."""
     own = {id(memory) for of_tensor in memories.values() for memory in of_tensor.values()}
-    replica: Any = DistributedDataParallel._active_ddp_module
+    replica = active_replica()
     return any(id(buffer) in own for buffer in replica.modules_buffers)
 
 

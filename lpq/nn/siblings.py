@@ -24,6 +24,8 @@ from torch import Tensor
 
 from lpq.operations.binding import Encoded, Operand
 from lpq.operations.bound import Encoder
+from lpq.torch_private import cuda
+from lpq.torch_private.tensors import version_of
 
 MOST = 2
 """Inputs that are kept. One is too few where the siblings have others between them: low-rank projections, adapters."""
@@ -49,10 +51,10 @@ class Inputs(list[_Known]):
         if x.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 return encoder.encode(x, None, None)  # a graph that is replayed must encode what is new
-            stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+            stream = cuda.current_stream(x.get_device())
         if x.is_inference():
             return encoder.encode(x, None, None)
-        as_it_is, row = (x._version, x.data_ptr(), stream), encoder.row
+        as_it_is, row = (version_of(x), x.data_ptr(), stream), encoder.row
         col, kept = (encoder.col, ()) if encoder.later is None else (None, (x,))
         for known in self:
             if known() is x and known.as_it_was == as_it_is and known.row == row and (col is None or known.col == col):

@@ -14,6 +14,7 @@ from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
+from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.formats import Quantizer
@@ -87,14 +88,14 @@ def _sharded(model: nn.Module, layers: Iterable[nn.Linear], weights: Weights | N
     """The weights that FSDP2 shards, as the optimizer has them: a layer itself may have the gathered one at present."""
     if weights is None and all(type(layer.weight) is nn.Parameter for layer in layers):
         return {}  # ordinary ones: there is nothing to find out, and FSDP2 need not be imported
-    from lpq.distributed.fsdp import outermost, sites
+    from lpq.torch_private.fsdp import outermost, sites
 
     return {module: site.param for module, site in sites(outermost(model), "weight").items()}
 
 
 def _stored(weight: Tensor) -> Quantizer | None:
     """The quantizer of a weight, whole or sharded, that is stored quantized."""
-    local = getattr(weight, "_local_tensor", weight)
+    local = local_part(weight)
     return local.quantizer if isinstance(local, QuantizedTensor) else None
 
 
@@ -138,7 +139,7 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
 
     ``ranks``: how many will share the weights out, where they do not yet.
     """
-    from lpq.distributed.fsdp import outermost, sites
+    from lpq.torch_private.fsdp import outermost, sites
 
     sharded = sites(outermost(model), "weight")
     for name, layer, shared in _layers(model):
@@ -183,7 +184,7 @@ def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None, 
     rows, cols = weight.shape
     mesh = getattr(weight, "device_mesh", None)
     over = mesh.size(mesh.ndim - 1) if mesh is not None else ranks or 1
-    local = getattr(weight, "_local_tensor", weight)
+    local = local_part(weight)
     if not isinstance(local, QuantizedTensor | WeightShard):
         refusal = "the weight was replaced after lpq.convert"
     reason = refusal or (why_uncut if kept is not None else why_not)(quantizer, rows, over)

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.dispatch import TorchDispatchMode, schema_of
+from lpq.torch_private.distributed import COLLECTIVES, KINDS, SILENT
+from lpq.torch_private.pytree import tree_iter
 
 
 @dataclass(frozen=True)
@@ -23,27 +24,6 @@ class Collective:
     """``all_gather``, ``reduce_scatter``, ``all_reduce`` or the operator's own name."""
     bytes: int
     """What the result of all ranks takes: the whole of a gather, the input of a reduce-scatter."""
-
-
-KINDS = {
-    "_allgather_base_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "allgather_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "broadcast_": "broadcast",
-    "scatter_": "scatter",
-}
-SILENT = ("wait_tensor", "_wrap_tensor_autograd")
-"""Operators beside the collectives that send nothing."""
 
 
 WITH_PARTS = (DTensor, QuantizedTensor)
@@ -62,8 +42,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, WITH_PARTS) for t in types):
             return NotImplemented  # they run operators on their parts first, and those are seen here
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2]
+        if func.namespace in COLLECTIVES:
+            name = schema_of(func).name.partition("::")[2]
             sizes = [sum(t.nbytes for t in tree_iter(a) if isinstance(t, Tensor)) for a in args]
             ranks = args[1] if name.startswith("all_gather_into_tensor") else 1  # it takes one rank's part
             if name not in SILENT:

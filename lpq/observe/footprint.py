@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpq import registry
-from lpq.distributed.attach import local
 from lpq.distributed.fits import operand_bytes, sent_bytes, why_not, why_uncut
 from lpq.formats import Quantizer
 from lpq.nn import Layer
 from lpq.operations.derived_operands import derives_col
 from lpq.tensor import QuantizedTensor, quantize
+from lpq.torch_private.tensors import local_part
 
 FP32 = torch.float32.itemsize
 BF16 = torch.bfloat16.itemsize
@@ -96,7 +96,7 @@ def memory(
 
 def held_bytes(tensor: Tensor) -> int:
     """The bytes that this rank holds of a tensor, which may be sharded, stored quantized, or both."""
-    part = local(tensor)
+    part = local_part(tensor)
     return part.held_bytes if isinstance(part, QuantizedTensor) else part.nbytes
 
 
@@ -106,7 +106,7 @@ def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
 
 def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Layer | None, name: str) -> Memory:
     """One parameter."""
-    stored = isinstance(local(p), QuantizedTensor)
+    stored = isinstance(local_part(p), QuantizedTensor)
     quantizer = layer.weight_quantizer() if layer is not None else None
     if quantizer is not None:
         reason = (why_uncut if stored else why_not)(quantizer, p.shape[0], ranks)
@@ -139,7 +139,7 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
 def _local_elements(p: Tensor, ranks: int) -> int:
     """How many numbers of a parameter the first rank holds, which holds most."""
     if isinstance(p, DTensor):
-        return p._local_tensor.numel()
+        return local_part(p).numel()
     return -(-p.shape[0] // ranks) * (p.numel() // max(p.shape[0], 1)) if p.dim() else 1
 
 

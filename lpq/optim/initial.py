@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lpq.distributed.attach import attach, local
+from lpq.distributed.attach import attach
 from lpq.distributed.together import together
 from lpq.optim.masters import MasterWeights
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
+from lpq.torch_private.tensors import local_part
 
 
 @torch.no_grad()
@@ -34,15 +35,15 @@ def load_high_precision(
             if name not in others or others[name].shape != target.shape:
                 continue  # load_state_dict says so, unless it may be absent
             others[name] = shared_out(others[name], target)
-            if isinstance(local(target), QuantizedTensor):
+            if isinstance(local_part(target), QuantizedTensor):
                 attach(target)
-                stored.append((target, local(others[name]).float()))
+                stored.append((target, local_part(others[name]).float()))
                 others[name] = target.detach()
         model.load_state_dict(others)
-    write([cast("QuantizedTensor", local(target)) for target, _ in stored], [value for _, value in stored])
+    write([cast("QuantizedTensor", local_part(target)) for target, _ in stored], [value for _, value in stored])
     for target, value in stored:
         if optimizer is not None and target in optimizer.masters:
-            local(optimizer.masters[target]).copy_(value)
+            local_part(optimizer.masters[target]).copy_(value)
             optimizer.seen(target)
 
 

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lpq.distributed.attach import attach, local
+from lpq.distributed.attach import attach
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.tensor.optimizer_step import reduced_with, watch
+from lpq.torch_private.optimizers import load_post_hooks, load_pre_hooks
+from lpq.torch_private.tensors import local_part, version_of
 
 MASTER = "master"
 """Under this name a master is part of the optimizer's state."""
@@ -35,9 +37,9 @@ class _Seen(NamedTuple):
     @staticmethod
     def of(weight: Tensor) -> _Seen:
         """As it is now."""
-        stored = cast("QuantizedTensor", local(weight))
-        buffers = [(buffer, buffer._version) for _, side in stored.sides for buffer in side.tensors()]
-        return _Seen((weight._version, stored._version, stored.draft.writes), buffers)
+        stored = cast("QuantizedTensor", local_part(weight))
+        buffers = [(buffer, version_of(buffer)) for _, side in stored.sides for buffer in side.tensors()]
+        return _Seen((version_of(weight), version_of(stored), stored.draft.writes), buffers)
 
     def still(self, now: _Seen) -> bool:
         """Whether nothing was written since. Buffers that are other tensors now, as ``model.to()`` leaves them where it
@@ -83,7 +85,7 @@ class MasterWeights(Optimizer):
             )
 
     def _master_of(self, weight: Tensor) -> Tensor:
-        if not isinstance(local(weight), QuantizedTensor):
+        if not isinstance(local_part(weight), QuantizedTensor):
             return weight
         if weight in self.masters:
             raise ValueError(
@@ -104,7 +106,8 @@ class MasterWeights(Optimizer):
     def take(self, weight: Tensor) -> None:
         """Start the master of this weight, if it has one, from what the weight is now."""
         if weight in self.masters:
-            local(self.masters[weight]).copy_(cast("QuantizedTensor", local(weight)).dequantize(torch.float32))
+            stored = cast("QuantizedTensor", local_part(weight))
+            local_part(self.masters[weight]).copy_(stored.dequantize(torch.float32))
             self.seen(weight)
 
     def seen(self, weight: Tensor) -> None:
@@ -139,7 +142,7 @@ class MasterWeights(Optimizer):
                     "take(weight), or seen(weight) where it is again what it was"
                 )
         self._share_options()
-        before = {weight: local(master)._version for weight, master in self.masters.items()}
+        before = {weight: version_of(local_part(master)) for weight, master in self.masters.items()}
         reached: list[Tensor] = []
         try:
             for weight, master in self.masters.items():
@@ -151,7 +154,7 @@ class MasterWeights(Optimizer):
             # checkpoint, or was made before its master, may have been encoded of more than it decodes to. Which
             # ones a step reached that raised nobody knows: autograd does not count what fused and foreach optimizers
             # write; nor which it reached afterwards: a hook of it may have emptied the gradients.
-            self._due.update(reached, (w for w, m in self.masters.items() if local(m)._version != before[w]))
+            self._due.update(reached, (w for w, m in self.masters.items() if version_of(local_part(m)) != before[w]))
             for master in self.masters.values():
                 master.grad = None
         self._encode(reduced_with(self))
@@ -179,8 +182,8 @@ class MasterWeights(Optimizer):
     def _encode(self, beside: Reductions | None = None) -> None:
         """Encode the weights that are due."""
         due = [weight for weight in self.masters if weight in self._due]  # in the same order on all ranks
-        values = [local(self.masters[weight]).detach() for weight in due]
-        stored = [cast("QuantizedTensor", local(weight)) for weight in due]
+        values = [local_part(self.masters[weight]).detach() for weight in due]
+        stored = [cast("QuantizedTensor", local_part(weight)) for weight in due]
         try:
             write(stored, values, beside=beside)
             watch().finite.check(stored, values)
@@ -240,20 +243,20 @@ class MasterWeights(Optimizer):
         """Load what ``state_dict`` gave, or torch's ``get_optimizer_state_dict``, where parameters have names. The
         weights are not touched: they are in the model's state. Where it does not fit, nothing is loaded."""
         state_dict = state_dict.copy()
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
+        for before in load_pre_hooks(self).values():
             given = before(self, state_dict)
             state_dict = state_dict if given is None else given
         rest, masters = self._apart(state_dict)
         self.optimizer.load_state_dict(rest)
         with torch.no_grad():
             for weight, master in masters.items():
-                local(self.masters[weight]).copy_(local(master))
+                local_part(self.masters[weight]).copy_(local_part(master))
                 self.seen(weight)
         for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
         if self.optimizer.state:
             self._show_state()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+        for after in load_post_hooks(self).values():
             after(self)
 
     def _apart(self, state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[Tensor, Tensor]]:
@@ -296,10 +299,10 @@ class MasterWeights(Optimizer):
 
 
 def _whose(weight: Tensor) -> str:
-    return getattr(local(weight), "whose", "")
+    return getattr(local_part(weight), "whose", "")
 
 
 def _shape(tensor: Tensor) -> str:
     """Of the whole and, where that is another, of this rank's part."""
-    whole, part = list(tensor.shape), list(local(tensor).shape)
+    whole, part = list(tensor.shape), list(local_part(tensor).shape)
     return f"{whole}" if part == whole else f"{whole} ({part} on this rank)"

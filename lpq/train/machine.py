@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lpq.torch_private.operators import has_fast_bf16
 from lpq.train.errors import TrainError, TrainOptionError
 
 
@@ -69,8 +70,7 @@ def fast_bf16(device: torch.device) -> bool:
     """Whether ``device`` multiplies bf16 matrices at least about as fast as fp32 ones."""
     if device.type != "cpu":
         return True
-    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # absent from builds without oneDNN
-    return asked is not None and bool(asked())
+    return has_fast_bf16()
 
 
 def baseline_on(device: torch.device) -> str:

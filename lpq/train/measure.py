@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.attach import local
 from lpq.distributed.shard import WeightShard, plain
 from lpq.formats import Quantizer
 from lpq.kernels import choose
@@ -19,6 +18,7 @@ from lpq.nn import Layer
 from lpq.observe import Collective, collectives, gathered_bytes, held_bytes
 from lpq.recipes.gemms import GEMMS
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
 from lpq.train.team import Team
 
 
@@ -52,7 +52,7 @@ def held_for_backward(model: nn.Module) -> Iterator[Held]:
 
 def _memory(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the memory of this one."""
-    part = local(tensor)
+    part = local_part(tensor)
     if not isinstance(part, QuantizedTensor):
         return [plain(part)] if isinstance(part, WeightShard) else [part]
     return [buffer for _, operand in part.operands for buffer in operand.tensors()]

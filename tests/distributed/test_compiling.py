@@ -18,9 +18,9 @@ from sharded import How, batch, built
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
-from lpq.distributed import fsdp
 from lpq.distributed.gathering import Gathering, _steps
 from lpq.observe import collectives
+from lpq.torch_private import fsdp
 
 WITH_TWO_OPERANDS = "mxfp8"
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import lpq
-from lpq.distributed import fsdp
 from lpq.distributed.whole import Whole, _unit
 from lpq.operations.quantizing import quantize
+from lpq.torch_private import fsdp
 
 
 @pytest.mark.parametrize("text", ["fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4"])

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lpq
+from lpq.torch_private import autograd
 
 RECIPES = ["fp8-current", "fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "nvfp4"]
 
@@ -220,14 +221,14 @@ def test_backward_to_some_inputs_sums_in_these_alone(where: Any) -> None:
 def test_it_is_asked_at_little_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each layer that sums, and never for others."""
     asked = 0
-    ask = torch._C._will_engine_execute_node
+    ask = autograd.will_execute
 
     def counting(node: Any) -> bool:
         nonlocal asked
         asked += 1
         return ask(node)
 
-    monkeypatch.setattr(torch._C, "_will_engine_execute_node", counting)
+    monkeypatch.setattr(autograd, "will_execute", counting)
     _backward(_model("fp8-current"), 0)
     assert asked == 0
     _backward(_with_sums("grad"), 0)

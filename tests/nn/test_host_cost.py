@@ -243,7 +243,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     library = CublasLt(gpu)
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(cublaslt, "ALIGNED", 1)  # to more a CPU's memory is aligned by chance
-    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    monkeypatch.setattr("lpq_fp8.gemm.scaled_matmul", scaled)
     for module in ("lpq_fp8.gemm", "lpq_mxfp8.gemm", "lpq_nvfp4.gemm"):
         monkeypatch.setattr(f"{module}.scaled_mm", scaled_in_blocks)
     monkeypatch.setattr(nn.functional, "linear", linear)

@@ -305,7 +305,7 @@ def test_what_torch_refuses_of_rows_goes_through_bf16(
 ) -> None:
     request.getfixturevalue(gpu)
     asked = []
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(scaled, "scaled_matmul", lambda *arguments: asked.append(arguments))
     x, w = torch.randn(32, 48), torch.randn(16, 48)
     left, right = lpq.quantizer("fp8(scaling=row)").quantize(x).row, lpq.quantizer(b).quantize(w).row
     assert left is not None

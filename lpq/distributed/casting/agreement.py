@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lpq.distributed.casting.kinds import Item, Kind
 from lpq.kernels.host_to_device import on_device
+from lpq.torch_private.operators import assert_later
 
 BITS = 30
 """Of a word: each and its complement are told as non-negative int32, so that a MAX shows whether all are equal."""
@@ -60,7 +61,7 @@ class Agreement:
         differ = words + complements != LIMIT
         if self.device.type != "cpu":  # the host does not wait to know
             right = ~(differ.any() | refuse.any())
-            torch._assert_async(right, "all ranks must pass the same weights, in the same order, with the same seed")
+            assert_later(right, "all ranks must pass the same weights, in the same order, with the same seed")
             return
         if refusing := [rank for rank, said in enumerate(refuse.tolist()) if said]:
             raise ValueError(

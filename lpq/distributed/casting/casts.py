@@ -19,6 +19,7 @@ from lpq.distributed.casting.kinds import Item, Kind
 from lpq.formats import Storage
 from lpq.formats.format import Direction
 from lpq.operations.operands import recall
+from lpq.torch_private.operators import copy_each
 
 NOTHING = torch.iinfo(torch.int32).min
 
@@ -205,7 +206,7 @@ def as_bits(x: Tensor) -> Tensor:
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, in one launch."""
     if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+        copy_each(list(targets), list(sources))
 
 
 def write(operands: Sequence[Storage], buffers: Iterable[tuple[int, Tensor]]) -> None:

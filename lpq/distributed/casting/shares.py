@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lpq.distributed.casting.kinds import Item
 from lpq.kernels.host_to_device import on_device
+from lpq.torch_private.operators import assert_later
 
 DIGIT = 1 << 31
 """A place among the elements may exceed 32 bits. It is told as two numbers that are never negative."""
@@ -37,7 +38,7 @@ class Shares:
         """Refuse parts that leave a gap or overlap; as all ranks are told the same, all refuse."""
         right = whole(told)
         if self.device.type != "cpu":  # the host does not wait to know
-            torch._assert_async(right.all(), "the ranks of the group must own each element of every master once")
+            assert_later(right.all(), "the ranks of the group must own each element of every master once")
             return
         for i, ok in enumerate(right.tolist()):
             if not ok:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpq import operations, registry
 from lpq.distributed.casting.given import items_of
@@ -27,6 +26,7 @@ from lpq.testing.calls import DTYPES, SHAPES, SIZES, calls, fresh, matrices, of_
 from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import SEED, encode, normal
 from lpq.testing.options import Family, only, partners
+from lpq.torch_private.dispatch import TorchDispatchMode
 
 POISON = 0xA5
 SUMS = ("gemm", "exact", "exact_tile")

@@ -15,6 +15,7 @@ from lpq.tensor import QuantizedTensor, quantize
 from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import normal, recipe_of
 from lpq.testing.options import Family, only
+from lpq.torch_private.compiling import mark_dynamic
 
 M, K, N = 32, 64, 48
 
@@ -121,8 +122,8 @@ def test_compiled_layer_is_the_layer(family: Family) -> None:
     results: list[list[Tensor | None]] = []
     for compiled in (False, True):
         layer, x, dy = layer_and_data(quantizer)
-        torch._dynamo.reset()
-        torch._dynamo.mark_dynamic(x, 0)  # and an error if a number of rows in the graph is that of x
+        torch.compiler.reset()
+        mark_dynamic(x, 0)  # and an error if a number of rows in the graph is that of x
         run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
         torch.manual_seed(3)
         results.append([])

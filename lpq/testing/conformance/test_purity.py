@@ -15,6 +15,7 @@ from lpq.formats import Quantizer
 from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import encode, measure, normal
 from lpq.testing.options import only
+from lpq.torch_private.tensors import version_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,11 +37,11 @@ def _with(x: Tensor, value: float) -> Tensor:
 
 def untouched(given: Mapping[str, Tensor], function: Callable[[], Any], what: str) -> Any:
     """What a function returns that may not write to these tensors, not even what stands there already."""
-    before = {name: (tensor.clone(), tensor._version) for name, tensor in given.items()}
+    before = {name: (tensor.clone(), version_of(tensor)) for name, tensor in given.items()}
     made = function()
     for name, (copy, version) in before.items():
         same(given[name], copy, f"{what} changed {name}; compute with a copy of it, as x.clamp(…) and not x.clamp_(…)")
-        assert given[name]._version == version, (
+        assert version_of(given[name]) == version, (
             f"{what} writes to {name}, here what stood there already; it must not: compute with a copy of it, as "
             "x.clamp(…) and not x.clamp_(…)"
         )

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lpq import operations
 from lpq.formats import Quantizer
@@ -20,6 +17,9 @@ from lpq.tensor import QuantizedTensor
 from lpq.testing.expect import equal, same
 from lpq.testing.operands import DIRECTIONS, SEED, cut, normal, sides
 from lpq.testing.options import Family, only
+from lpq.torch_private.compiling import mark_dynamic
+from lpq.torch_private.dispatch import FakeTensorMode, TorchDispatchMode
+from lpq.torch_private.pytree import tree_leaves
 
 CHECKS = ("test_autograd_registration", "test_faketensor")
 
@@ -114,9 +114,9 @@ def test_compile_without_a_break(family: Family) -> None:
         ]
         return [tensor.dequantize() for tensor in tensors]
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     for dim in (0, 1):
-        torch._dynamo.mark_dynamic(x, dim)  # and an error if a size in the graph is that of x
+        mark_dynamic(x, dim)  # and an error if a size in the graph is that of x
     compiled = torch.compile(round_trips, fullgraph=True, backend="aot_eager")
     names = [f"{quantizer}: the {direction} operand" for quantizer, direction in ways.values()]
     for given, how in ((x, "compiled"), (other, "compiled for another shape")):

@@ -13,6 +13,7 @@ from lpq.testing.conformance.test_aten import QUIET
 from lpq.testing.conformance.test_tensor import HELD, quantized
 from lpq.testing.expect import memory, plain, relative_error, same_quantized
 from lpq.testing.operands import normal, rotated
+from lpq.torch_private.operators import add_to_each, copy_each, move_each, multiply_each
 
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "copy_": lambda t, x: t.copy_(x),
@@ -21,10 +22,10 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "lerp_": lambda t, x: t.lerp_(x, 0.25),
     "addcmul_": lambda t, x: t.addcmul_(x, x, value=0.1),
     "fill_": lambda t, x: t.fill_(0.5),
-    "_foreach_add_": lambda t, x: torch._foreach_add_([t], [x]),
-    "_foreach_mul_": lambda t, x: torch._foreach_mul_([t], 0.75),
-    "_foreach_lerp_": lambda t, x: torch._foreach_lerp_([t], [x], 0.25),
-    "_foreach_copy_": lambda t, x: torch._foreach_copy_([t], [x]),
+    "_foreach_add_": lambda t, x: add_to_each([t], [x]),
+    "_foreach_mul_": lambda t, x: multiply_each([t], 0.75),
+    "_foreach_lerp_": lambda t, x: move_each([t], [x], 0.25),
+    "_foreach_copy_": lambda t, x: copy_each([t], [x]),
 }
 
 

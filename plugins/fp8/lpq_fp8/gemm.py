@@ -13,6 +13,7 @@ from lpq.emulation.bf16_gemm import bind as bind_in_bf16
 from lpq.emulation.bf16_gemm import decoded
 from lpq.operations.binding import Multiply, Product, unbound_product
 from lpq.operations.exact_form import Exact
+from lpq.torch_private.operators import scaled_matmul
 from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.storage import FP8Storage
 
@@ -46,7 +47,7 @@ def bind(p: Product) -> Multiply | None:
     unserved = by_rows and (p.dtype == torch.float32 or p.b.quantizer.dtype == "e5m2") and not _hopper(p.device)
     if unserved or not _fits(p):
         return bind_in_bf16(p)
-    multiply, dtype, fast = torch._scaled_mm, p.dtype, p.fast_accumulate
+    multiply, dtype, fast = scaled_matmul, p.dtype, p.fast_accumulate
 
     def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         scale = b[1].t() if by_rows else b[1]

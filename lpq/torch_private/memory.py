@@ -1,31 +1,26 @@
-"""Private names of torch, each with what it saves and what stands in for it where a torch lacks it.
-
-``tests/test_torch_private.py`` says for which versions they hold.
-"""
+"""Memory of tensors: allocating it, and telling whether two tensors share it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-
-def is_exporting() -> bool:
-    """Whether ``torch.export`` traces. Where torch 2.11 compiles, ``torch.compiler.is_exporting`` is true, too."""
-    return bool(torch.compiler._is_exporting_flag)
-
+storage_number: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""A number that storages of the same memory have in common, and no others at the same time."""
 
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 """Makes a tensor of a size, strides and a dtype, uninitialised."""
 
 
 def allocator(device: torch.device, *, dispatched: bool = False) -> Allocate:
-    """What allocates on a device, whose index must be the current one.
+    """Return what allocates on a device, whose index must be the current one.
 
     Inductor's own function takes the host a quarter of the time of ``torch.empty_strided``, as it bypasses the
-    dispatcher; ``dispatched``: it must not.
+    dispatcher; ``dispatched``: it must not. A torch without it uses ``torch.empty_strided``.
     """
     guards: Any = getattr(torch._C._dynamo, "guards", None)
     found = getattr(guards, f"_empty_strided_{device.type}", None)

@@ -1,4 +1,4 @@
-"""What ``lpq.distributed.fsdp`` takes of FSDP2 that is private is there and does what is relied on.
+"""What ``lpq.torch_private.fsdp`` takes of FSDP2 that is private is there and does what is relied on.
 
 Each failure here says what torch changed. Nothing else in lpq touches these.
 """
@@ -22,8 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.tensor import DTensor, Shard
 
 import lpq
-from lpq.distributed import fsdp
 from lpq.distributed.shard import as_shard, plain
+from lpq.torch_private import fsdp
 
 HERE = Path(fsdp.__file__)
 ROOT = Path(lpq.__file__).parents[1]
@@ -34,8 +34,6 @@ PARAM = {
 }  # fmt: skip
 GROUP = {"_reshard_after_forward", "_training_state", "_use_post_forward_mesh", "fsdp_params"}
 STATE = {"_auto_reshard_after_forward", "_fsdp_param_group", "_fsdp_param_groups"}
-TORCH = {"_C", "_current_graph_task_id", "_unsafe_preserve_version_counter"}
-"""Autograd's, and no secrets of FSDP2."""
 DTENSOR = {"_local_tensor"}
 """Which others may touch: DTensor has it in every version."""
 ROWS, COLS = 8, 4
@@ -60,7 +58,7 @@ def test_what_is_listed_here_is_what_is_used() -> None:
         name for name, node in _attributes(HERE)
         if name.startswith("_") and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }  # fmt: skip
-    private = {name for name in PARAM | GROUP | STATE | TORCH | DTENSOR if name.startswith("_")}
+    private = {name for name in PARAM | GROUP | STATE | DTENSOR if name.startswith("_")}
     assert used == private
     every = {name for name, _ in _attributes(HERE)}
     assert every >= PARAM | GROUP | STATE
@@ -73,7 +71,7 @@ def test_nothing_else_touches_it() -> None:
     for file in files:
         if file != HERE:
             touched = {name for name, _ in _attributes(file)} & names
-            assert not touched, f"{file.relative_to(ROOT)} touches {touched}: use lpq.distributed.fsdp"
+            assert not touched, f"{file.relative_to(ROOT)} touches {touched}: use lpq.torch_private.fsdp"
             assert not re.search(r"\b_fully_shard\b|\b_fsdp_\w+", file.read_text()), file.relative_to(ROOT)
 
 

@@ -2,7 +2,7 @@
 
 FSDP2 lets a tensor say what is gathered for it (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``), but not whether it
 is gathered for forward or for backward, and it keeps the sizes of the first gather for ever. Both are read and set here
-on private attributes; the tests in ``tests/distributed/test_fsdp_internals.py`` fail first when torch changes them.
+on private attributes; the tests in ``tests/torch_private/test_fsdp_internals.py`` fail first when torch changes them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Shard
+
+from lpq.torch_private.autograd import graph_task, uncounted
 
 
 class Site:
@@ -96,7 +98,7 @@ class Site:
         """
         state = self._group._training_state
         resharded = self._group._reshard_after_forward
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = graph_task() != -1
         stays = not self._group.reshard_after_backward  # the next forward then gathers nothing
         row = again or stays or state != TrainingState.PRE_BACKWARD
         col = state != TrainingState.FORWARD or not resharded or in_backward
@@ -173,6 +175,6 @@ def free(tensors: Iterable[Tensor]) -> None:
 
 def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Write what autograd must not take for a change: the same values as when the tensors were saved."""
-    with torch.autograd._unsafe_preserve_version_counter(tuple(targets)):  # type: ignore[attr-defined]
+    with uncounted(tuple(targets)):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)

@@ -1,0 +1,36 @@
+"""What compiles and exports: whether it runs, what it made of a module, and what it does before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces. Where torch 2.11 compiles, ``torch.compiler.is_exporting`` is true, too."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile`` was given to make this one; None if it made none."""
+    return cast("nn.Module | None", getattr(module, "_orig_mod", None))
+
+
+CALLBACKS = "torch._dynamo.callback"
+"""The module whose ``callback_handler.start_callbacks`` are called before torch compiles. Its import takes a second."""
+
+
+def call_around_compiling(before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Have these called before and after torch compiles, until ``torch.compiler.reset``."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(before)
+    callback_handler.register_end_callback(after)
+
+
+def mark_dynamic(tensor: Tensor, dim: int) -> None:
+    """Have a compiler take this size for any number, and raise where it cannot."""
+    torch._dynamo.mark_dynamic(tensor, dim)

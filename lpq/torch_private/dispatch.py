@@ -1,0 +1,41 @@
+"""The dispatcher: what is at work around a call, and what is told of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+
+__all__ = [
+    "PRE_DISPATCH",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "autocasts",
+    "has_key",
+    "modes",
+    "return_and_correct_aliasing",
+    "schema_of",
+    "transforms",
+]
+
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+"""The key of a tracer that sees operators before autograd does."""
+
+has_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+"""Whether a key is in force in this thread."""
+
+modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes see every operator that runs in this thread."""
+
+transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether this runs inside of a transform of ``torch.func``."""
+
+autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any kind of device."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""The name of an operator, and its arguments with what it writes to."""

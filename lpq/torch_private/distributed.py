@@ -1,0 +1,48 @@
+"""Collectives, process groups and wrappers of modules, without FSDP2 and DTensor, which have files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["COLLECTIVES", "KINDS", "SILENT", "CheckpointWrapper", "active_replica", "device_types"]
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""The namespaces of the operators that collectives run, at once and when they are waited for."""
+
+SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operators of these that send nothing."""
+
+KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "broadcast_": "broadcast",
+    "scatter_": "scatter",
+}
+"""What these operators do, by their names."""
+
+
+active_replica: Callable[[], Any] = partial(getattr, DistributedDataParallel, "_active_ddp_module")
+"""The ``DistributedDataParallel`` inside of whose forward this runs; None outside of any."""
+
+
+def device_types(group: ProcessGroup) -> list[torch.device]:
+    """Return the kinds of devices for which a group has a backend."""
+    return group._device_types

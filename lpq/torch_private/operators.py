@@ -1,0 +1,57 @@
+"""Operators whose names begin with an underscore, and functions beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._prims_common import canonicalize_dim
+
+__all__ = [
+    "add_to_each",
+    "assert_later",
+    "canonicalize_dim",
+    "copy_each",
+    "has_fast_bf16",
+    "move_each",
+    "multiply_each",
+    "norm_of_each",
+    "pin_memory",
+    "scaled_matmul",
+    "to_copy",
+    "unsafe_view",
+]
+
+to_copy: Any = torch.ops.aten._to_copy
+"""The copy of a tensor in another dtype or on another device."""
+
+pin_memory: Any = torch.ops.aten._pin_memory
+"""The copy of a tensor in memory from which a device reads while the host goes on."""
+
+unsafe_view: Any = torch.ops.aten._unsafe_view
+"""A view that is none to autograd: for what is used no more under its own shape."""
+
+scaled_matmul: Callable[..., Tensor] = torch._scaled_mm
+"""The product of two fp8 matrices with scales, which ``nn.functional.scaled_mm`` calls once it has checked them."""
+
+copy_each: Callable[..., None] = torch._foreach_copy_
+"""Copies tensors into others, in few launches. A parameter in the list counts no write before torch 2.12."""
+
+add_to_each: Callable[..., None] = torch._foreach_add_
+multiply_each: Callable[..., None] = torch._foreach_mul_
+move_each: Callable[..., None] = torch._foreach_lerp_
+"""The same for ``add_``, ``mul_`` and ``lerp_``, as optimizers write to weights."""
+
+norm_of_each: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
+"""The norm of each of these tensors, in few launches."""
+
+assert_later: Callable[[Tensor, str], None] = torch._assert_async
+"""Raises these words where a value is false: on a GPU when it comes to it, and the host does not wait."""
+
+
+def has_fast_bf16() -> bool:
+    """Whether oneDNN multiplies bf16 matrices on this processor. A build without oneDNN has no such question."""
+    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return asked is not None and bool(cast("Any", asked)())

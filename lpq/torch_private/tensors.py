@@ -1,0 +1,38 @@
+"""What a tensor keeps to itself, and what a subclass of ``Tensor`` is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often autograd saw the tensor, or a view of it, written to. An error of one that ``inference_mode`` made."""
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor of which this one is a view to autograd; None if it is none."""
+
+wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+"""Makes a tensor of a subclass that has a shape, strides, a dtype and a device, and no memory of its own."""
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of a subclass that leaves functions of torch as they are; operators still come to it."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds: the very object, where ``DTensor.to_local`` makes a view."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor of a subclass was made an ``nn.Parameter``, which then keeps its class."""
+    return bool(getattr(tensor, "_is_param", False))
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Have ``isinstance(tensor, nn.Parameter)`` be true of a tensor of a subclass."""
+    tensor._is_param = True

@@ -1,0 +1,97 @@
+"""Only the files of ``lpq/torch_private`` have private names of torch, and each name has a test."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterable
+
+import pytest
+from test_house import files, imports, short
+
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+FOR_MODULES = {"_parameters", "_apply", "_save_to_state_dict", "_load_from_state_dict"}
+"""Names that ``nn.Module`` has for its subclasses."""
+OF_OTHERS = {"_replace", "_asdict", "_fields", "_name_or_path"}
+"""Names of Python's tuples, and of Hugging Face's models."""
+STILL_PRIVATE = ("kernels", "operations", "tensor")
+"""Parts that still use private names of torch."""
+
+
+def own_names(sources: Iterable[str]) -> set[str]:
+    """The names that these sources give to functions, classes, variables and attributes of ``self``."""
+    names: set[str] = set()
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return names
+
+
+def torch_private_names(source: str, own: Collection[str]) -> list[str]:
+    """Names of torch beginning with an underscore: of modules, of what they hold, and of attributes of its objects."""
+    tree = ast.parse(source)
+    heads: dict[str, bool] = {}
+    """What is imported, by whether it is torch's."""
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+            module = getattr(node, "module", None) or alias.name
+            heads[alias.asname or alias.name.split(".")[0]] = module.split(".")[0] == "torch"
+    ours = {*own, *FOR_MODULES, *OF_OTHERS}
+    found = [name for name in imports(tree, "", types=True) if re.match(r"torch\b.*\._[A-Za-z]", name)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            head = ast.unparse(node).partition(".")[0]
+            if heads.get(head, node.attr not in ours):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and PRIVATE.fullmatch(name.value) and name.value not in ours:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_private_names_of_torch_are_in_one_place() -> None:
+    paths = files("lpq/**/*.py", "plugins/**/*.py")
+    here = [p for p in paths if not short(p).startswith("lpq/torch_private/")]
+    assert len(paths) > len(here) > 200
+    own = own_names(path.read_text() for path in here)
+    found = {short(path): torch_private_names(path.read_text(), own) for path in here if path.parts[-2] != "templates"}
+    still = tuple(f"lpq/{part}/" for part in STILL_PRIVATE)
+    assert {path: names for path, names in found.items() if names and not path.startswith(still)} == {}
+
+
+def test_each_of_them_has_a_test() -> None:
+    """Every name of every file, in ``tests/torch_private``."""
+    tested = "\n".join(path.read_text() for path in files("tests/torch_private/*.py"))
+    for path in files("lpq/torch_private/*.py"):
+        tree = ast.parse(path.read_text())
+        public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        public |= {ast.unparse(node.target) for node in tree.body if isinstance(node, ast.AnnAssign)}
+        for node in tree.body:
+            if isinstance(node, ast.Assign):
+                name = ast.unparse(node.targets[0])
+                public |= set(ast.literal_eval(node.value)) if name == "__all__" else {name}
+        untested = {name for name in public if name[0] != "_" and not re.search(rf"\b{name}\b", tested)}
+        assert untested <= {"Allocate", "Hooks"}, path
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch._C._get_tracing_state()", ["torch._C._get_tracing_state", "torch._C"]),
+        ("import torch._dynamo as d", ["torch._dynamo"]),
+        ("def f():\n    from torch.nn.functional import _pad", ["torch.nn.functional._pad"]),
+        ("if TYPE_CHECKING:\n    from torch._tensor import T", ["torch._tensor.T"]),
+        ("from torch import Tensor\nTensor._ours", ["Tensor._ours"]),
+        ("x.untyped_storage()._cdata", ["x.untyped_storage()._cdata"]),
+        ("getattr(x, '_local_tensor', x)", ["getattr(x, '_local_tensor', x)"]),
+        ("import os, sys\nos._exit(sys._getframe())\nself._ours = x._ours\nlayer._parameters, t._replace(a=1)", []),
+    ],
+)
+def test_a_private_name_of_torch_is_noticed(source: str, found: list[str]) -> None:
+    own = own_names(["class A:\n    def f(self, t):\n        self._ours = t._cdata = t"])
+    assert torch_private_names(source, own) == found

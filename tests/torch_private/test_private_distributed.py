@@ -1,0 +1,125 @@
+"""Private names of torch.distributed are there, and do what is said of them, in torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import spawn
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lpq.torch_private import checkpoints, distributed, dtensor, fsdp
+from lpq.torch_private.dispatch import TorchDispatchMode, schema_of
+from lpq.torch_private.tensors import local_part, version_of
+
+
+class Asking(nn.Module):
+    """Writes down in forward which replica it is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.found: list[object] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found.append(distributed.active_replica())
+        return x * self.weight
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operators of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace in distributed.COLLECTIVES:
+            self.names.append(schema_of(func).name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def _behaves(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    mine = torch.full((2, 3), float(rank))
+    whole = dtensor.dtensor_over(mine, mesh, (Shard(0),), (4, 3))
+    assert local_part(whole) is mine
+    assert (whole.shape, whole.stride(), whole.full_tensor()[:, 0].tolist()) == ((4, 3), (3, 1), [0, 0, 1, 1])
+    other = mine + 1
+    alike = dtensor.dtensor_as(whole, other)
+    assert local_part(alike) is other
+    assert (alike.shape, alike.placements, alike.device_mesh) == (whole.shape, whole.placements, whole.device_mesh)
+    assert local_part(DTensor.from_local(mine, mesh, (Shard(0),))) is not mine, "else there were no need for it"
+
+    module = Asking()
+    replica = DistributedDataParallel(module)
+    replica(torch.ones(2))
+    module(torch.ones(2))
+    assert module.found == [replica, None]
+
+    group = dist.group.WORLD
+    assert group is not None
+    assert torch.device("cpu") in distributed.device_types(group)
+    assert torch.device("meta") not in distributed.device_types(group)
+    with Seen() as seen:
+        dist.all_gather_into_tensor(torch.empty(4), torch.ones(2))
+        dist.reduce_scatter_tensor(torch.empty(1), torch.ones(2))
+        dist.all_reduce(torch.ones(1))
+        gathered = whole.full_tensor()
+    assert gathered.shape == (4, 3)
+    kinds = [distributed.KINDS[name] for name in seen.names if name not in distributed.SILENT]
+    assert kinds[:3] == ["all_gather", "reduce_scatter", "all_reduce"]
+
+
+def test_two_ranks() -> None:
+    spawn(_behaves, 2)
+
+
+def test_memory_is_taken_and_given_back_without_a_count() -> None:
+    x = torch.ones(4)
+    before = version_of(x)
+    fsdp.free([x])
+    assert (x.shape, x.untyped_storage().size()) == ((4,), 0)
+    fsdp.allocate([x])
+    fsdp.fill([x], [torch.full((4,), 2.0)])
+    assert (x.tolist(), version_of(x)) == ([2.0] * 4, before)
+
+
+def test_a_checkpoint_wrapper_is_torchs() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    wrapped = checkpoint_wrapper(nn.Linear(2, 2))
+    assert isinstance(wrapped, distributed.CheckpointWrapper)
+
+
+def test_files_of_torch_have_these_names(tmp_path: Path) -> None:
+    """An index that DCP writes refers to nothing else of torch, and a state dict has that key."""
+    model = Asking()
+    assert checkpoints.EXTRA_STATE in model.state_dict()
+    dist.checkpoint.save({"x": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    used: set[tuple[str, str]] = set()
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            used.add((module, name))
+            return super().find_class(module, name)
+
+    with (tmp_path / ".metadata").open("rb") as file:
+        index = Reader(file).load()
+    assert {type(place) for place in index.storage_data.values()} == {checkpoints.StorageInfo}
+    assert (checkpoints.FILESYSTEM, checkpoints.STORAGE_INFO.rpartition(".")[2]) in used
+    assert checkpoints.METADATA in {module for module, _ in used}
+    ours = {(module, name) for module, names in checkpoints.IN_AN_INDEX.items() for name in names}
+    assert {(m, n) for m, n in used if m.startswith("torch") and (m, n) not in ours} <= {("torch", "float32")}

@@ -1,0 +1,316 @@
+"""Private names of torch are there, and do what is said of them, in torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lpq.torch_private import autograd, compiling, cuda, dispatch, memory, operators, optimizers, pytree, tensors
+
+CPU = torch.device("cpu")
+
+
+class Seen(dispatch.TorchDispatchMode):  # type: ignore[misc]
+    """Counts what passes the dispatcher."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def test_allocation_bypasses_the_dispatcher() -> None:
+    assert hasattr(torch._C._dynamo.guards, "_empty_strided_cuda")
+    for dispatched in (False, True):
+        with Seen() as seen:
+            made = memory.allocator(CPU, dispatched=dispatched)((3, 4), (1, 3), torch.float8_e4m3fn)
+        assert (made.shape, made.stride(), made.dtype) == ((3, 4), (1, 3), torch.float8_e4m3fn)
+        assert seen.calls == dispatched
+
+
+def test_without_the_private_name_torch_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    made = memory.allocator(CPU)((), (), torch.bfloat16)
+    assert (made.shape, made.dtype) == ((), torch.bfloat16)
+
+
+def test_views_have_the_number_of_their_storage_and_copies_another() -> None:
+    x = torch.zeros(4, 4)
+    of, same = memory.storage_number(x.untyped_storage()), memory.storage_number(x.t()[1:].untyped_storage())
+    assert of == same != memory.storage_number(x.clone().untyped_storage())
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+
+class Wrapped(Tensor):
+    """A tensor of a subclass, which sees operators and no functions."""
+
+    seen: list[str]
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> Wrapped:
+        made: Wrapped = tensors.wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made.seen = []
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args[0].seen.append(dispatch.schema_of(func).name)
+        return args[0]
+
+    __torch_function__ = tensors.no_torch_function
+
+
+def test_a_subclass_without_memory_sees_operators() -> None:
+    made = Wrapped(torch.zeros(2, 3))
+    assert (made.shape, made.untyped_storage().size()) == ((2, 3), 2 * 3 * 4)
+    assert not made.data_ptr()
+    nn.functional.relu(made)
+    assert made.seen == ["aten::relu"]
+
+
+def test_a_subclass_is_a_parameter_once_it_is_marked() -> None:
+    made = Wrapped(torch.zeros(2))
+    assert not tensors.is_parameter(made)
+    assert not isinstance(made, nn.Parameter)
+    tensors.mark_as_parameter(made)
+    assert tensors.is_parameter(made)
+    assert isinstance(made, nn.Parameter)
+
+
+def test_versions_count_writes_and_bases_tell_views() -> None:
+    x = torch.zeros(4)
+    view = x[1:]
+    before = tensors.version_of(x)
+    view.add_(1)
+    assert tensors.version_of(x) == tensors.version_of(view) == before + 1
+    assert tensors.base_of(view) is x
+    assert tensors.base_of(x) is None
+    with torch.inference_mode():
+        untracked = torch.zeros(1)
+    with pytest.raises(RuntimeError, match="do not track version"):
+        tensors.version_of(untracked)
+    assert tensors.local_part(x) is x
+
+
+# ---------------------------------------------------------------------------------------------- the dispatcher
+
+
+def test_what_is_at_work_is_seen() -> None:
+    def at_work() -> tuple[bool, bool, bool]:
+        return bool(dispatch.modes()), dispatch.transforms(), dispatch.autocasts()
+
+    found: list[Any] = []
+    assert at_work() == (False, False, False)
+    with Seen():
+        assert at_work() == (True, False, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert at_work() == (False, False, True)
+    torch.func.vmap(lambda x: found.append(at_work()) or x)(torch.zeros(2))
+    assert found == [(False, True, False)]
+    with dispatch.FakeTensorMode():
+        assert at_work()[0]
+        assert not torch.zeros(2).is_meta
+
+
+def test_the_key_of_an_early_tracer_is_told_from_others() -> None:
+    assert not dispatch.has_key(dispatch.PRE_DISPATCH)
+    with torch._C._IncludeDispatchKeyGuard(dispatch.PRE_DISPATCH):
+        assert dispatch.has_key(dispatch.PRE_DISPATCH)
+
+
+def test_a_schema_says_what_is_written_to() -> None:
+    schema = dispatch.schema_of(torch.ops.aten.add_.Tensor)
+    assert (schema.name, schema.is_mutable) == ("aten::add_", True)
+    assert [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] == ["self"]
+
+
+def test_what_an_operator_returns_can_be_made_to_alias() -> None:
+    x = torch.zeros(2)
+    made = dispatch.return_and_correct_aliasing(torch.ops.aten.add_.Tensor, (x, x), {}, x.clone())
+    assert made is x
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+
+def test_operators_do_as_their_public_kin() -> None:
+    x = torch.arange(6.0)
+    assert torch.equal(operators.to_copy(x, dtype=torch.bfloat16), x.bfloat16())
+    assert torch.equal(operators.unsafe_view(x, (2, 3)), x.view(2, 3))
+    assert tensors.base_of(operators.unsafe_view(x, (2, 3))) is None
+    assert "aten::_pin_memory" in str(dispatch.schema_of(operators.pin_memory.default))
+    assert operators.canonicalize_dim(2, -1) == 1
+    first, second = torch.zeros(6), torch.zeros(6)
+    operators.copy_each([first, second], [x, -x])
+    operators.add_to_each([first, second], [x, x])
+    operators.multiply_each([first, second], 0.5)
+    assert torch.equal(first, x)
+    assert not second.any()
+    operators.move_each([second], [x], 1.0)
+    assert torch.equal(second, x)
+    assert [n.item() for n in operators.norm_of_each([x, torch.ones(4)], 1)] == [15, 4]
+    operators.assert_later(torch.tensor(True), "right")
+    with pytest.raises(RuntimeError, match="these words"):
+        operators.assert_later(torch.tensor(False), "these words")
+    assert operators.has_fast_bf16() in (True, False)
+
+
+def test_the_scaled_product_multiplies_by_both_scales() -> None:
+    a, b = torch.full((16, 32), 2.0).to(torch.float8_e4m3fn), torch.full((16, 32), 3.0).to(torch.float8_e4m3fn)
+    half, quarter = torch.tensor(0.5), torch.tensor(0.25)
+    made = operators.scaled_matmul(a, b.t(), half, quarter, None, None, torch.bfloat16, False)
+    assert torch.equal(made, torch.full((16, 16), 32 * 6 / 8, dtype=torch.bfloat16))
+
+
+def test_trees_are_walked() -> None:
+    tree = {"a": [1, (2.0, "x")], "b": 3}
+    assert [*pytree.tree_iter(tree)] == pytree.tree_leaves(tree) == [1, 2.0, "x", 3]
+    assert pytree.tree_map(str, tree) == {"a": ["1", ("2.0", "x")], "b": "3"}
+    assert pytree.tree_map_only(int, lambda i: -i, tree) == {"a": [-1, (2.0, "x")], "b": -3}
+    paths, _ = pytree.tree_flatten_with_path(tree)
+    assert [pytree.keystr(path) for path, _ in paths] == ["['a'][0]", "['a'][1][0]", "['a'][1][1]", "['b']"]
+
+
+# ---------------------------------------------------------------------------------------------- autograd
+
+
+class Asking(torch.autograd.Function):
+    """Writes down in backward what autograd says of itself."""
+
+    found: list[tuple[bool, bool, bool]]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        runs = autograd.graph_task() != -1, autograd.current_node() is not None
+        Asking.found.append((*runs, autograd.will_execute(ctx.next_functions[1][0])))
+        return dy, dy
+
+
+def test_a_backward_is_seen_and_what_it_will_run() -> None:
+    Asking.found = []
+    assert (autograd.graph_task(), autograd.current_node()) == (-1, None)
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    Asking.apply(x, weight).sum().backward()
+    Asking.apply(x, weight).sum().backward(inputs=[x])
+    assert Asking.found == [(True, True, True), (True, True, False)]
+    with pytest.raises(RuntimeError, match=r"autograd\.grad\(\)"):
+        torch.autograd.grad(Asking.apply(x, weight).sum(), [weight])
+
+
+def test_hooks_of_saved_tensors_are_seen() -> None:
+    found: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        found.append(autograd.saves_to_hooks())
+        return x * 2
+
+    assert not autograd.saves_to_hooks()
+    checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert found == [True]
+
+
+def test_a_write_is_left_uncounted() -> None:
+    x = torch.zeros(2)
+    before = tensors.version_of(x)
+    with autograd.uncounted((x,)):
+        x.add_(1)
+    assert (tensors.version_of(x), x.tolist()) == (before, [1, 1])
+
+
+# ---------------------------------------------------------------------------------------------- compiling
+
+
+def test_exporting_is_told_from_compiling() -> None:
+    """``torch.compiler.is_exporting()`` is true where torch 2.11 compiles, too."""
+    found: list[bool] = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if compiling.is_exporting() else x + 2
+
+    x, module = torch.zeros(2), Module()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    found = [bool(compiled(x)[0] == 1)]
+    found.append(bool(torch.export.export(module, (x,)).module()(x)[0] == 1))
+    assert found == [False, True]
+    assert compiling.compiled_from(compiled) is module
+    assert compiling.compiled_from(module) is None
+
+
+def test_functions_are_called_around_compiling_until_it_is_reset() -> None:
+    called: list[str] = []
+
+    def before(*_: Any) -> None:
+        called.append("before")
+
+    def after(*_: Any) -> None:
+        called.append("after")
+
+    torch.compiler.reset()
+    compiling.call_around_compiling(before, after)
+    assert before in sys.modules[compiling.CALLBACKS].callback_handler.start_callbacks
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+    assert called == ["before", "after"]
+    torch.compiler.reset()
+    assert before not in sys.modules[compiling.CALLBACKS].callback_handler.start_callbacks
+
+
+def test_a_dynamic_size_must_not_be_fixed() -> None:
+    x = torch.zeros(4, 3)
+    compiling.mark_dynamic(x, 0)
+    compiled = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+    assert compiled(x).shape == (4, 3)
+    torch.compiler.reset()
+    fixed = torch.compile(lambda x: x + torch.zeros(4, 3), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"(?i)constraint"):
+        fixed(x)
+    torch.compiler.reset()
+
+
+# ---------------------------------------------------------------------------------------------- optimizers and devices
+
+
+def test_hooks_of_an_optimizer_are_in_its_lists() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1)
+    post, before, after = (lambda *_: None for _ in range(3))
+    optimizer.register_step_post_hook(post)
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+    assert [*optimizers.post_step_hooks(optimizer).values()] == [post]
+    assert [*optimizers.load_pre_hooks(optimizer).values()] == [before]
+    assert [*optimizers.load_post_hooks(optimizer).values()] == [after]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_current_device_and_stream_are_torchs() -> None:
+    assert cuda.current_device is torch._C._cuda_getDevice
+    assert cuda.current_device() == torch.cuda.current_device()
+    with torch.cuda.stream(torch.cuda.Stream()) as _:
+        assert cuda.current_stream(0) == torch.cuda.current_stream(0).cuda_stream != 0
+
+
+def test_importing_the_private_names_imports_no_compiler() -> None:
+    """Nor DTensor, but for the files that are about it."""
+    light = "autograd, compiling, cuda, dispatch, memory, operators, optimizers, pytree, tensors"
+    code = f"import sys, torch; before = set(sys.modules); from lpq.torch_private import {light}\n"
+    code += "print(*{m for m in set(sys.modules) - before if m.startswith('torch')})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()
