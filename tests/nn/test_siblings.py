@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
 from collections.abc import Callable
@@ -300,7 +299,6 @@ def buffers_of(model: Three) -> tuple[list[weakref.ref[Tensor]], list[weakref.re
 
 
 def dead(references: list[weakref.ref[Tensor]]) -> bool:
-    gc.collect()
     return all(reference() is None for reference in references)
 
 
