@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lpq.engines import export
+    from lpq.engines import export, load_quantized
     from lpq.formats import Quantizer, Storage
     from lpq.nn.conversion import convert, hold_weights, replan, report, set_step
     from lpq.operations import gemm
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "lpq.core": ("QuantizedTensor", "Quantizer", "Storage", "gemm"),
-    "lpq.engines": ("export",),
+    "lpq.engines": ("export", "load_quantized"),
     "lpq.nn": ("convert", "hold_weights", "replan", "report", "set_step"),
     "lpq.recipes": ("Policy", "Recipe", "policy", "recipe"),
     "lpq.registry": ("quantizer",),
@@ -43,6 +43,7 @@ __all__ = [
     "export",
     "gemm",
     "hold_weights",
+    "load_quantized",
     "policy",
     "quantizer",
     "recipe",

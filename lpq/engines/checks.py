@@ -21,7 +21,7 @@ def check_value(name: str, part: Part, value: Tensor) -> None:
     if part.holds == "exponents":
         wrong = bool((value.view(torch.uint8) == NO_POWER).any())
     elif part.holds == "codes" and value.dtype == torch.float8_e4m3fn:
-        pieces = value.view(torch.uint8).reshape(-1).split(PIECE)
+        pieces = torch.split(value.view(torch.uint8).reshape(-1), PIECE)
         wrong = bool(torch.stack([((piece & NAN) == NAN).any() for piece in pieces]).any())
     elif part.holds in ("scales", "value"):
         wrong = not bool(torch.isfinite(value.float()).all())

@@ -31,11 +31,13 @@ class Multiplied:
     """What encodes the input; None: nothing does."""
     memories: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What is remembered across steps of ``x`` and of ``w``, by the names of its buffers."""
+    imported: Tensor | None = None
+    """The amax of inputs in the files from which the model was imported."""
 
-    def remembered_amax(self) -> Tensor | None:
-        """The amax of inputs that the layer encodes with; None: it measures each input."""
+    def known_amax(self) -> Tensor | None:
+        """The amax of inputs that the layer encodes with, or that it came with; None: it measures each input."""
         if self.x is None or not (side := self.x.side("row")).state:
-            return None
+            return self.imported
         known = recall(self.x, side, None, self.memories.get("x", {}))
         whole = [value for stat, value in zip(side.stats, known, strict=True) if stat.block == (None, None)]
         return whole[0] if whole else None

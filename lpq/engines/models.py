@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
+from lpq.engines.inputs import RECORD
 from lpq.nn import Layer
 from lpq.nn.names import plain_name
 from lpq.tensor import QuantizedTensor
@@ -27,6 +28,7 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
     layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
     owners = Counter(id(p) for m in model.module.modules() for p in m.parameters(recurse=False))
     memories, gathered = model.memories(), _dtypes(model.module)
+    known = model.module.__dict__.get(RECORD, {})
     found: dict[int, Entry] = {}
     for key, tensor in state.items():
         if id(tensor) in found or key in memories:
@@ -34,7 +36,7 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
         name, local = key.removeprefix(PREFIX), here(key, tensor)
         layer = layers.get(key)
         shared = owners[id(tensor)] > 1
-        used = _multiplied(*layer, local) if layer is not None and not shared else None
+        used = _multiplied(*layer, local, known) if layer is not None and not shared else None
         stored = _stored(name, local)
         kept = dtype or (gathered.get(id(layer[1])) if layer is not None else None) or local.dtype
         kept = kept if local.is_floating_point() else local.dtype
@@ -51,7 +53,7 @@ def unquantized(model: nn.Module, quantized: set[str]) -> Iterator[str]:
             yield plain_name(name)
 
 
-def _multiplied(name: str, layer: Layer, local: Tensor) -> Multiplied | None:
+def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tensor]) -> Multiplied | None:
     recipe = layer.recipe
     if recipe is None or (recipe.w.side("row").plain and not isinstance(local, QuantizedTensor)):
         return None
@@ -65,7 +67,7 @@ def _multiplied(name: str, layer: Layer, local: Tensor) -> Multiplied | None:
         tensor, _, key = buffer.partition("_")
         memories.setdefault(tensor, {})[key] = value
     x = recipe.x
-    return Multiplied(name, recipe.w, None if x.side("row").plain else x, memories)
+    return Multiplied(name, recipe.w, None if x.side("row").plain else x, memories, known.get(name))
 
 
 def _stored(name: str, local: Tensor) -> Stored | None:

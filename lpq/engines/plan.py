@@ -154,5 +154,5 @@ def _assigned(
 
 def _amax_of(entry: Entry, given: Mapping[str, Tensor | float] | None) -> Tensor | None:
     assert entry.layer is not None
-    found = entry.layer.remembered_amax() if given is None else given.get(entry.layer.name)
+    found = entry.layer.known_amax() if given is None else given.get(entry.layer.name)
     return None if found is None else torch.as_tensor(found, dtype=torch.float32).detach().cpu().reshape(())

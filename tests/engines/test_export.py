@@ -15,6 +15,7 @@ from torch import nn
 
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
+from lpq.cli import main
 from lpq.engines import plan
 from lpq.formats.elements import unpack_nibbles
 
@@ -259,6 +260,22 @@ def test_small_files_of_the_base_are_copied(tmp_path: Path) -> None:
     assert (tmp_path / "x" / "tokenizer.json").read_text() == "tokenizer.json"
     assert json.loads((tmp_path / "x" / "config.json").read_text())["model_type"] == "own"
     assert tiny.config(tmp_path / "x")["quant_method"] == "modelopt"
+
+
+def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = lpq.convert(Net(), "mxfp8")
+    lpq.checkpoint.save(tmp_path / "run", model, step=3)
+    options = ["--layout", "modelopt", "--dtype", "bfloat16", "--leave", "*.down_proj"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", str(tmp_path / "run"), str(tmp_path / "x"), *options])
+    assert "3 layers: MXFP8" in capsys.readouterr().out
+    assert same(
+        tensors(tmp_path / "x"),
+        dict(lpq.export.stream(model, "modelopt", dtype=torch.bfloat16, leave=["*.down_proj"])),
+    )
+    with pytest.raises(SystemExit, match="1"):
+        main(["export", str(tmp_path / "run"), str(tmp_path / "y"), "--layout", "modelop"])
+    assert "did you mean 'modelopt'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("weights", [None, "quantized"])

@@ -1,0 +1,49 @@
+"""``lpq export``: write a checkpoint of lpq in a layout that inference engines read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lpq.registry.errors import OptionError, suggestion
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of lpq, or the directory of a run.")]
+Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write; it must not be there yet.")]
+Layout = Annotated[
+    str,
+    typer.Option("--layout", help="The layout: compressed-tensors, modelopt, fp8-block, or one that a plugin brings."),
+]
+Base = Annotated[
+    Path | None,
+    typer.Option("--base", help="The directory of the model that was trained, for its configuration and tokenizer."),
+]
+Dtype = Annotated[
+    str,
+    typer.Option("--dtype", help=f"The dtype of training: {', '.join(DTYPES)}. Empty: that of the weights."),
+]
+Leave = Annotated[
+    list[str] | None, typer.Option("--leave", metavar="PATTERN", help="Layers that stay in high precision; repeatable.")
+]
+
+
+def export(
+    checkpoint: Source,
+    directory: Target,
+    layout: Layout = "compressed-tensors",
+    base: Base = None,
+    dtype: Dtype = "",
+    leave: Leave = None,
+) -> None:
+    """Write a checkpoint of lpq for inference engines, with the codes of training, and say what was written."""
+    if dtype and dtype not in DTYPES:
+        raise OptionError(f"there is no dtype {dtype!r} here: {suggestion(dtype, DTYPES)}")
+    import torch  # `lpq export --help` can do without
+
+    import lpq
+
+    chosen = getattr(torch, dtype) if dtype else None
+    typer.echo(lpq.export(checkpoint, directory, layout=layout, base=base, dtype=chosen, leave=leave or ()))

@@ -1,0 +1,221 @@
+"""Importing: the model of an engine's files becomes a model of lpq, for inference or to train it further."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lpq import recipes, registry
+from lpq.checkpoint.background import ranks_of
+from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.tensors import held, touched
+from lpq.engines.inputs import RECORD
+from lpq.engines.reading import Files, Quantized
+from lpq.formats import Quantizer, Storage
+from lpq.nn import Layer, convert
+from lpq.nn.names import plain_name
+from lpq.operations import decode, remember
+from lpq.operations.operands import DTYPES
+from lpq.operations.quantizing import quantize
+from lpq.recipes import Recipe
+from lpq.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from lpq.nn.weights import Weights
+    from lpq.recipes import PolicyLike
+
+
+def load_quantized(
+    path: str | Path, model: nn.Module, *, policy: PolicyLike | None = None, weights: Weights | None = "quantized"
+) -> nn.Module:
+    """Load a directory that ``lpq.export`` wrote, or another program in one of its layouts, into ``model``; return it.
+
+    ``model`` has the architecture of the files, and its own values are replaced. If it is not converted yet, that is
+    done: by ``policy``, or by recipes that multiply as an engine does in forward, and in bf16 backward, which is for
+    inference and for adapters over frozen weights.
+
+    ``weights``, as for ``lpq.convert``: with ``"quantized"`` weights are stored with the codes of the files, bit for
+    bit; the recipe of each layer must then be one whose weights lie so. A column operand that does not follow from the
+    row operand is encoded from what that decodes to, and masters of ``lpq.optim.MasterWeights`` begin there. With
+    ``"high_precision"`` or ``None`` weights get what the codes decode to, in their own dtype. A model that is converted
+    already keeps its weights as they are stored.
+
+    Everything is judged before anything is written. Shard the model afterwards.
+    """
+    with ranks_of(None).saying(f"{path} cannot be loaded"):
+        files = Files(Path(path))
+        found = files.quantized()
+        given = Model(model)
+        _check_model(given, found)
+        if not any(isinstance(module, Layer) for module in model.modules()):
+            convert(model, policy if policy is not None else _rules(found), weights=weights)
+        elif policy is not None:
+            convert(model, policy, weights=weights)
+        job = _Job(files, given, found)
+        job.judge()
+        job.fill()
+    return model
+
+
+def recipe_of(layer: Quantized) -> Recipe:
+    """What an engine computes with such a layer, in forward; in backward bf16, with what the weight decodes to."""
+    x: Any = registry.quantizer(layer.inputs.quantizer) if layer.inputs is not None else "bf16"
+    high = {"dgrad": "bf16", "wgrad": "bf16"}
+    w = recipes.recipe({"fprop": {"x": x, "w": registry.quantizer(layer.scheme.quantizer)}, **high}).w
+    derived: Any = registry.quantizer(str(replace(cast("Any", w), col_source="row")))
+    return recipes.recipe({"fprop": {"x": x, "w": derived}, "dgrad": {"dy": "bf16", "w": derived}, "wgrad": "bf16"})
+
+
+def _rules(found: Mapping[str, Quantized]) -> dict[str, Any]:
+    """A policy with a rule for all layers that lie alike."""
+    alike: dict[tuple[int, int], list[Quantized]] = {}
+    for layer in found.values():
+        alike.setdefault((id(layer.scheme), id(layer.inputs)), []).append(layer)
+    return {"rules": [{"match": [one.name for one in some], "recipe": recipe_of(some[0])} for some in alike.values()]}
+
+
+def _check_model(model: Model, found: Mapping[str, Quantized]) -> None:
+    tensors, _ = model.state()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            raise CheckpointError(f"{name.removeprefix(PREFIX)} is sharded: load the model first, and shard it then")
+        if tensor.is_meta:
+            raise CheckpointError(f"{name.removeprefix(PREFIX)} is on the meta device: call model.to_empty(…) first")
+    linear = {plain_name(n) for n, m in model.module.named_modules() if isinstance(m, nn.Linear | Layer)}
+    if strange := [name for name in found if name not in linear]:
+        raise CheckpointError(
+            f"the files have quantized weights of {listed(strange)}, and the model no such linear layers"
+        )
+
+
+@dataclass
+class _Job:
+    """What is read from where into what."""
+
+    files: Files
+    model: Model
+    found: Mapping[str, Quantized]
+    operands: list[tuple[Tensor, Storage]] = field(default_factory=list)
+    """Weights, each with the row operand that it gets or the value of."""
+    plain: list[tuple[Tensor, str]] = field(default_factory=list)
+    """Tensors in high precision, each with the name of what it gets."""
+    amaxes: dict[str, Tensor] = field(default_factory=dict)
+    """That of inputs, by the name of a layer."""
+
+    def judge(self) -> None:
+        """Find what each tensor of the model gets; everything that can be wrong."""
+        tensors, _ = self.model.state()
+        memories, layers = self.model.memories(), dict(self.model.layers())
+        used: set[str] = set()
+        filled: set[int] = set()
+        for key, tensor in tensors.items():
+            name = key.removeprefix(PREFIX)
+            layer = name.removesuffix(".weight")
+            if key in memories:
+                continue
+            if name.endswith(".weight") and layer in self.found:
+                self._judge_layer(self.found[layer], tensor, layers.get(layer))
+                used |= {f"{layer}.{part.name}" for part in self.found[layer].parts}
+                filled.add(id(tensor))
+            elif name in self.files.tensors:
+                self._judge_plain(name, tensor)
+                used.add(name)
+                filled.add(id(tensor))
+        lacking = [
+            key.removeprefix(PREFIX) for key, t in tensors.items() if key not in memories and id(t) not in filled
+        ]
+        if lacking:
+            raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(lacking)}")
+        if left := [name for name in self.files.tensors if name not in used]:
+            raise CheckpointError(f"the files have tensors for which the model has no place: {listed(left)}")
+
+    def _judge_layer(self, said: Quantized, weight: Tensor, layer: Layer | None) -> None:
+        rows, cols = weight.shape
+        if (reason := said.scheme.why_not(rows, cols)) is not None:
+            raise CheckpointError(f"{said.name}.weight is {rows}x{cols} in the model, and {reason}")
+        parts = self.files.parts(said, rows, cols)
+        local = held(weight)
+        side = registry.quantizer(said.scheme.quantizer)
+        if isinstance(local, QuantizedTensor):
+            side = _stored_side(said, local)
+        try:
+            buffers = said.scheme.read(side, parts[: len(said.scheme.parts)])
+        except ValueError as error:
+            raise CheckpointError(f"{said.name}: {error}") from error
+        self.operands.append((weight, side.storage.wrap([*buffers], side, (rows, cols), weight.dtype)))
+        if said.inputs is not None and said.inputs.read is not None:
+            self.amaxes[said.name] = said.inputs.read(parts[-1])
+
+    def _judge_plain(self, name: str, tensor: Tensor) -> None:
+        shown, local = self.files.tensors[name], held(tensor)
+        if shown.shape != tuple(tensor.shape):
+            raise CheckpointError(f"{name} has shape {list(shown.shape)}, and in the model {list(tensor.shape)}")
+        both_floats = shown.dtype in DTYPES and local.dtype in DTYPES
+        if isinstance(local, QuantizedTensor) or (shown.dtype != local.dtype and not both_floats):
+            ours = f"stored as {local.quantizer}" if isinstance(local, QuantizedTensor) else str(local.dtype)
+            raise CheckpointError(f"{name} is {shown.dtype} and not quantized in the files, and {ours} in the model")
+        self.plain.append((tensor, name))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Write it all."""
+        for tensor, name in self.plain:
+            held(tensor).copy_(self.files.read(name))
+            touched(tensor)
+        for weight, operand in self.operands:
+            local = held(weight)
+            if isinstance(local, QuantizedTensor):
+                _fill(local, operand)
+            else:
+                local.copy_(decode(operand, weight.dtype))
+            touched(weight)
+        kept = dict(self.amaxes)
+        for name, layer in self.model.layers():
+            if name in kept and _remembers(layer, kept[name]):
+                del kept[name]
+        self.model.module.__dict__[RECORD] = kept
+
+
+def _stored_side(said: Quantized, weight: QuantizedTensor) -> Quantizer:
+    row = weight.settled().stored[0]
+    side = row.quantizer if row is not None else weight.quantizer.side("row")
+    if row is None or not said.scheme.serves(side):
+        raise CheckpointError(
+            f"{said.name}.weight is {said.scheme.title} in the files, and stored as {weight.quantizer} in the model: "
+            f"use a recipe with w={said.scheme.quantizer} in fprop, or weights=None, which decodes it"
+        )
+    return side
+
+
+def _fill(weight: QuantizedTensor, operand: Storage) -> None:
+    """Give a stored weight this row operand, and the column operand that follows."""
+    row, col = weight.stored
+    assert row is not None
+    _copy(row, operand)
+    if col is not None:
+        _, made, _ = quantize(decode(row, torch.float32), None, None, col.quantizer)
+        assert made is not None
+        _copy(col, made.astype(col.dtype))
+
+
+def _copy(target: Storage, source: Storage) -> None:
+    for mine, theirs in zip(target.tensors(), source.tensors(), strict=True):
+        mine.copy_(theirs)
+
+
+def _remembers(layer: Layer, amax: Tensor) -> bool:
+    """Have what quantizes a layer's input remember that amax, if it remembers one of whole inputs."""
+    x = layer.recipe.x if layer.recipe is not None else None
+    side = x.side("row") if x is not None else None
+    if x is None or side is None or not side.state or [stat.block for stat in side.stats] != [(None, None)]:
+        return False
+    state = {name.removeprefix("x_"): value for name, value in layer.memories().items() if name.startswith("x_")}
+    remember(x, state, [amax.to(layer.weight.device)], col=False)
+    return True

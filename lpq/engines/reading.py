@@ -1,0 +1,178 @@
+"""Reading the directory of an exported model: what it holds, judged before a tensor of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.checkpoint import files
+from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.manifest import DESCRIPTION
+from lpq.engines.beside import read_json
+from lpq.engines.checks import check_value
+from lpq.engines.layouts import layout_named, schemes_in, summaries
+from lpq.engines.names import CONFIG, INDEX, JSON_FILES, ONE
+from lpq.engines.tensorfile import Reader, Shown
+from lpq.registry import Described, Inputs, Part, Scheme
+from lpq.registry.errors import suggestion
+from lpq.registry.showing import brief
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+"""As what others keep powers of two."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""As what others keep scales in fp32."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A layer whose weight is quantized in the files."""
+
+    name: str
+    scheme: Scheme
+    inputs: Inputs | None
+
+    @property
+    def parts(self) -> list[Part]:
+        """The tensors that it must have."""
+        extra = self.inputs.part if self.inputs is not None else None
+        return [*self.scheme.parts, *([extra] if extra is not None else [])]
+
+
+class Files:
+    """An exported model: the tensors of all its files by name, and its JSON."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise CheckpointError("there is no such directory; lpq.export writes one")
+        self.json = {name: read_json(path / name) for name in JSON_FILES if (path / name).is_file()}
+        if CONFIG not in self.json:
+            ours = (path / DESCRIPTION).is_file()
+            hint = "it is a checkpoint, which lpq.checkpoint.load loads" if ours else "no engine could read it"
+            raise CheckpointError(f"it has no {CONFIG}: {hint}")
+        self._readers = {name: Reader(path / name) for name in _file_names(path)}
+        self._place: dict[str, Reader] = {}
+        for reader in self._readers.values():
+            for name in reader.tensors:
+                if name in self._place:
+                    raise CheckpointError(f"{name} is in {self._place[name].path.name} and in {reader.path.name}")
+                self._place[name] = reader
+        if (path / INDEX).is_file():
+            _check_index(_weight_map(path), {name: reader.path.name for name, reader in self._place.items()})
+        self.layout, self._described = _described(self.json)
+
+    @property
+    def tensors(self) -> dict[str, Shown]:
+        """What each tensor is."""
+        return {name: reader.tensors[name] for name, reader in self._place.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One of its tensors."""
+        return self._place[name].read(name)
+
+    def quantized(self) -> dict[str, Quantized]:
+        """The layers whose weights are quantized, by name; that all their tensors are there."""
+        found: dict[str, Quantized] = {}
+        leaves: dict[str, dict[str, Shown]] = {}
+        for name, shown in self.tensors.items():
+            layer, _, leaf = name.rpartition(".")
+            leaves.setdefault(layer, {})[leaf] = shown
+        for layer, own in leaves.items():
+            said = self._described(layer)
+            if said is None:
+                continue
+            quantized = Quantized(layer, *said)
+            here = [
+                p.name
+                for p in quantized.parts
+                if p.name in own and (p.name != "weight" or own[p.name].dtype == p.dtype)
+            ]
+            if not here:
+                continue  # in high precision, as an embedding is
+            if lacking := [part.name for part in quantized.parts if part.name not in own]:
+                raise CheckpointError(f"{layer} has {listed(here)} and lacks {listed(lacking)}")
+            found[layer] = quantized
+        return found
+
+    def parts(self, layer: Quantized, rows: int, cols: int) -> list[Tensor]:
+        """The tensors of a layer, as its scheme has them, compared with the shape of its weight."""
+        made = []
+        for part in layer.parts:
+            name = f"{layer.name}.{part.name}"
+            shown, shape = self.tensors[name], part.shape(rows, cols)
+            one = shape in ((), (1,)) and shown.shape in ((), (1,))  # others write either
+            if shown.shape != shape and not one:
+                raise CheckpointError(
+                    f"{name} has shape {list(shown.shape)}, and for a weight of {rows}x{cols} it is {list(shape)}"
+                )
+            value = self.read(name)
+            if part.holds == "exponents" and value.dtype in EXPONENTS:
+                value = value.view(part.dtype)
+            elif part.dtype == torch.float32 and value.dtype in FLOATS:
+                value = value.float()
+            if value.dtype != part.dtype:
+                raise CheckpointError(f"{name} is {shown.dtype}, and {layer.scheme.title} has {part.dtype} there")
+            value = value.reshape(shape)
+            check_value(name, part, value)
+            made.append(value)
+        return made
+
+
+def _is_coded(part: Part, shown: Shown) -> bool:
+    """Whether a tensor of that name is the part: a weight in high precision has the name of one that is quantized."""
+    return part.holds != "codes" or shown.dtype == part.dtype
+
+
+def _file_names(path: Path) -> list[str]:
+    """The files with tensors."""
+    if (path / INDEX).is_file():
+        names = sorted({*_weight_map(path).values()})
+    elif (path / ONE).exists():
+        names = [ONE]
+    else:
+        others = sorted(found.name for found in path.iterdir() if found.suffix in PICKLED)
+        found = f": {others[0]} is a pickle, which can run code, and is not read" if others else ""
+        raise CheckpointError(f"it has neither {ONE} nor {INDEX}{found}")
+    for name in names:
+        if not files.PLAIN.fullmatch(name):
+            raise CheckpointError(f"{INDEX} refers to {brief(name)}, which is not the name of a file in the directory")
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(f"{INDEX} refers to {brief(name)}, which is no safetensors, and nothing else is read")
+        if not (path / name).is_file():
+            raise CheckpointError(f"{name}, to which {INDEX} refers, is missing or no ordinary file")
+    return names
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    found = read_json(path / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise CheckpointError(f"{INDEX} has no weight_map, which is a table of files")
+    return found
+
+
+def _check_index(said: Mapping[str, str], found: Mapping[str, str]) -> None:
+    if absent := [name for name, file in said.items() if found.get(name) != file]:
+        raise CheckpointError(f"{absent[0]} is not in {said[absent[0]]}, where {INDEX} has it")
+    if unknown := [name for name in found if name not in said]:
+        raise CheckpointError(f"{found[unknown[0]]} has {unknown[0]}, which {INDEX} does not list")
+
+
+def _described(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, Described]:
+    """The layout whose JSON this is, and how it says that layers lie."""
+    for name in summaries():
+        described = layout_named(name).read(found, schemes_in(name))
+        if described is not None:
+            return name, described
+    config = found[CONFIG].get("quantization_config")
+    if config is None:
+        raise CheckpointError(f"{CONFIG} has no quantization_config: it is a model in high precision")
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    raise CheckpointError(
+        f"{CONFIG}: quant_method is {brief(method)}, and no layout that is installed is called so: "
+        f"{suggestion(str(method), summaries())}"
+    )

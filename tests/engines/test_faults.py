@@ -1,0 +1,322 @@
+"""Files that are damaged, edited or somebody's trap: refused with the name of the file and of the tensor, unread."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Net, tensors
+from torch import Tensor, nn
+
+import lpq
+from lpq.checkpoint import CheckpointError
+from lpq.engines.tensorfile import Shown, Writer
+
+UP = "blocks.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model in one file, in several, and in another layout."""
+    folder = tmp_path_factory.mktemp("exported")
+    model = lpq.convert(Net(), "fp8-current")
+    amax = {n: 2.0 for n, m in model.named_modules() if isinstance(m, lpq.nn.Layer) and m.recipe is not None}
+    done = {
+        "one": lpq.export(model, folder / "one", layout="compressed-tensors", input_amax=amax),
+        "many": lpq.export(model, folder / "many", layout="compressed-tensors", shard_bytes=20_000),
+        "nvfp4": lpq.export(lpq.convert(Net(), "nvfp4"), folder / "nvfp4", layout="modelopt"),
+        "mxfp8": lpq.export(lpq.convert(Net(), "mxfp8"), folder / "mxfp8", layout="fp8-block"),
+    }
+    return {name: one.path for name, one in done.items()}
+
+
+def copied(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def write(path: Path, found: dict[str, Tensor]) -> None:
+    with Writer(path / "model.safetensors", {n: Shown(t.dtype, tuple(t.shape)) for n, t in found.items()}) as writer:
+        for name, tensor in found.items():
+            writer.add(name, tensor)
+
+
+def with_tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """Write a model's file anew, with other tensors."""
+
+    def apply(path: Path) -> None:
+        found = tensors(path)
+        change(found)
+        write(path, found)
+
+    return apply
+
+
+def with_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        data = json.loads((path / name).read_text())
+        change(data)
+        (path / name).write_text(json.dumps(data))
+
+    return apply
+
+
+def with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Edit what the file says of its tensors, and leave their bytes."""
+
+    def apply(path: Path) -> None:
+        data = (path / "model.safetensors").read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        change(header)
+        text = json.dumps(header).encode()
+        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+    return apply
+
+
+def truncated(path: Path) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-100])
+
+
+class Trap:
+    """What a pickle would run."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('a pickle was run')",)
+
+
+def pickled(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(pickle.dumps(Trap()))
+
+
+def saved_by_torch(path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, path / "model.safetensors")
+
+
+def only_a_bin(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def first(index: Any) -> str:
+    return str(next(iter(index["weight_map"])))
+
+
+def elsewhere(to: str) -> Callable[[Any], object]:
+    return lambda index: index["weight_map"].update({first(index): to})
+
+
+INDEX = "model.safetensors.index.json"
+ONE = r"model\.safetensors"
+FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "truncated": ("one", truncated, rf"{ONE} is truncated: .* ends 100 bytes behind its end"),
+    "empty": ("one", lambda p: (p / "model.safetensors").write_bytes(b""), rf"{ONE}: it is no safetensors, or trunc"),
+    "no file": ("one", lambda p: (p / "model.safetensors").unlink(), rf"neither {ONE} nor {ONE}\.index\.json"),
+    "more behind": (
+        "one",
+        lambda p: (p / "model.safetensors").open("ab").write(b"more"),
+        rf"{ONE} has 4 bytes behind its last",
+    ),
+    "pickle": ("one", pickled, rf"{ONE}: it is a pickle.* are not read"),
+    "torch.save": ("one", saved_by_torch, rf"{ONE}: it is a pickle, as torch\.save writes them"),
+    "only a .bin": ("one", only_a_bin, r"pytorch_model\.bin is a pickle, which can run code"),
+    "header": (
+        "one",
+        with_header(lambda h: h[f"{UP}.weight"].update(shape=[128, 128])),
+        rf"{ONE}: '{UP}\.weight' is F8_E4M3 \[128, 128\], of 16384 bytes, and its header gives it 32768",
+    ),
+    "overlap": (
+        "one",
+        with_header(lambda h: h[f"{UP}.weight"].update(data_offsets=[0, 32768])),
+        rf"{ONE}: .* does not begin where",
+    ),
+    "negative": (
+        "one",
+        with_header(lambda h: h[f"{UP}.weight"].update(data_offsets=[-5, 32763])),
+        "nothing that is a tensor",
+    ),
+    "dtype": ("one", with_header(lambda h: h[f"{UP}.weight"].update(dtype="F4")), rf"'{UP}\.weight' is of dtype 'F4'"),
+    "missing scale": (
+        "one",
+        with_tensors(lambda t: t.pop(f"{UP}.weight_scale")),
+        rf"{UP} has weight, input_scale and lacks weight_scale|{UP} has .* lacks weight_scale",
+    ),
+    "missing input scale": (
+        "one",
+        with_tensors(lambda t: t.pop(f"{UP}.input_scale")),
+        rf"{UP} has .* lacks input_scale",
+    ),
+    "missing weight": ("nvfp4", with_tensors(lambda t: t.pop(f"{UP}.weight")), rf"{UP} has .* lacks weight"),
+    "missing norm": (
+        "one",
+        with_tensors(lambda t: t.pop("blocks.0.norm.weight")),
+        r"have nothing for .*: blocks\.0\.norm\.w",
+    ),
+    "unknown tensor": (
+        "one",
+        with_tensors(lambda t: t.update({f"{UP}.zero_point": torch.ones(1)})),
+        rf"has no place: {UP}\.zero_point",
+    ),
+    "shape of a weight": (
+        "one",
+        with_tensors(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][:128]})),
+        rf"{UP}\.weight has shape \[128, 128\], and for a weight of 256x128 it is \[256, 128\]",
+    ),
+    "shape of scales": (
+        "nvfp4",
+        with_tensors(lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"].t().contiguous()})),
+        rf"{UP}\.weight_scale has shape \[8, 256\], and for a weight of 256x128 it is \[256, 8\]",
+    ),
+    "dtype of scales": (
+        "nvfp4",
+        with_tensors(lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"].float()})),
+        rf"{UP}\.weight_scale is torch\.float32, and NVFP4 has torch\.float8_e4m3fn there",
+    ),
+    "scale of zero": (
+        "one",
+        with_tensors(lambda t: t[f"{UP}.weight_scale"].zero_()),
+        rf"{UP}\.weight_scale is \[0\.0\], and engines divide",
+    ),
+    "scale of NaN": (
+        "nvfp4",
+        with_tensors(lambda t: t[f"{UP}.weight_scale_2"].fill_(torch.nan)),
+        rf"{UP}\.weight_scale_2 has values that",
+    ),
+    "exponent of NaN": (
+        "mxfp8",
+        with_tensors(lambda t: t[f"{UP}.weight_scale_inv"].view(-1)[5].fill_(255)),
+        rf"{UP}\.weight_scale_inv has values that are not finite",
+    ),
+    "code of NaN": (
+        "mxfp8",
+        with_tensors(lambda t: t[f"{UP}.weight"].view(torch.uint8).view(-1)[7].fill_(0xFF)),
+        rf"{UP}\.weight has values that are not finite",
+    ),
+    "shape of a norm": (
+        "one",
+        with_tensors(lambda t: t.update({"blocks.0.norm.weight": torch.ones(3)})),
+        r"norm\.weight has shape \[3\]",
+    ),
+    "codes that nobody announced": (
+        "one",
+        with_json("config.json", lambda c: c["quantization_config"].update(ignore=["lm_head", UP])),
+        rf"{UP}\.weight is torch\.float8_e4m3fn and not quantized in the files, and torch\.float32 in the model",
+    ),
+    "method": (
+        "one",
+        with_json("config.json", lambda c: c["quantization_config"].update(quant_method="modelop")),
+        "quant_method is 'modelop', and no layout .* did you mean 'modelopt'",
+    ),
+    "no method": ("one", with_json("config.json", lambda c: c.clear()), "a model in high precision"),
+    "bits": (
+        "one",
+        with_json(
+            "config.json", lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(num_bits=3)
+        ),
+        "no format that is installed has weights as those of its group_0",
+    ),
+    "no groups": (
+        "one",
+        with_json("config.json", lambda c: c["quantization_config"].update(config_groups=[])),
+        "its config_groups are",
+    ),
+    "bad pattern": (
+        "one",
+        with_json("config.json", lambda c: c["quantization_config"].update(ignore=["re:["])),
+        "are no names or patterns",
+    ),
+    "algorithm": (
+        "nvfp4",
+        with_json("config.json", lambda c: c["quantization_config"].update(quant_algo="INT4")),
+        "quant_algo='INT4'",
+    ),
+    "block": (
+        "mxfp8",
+        with_json("config.json", lambda c: c["quantization_config"].update(weight_block_size=[1, 64])),
+        r"no format that is installed has .*64",
+    ),
+    "config": ("one", lambda p: (p / "config.json").write_text("{"), r"config\.json cannot be read"),
+    "config of a list": ("one", lambda p: (p / "config.json").write_text("[]"), r"config\.json is \[\], and no table"),
+    "no config": ("one", lambda p: (p / "config.json").unlink(), r"it has no config\.json"),
+    "outside": (
+        "many",
+        with_json(INDEX, elsewhere("../model.safetensors")),
+        r"refers to '\.\./model\.safetensors', which is not",
+    ),
+    "absolute": ("many", with_json(INDEX, elsewhere("/etc/passwd")), "refers to '/etc/passwd', which is not the name"),
+    "index to a pickle": (
+        "many",
+        with_json(INDEX, elsewhere("model.bin")),
+        r"refers to 'model\.bin', which is no safetensors",
+    ),
+    "index to nothing": (
+        "many",
+        with_json(INDEX, elsewhere("model-9.safetensors")),
+        r"model-9\.safetensors, .* is missing",
+    ),
+    "index to another": (
+        "many",
+        with_json(INDEX, elsewhere("model-00002-of-00009.safetensors")),
+        r"is missing|is not in model-00002-of",
+    ),
+    "not in the index": (
+        "many",
+        with_json(INDEX, lambda i: i["weight_map"].pop(first(i))),
+        "which .*index.json does not list",
+    ),
+    "no map": ("many", with_json(INDEX, lambda i: i.update(weight_map=[])), "has no weight_map"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_refused_in_words(fault: str, exported: dict[str, Path], tmp_path: Path) -> None:
+    kind, damage, words = FAULTS[fault]
+    folder = copied(exported[kind], tmp_path / "x")
+    recipe = {"nvfp4": "nvfp4", "mxfp8": "mxfp8"}.get(kind, "fp8-current")
+    lpq.load_quantized(folder, Net(), policy=recipe)  # before
+    damage(folder)
+    model: Any = lpq.convert(Net(), recipe)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=f"{folder} cannot be loaded: .*(?:{words})"):
+        lpq.load_quantized(folder, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_another_recipe_than_that_of_the_files_is_refused_for_stored_weights(
+    exported: dict[str, Path], tmp_path: Path
+) -> None:
+    words = r"q_proj\.weight is FP8 per tensor in the files, and stored as mxfp8 in the model: use a recipe with w=fp8 "
+    with pytest.raises(CheckpointError, match=words):
+        lpq.load_quantized(exported["one"], Net(), policy="mxfp8")
+    lpq.load_quantized(exported["one"], Net(), policy="mxfp8", weights=None)
+
+
+def test_another_architecture_is_refused(exported: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"quantized weights of blocks\.0\.mlp.*no such linear layers"):
+        lpq.load_quantized(exported["one"], nn.Sequential(nn.Linear(16, 16)))
+    with pytest.raises(CheckpointError, match=r"embed\.weight has shape \[64, 128\], and in the model \[64, 256\]"):
+        lpq.load_quantized(exported["one"], Net(width=256))
+    with torch.device("meta"):
+        empty = Net()
+    with pytest.raises(CheckpointError, match=r"embed\.weight is on the meta device"):
+        lpq.load_quantized(exported["one"], empty)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        lpq.load_quantized(tmp_path / "nothing", Net())
+
+
+def test_a_block_of_rows_with_scales_of_their_own_is_no_square(exported: dict[str, Path], tmp_path: Path) -> None:
+    """A scale for 16 rows is written 16 times; where the 16 differ, only a format of single rows has a place."""
+    folder = copied(exported["nvfp4"], tmp_path / "x")
+    with_tensors(lambda t: t[f"{UP}.weight_scale"].view(torch.uint8)[3].sub_(1))(folder)
+    with pytest.raises(CheckpointError, match=rf"{UP}: its rows have scales of their own, and nvfp4\(block=16x16\)"):
+        lpq.load_quantized(folder, Net(), policy="nvfp4")
+    read: Any = lpq.load_quantized(folder, Net())
+    assert str(read.blocks[0].mlp.up_proj.weight.row.quantizer) == "nvfp4"

@@ -1,0 +1,197 @@
+"""Exported models are read back: bit for bit, whoever wrote them, and the bytes of the next export are the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import Case, Net, decoded, layers, operand, same, tensors
+from torch import Tensor, nn
+
+import lpq
+from lpq.checkpoint import CheckpointError
+from lpq.core import QuantizedTensor
+from lpq.engines.tensorfile import Shown, Writer
+from lpq.optim import MasterWeights
+
+pytestmark = [
+    pytest.mark.usefixtures("mxfp4"),
+    pytest.mark.filterwarnings("ignore::lpq.checkpoint.CheckpointWarning"),
+]
+TOKENS = torch.arange(16).view(2, 8)
+
+
+def zeroed(dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The architecture, and none of the values."""
+    model = Net(dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+@pytest.mark.parametrize("case", tiny.ALL, ids=str)
+def test_import_and_export_give_the_same_bytes(case: Case, tmp_path: Path) -> None:
+    """All files, of every layout; and in between the operands of the model that was exported."""
+    model = lpq.convert(Net(dtype=torch.bfloat16), case.recipe)
+    lpq.export(model, tmp_path / "a", **case.options(model))
+    read: Any = lpq.load_quantized(tmp_path / "a", zeroed())
+    lpq.export(read, tmp_path / "b", layout=case.layout)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert all((tmp_path / "a" / n).read_bytes() == (tmp_path / "b" / n).read_bytes() for n in names)
+    assert len(layers(read)) == 4
+    for name, layer in layers(read).items():
+        assert isinstance(layer.weight.detach(), QuantizedTensor)
+        theirs = decoded(layers(model)[name], torch.float32)
+        assert torch.equal(layer.weight.dequantize(torch.float32), theirs), (
+            name
+        )  # the upper scale, too: of bf16 weights
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-block", "nvfp4", "fp8-row", "fp8-current"])
+def test_a_model_goes_on_training_with_the_codes_that_it_had(recipe: str, tmp_path: Path) -> None:
+    """Under the recipe of training: row operands bit for bit, evaluation too; column operands where they follow."""
+    model = lpq.convert(Net(dtype=torch.bfloat16), recipe)
+    with torch.no_grad():
+        expected = model(TOKENS)
+    lpq.export(model, tmp_path / "x", layout="compressed-tensors")
+    read: Any = lpq.load_quantized(tmp_path / "x", zeroed(), policy=recipe)
+    with torch.no_grad():
+        assert torch.equal(read(TOKENS), expected)
+    for name, layer in layers(read).items():
+        mine, theirs = layer.weight.row, operand(layers(model)[name])
+        assert mine.quantizer == theirs.quantizer
+        assert same(mine.buffers(), theirs.buffers())
+    optimizer = MasterWeights(torch.optim.SGD(read.parameters(), lr=0.5))
+    before = [layer.weight.dequantize().clone() for layer in layers(read).values()]
+    for _ in range(2):
+        read(TOKENS).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = [layer.weight.dequantize() for layer in layers(read).values()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("weights", [None, "high_precision"])
+def test_weights_in_high_precision_get_what_the_codes_decode_to(weights: Any, tmp_path: Path) -> None:
+    model = lpq.convert(Net(dtype=torch.bfloat16), "mxfp8")
+    lpq.export(model, tmp_path / "x", layout="modelopt")
+    read: Any = lpq.load_quantized(tmp_path / "x", zeroed(torch.float32), policy="mxfp8", weights=weights)
+    for name, layer in layers(read).items():
+        assert layer.weight.dtype == torch.float32
+        assert torch.equal(layer.weight.detach().clone(), decoded(layers(model)[name], torch.float32))
+    assert torch.equal(read.embed.weight, model.embed.weight.float())
+
+
+def test_static_scales_of_inputs_are_used(tmp_path: Path) -> None:
+    """Evaluation scales inputs as the files have it, and leaves that as it is."""
+    model: Any = lpq.convert(Net(), "fp8-delayed")
+    for _ in range(2):
+        model(TOKENS).sum().backward()
+    with torch.no_grad():
+        expected = model(TOKENS)
+    lpq.export(model, tmp_path / "x", layout="fp8-block")
+    read: Any = lpq.load_quantized(tmp_path / "x", zeroed(torch.float32))
+    with torch.no_grad():
+        assert torch.equal(read(TOKENS), expected)
+        assert not torch.equal(read(TOKENS), model.requires_grad_(False)(TOKENS + 1))
+    for name, layer in layers(read).items():
+        scale = 448 / layer.memories()["x_row_amax"]
+        assert torch.equal(scale, 448 / layers(model)[name].x_amax)
+    lpq.export(read, tmp_path / "y", layout="fp8-block")
+    assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
+
+
+def test_a_tied_head_is_read_from_the_embedding(tmp_path: Path) -> None:
+    model = lpq.convert(Net(tied=True), "mxfp8")
+    lpq.export(model, tmp_path / "x", layout="modelopt")
+    read: Any = lpq.load_quantized(tmp_path / "x", Net(tied=True))
+    assert read.lm_head.weight is read.embed.weight
+    with pytest.raises(CheckpointError, match=r"nothing for these tensors of the model: lm_head\.weight"):
+        lpq.load_quantized(tmp_path / "x", Net())
+
+
+def by_others(path: Path, found: dict[str, Tensor], quantization: dict[str, Any]) -> None:
+    path.mkdir()
+    with Writer(path / "model.safetensors", {n: Shown(t.dtype, tuple(t.shape)) for n, t in found.items()}) as writer:
+        for name, tensor in found.items():
+            writer.add(name, tensor)
+    (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+
+
+def scheme(kind: str) -> tuple[dict[str, Any], str]:
+    bits: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    if kind == "fp8":
+        return {"weights": {**bits, "strategy": "channel"}}, "naive-quantized"
+    if kind == "mxfp8":
+        return {
+            "weights": {**bits, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        }, "mxfp8-quantized"
+    return {
+        "weights": {
+            **bits,
+            "num_bits": 4,
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
+    }, "nvfp4-pack-quantized"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp8", "nvfp4"])
+def test_what_compressed_tensors_compresses_is_read(kind: str, tmp_path: Path) -> None:
+    """Its codes and scales, which it chose by itself; and they are exported as they came."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    said, format = scheme(kind)
+    parsed = QuantizationScheme.model_validate({"targets": ["Linear"], **said})
+    torch.manual_seed(3)
+    weight = torch.randn(64, 64)
+    state: dict[str, Tensor] = {"weight": weight}
+    size = {"fp8": 64, "mxfp8": 32, "nvfp4": 16}[kind]
+    groups = weight.view(64, -1, size)
+    if kind == "nvfp4":
+        state["weight_global_scale"] = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
+    upper = state.get("weight_global_scale")
+    state["weight_scale"], _ = calculate_qparams(groups.amin(-1), groups.amax(-1), parsed.weights, upper)
+    compressor = BaseCompressor.get_value_from_registry(format)
+    packed = compressor.compress(state, parsed)
+    theirs = compressor.decompress(dict(packed), parsed)["weight"].float()
+    found = {f"0.{name}": tensor.contiguous() for name, tensor in packed.items()} | {"0.bias": torch.zeros(64)}
+    group = {"targets": ["Linear"], "format": format, **said}
+    described = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"g": group}, "ignore": []}
+    by_others(tmp_path / "theirs", found, described)
+    read: Any = lpq.load_quantized(tmp_path / "theirs", nn.Sequential(nn.Linear(64, 64)))
+    ours = read[0].weight.dequantize(torch.float32)
+    assert torch.allclose(ours, weight, atol=0.6)
+    if kind == "nvfp4":
+        assert torch.allclose(ours, theirs, rtol=2**-8, atol=0)  # it decompresses to bf16
+    else:
+        assert torch.equal(ours, theirs)
+    again = dict(lpq.export.stream(read, "compressed-tensors"))
+    assert same({n: t.float() if n == "0.weight_scale" and kind == "fp8" else t for n, t in found.items()}, again)
+
+
+def test_scales_in_bf16_and_exponents_by_another_name_are_read(tmp_path: Path) -> None:
+    """As other programs keep them."""
+    weight = torch.randn(32, 64).to(torch.float8_e4m3fn)
+    exponents = torch.randint(110, 130, (32, 2), dtype=torch.uint8)
+    found = {"0.weight": weight, "0.weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}
+    config = {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
+    by_others(tmp_path / "a", found, config)
+    read: Any = lpq.load_quantized(tmp_path / "a", nn.Sequential(nn.Linear(64, 32, bias=False)))
+    assert torch.equal(read[0].weight.row.scale, exponents)
+    scale = torch.rand(()).bfloat16()
+    found = {"0.weight": weight, "0.weight_scale_inv": scale}
+    config = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "dynamic"}
+    by_others(tmp_path / "b", found, config)
+    read = lpq.load_quantized(tmp_path / "b", nn.Sequential(nn.Linear(64, 32, bias=False)))
+    assert torch.equal(read[0].weight.dequantize(), weight.float() * scale.float())
