@@ -91,6 +91,6 @@ def _dtypes(model: nn.Module) -> dict[int, torch.dtype]:
     """In which dtype FSDP2 gathers the weights of layers, by their ids."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return {}
-    from lpq.distributed.fsdp import outermost, sites
+    from lpq.torch_private.fsdp import outermost, sites
 
     return {id(module): site.dtype for module, site in sites(outermost(model), "weight").items()}
