@@ -1,8 +1,9 @@
 """Measure lpq beside bf16 and beside the other libraries that are installed.
 
-python -m benchmarks                                        all parts on one GPU
+python -m benchmarks                                        all parts but llama, on one GPU
 python -m benchmarks linear host --quick                    two parts, fewer rounds and shapes
 torchrun --nproc-per-node 2 -m benchmarks stack             the stack of blocks under FSDP2 on two GPUs
+python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
 python -m benchmarks show [PART ...]                        print stored results; needs no GPU
 python -m benchmarks page                                   put stored results into docs/performance.md
@@ -14,18 +15,19 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import lpq
-from benchmarks import casts, contenders, environment, host, linear, profiles, shapes, stack, stored
+from benchmarks import casts, contenders, environment, host, huggingface, linear, profiles, shapes, stack, stored
 from benchmarks.timing import QUICK, Effort
 from lpq.registry.errors import LpqError
 
-PARTS = ("casts", "linear", "host", "stack")
+USUAL = ("casts", "linear", "host", "stack")
+PARTS = (*USUAL, "llama")
 STORED = ("show", "page")
 SIZE = (16384, 8192)
 MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -39,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _stored(options)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if (lack := environment.lacking(ranks)) is not None:
+        print(f"benchmarks: {lack}", file=sys.stderr)
+        return 2
+    if "llama" in options.parts and (lack := huggingface.lacking()) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
         return 2
     if ranks > 1 and options.parts != ["stack"]:
@@ -64,7 +69,9 @@ def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
     if part == "casts":
         return part if options.size == SIZE else f"{part}-{options.size[0]}x{options.size[1]}"
     ways = [str(ranks)] if ranks > 1 else []
-    if options.mode is not None and part != "stack":
+    if part == "llama" and (decoder := _decoder(options)) != shapes.Decoder():
+        ways.append(f"{decoder.layers}x{decoder.hidden}-{decoder.batch}x{decoder.sequence}")
+    if options.mode is not None and part in ("linear", "host"):
         ways.append(options.mode)
     return "-".join([part, *ways, *(["one-thread"] if options.one_thread else [])])
 
@@ -84,9 +91,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
     parser.add_argument("--one-thread", action="store_true", help="all but casts: backward in the thread that calls it")
     parser.add_argument("--size", type=_size, default=SIZE, help="with casts: ROWSxCOLUMNS of the matrix")
+    for field in fields(shapes.Decoder):
+        parser.add_argument(
+            f"--{field.name}", type=int, default=field.default, help="with llama: of the model, or a step"
+        )
     parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")
     options = parser.parse_args(arguments)
-    options.parts = options.parts or list(PARTS)
+    options.parts = options.parts or list(USUAL)
     if set(options.parts[1:]) & set(STORED):
         parser.error(f"{' and '.join(STORED)} stand first, and alone or before parts: show [PART ...], or page")
     options.stored = options.parts.pop(0) if options.parts[0] in STORED else None
@@ -105,6 +116,11 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _decoder(options: argparse.Namespace) -> shapes.Decoder:
+    """The model that is asked for."""
+    return shapes.Decoder(**{field.name: getattr(options, field.name) for field in fields(shapes.Decoder)})
+
+
 def _size(text: str) -> tuple[int, int]:
     rows, _, cols = text.partition("x")
     if not (rows.isdecimal() and cols.isdecimal() and int(rows) and int(cols)):
@@ -114,7 +130,7 @@ def _size(text: str) -> tuple[int, int]:
 
 def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The result of a part: as far as it is known again and again, and in the end the whole."""
-    device = torch.device("cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     effort = QUICK if options.quick else Effort()
     if part == "casts":
         yield casts.measure_all(device, options.only, *options.size)
@@ -125,6 +141,11 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         everyone = contenders.chosen(everyone, options.only)
         with stack.group():
             yield from stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
+        return
+    if part == "llama":
+        everyone = contenders.of_models(tuple(options.recipe or contenders.MODELS), not options.no_compile)
+        everyone = contenders.chosen(everyone, options.only)
+        yield from huggingface.measure(everyone, _decoder(options), 6 if options.quick else stack.STEPS, device)
         return
     everyone = contenders.of_layers(recipes, not options.no_compile)
     everyone = contenders.chosen(everyone, options.only)

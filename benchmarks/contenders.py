@@ -31,6 +31,8 @@ RECIPES = (
     "nvfp4-fwd-bf16-bwd",
     "mxfp8-fwd-bf16-bwd",
 )
+MODELS = ("fp8-current", "mxfp8", "nvfp4")
+"""Those that whole models are trained with, if none is asked for."""
 PEERS = {"torchao": "torchao", "TransformerEngine": "transformer_engine"}
 """Other libraries, and what one imports of them."""
 KINDS = {
@@ -89,6 +91,12 @@ def of_stacks(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list
     """All that can run a model that FSDP2 shards; lpq gathers its weights quantized."""
     others = [*_torchao(sharded=True), *_transformer_engine()]
     return [*_bf16(compiled), *others, *_lpq(recipes, compiled, weights="high_precision")]
+
+
+def of_models(recipes: tuple[str, ...] = MODELS, compiled: bool = True) -> list[Contender]:
+    """All that can run a whole model of Hugging Face's on one GPU, without and with ``torch.compile``."""
+    others = [one for one in _torchao(sharded=False) if one.recipe == "tensorwise" and (compiled or not one.compiled)]
+    return [*_bf16(compiled), *sorted(others, key=lambda one: one.compiled), *_lpq(recipes, compiled)]
 
 
 def chosen(everyone: list[Contender], only: list[str] | None) -> list[Contender]:

@@ -106,5 +106,5 @@ def _casts(all_axes: Any, result: Result) -> None:
 
 
 _OF: dict[str, Callable[[Any, Result], None]] = {
-    "casts": _casts, "linear": _linear, "host": _host, "stack": _stack,
+    "casts": _casts, "linear": _linear, "host": _host, "stack": _stack, "llama": _stack,
 }  # fmt: skip

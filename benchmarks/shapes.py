@@ -60,5 +60,35 @@ class Stack:
         return self.sequence * self.batch
 
 
+@dataclass(frozen=True)
+class Decoder:
+    """A whole language model, with embedding and head."""
+
+    layers: int = 16
+    hidden: int = 2048
+    batch: int = 4
+    """Sequences."""
+    sequence: int = 2048
+    words: int = 32000
+
+    @property
+    def ffn(self) -> int:
+        return 4 * self.hidden
+
+    @property
+    def heads(self) -> int:
+        """Of 64 elements each."""
+        return max(1, self.hidden // 64)
+
+    @property
+    def kv_heads(self) -> int:
+        return max(1, self.heads // 4)
+
+    @property
+    def tokens(self) -> int:
+        """In a step."""
+        return self.batch * self.sequence
+
+
 TINY = Stack(blocks=2, hidden=256, ffn=512, heads=4, kv_heads=2, sequence=64, batch=1)
 """For trying the benchmark itself."""

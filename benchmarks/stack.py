@@ -9,11 +9,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,9 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.contenders import Contender, compile_afresh, in_words
 from benchmarks.llama import Llama, rotations
 from benchmarks.shapes import Stack
-from benchmarks.timing import Step, Timing, between, event
+from benchmarks.timing import one_after_another
 
-WARM = 3
 STEPS = 24
 
 
@@ -74,7 +71,7 @@ def _of(
                 torch.cuda.reset_peak_memory_stats()
             step = _step(contender, shape, device)
         with _together(peers):
-            timing, loss = _timed(step, steps, device)
+            timing, loss = one_after_another(step, steps, device)
             peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         speed = shape.tokens / timing.median
         result = {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
@@ -124,32 +121,6 @@ def _step(contender: Contender, shape: Stack, device: torch.device) -> Callable[
         return loss.detach()
 
     return step
-
-
-def _timed(step: Callable[[], Tensor], steps: int, device: torch.device) -> tuple[Timing, float]:
-    """How long it takes, and the last loss."""
-    losses = [step() for _ in range(WARM)]
-    timing = Timing.of(_between(lambda: losses.append(step()), steps, device))
-    return timing, float(losses[-1])
-
-
-def _between(step: Step, steps: int, device: torch.device) -> list[float]:
-    """The seconds from the end of one step to the end of the next, without stopping between them."""
-    if device.type != "cuda":
-        return [_wall(step) for _ in range(steps)]
-    marks = [event() for _ in range(steps + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    torch.cuda.synchronize()
-    return [between(a, b) for a, b in pairwise(marks)]
-
-
-def _wall(step: Step) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def sharded(contender: Contender, shape: Stack, device: torch.device) -> nn.Module:

@@ -188,10 +188,31 @@ def _shares(result: Result) -> Table:
 
 def stack(result: Result) -> dict[str, Table]:
     """Tokens a second and GPU, ratios of these to bf16 and to other libraries (above 1 is better), and the most memory
-    allocated.
+    allocated."""
+    count = f"{result['ranks']} GPU" + ("s" if result["ranks"] > 1 else "")
+    return _training(result, f"A stack of blocks under FSDP2 on {count}: tokens/s and GPU")
 
-    Beside the median step stands the fastest: where they differ by much, something else had the machine's attention.
-    """
+
+def llama(result: Result) -> dict[str, Table]:
+    """The same of a whole model on one GPU, and ratios of the memory."""
+    rows: list[Result] = result["results"]
+    peaks = {name(row): row.get("peak_bytes") for row in rows}
+    size = f"{result['layers']} layers, hidden {result['hidden']}, batch {result['batch']} x {result['sequence']}"
+    memory = [
+        [
+            name(row), number(row["peak_bytes"] / 2**30 if row["peak_bytes"] else None, 1),
+            *(ratio(peaks[name(row)], peaks.get(label(*of, row["compiled"])))
+              for of in (("torch", "bf16"), ("torchao", "tensorwise"))),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    columns = ["", "GiB at most", "÷ bf16, compiled as it is", "÷ torchao tensorwise, compiled as it is"]
+    made = _training(result, f"Hugging Face's Llama, {size}: tokens/s")
+    return {**made, "memory": Table("Llama: memory (below 1 is better)", columns, memory)}
+
+
+def _training(result: Result, title: str) -> dict[str, Table]:
+    """Beside the median step stands the fastest: where they differ by much, something else had the machine's time."""
     rows: list[Result] = result["results"]
     speeds = {name(row): row.get("tokens_per_second") for row in rows}
     fastest = {
@@ -207,8 +228,6 @@ def stack(result: Result) -> dict[str, Table]:
         ]
         for row in rows
     ]  # fmt: skip
-    count = f"{result['ranks']} GPU" + ("s" if result["ranks"] > 1 else "")
-    title = f"A stack of blocks under FSDP2 on {count}: tokens/s and GPU"
     columns = ["", "tokens/s", "÷ bf16", "÷ bf16, compiled", "fastest step", "GiB at most"]
     rivals = [row for row in rows if row["library"] not in ("lpq", "torch")]
     to_rivals = [
@@ -238,5 +257,5 @@ def _absent(result: Result, cells: int) -> list[list[str]]:
     return [[f"{library} (not installed)", *[NONE] * cells] for library, version in peers.items() if version is None]
 
 
-OF = {"casts": casts, "linear": linear, "host": host, "stack": stack}
+OF = {"casts": casts, "linear": linear, "host": host, "stack": stack, "llama": llama}
 """The tables of each part."""

@@ -11,10 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 Step = Callable[[], object]
+WARM = 3
+"""Steps of training before the clock starts."""
 LEAD = 2
 """Steps queued before the clock starts, so that a step is timed as in training, where the host runs ahead if it can."""
 
@@ -118,6 +122,26 @@ def seconds(run: Callable[[int], object], busy: Step, repeats: int = 12, batch: 
         end.synchronize()
         times.append(between(start, end) / batch)
     return statistics.median(times)
+
+
+def one_after_another(step: Callable[[], Tensor], steps: int, device: torch.device) -> tuple[Timing, float]:
+    """The seconds from the end of one step of training to the end of the next, without stopping between them, and the
+    last loss."""
+    losses = [step() for _ in range(WARM)]
+    if device.type != "cuda":
+        samples = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            losses.append(step())
+            samples.append(time.perf_counter() - start)
+        return Timing.of(samples), float(losses[-1])
+    marks = [event() for _ in range(steps + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        losses.append(step())
+        mark.record()
+    torch.cuda.synchronize()
+    return Timing.of([between(a, b) for a, b in pairwise(marks)]), float(losses[-1])
 
 
 def copy_speed(device: torch.device, rows: int = 16384, cols: int = 8192) -> float:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks import environment
-from benchmarks.contenders import of_layers, of_stacks
+from benchmarks.contenders import Contender, of_layers, of_models, of_stacks
 from benchmarks.floor import FLOORS
-from benchmarks.shapes import HOST, LINEAR, Stack
+from benchmarks.shapes import HOST, LINEAR, Decoder, Stack
 from benchmarks.timing import Timing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
@@ -54,6 +54,14 @@ def stack(environment: dict[str, Any]) -> dict[str, Any]:
     return {"part": "stack", "environment": environment, **asdict(Stack()), "ranks": 2, "results": rows}
 
 
+def llama(environment: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {**c.record(), "tokens_per_second": 50_000.0 + 10_000 * i, "peak_bytes": (20 - i) * 2**30, "failure": None}
+        for i, c in enumerate([*of_models(RECIPES), Contender("torchao", "tensorwise", True)])
+    ]
+    return {"part": "llama", "environment": environment, **asdict(Decoder()), "ranks": 1, "results": rows}
+
+
 def casts(environment: dict[str, Any]) -> dict[str, Any]:
     case = {"name": "mxfp8", "sides": "row", "target": 0.92, "microseconds": 104.0, "speed": 3.9e12, "share": 0.93}
     return {
@@ -66,4 +74,5 @@ def casts(environment: dict[str, Any]) -> dict[str, Any]:
 def results() -> dict[str, dict[str, Any]]:
     """One file of each part."""
     record = {**environment.record(["linear"]), "peers": {"torchao": "0.17.0", "TransformerEngine": None}}
-    return {"linear": linear(record), "host": host(record), "stack-2": stack(record), "casts": casts(record)}
+    made = {"linear": linear(record), "host": host(record), "stack-2": stack(record), "casts": casts(record)}
+    return {**made, "llama": llama(record)}

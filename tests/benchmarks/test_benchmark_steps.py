@@ -18,7 +18,7 @@ from benchmarks.host import measure
 from benchmarks.layers import Layers
 from benchmarks.llama import Llama, rotations
 from benchmarks.shapes import TINY, Shape
-from benchmarks.timing import Effort, Timing, on_host
+from benchmarks.timing import WARM, Effort, Timing, on_host
 
 CPU = torch.device("cpu")
 SMALL = Shape(64, 32, 48)
@@ -145,7 +145,7 @@ def _failures_of_one_rank(rank: int) -> None:
     everyone = [
         Contender("torchao", "tensorwise", False, _failing_on_one_rank),
         Contender("torch", "bf16", False),
-        Contender("torchao", "rowwise", False, after_step=FailingAtTheEnd(stack.WARM + 2)),
+        Contender("torchao", "rowwise", False, after_step=FailingAtTheEnd(WARM + 2)),
         Contender("torch", "bf16", False),
     ]
     began = time.monotonic()
