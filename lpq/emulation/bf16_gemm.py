@@ -21,7 +21,7 @@ from lpq.operations.binding import Multiply, Operand, Product, unbound_product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Exact, Multiplicand
 from lpq.operations.multiplying import gemm_reference
-from lpq.operations.operators import once_when_traced
+from lpq.torch_private.compiling import once_when_traced
 
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lpq.kernels.errors import KernelError
 from lpq.kernels.fresh import allocator, fresh
+from lpq.torch_private import cuda as torch_cuda
 
 BF16, FP32 = 14, 0
 TYPES = {torch.bfloat16: BF16, torch.float32: FP32}
@@ -123,7 +124,7 @@ class _Plan:
     def run(self, left: int, right: int, alpha: int, bias: int | None, out: int, workspace: int) -> None:
         """Multiply what lies at these addresses. ``alpha`` is that of the factor, after which a zero lies."""
         first, second, result = self._layouts
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = torch_cuda.current_stream(self._index)
         with self._lock:
             if bias is not None:
                 self._set("MatmulDesc", self._description, BIAS, c_void_p(bias))

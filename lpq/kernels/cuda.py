@@ -33,6 +33,7 @@ import torch
 from lpq import registry
 from lpq.kernels.errors import KernelError
 from lpq.kernels.nvrtc_cache import compiler_version, csrc, cubin, knows
+from lpq.torch_private import cuda as torch_cuda
 
 NEEDED = "cuda.core"
 """The module that a ``KernelSpec`` requires whose kernels are of this kind."""
@@ -88,7 +89,7 @@ class CudaKernel:
                 f"{arguments}: {error}"
             ) from error
         how.config.gridDimX = blocks
-        if torch._C._cuda_getDevice() == device:
+        if torch_cuda.current_device() == device:
             self._run(loaded, how, device)
         else:
             with torch.cuda.device(device):
@@ -110,7 +111,7 @@ class CudaKernel:
             self._load(device, macros)
 
     def _run(self, loaded: _Loaded, how: _How, device: int) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch_cuda.current_stream(device)
         if stream != how.stream:  # to set it takes half a microsecond
             how.config.hStream = how.stream = stream
         (status,) = loaded.launch(how.config, loaded.function, how.arguments.pointers, 0)
@@ -157,10 +158,10 @@ class Launch:
 
     def __call__(self, *arguments: float) -> None:
         """Launch it on the current stream of its device. Pointers are integers."""
-        if torch._C._cuda_getDevice() != self._device:
+        if torch_cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self(*arguments)
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = torch_cuda.current_stream(self._device)
         with self._turn:
             self._pack(self._bytes, 0, *arguments)
             if stream != self._how.stream:

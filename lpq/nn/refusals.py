@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lpq.operations.operands import DTYPES
-from lpq.operations.operators import once_when_traced
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.quantized_tensor import REMEDY
+from lpq.torch_private.compiling import once_when_traced
 from lpq.torch_private.dispatch import transforms
 from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import base_of

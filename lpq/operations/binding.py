@@ -20,6 +20,7 @@ from lpq.kernels.table import kernels_allowed
 from lpq.operations.exact_form import Form, Multiplicand
 from lpq.operations.multiplying import gemm_reference
 from lpq.operations.quantizing import quantize_reference
+from lpq.torch_private import cuda
 
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
@@ -99,7 +100,7 @@ Multiply = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Within, this GPU is the current one."""
-    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+    if device.type != "cuda" or cuda.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)
 

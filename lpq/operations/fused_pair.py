@@ -24,8 +24,9 @@ from lpq.kernels.tiles import INPUTS, SQUARE, Shape, amax_parts, bind_amax_parts
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Encode, Encoded, Encoding, Operand, on_device, unbound
 from lpq.operations.exact_form import Form
-from lpq.operations.operators import can_call_directly, define, layout_hash, once_when_traced
+from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.sides import shared
+from lpq.torch_private.compiling import once_when_traced
 
 if TYPE_CHECKING:
     from lpq.formats.format import Direction, Quantizer

@@ -13,22 +13,16 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.layout import row_major
+from lpq.torch_private.compiling import once_when_traced
+from lpq.torch_private.dispatch import PRE_DISPATCH, autocasts, has_key, modes, schema_of, transforms
+from lpq.torch_private.memory import storage_number
 
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
 
 F = TypeVar("F", bound=Callable[..., Any])
 ORDINARY = frozenset((Tensor, torch.nn.Parameter))
-PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-"""Included where a tracer looks on before autograd."""
 LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
-
-
-def once_when_traced(function: F) -> F:
-    """Have torch.compile call this while it traces, and take what it returns as a constant. torch.compiler's own
-    decorator does the same, and imports the whole compiler for that."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def opaque_when_traced(function: F) -> F:
@@ -84,10 +78,10 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
         not torch.compiler.is_dynamo_compiling()
         and type(x) in ORDINARY
         and not x.is_meta
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._dispatch_tls_is_dispatch_key_included(PRE_DISPATCH)
-        and not torch._C._is_any_autocast_enabled()
+        and not transforms()
+        and not modes()
+        and not has_key(PRE_DISPATCH)
+        and not autocasts()
     )
 
 
@@ -126,12 +120,12 @@ OVERWRITES = frozenset(
 
 def overwrites(func: Any) -> bool:
     """Whether an operator reads nothing of the tensor that it writes to, which may hold no number yet."""
-    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in OVERWRITES
+    return func.namespace == "aten" and schema_of(func).name.removeprefix("aten::") in OVERWRITES
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The arguments that an operator writes to, those in lists one by one."""
-    schema = func._schema.arguments
+    schema = schema_of(func).arguments
     given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
     for argument, value in given:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -140,4 +134,4 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
 
 def _memory(tensor: Tensor) -> int:
     """What a tensor and its views have in common."""
-    return cast("int", tensor.untyped_storage()._cdata)
+    return storage_number(tensor.untyped_storage())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.layout import Stat
+from lpq.torch_private.operators import copy_each
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,7 +72,7 @@ class Reductions:
     @torch.no_grad()
     def run(self) -> None:
         for group, values in [*self._within.values(), *self._across.values()]:
-            torch._foreach_copy_(values, reduce_max(values, group))
+            copy_each(values, reduce_max(values, group))
         for call in self._afterwards:
             call()
 

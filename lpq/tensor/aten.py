@@ -16,9 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._prims_common import canonicalize_dim
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lpq.formats.joined import cat
 from lpq.operations.operands import DTYPES, as_matrix
@@ -26,6 +23,9 @@ from lpq.operations.operators import overwrites, written
 from lpq.tensor.encode_writes import overwrite, write
 from lpq.tensor.input_checks import check_flattened, check_received
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
+from lpq.torch_private.dispatch import return_and_correct_aliasing, schema_of
+from lpq.torch_private.operators import canonicalize_dim, pin_memory, to_copy, unsafe_view
+from lpq.torch_private.pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 Handler = Callable[..., Any]
@@ -52,7 +52,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     if torch.Tag.inplace_view in func.tags:
         raise TypeError(f"{func} would change the shape of a QuantizedTensor in place: take what a view of it gives")
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return _write(func, args, kwargs)
     return _read(func, args, kwargs)
 
@@ -107,7 +107,7 @@ def _alias(t: QuantizedTensor) -> Any:
     return _same_matrix(t, t.map(aten.alias.default))
 
 
-@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+@implements(aten.view.default, unsafe_view.default, aten.reshape.default)
 def _view(t: QuantizedTensor, size: Sequence[int]) -> Any:
     size = list(size)
     if -1 in size:
@@ -205,7 +205,7 @@ def _permute(t: QuantizedTensor, dims: Sequence[int]) -> Any:
 
 
 _VIEWS = {
-    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+    aten.detach.default, aten.alias.default, aten.view.default, unsafe_view.default, aten.unsqueeze.default,
     aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.as_strided.default, aten.t.default,
     aten.transpose.int, aten.permute.default,
 }  # fmt: skip
@@ -219,7 +219,7 @@ def _clone(t: QuantizedTensor, *, memory_format: Any = None) -> Any:
     return NotImplemented if t.draft.written else t.map(torch.clone)
 
 
-@implements(aten._to_copy.default)
+@implements(to_copy.default)
 def _to_copy(
     t: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, layout: Any = None,
     pin_memory: bool | None = None, non_blocking: bool = False, memory_format: Any = None,
@@ -238,7 +238,7 @@ def _to_copy(
     return t.with_operands(row, col, t.shape, dtype)
 
 
-@implements(aten._pin_memory.default)
+@implements(pin_memory.default)
 def _pin_memory(t: QuantizedTensor, device: Any = None) -> Any:
     return t.settled().map(lambda b: b.pin_memory())
 

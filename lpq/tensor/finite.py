@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lpq.torch_private.operators import norm_of_each
+
 if TYPE_CHECKING:
     from lpq.tensor.draft import Draft
     from lpq.tensor.quantized_tensor import QuantizedTensor
@@ -38,7 +40,7 @@ class Finite:
         for device, pairs in on.items():
             if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 continue
-            sums = torch.stack(torch._foreach_norm([value for _, value in pairs], 1))
+            sums = torch.stack(norm_of_each([value for _, value in pairs], 1))
             arrived = None
             if device.type != "cpu":
                 sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from lpq.tensor.inference import normal_tensors
+from lpq.torch_private.tensors import is_parameter
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ class Gathered:
     def data_ptr(self) -> int:
         """Where the first buffer of a parameter lies, by which code outside of PyTorch tells parameters apart. Anything
         else, such as a detached tensor in a state dict, has 0, by which PyTorch tells that it has no memory to copy."""
-        return self.first_buffer.data_ptr() if getattr(self, "_is_param", False) else 0
+        return self.first_buffer.data_ptr() if is_parameter(self) else 0
 
     def storage(self) -> Any:
         """Refuse: safetensors, which asks for it, would write whatever bytes lie there in place of the values."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from lpq.tensor.quantized_tensor import REMEDY, QuantizedTensor
+from lpq.torch_private.dispatch import schema_of
 
 
 def check_received(func: Any, tensor: QuantizedTensor) -> None:
     """Of one that an operator has among its first arguments. A collective would write to it: the broadcast of
     ZeroRedundancyOptimizer, or the scatter of tensor parallelism."""
-    if func.namespace == "c10d" and func._schema.name.endswith("_"):
+    name = schema_of(func).name
+    if func.namespace == "c10d" and name.endswith("_"):
         raise TypeError(
-            f"{tensor.whose}{func._schema.name} would receive into a decoded copy of a QuantizedTensor, and that would "
+            f"{tensor.whose}{name} would receive into a decoded copy of a QuantizedTensor, and that would "
             f"be lost. ZeroRedundancyOptimizer and tensor parallelism do that with weights: {REMEDY}. Of a tensor of "
             "your own pass its buffers, [t for _, operand in tensor.operands for t in operand.tensors()]"
         )

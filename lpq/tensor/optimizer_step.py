@@ -7,7 +7,6 @@ the frame of torch's function around it, and runs for as long as that does.
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FrameType
@@ -22,6 +21,8 @@ from lpq.tensor.draft import Draft
 from lpq.tensor.encode_writes import write
 from lpq.tensor.finite import Finite
 from lpq.tensor.quantized_tensor import QuantizedTensor
+from lpq.torch_private.optimizers import post_step_hooks
+from lpq.torch_private.tensors import local_part
 
 AROUND = Optimizer.profile_hook_step.__code__.co_filename
 """Where torch's function around a step lies."""
@@ -98,7 +99,7 @@ class _End:
     @classmethod
     def of(cls, optimizer: Optimizer) -> _End:
         """The one that this optimizer has, or gets."""
-        hooks: OrderedDict[int, Any] = optimizer._optimizer_step_post_hooks  # type: ignore[assignment]
+        hooks = post_step_hooks(optimizer)
         for hook in hooks.values():
             if isinstance(hook, cls):
                 return hook
@@ -166,7 +167,7 @@ def wrapping(optimizer: Optimizer) -> Optimizer | None:
 def _stored(optimizer: Optimizer) -> Iterator[QuantizedTensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            local = getattr(parameter, "_local_tensor", parameter)  # this rank's part of a sharded one
+            local = local_part(parameter)  # this rank's part of a sharded one
             if isinstance(local, QuantizedTensor) and local.window is None:  # a part of another is not drafted alone
                 yield local
 

@@ -26,6 +26,7 @@ from lpq.tensor.draft import Draft
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
 from lpq.tensor.rebuilt import operands_of
+from lpq.torch_private.tensors import is_parameter, mark_as_parameter, no_torch_function, wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,7 +110,7 @@ class QuantizedTensor(Gathered, Tensor):
         operand = row if row is not None else col
         assert operand is not None, "a QuantizedTensor has at least one operand"
         with normal_tensors(not operand.tensors()[0].is_inference()):
-            self = Tensor._make_wrapper_subclass(
+            self: QuantizedTensor = wrapper_subclass(
                 cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
             )
         self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
@@ -317,7 +318,7 @@ class QuantizedTensor(Gathered, Tensor):
     ) -> Any:
         return cls.dispatch(func, args, kwargs or {})
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = ", ".join(f"{d}={s!r}" for d, s in self.sides)
@@ -328,15 +329,15 @@ class QuantizedTensor(Gathered, Tensor):
             d: (s.quantizer.text, {n: _as_bytes(b) for n, b in s.buffers().items()}, tuple(s.shape), s.dtype)
             for d, s in self.operands
         }
-        is_param = bool(getattr(self, "_is_param", False))
+        is_param = is_parameter(self)
         is_shard = self.amax_group is not None
         state = (self.quantizer.text, sides, tuple(self.shape), self.dtype, self.requires_grad, is_param, is_shard)
         return rebuild, state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         copy = self.settled().map(torch.clone).requires_grad_(self.requires_grad)
-        if getattr(self, "_is_param", False):
-            copy._is_param = True
+        if is_parameter(self):
+            mark_as_parameter(copy)
         memo[id(self)] = copy
         return cast("QuantizedTensor", copy)
 
@@ -375,7 +376,7 @@ def rebuild(
         requires_grad=requires_grad, amax_group="unattached" if is_shard else None,
     )  # fmt: skip
     if is_param:
-        tensor._is_param = True
+        mark_as_parameter(tensor)
     return tensor
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_exporting() -> bool:
     """Whether ``torch.export`` traces. Where torch 2.11 compiles, ``torch.compiler.is_exporting`` is true, too."""
     return bool(torch.compiler._is_exporting_flag)
+
+
+def once_when_traced(function: F) -> F:
+    """Have torch.compile call this while it traces, and take what it returns as a constant. torch.compiler's own
+    decorator does the same, and imports the whole compiler for that."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:

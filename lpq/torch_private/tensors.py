@@ -28,7 +28,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
-def is_parameter(tensor: Tensor) -> bool:
+def is_parameter(tensor: object) -> bool:
     """Whether a tensor of a subclass was made an ``nn.Parameter``, which then keeps its class."""
     return bool(getattr(tensor, "_is_param", False))
 

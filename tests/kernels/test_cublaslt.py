@@ -54,8 +54,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     library = Library()
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr("lpq.torch_private.cuda.current_device", lambda: -1)
+    monkeypatch.setattr("lpq.torch_private.cuda.current_stream", lambda index: 0)
     kept = cublaslt._plan, cublaslt._handle, cublaslt._matmul
     for function in kept:
         function.cache_clear()

@@ -74,8 +74,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(cuda, "cubin", lambda *_: b"code")
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: imitated.current, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 700 + index, raising=False)
+    monkeypatch.setattr("lpq.torch_private.cuda.current_device", lambda: imitated.current)
+    monkeypatch.setattr("lpq.torch_private.cuda.current_stream", lambda index: 700 + index)
     return imitated
 
 

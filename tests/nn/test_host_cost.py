@@ -208,7 +208,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """
     gpu = Gpu()
     where = {"current_device": lambda: 0, "device": lambda index: nullcontext()}
-    raw = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: 0}
+    raw = {"current_device": lambda: 0, "current_stream": lambda index: 0}
     kept = cublaslt._plan, cublaslt._handle, cublaslt._matmul
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
@@ -231,7 +231,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     for name, function in where.items():
         monkeypatch.setattr(torch.cuda, name, function)
     for name, function in raw.items():
-        monkeypatch.setattr(torch._C, name, function, raising=False)
+        monkeypatch.setattr(f"lpq.torch_private.cuda.{name}", function)
     monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
     monkeypatch.setattr(table, "_elsewhere", gpu.elsewhere)
     monkeypatch.setattr(table, "_installed", lambda module: True)

@@ -254,6 +254,19 @@ def test_exporting_is_told_from_compiling() -> None:
     assert compiling.compiled_from(module) is None
 
 
+def test_a_function_is_called_once_when_it_is_traced() -> None:
+    called: list[int] = []
+
+    @compiling.once_when_traced
+    def constant() -> int:
+        called.append(1)
+        return len(called)
+
+    compiled = torch.compile(lambda x: x + constant(), backend="eager", fullgraph=True)
+    assert [compiled(torch.zeros(1)).item() for _ in range(3)] == [1, 1, 1]
+    assert called == [1]
+
+
 def test_functions_are_called_around_compiling_until_it_is_reset() -> None:
     called: list[str] = []
 
