@@ -29,7 +29,8 @@ def left_out(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Polic
     for name, aliases in called.items():
         parts = [part for alias in aliases if (part := policy.left_by(alias)) is not None]
         if parts:
-            why[name] = f"the policy leaves out {parts[0]!r}; include='all' does not"
+            other = "; include='all' does not" if name in layers else ""
+            why[name] = f"the policy leaves out {parts[0]!r}{other}"
         elif name in small and not any(matches(pattern, alias) for pattern in asked for alias in aliases):
             why[name] = (
                 f"a weight of {weights[name]}, and below {policy.least} there is nothing to gain; a rule that matches "
