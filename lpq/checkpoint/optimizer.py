@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lpq.checkpoint.errors import CheckpointError, listed
 from lpq.checkpoint.tensors import held, plain_like
 from lpq.optim.masters import MASTER, MasterWeights
+from lpq.optim.standing import itself
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.pytree import tree_leaves
 
@@ -47,7 +48,7 @@ def untrained(data: Mapping[str, Any] | None, weights: Collection[str]) -> set[s
 
 
 def given_optimizers(given: Optimizers) -> list[Optimizer]:
-    """The optimizers that somebody gave: one, several or none."""
+    """The optimizers that somebody gave: one, several or none. Of those that stand for another one, that one."""
     every = [*given] if isinstance(given, Sequence) else [] if given is None else [given]
     for one in every:
         if not isinstance(one, Optimizer):
@@ -55,7 +56,7 @@ def given_optimizers(given: Optimizers) -> list[Optimizer]:
                 f"optimizer is to be a torch.optim.Optimizer or a list of them, not {type(one).__name__}: pass "
                 "the optimizers themselves, those of a dict as list(optimizers.values())"
             )
-    return every
+    return [itself(one) for one in every]
 
 
 def kind(optimizer: Optimizer) -> str:

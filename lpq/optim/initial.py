@@ -8,25 +8,31 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from lpq.distributed.attach import attach
 from lpq.distributed.together import together
 from lpq.optim.masters import MasterWeights
+from lpq.optim.standing import itself
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.tensors import local_part
 
 
 @torch.no_grad()
-def load_high_precision(
-    model: nn.Module, state_dict: Mapping[str, Tensor], optimizer: MasterWeights | None = None
-) -> None:
+def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> None:
     """Load ordinary weights into a model whose weights are sharded, stored quantized, or both.
 
     ``state_dict`` has the whole tensors by name, the same on every rank. Masters get the values themselves; weights
     are encoded from them, with one reduction for all. Parameters and buffers must all be there, and nothing else; if
     they are not on one rank, all raise, and the weights that are stored quantized are as they were.
     """
+    masters = itself(optimizer) if optimizer is not None else None
+    if masters is not None and not isinstance(masters, MasterWeights):
+        raise TypeError(
+            f"load_high_precision fills the masters of a MasterWeights, and got a {type(masters).__name__}: pass "
+            "MasterWeights(optimizer), or no optimizer"
+        )
     targets = model.state_dict(keep_vars=True)
     stored: list[tuple[Tensor, Tensor]] = []
     with together(targets.values(), "weights in high precision could not be loaded on all ranks"):
@@ -42,9 +48,9 @@ def load_high_precision(
         model.load_state_dict(others)
     write([cast("QuantizedTensor", local_part(target)) for target, _ in stored], [value for _, value in stored])
     for target, value in stored:
-        if optimizer is not None and target in optimizer.masters:
-            local_part(optimizer.masters[target]).copy_(value)
-            optimizer.seen(target)
+        if masters is not None and target in masters.masters:
+            local_part(masters.masters[target]).copy_(value)
+            masters.seen(target)
 
 
 def shared_out(value: Tensor, target: Tensor) -> Tensor:
