@@ -128,12 +128,13 @@ class Model:
         """
         theirs = saved.policies()
         mine = {name: (c.policy, c.steps) for name, c in self.conversions().items()}
-        if not theirs or (theirs.keys() == mine.keys() and all(_same(theirs[n], mine[n]) for n in theirs)):
+        alike = saved.recipes.keys() == {name for name, _ in self.layers()}
+        if not theirs or (theirs.keys() == mine.keys() and all(_same(theirs[n], mine[n], alike) for n in theirs)):
             return
         raise CheckpointError(
             "it was saved under another policy than the model's, and going on would change the run.\n"
             f"{_shown('the checkpoint', theirs)}\n{_shown('the model', mine)}\n"
-            "Convert the model with the checkpoint's policy, lpq.checkpoint.info(path).policy, for as many steps, or "
+            "Convert the model with the checkpoint's policy (lpq.policy reads it as it stands), for as many steps, or "
             f"say {otherwise} to go on under the model's own"
         )
 
@@ -226,10 +227,14 @@ def _text(recipe: Recipe | None) -> str | None:
     return recipe.text if recipe is not None else None
 
 
-def _same(a: tuple[Policy, Steps], b: tuple[Policy, Steps]) -> bool:
-    """The same policy, and where it has rules for a fraction of a run, for a run of the same length."""
+def _same(a: tuple[Policy, Steps], b: tuple[Policy, Steps], alike: bool) -> bool:
+    """The same rules, and where some end at a fraction of a run, for a run of the same length.
+
+    ``alike``: they gave recipes to the same layers; so what they leave out is the same, however each says it.
+    """
     fractions = any(isinstance(rule.until, float) for rule in a[0].rules)
-    return a[0] == b[0] and (a[1] == b[1] or not fractions)
+    rules = a[0].rules == b[0].rules and (alike or a[0] == b[0])
+    return rules and (a[1] == b[1] or not fractions)
 
 
 def _shown(whose: str, policies: Mapping[str, tuple[Policy, Steps]]) -> str:
