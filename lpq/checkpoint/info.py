@@ -96,7 +96,13 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
         why = error if isinstance(error, CheckpointError) else f"its {DESCRIPTION} is damaged: {words(error)}"
         raise CheckpointError(f"checkpoint {path} cannot be read: {why}") from error
-    beside: dict[str, Any] = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
+    try:
+        beside: dict[str, Any] = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
+    except Exception as error:  # of which torch says to load it unsafely
+        raise CheckpointError(
+            f"checkpoint {path} cannot be read: its {EXTRA} holds something else than tensors and plain data, or is "
+            f"damaged ({type(error).__name__}); do not trust it"
+        ) from error
     if not isinstance(beside, dict) or not beside.keys() >= OWNERS.keys() or not isinstance(beside["model"], dict):
         raise CheckpointError(f"checkpoint {path} cannot be read: its {EXTRA} is not what lpq.checkpoint.save writes")
     return Info(path, description.step, beside["extra"], description, found.refused, found.why), beside
