@@ -21,6 +21,7 @@ from lpq.integrations.decoded import attach
 from lpq.nn import replan, set_step
 from lpq.nn.memories import memories
 from lpq.optim import MasterWeights
+from lpq.optim.standing import itself
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
 
@@ -80,13 +81,25 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
     A step decides the recipe, and the recipe decides what of the checkpoint layers remember. So where a policy gives
     delayed scaling at that step and not at step 0, call it before ``trainer.train(resume_from_checkpoint=checkpoint)``.
     """
-    said = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
+    path = Path(checkpoint) / "trainer_state.json"
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint} is no checkpoint of a Trainer: there is no {path.name} in it")
+    said = json.loads(path.read_text(encoding="utf-8"))
     _go_on(model, 0, said["max_steps"], said["stateful_callbacks"].get(NAME), any_policy)
     set_step(model, said["global_step"])
 
 
 def _go_on(model: nn.Module, step: int, steps: int, told: Any, any_policy: bool) -> None:
     """Plan the policy for so many steps; make sure that it is the one that was told, and that nothing was forgotten."""
+    given = [
+        c.steps for c in Model(model).conversions().values() if any(type(r.until) is float for r in c.policy.rules)
+    ]
+    if other := [told for told in given if told not in (None, "later", steps)]:
+        warnings.warn(
+            f"the policy was planned for {other[0]} steps, and the Trainer takes {steps}: rules that end at a fraction "
+            "of the run go by the Trainer's number. lpq.convert(…, steps='later') leaves it to the Trainer",
+            stacklevel=3,
+        )
     replan(model, steps=steps)
     if told is not None and not any_policy:
         policy = (told[0] if isinstance(told, list) else told)["attributes"]["policy"]
@@ -101,7 +114,7 @@ def _go_on(model: nn.Module, step: int, steps: int, told: Any, any_policy: bool)
 
 def _encode_again(model: nn.Module, optimizer: Any) -> None:
     """Make weights that are stored quantized what they were: they were loaded from what one operand decodes to."""
-    masters = optimizer if isinstance(optimizer, MasterWeights) else getattr(optimizer, "optimizer", None)
+    masters = itself(optimizer) if optimizer is not None else None
     if isinstance(masters, MasterWeights):
         masters.encode()
     elif any(isinstance(w, QuantizedTensor) and w.write_count for w in map(local_part, model.parameters())):

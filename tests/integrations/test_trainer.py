@@ -103,6 +103,16 @@ def test_another_policy_or_another_length_is_refused(
     assert other.state.global_step == options.get("max_steps", STEPS)
 
 
+def test_a_length_that_is_not_the_trainers_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"planned for 100 steps, and the Trainer takes {STEPS}.*steps='later'"):
+        trainer(converted(TWO_STAGES, steps=100), tmp_path, LpqCallback()).train()
+    ends = {"rules": [{"match": "*_proj", "recipe": "mxfp8", "until": 3}, {"match": "*_proj", "recipe": "nvfp4"}]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer(converted(ends, steps=100), tmp_path, LpqCallback()).train()
+        trainer(converted(TWO_STAGES, steps=STEPS), tmp_path, LpqCallback()).train()
+
+
 def test_what_a_later_stage_remembers_is_loaded_or_missed(run: tuple[Any, Path], tmp_path: Path) -> None:
     other = trainer(converted(REVERSED), tmp_path / "b", LpqCallback())
     with pytest.raises(CheckpointError, match="another policy"):  # which is said first
@@ -124,6 +134,8 @@ def test_what_a_later_stage_remembers_is_loaded_or_missed(run: tuple[Any, Path],
     assert all(t.any() for t in histories)
     with pytest.raises(CheckpointError, match="another policy"):
         resume(converted("mxfp8"), checkpoint)
+    with pytest.raises(CheckpointError, match=r"is no checkpoint of a Trainer: there is no trainer_state\.json"):
+        resume(converted("mxfp8"), tmp_path)
 
 
 def test_from_pretrained_tells_what_layers_remembered_and_it_can_be_loaded(
