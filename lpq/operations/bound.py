@@ -155,9 +155,10 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
         x, *rest = kept
         seed = rest.pop() if col.stochastic else None
-        # The copy is free once it is compiled. Without, x itself would be read by no operator that the partitioner
-        # knows how to fuse, and it makes nothing again for such a reader.
-        _, made, _ = quantize(as_matrix(x).clone(), rest, None, col, seed)
+        x = as_matrix(x)
+        # All of it, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
+        # nothing again that others read in backward.
+        _, made, _ = quantize(x.split(x.shape[1], dim=1)[0], rest, None, col, seed)
         assert made is not None
         return made.tensors()
 

@@ -14,6 +14,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 import lpq
 
@@ -102,10 +103,13 @@ def compiled(module: nn.Module, x: Tensor) -> tuple[int, Counter[str], Counter[s
         shapes = [None if v is None else ([int(n) for n in v.shape], v.dtype) for v in outputs]
         return make_boxed_func(lambda *_: [None if s is None else torch.empty(s[0], dtype=s[1]) for s in shapes])
 
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        joint_graph_passes(joint)  # which Inductor runs before; they take away what does nothing
+        return min_cut_rematerialization_partition(joint, inputs, **options)
+
     backend = aot_autograd(
-        fw_compiler=record, bw_compiler=record, decompositions=select_decomp_table(),
-        partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
+        fw_compiler=record, bw_compiler=record, decompositions=select_decomp_table(), partition_fn=partition
+    )
     y = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)(x)
     y.sum().backward()
     forward, backward = graphs
