@@ -165,6 +165,8 @@ def _step(
 
 
 def _encoder(encoder: Callable[[Wanted], Encoder], wanted: Wanted, keeps: bool) -> Encoder:
-    """What encodes the input or the weight; ``keeps``: the tensor is kept for backward, and not its column operand."""
-    made = encoder(wanted)
-    return in_two_steps(encoder, wanted) if keeps and wanted.col and made.later is None else made
+    """What encodes the input or the weight; ``keeps``: the tensor is kept for backward, and not its column operand.
+
+    A compiler decides that by itself, and would copy in backward the state that forward is to copy.
+    """
+    return in_two_steps(encoder, wanted) if keeps and wanted.col and not wanted.later else encoder(wanted)

@@ -158,7 +158,7 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
         x = as_matrix(x)
         # All of it, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
         # nothing again that others read in backward.
-        _, made, _ = quantize(x.split(x.shape[1], dim=1)[0], rest, None, col, seed)
+        _, made, _ = quantize(x.chunk(1, dim=1)[0], rest, None, col, seed)
         assert made is not None
         return made.tensors()
 

@@ -19,6 +19,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 import lpq
 
 WIDTH, FFN, TOKENS = 64, 192, 128
+DELAYED_AND_SAVED = ", ".join([f"{t}=fp8(scaling=delayed)" for t in ("x", "w", "dy")] + ["x.save=input, w.save=weight"])
 EVERYTHING_STOCHASTIC = "x=nvfp4(stochastic=true), w=nvfp4(stochastic=true), dy=nvfp4(stochastic=true)"
 
 
@@ -173,7 +174,7 @@ def steps(run: Any, module: nn.Module) -> list[Tensor]:
     return out + [p.grad for p in module.parameters()] + [*module.buffers()]
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", EVERYTHING_STOCHASTIC])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", DELAYED_AND_SAVED, "nvfp4", EVERYTHING_STOCHASTIC])
 def test_operands_that_are_made_again_have_the_same_bits(recipe: str) -> None:
     """Statistics that are remembered move between one backward and the next. Seeds are drawn in forward, in its order,
     though backward has the input from which they are drawn: it is kept for the gradient of what is before the layer."""
