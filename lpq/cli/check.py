@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -14,6 +16,10 @@ import lpq.testing
 from lpq.registry.errors import LpqError
 
 NEEDED = ("pytest", "hypothesis")
+
+
+ALONE = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
+"""So that plugins of pytest that happen to be installed neither fail the kit nor take time."""
 
 
 class KitMissing(LpqError):
@@ -49,13 +55,28 @@ def check(
     options = [
         "--pyargs", "lpq.testing.conformance", *(f"--lpq-format={text}" for text in formats),
         "-c", os.devnull, "--rootdir", here, "--noconftest",  # nothing of where we are
-        "-p", "lpq", "-p", "no:cacheprovider",
+        "-p", "lpq", "-p", "hypothesispytest", "-p", "no:cacheprovider",
+        "-p", "no:unraisableexception",  # which collects garbage at the end, for half a second
         "-W", "ignore::pytest.PytestAssertRewriteWarning",  # lpq itself was imported before pytest
         "--tb=short", "--no-header", "--show-capture=no", "-rfEsx", "-v" if verbose else "-q",
         *(["-k", select] if select else []), *(["-x"] if first else []),
     ]  # fmt: skip
     with TemporaryDirectory() as folder:
         set_hypothesis_home_dir(folder)  # and not where we are
-        status = pytest.main(options)
+        with _without_others():
+            status = pytest.main(options)
     if status:
         raise typer.Exit(int(status))
+
+
+@contextmanager
+def _without_others() -> Iterator[None]:
+    before = os.environ.get(ALONE)
+    os.environ[ALONE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ALONE]
+        else:
+            os.environ[ALONE] = before

@@ -150,3 +150,17 @@ def test_output_that_finds_no_space_is_told_in_words(arguments: list[str]) -> No
         )
     assert ended.returncode == 1
     assert ended.stderr == "lpq: No space left on device: what was being written is not complete\n"
+
+
+def test_the_kit_runs_without_plugins_of_pytest_that_happen_to_be_there(tmp_path: Path) -> None:
+    """They take time, and a broken one is not the format's fault."""
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[pytest11]\nbroken = broken_for_pytest\n")
+    (tmp_path / "broken_for_pytest.py").write_text("raise RuntimeError('this is broken')\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "lpq", "check", "identity", "-k", "test_zeros_stay_zeros"]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert " passed" in ended.stdout
