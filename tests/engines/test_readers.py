@@ -54,6 +54,19 @@ def test_transformers_reads_the_weights_that_lpq_decodes(case: Case, tmp_path: P
     assert torch.equal(state["lm_head.weight"], model.lm_head.weight)
 
 
+def test_transformers_computes_what_lpq_evaluates(tmp_path: Path) -> None:
+    """In fp32, with inputs in high precision, both multiply the same matrices; sums may differ in their order."""
+    case = Case(COMPRESSED, "x=identity, w=fp8(scaling=row), dy=identity")
+    model, tokens = lpq.convert(llama(torch.float32), case.recipe).eval(), torch.arange(16).view(2, 8)
+    lpq.export(model, tmp_path / "x", **case.options(model))
+    read = loaded(tmp_path / "x", case, torch.float32).eval()
+    with torch.no_grad():
+        expected = model(tokens).logits
+        before = llama(torch.float32).eval()(tokens).logits
+        assert torch.allclose(read(tokens).logits, expected, atol=1e-6)
+    assert not torch.allclose(before, expected, atol=1e-3)
+
+
 def test_transformers_reads_a_mixture(tmp_path: Path) -> None:
     """It decompresses each layer by its own group at the first forward; to do so while it loads, it takes the first."""
     model = lpq.convert(llama(), tiny.MIXTURE)
