@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lpq
-from lpq.distributed.whole import Whole, _unit
+from lpq.distributed.gathered_operand import Whole, _unit
 from lpq.operations.quantizing import quantize
 from lpq.torch_private import fsdp
 
