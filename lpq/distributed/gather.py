@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.attach import attach
-from lpq.distributed.fits import operand_bytes, why_not, why_uncut
 from lpq.distributed.gathered_operand import Whole, as_bytes
 from lpq.distributed.shard import WeightShard, plain
+from lpq.distributed.shardability import operand_bytes, why_not, why_uncut
 from lpq.formats import Quantizer, Storage
 from lpq.formats.layout import Stat
 from lpq.operations.derived_operands import derive_col, derives_col

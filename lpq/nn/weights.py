@@ -63,7 +63,7 @@ def _check_stored(
     name: str, stored: Quantizer, rows: int, weights: Weights | None, ranks: int | None, schedule: Schedule
 ) -> None:
     """Refuse to make of a weight that is stored quantized what it is not, at this step or a later one."""
-    from lpq.distributed.fits import why_uncut
+    from lpq.distributed.shardability import why_uncut
 
     is_stored = f"{name}: its weight is stored as {stored}"
     anew = "before fully_shard, make it an ordinary weight: layer.weight = nn.Parameter(layer.weight.dequantize())"
@@ -101,9 +101,9 @@ def _stored(weight: Tensor) -> Quantizer | None:
 
 def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> None:
     """Have FSDP2 gather the weights of the converted layers in their quantized form, or store them so, too."""
-    from lpq.distributed.fits import why_uncut
     from lpq.distributed.gathering import Gathering
     from lpq.distributed.shard import as_shard
+    from lpq.distributed.shardability import why_uncut
 
     gathering = Gathering(model)
     for name, layer, shared in list(_layers(model)):
@@ -173,8 +173,8 @@ def _note_unsharded(layer: Layer) -> str:
 
 def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None, dtype: torch.dtype, stays: bool) -> str:
     """``dtype``: of the weight where it is whole. ``stays``: it does so from forward to backward."""
-    from lpq.distributed.fits import operand_bytes, sent_bytes, why_not, why_uncut
     from lpq.distributed.shard import WeightShard
+    from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut
 
     quantizer, kept = layer.weight_quantizer(), _stored(weight)
     if kept is not None and kept != quantizer:

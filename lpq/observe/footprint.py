@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpq import registry
-from lpq.distributed.fits import operand_bytes, sent_bytes, why_not, why_uncut
+from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut
 from lpq.formats import Quantizer
 from lpq.nn import Layer
 from lpq.operations.derived_operands import derives_col
