@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, shown
-from lpq.distributed.attach import attach
 from lpq.distributed.shard import WeightShard, plain
+from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_uncut
 from lpq.formats import Buffer, Quantizer
 from lpq.formats.format import Direction

@@ -4,7 +4,7 @@ It is all measure → reduce → encode over the declared layout, so that every 
 sharded by the same lines. What FSDP2 keeps to itself is touched in ``lpq.torch_private.fsdp`` alone.
 """
 
-from lpq.distributed.attach import attach
 from lpq.distributed.masters import Piece, Pieces, cast_master_weights, finish_gather
+from lpq.distributed.shard_groups import attach
 
 __all__ = ["Piece", "Pieces", "attach", "cast_master_weights", "finish_gather"]

@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
 )
 
 from lpq.distributed.alike import check_alike
-from lpq.distributed.attach import attach
 from lpq.distributed.gather import Gather, Layer
+from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor.optimizer_step import reduce_beside, wrapping

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lpq.distributed.agree import together
-from lpq.distributed.attach import attach
+from lpq.distributed.shard_groups import attach
 from lpq.optim.masters import MasterWeights
 from lpq.optim.standing import itself
 from lpq.tensor import QuantizedTensor

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lpq.distributed.attach import attach
+from lpq.distributed.shard_groups import attach
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write

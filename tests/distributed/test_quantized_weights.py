@@ -33,7 +33,7 @@ from torch.optim import SGD, AdamW
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.distributed.attach import attach
+from lpq.distributed.shard_groups import attach
 from lpq.observe import collectives
 from lpq.optim import MasterWeights, load_high_precision
 
