@@ -23,9 +23,9 @@ from torch.optim.optimizer import (
 )
 
 from lpq.distributed.alike import check_alike
-from lpq.distributed.gather import Gather, Layer
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
+from lpq.distributed.weight_gather import Gather, Layer
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor.optimizer_step import reduce_beside, wrapping
 from lpq.torch_private import fsdp

@@ -35,7 +35,7 @@ from lpq.torch_private.compiling import is_exporting
 from lpq.torch_private.dispatch import autocasts
 
 if TYPE_CHECKING:
-    from lpq.distributed.gather import Gather
+    from lpq.distributed.weight_gather import Gather
     from lpq.nn.stages import Stages
     from lpq.recipes import Recipe, RecipeLike, Schedule
 

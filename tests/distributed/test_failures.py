@@ -24,8 +24,8 @@ import lpq
 from lpq.checkpoint import writing
 from lpq.core import QuantizedTensor
 from lpq.distributed import cast_master_weights
-from lpq.distributed.gather import Gather
 from lpq.distributed.shard import WeightShard
+from lpq.distributed.weight_gather import Gather
 from lpq.optim import MasterWeights
 
 TIMEOUT = 3
