@@ -16,7 +16,7 @@ from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 
 if TYPE_CHECKING:
-    from lpq.distributed.gathering import Gathering
+    from lpq.distributed.model_gathers import Gathering
     from lpq.nn.accumulation import Accumulate
 
 

@@ -101,7 +101,7 @@ def _stored(weight: Tensor) -> Quantizer | None:
 
 def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> None:
     """Have FSDP2 gather the weights of the converted layers in their quantized form, or store them so, too."""
-    from lpq.distributed.gathering import Gathering
+    from lpq.distributed.model_gathers import Gathering
     from lpq.distributed.shard import as_shard
     from lpq.distributed.shardability import why_uncut
 

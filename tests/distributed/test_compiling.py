@@ -18,7 +18,7 @@ from sharded import How, batch, built
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
-from lpq.distributed.gathering import Gathering, _steps
+from lpq.distributed.model_gathers import Gathering, _steps
 from lpq.observe import collectives
 from lpq.torch_private import fsdp
 

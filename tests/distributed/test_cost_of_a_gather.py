@@ -16,9 +16,9 @@ from ranks import fully_shard, spawn
 from torch import nn
 
 import lpq
-from lpq.distributed import gathering
+from lpq.distributed import model_gathers
 
-OURS = str(Path(gathering.__file__).parent)
+OURS = str(Path(model_gathers.__file__).parent)
 SIZE, FEW, MORE = 64, 2, 5
 CALLS = {"fp8-current": 48, "mxfp8": 52, "nvfp4": 50}
 """Of one weight's gathers in forward and backward, and of what follows them, of a step after the first ones."""
