@@ -15,8 +15,8 @@ from lpq import recipes, registry
 from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
+from lpq.nn.cached_weight import HeldWeight, as_it_is
 from lpq.nn.exported import forward_of
-from lpq.nn.held import HeldWeight, as_it_is
 from lpq.nn.memories import check_names
 from lpq.nn.multiply import Call, Multiplication
 from lpq.nn.plan import Plan, Shapes, bind_few

@@ -17,7 +17,7 @@ from torch import Tensor
 from lpq.formats.format import check_there
 from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
-from lpq.nn.held import as_it_is
+from lpq.nn.cached_weight import as_it_is
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
 from lpq.operations import remember
