@@ -20,8 +20,8 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed, sh
 from lpq.checkpoint.tensors import described, held
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
-from lpq.nn.memories import memories
 from lpq.nn.names import plain_name
+from lpq.nn.quantizer_state import memories
 from lpq.recipes import Policy, Recipe, Steps
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor

@@ -19,7 +19,7 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import Model
 from lpq.integrations.decoded import attach
 from lpq.nn import replan, set_step
-from lpq.nn.memories import memories
+from lpq.nn.quantizer_state import memories
 from lpq.optim import MasterWeights
 from lpq.optim.standing import itself
 from lpq.tensor import QuantizedTensor

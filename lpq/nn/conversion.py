@@ -18,8 +18,8 @@ from lpq.nn.advice import warnings_of
 from lpq.nn.coverage import coverage
 from lpq.nn.left_out import convertible, left_out
 from lpq.nn.linear import Layer, Linear
-from lpq.nn.memories import check_names
 from lpq.nn.names import plain_name
+from lpq.nn.quantizer_state import check_names
 from lpq.nn.reports import WEIGHT, Entry, Report
 from lpq.nn.siblings import Inputs
 from lpq.nn.stages import Stages, last_change

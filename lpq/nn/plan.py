@@ -15,7 +15,7 @@ import torch
 from lpq import registry
 from lpq.emulation.bf16_gemm import multiplied_exactly
 from lpq.formats.format import Quantizer
-from lpq.nn.memories import Memory, memories
+from lpq.nn.quantizer_state import Memory, memories
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.bound import (
     Encoder,
