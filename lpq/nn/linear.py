@@ -17,10 +17,10 @@ from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
 from lpq.nn.cached_weight import HeldWeight, as_it_is
 from lpq.nn.exported import forward_of
+from lpq.nn.input_checks import check, check_accumulation, check_memories
 from lpq.nn.multiply import Call, Multiplication
 from lpq.nn.plan import Plan, Shapes, bind_few
 from lpq.nn.quantizer_state import check_names
-from lpq.nn.refusals import check, check_accumulation, check_memories
 from lpq.nn.saved import Saved
 from lpq.nn.siblings import Inputs
 from lpq.operations import encode_operands, remember
