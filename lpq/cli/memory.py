@@ -15,7 +15,7 @@ import lpq
 from lpq import observe
 from lpq.cli.output import Json, as_json, table
 from lpq.cli.shapes import SHAPES, Shape, Transformer
-from lpq.nn.weights import Weights
+from lpq.nn.sharded_weights import Weights
 from lpq.observe import Memory
 from lpq.observe.footprint import BF16
 from lpq.recipes import Recipe

@@ -28,7 +28,7 @@ from lpq.recipes import Recipe
 from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
-    from lpq.nn.weights import Weights
+    from lpq.nn.sharded_weights import Weights
     from lpq.recipes import PolicyLike
 
 

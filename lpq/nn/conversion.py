@@ -21,10 +21,10 @@ from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
 from lpq.nn.quantizer_state import check_names
 from lpq.nn.reports import WEIGHT, Entry, Report
+from lpq.nn.sharded_weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.nn.siblings import Inputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
-from lpq.nn.weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.operations.operands import DTYPES
 from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import LpqError

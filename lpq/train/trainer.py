@@ -35,7 +35,7 @@ from lpq.train.model import GPT, Shape
 from lpq.train.team import Team
 
 if TYPE_CHECKING:
-    from lpq.nn.weights import Weights
+    from lpq.nn.sharded_weights import Weights
     from lpq.recipes import Policy
 
 HELD_OUT_BATCHES = 16
