@@ -16,6 +16,7 @@ import lpq
 from lpq.checkpoint import CheckpointError
 from lpq.core import QuantizedTensor
 from lpq.engines.tensorfile import Shown, Writer
+from lpq.formats.inverse import preimage
 from lpq.optim import MasterWeights
 
 pytestmark = [
@@ -105,6 +106,21 @@ def test_static_scales_of_inputs_are_used(tmp_path: Path) -> None:
         assert torch.equal(scale, 448 / layers(model)[name].x_amax)
     lpq.export(read, tmp_path / "y", layout="fp8-block")
     assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_amax_is_found_again_from_its_quotient(dtype: torch.dtype) -> None:
+    """Exactly, if it was measured in 16 bits; one of fp32 with the same quotient."""
+    largest = torch.tensor(2688.0)
+    measured = torch.rand(300, generator=torch.Generator().manual_seed(0)) * 5 + 0.01
+    for quotient, guess in (
+        (lambda a: largest / a, lambda q: largest / q),
+        (lambda a: a / largest, lambda q: q * largest),
+    ):
+        for exact in measured.to(dtype).float():
+            assert preimage(quotient, quotient(exact), guess(quotient(exact))) == exact
+        found = [preimage(quotient, quotient(a), guess(quotient(a))) for a in measured]
+        assert all(quotient(a) == quotient(b) for a, b in zip(found, measured, strict=True))
 
 
 def test_a_tied_head_is_read_from_the_embedding(tmp_path: Path) -> None:
