@@ -16,6 +16,7 @@ from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
 from lpq.nn.cached_weight import HeldWeight, as_it_is
+from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
 from lpq.nn.multiply import Call, Multiplication
@@ -36,6 +37,7 @@ from lpq.torch_private.dispatch import autocasts
 
 if TYPE_CHECKING:
     from lpq.distributed.weight_gather import Gather
+    from lpq.nn.encoded_inputs import Buffers
     from lpq.nn.stages import Stages
     from lpq.recipes import Recipe, RecipeLike, Schedule
 
@@ -149,41 +151,52 @@ class Layer(Saved):
             return self._multiply(plan, input, weight, input.dtype)
         if not isinstance(input, Tensor):
             check(self, input, weight)
+        given = None
+        if isinstance(input, QuantizedTensor):
+            check(self, input, weight)
+            given = input_buffers(self.title, plan, input, torch.is_grad_enabled() and weight.requires_grad)
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             with torch.autocast(device, enabled=False):  # it has no more to say, and would slow every operation
-                return self._multiply(plan, input, weight, dtype)
-        return self._multiply(plan, input, weight, input.dtype)
+                return self._multiply(plan, input, weight, dtype, given)
+        return self._multiply(plan, input, weight, input.dtype, given)
 
-    def _multiply(self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def _multiply(
+        self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, given: Buffers | None = None
+    ) -> Tensor:
         held, bias = self.held_weight() if self._held is not None else None, self.bias
         ordinary = type(weight) in ORDINARY or isinstance(weight, QuantizedTensor)
-        if ordinary and can_bypass_dispatcher(input):
-            call = self._bound(plan, input, weight, bias, dtype, held is not None)
+        first = input if given is None else given[0][0]
+        if ordinary and can_bypass_dispatcher(first):
+            call = self._bound(plan, input, weight, bias, dtype, held is not None, given is not None)
         else:
             check(self, input, weight)
             inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
-            shapes = self._shapes(input, weight, dtype, held is not None)
+            shapes = self._shapes(input, weight, dtype, held is not None, given is not None)
             shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
             call = Call(plan, shapes, None, inputs=inputs)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
-            call = self._with_all(call, input, weight, held)
+            call = self._with_all(call, first, weight, held)
+        if given is not None:
+            call = call._replace(input=given)
         multiply: Any = forward_of(Multiplication) if is_exporting() else Multiplication.apply
         with on_device(call.shapes.device):
             y: Tensor = multiply(input, weight, bias, call)
         return y
 
     def _bound(
-        self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool
-    ) -> Call:
+        self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool,
+        given: bool,
+    ) -> Call:  # fmt: skip
         """The plan bound to what the dispatcher need not look at; checked and made when such a pass comes first."""
         grad = torch.is_grad_enabled()
         try:
             key = (
                 input.shape, input.dtype, input.layout, input.device, weight.shape, weight.dtype, weight.device,
                 None if bias is None else (bias.shape, bias.dtype, bias.device), dtype,
-                grad and input.requires_grad, grad and weight.requires_grad, type(weight), held, kernels_allowed(),
+                grad and input.requires_grad, grad and weight.requires_grad, type(weight), held, given,
+                kernels_allowed(),
             )  # fmt: skip
         except (AttributeError, RuntimeError):  # it has no shape
             check(self, input, weight)
@@ -197,7 +210,7 @@ class Layer(Saved):
             check(self, input, weight)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
-            shapes = self._shapes(input, weight, dtype, held)._replace(kernels=kernels_allowed())
+            shapes = self._shapes(input, weight, dtype, held, given)._replace(kernels=kernels_allowed())
             if len(calls) >= MOST_CALLS:
                 del calls[next(iter(calls))]
             with on_device(shapes.device):
@@ -205,7 +218,7 @@ class Layer(Saved):
                 call = calls[key] = Call(plan, shapes, bind_few(plan, shapes), inputs=inputs)
         return call
 
-    def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool) -> Shapes:
+    def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool, given: bool) -> Shapes:
         grad = torch.is_grad_enabled()
         features, outputs = input.shape[-1], weight.shape[0]
         rows = 1
@@ -214,6 +227,7 @@ class Layer(Saved):
         return Shapes(
             rows, features, outputs, input.dtype, weight.dtype, dtype, weight.dtype, input.device,
             grad and input.requires_grad, grad and weight.requires_grad, held or isinstance(weight, QuantizedTensor),
+            given,
         )  # fmt: skip
 
     def _with_all(self, call: Call, input: Tensor, weight: Tensor, held: HeldWeight | None) -> Call:

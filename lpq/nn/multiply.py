@@ -18,6 +18,7 @@ from lpq.formats.format import check_there
 from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is
+from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
 from lpq.operations import remember
@@ -46,6 +47,8 @@ class Call(NamedTuple):
     accumulate: Accumulate | None = None
     inputs: Inputs | None = None
     """What other layers encoded, if the input may be among it."""
+    input: Buffers | None = None
+    """The buffers of the operands of the input, if it is encoded already."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -53,10 +56,14 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs = call
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, given = call
         if step is None:
             step = through_dispatcher(plan, shapes)
-        if inputs is None:
+        x_stats: Sequence[Tensor] = ()
+        if step.x is None:
+            assert given is not None
+            x_row, x_col = given
+        elif inputs is None:
             x_row, x_col, x_stats = step.x.encode(x, states.get("x"), seeds.get("x"))
         else:
             x_row, x_col, x_stats = inputs.encode(step.x, x)
@@ -76,8 +83,8 @@ class Multiplication(torch.autograd.Function):
         if bias is not None:
             ctx.bias = bias.dtype
         # Of its buffers autograd does not count what is written: that happens inside of operators.
-        watched = shapes.needs_dx and isinstance(weight, QuantizedTensor) and not torch.compiler.is_compiling()
-        ctx.watched = (weight, as_it_is(weight)) if watched else None
+        watched = step.x is None or isinstance(weight, QuantizedTensor)
+        ctx.watched = _as_they_are(x, weight, shapes) if watched and not torch.compiler.is_compiling() else ()
         if accumulate is not None:
             ctx.weight = weight
         if x.dim() == 2:
@@ -93,12 +100,13 @@ class Multiplication(torch.autograd.Function):
                 "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
                 "Leave that out, or have the policy leave the layer in high precision"
             )
-        if ctx.watched is not None and as_it_is(ctx.watched[0]) != ctx.watched[1]:
-            raise RuntimeError(
-                f"a weight of {[*ctx.watched[0].shape]} that is stored quantized was written to after forward, and "
-                "backward needs it as it was: write to it after backward"
-            )
-        plan, shapes, step, states, *_, inputs = ctx.call
+        for what, tensor, found in ctx.watched:
+            if as_it_is(tensor) != found:
+                raise RuntimeError(
+                    f"{what} of {[*tensor.shape]} that is stored quantized was written to after forward, and "
+                    "backward needs it as it was: write to it after backward"
+                )
+        plan, shapes, step, states, *_, inputs, _ = ctx.call
         if inputs:
             inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
@@ -118,6 +126,12 @@ class Multiplication(torch.autograd.Function):
         if needs_db:
             db = dy.reshape(-1, shapes.outputs).sum(0).to(ctx.bias)
         return dx, dw, db, None
+
+
+def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[tuple[str, QuantizedTensor, tuple[object, ...]]]:
+    """The encoded ones among these of which backward needs an operand, and how each is."""
+    needed = (("a weight", weight, shapes.needs_dx), ("an input", x, shapes.needs_dw))
+    return [(what, t, as_it_is(t)) for what, t, needs in needed if needs and isinstance(t, QuantizedTensor)]
 
 
 def _gradients(
@@ -142,7 +156,8 @@ def _gradients(
         if dy.dim() != 2:
             dx = dx.view(*dy.shape[:-1], dx.shape[-1])
     if step.wgrad is not None:
-        dw = step.wgrad(dy_col, saved[:first] if step.x.later is None else step.x.later(saved[:first]), None)
+        x_col = saved[:first] if step.x is None or step.x.later is None else step.x.later(saved[:first])
+        dw = step.wgrad(dy_col, x_col, None)
         if sum_so_far is not None:
             sum_so_far.add_(dw)
             dw = None

@@ -100,6 +100,8 @@ class Shapes(NamedTuple):
     needs_dw: bool
     encoded: bool
     """Whether the operands of the weight are there, so that none is encoded."""
+    given: bool = False
+    """Whether those of the input are."""
     kernels: object = None
     """The value of ``LPQ_KERNELS`` under which kernels are chosen."""
     compiled: bool = False
@@ -109,9 +111,9 @@ class Shapes(NamedTuple):
 class Step(NamedTuple):
     """A plan bound to shapes."""
 
-    x: Encoder
+    x: Encoder | None
+    """None: the input is encoded already; ``w`` likewise."""
     w: Encoder | None
-    """None: the weight is encoded already."""
     dy: Encoder
     fprop: Multiply
     dgrad: Multiply | None
@@ -142,25 +144,28 @@ def _step(
     *,
     exact: bool,
 ) -> Step:
-    rows, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded, _, later = shapes
-    states = [memory.tensor for memory in plan.memories]
+    rows, features, outputs, x_dtype, w_dtype, dtype, summed, device, needs_dx, needs_dw, encoded, given, _, later = (
+        shapes
+    )
+    states, later = [memory.tensor for memory in plan.memories], shapes.compiled
     fprop, dgrad, wgrad = (exact and multiplied_exactly(p, device) for p in (plan.fprop, plan.dgrad, plan.wgrad))
     forward = (fprop, False)
     draws = not encoded and not plan.w.side("row").plain
     of_x = Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, forward, later, not draws)
-    x = _encoder(encoder, of_x, plan.keeps_input)
+    x = None if given else _encoder(encoder, of_x, plan.keeps_input)
     wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, forward, later, draws)
     w = None if encoded else _encoder(encoder, wanted, plan.keeps_weight)
     also = needs_dx and dgrad, needs_dw and wgrad
     dy = encoder(Wanted(plan.dy, (rows, outputs), dtype, device, needs_dx, needs_dw, "dy" in states, also))
+    x_row, x_col = operands_of(of_x) if x is None else (x.row, x.col)
     w_row, w_col = operands_of(wanted) if w is None else (w.row, w.col)
-    assert x.row is not None
+    assert x_row is not None
     assert w_row is not None
-    multiply, into_dx, into_dw = product(Product(x.row, w_row, dtype, device, plan.fast[0])), None, None
+    multiply, into_dx, into_dw = product(Product(x_row, w_row, dtype, device, plan.fast[0])), None, None
     if dy.row is not None and w_col is not None:
         into_dx = product(Product(dy.row, w_col, x_dtype, device, plan.fast[1]))
-    if dy.col is not None and x.col is not None:
-        into_dw = product(Product(dy.col, x.col, summed, device, plan.fast[2]))
+    if dy.col is not None and x_col is not None:
+        into_dw = product(Product(dy.col, x_col, summed, device, plan.fast[2]))
     return Step(x, w, dy, multiply, into_dx, into_dw)
 
 

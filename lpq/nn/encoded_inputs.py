@@ -1,0 +1,56 @@
+"""Inputs that are encoded before a layer is given them: ``layer(quantizer.quantize(x))``.
+
+The layer multiplies the operands that are there and encodes nothing of them. The gradient for such an input is an
+ordinary tensor, as that for a stored weight is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lpq import registry
+from lpq.operations.operators import opaque_when_traced
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Direction, Quantizer
+    from lpq.nn.plan import Plan
+    from lpq.tensor import QuantizedTensor
+
+Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Those of the row operand and of the column operand."""
+
+
+def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Buffers:
+    """The buffers of an encoded input, as the layer's recipe would encode it; ``title`` names the layer in messages.
+
+    The column operand is asked for where ``needs_dw``: nothing else is made of it.
+    """
+    if any(memory.tensor == "x" for memory in plan.memories):
+        raise ValueError(
+            f"{title}: the input is encoded already, and its recipe, with x={plan.x}, remembers statistics of inputs "
+            "across steps: pass the tensor before it is encoded"
+        )
+    text = plan.x.text
+    return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
+
+
+def _buffers_of(x: QuantizedTensor, direction: Direction, text: str, title: str) -> list[Tensor]:
+    """Those of one operand. Also inside ``torch.compile``, which knows tensors and constants only."""
+    quantizer: Quantizer = registry.quantizer(text)
+    alike = x.quantizer.side(direction) == quantizer.side(direction)
+    if not alike or (direction == "col" and x.quantizer.col_source != quantizer.col_source):
+        raise ValueError(
+            f"{title}: the {direction} operand of the input is encoded as {x.quantizer}, and its recipe encodes "
+            f"inputs as {text}: encode it with lpq.quantizer({text!r}), pass the tensor before it is encoded, or give "
+            f"the layer a recipe with x={x.quantizer}"
+        )
+    try:
+        return x.operand(direction).tensors()
+    except ValueError as error:
+        raise ValueError(f"{title}: its input is encoded already, and {error}") from None
+
+
+_buffers = opaque_when_traced(_buffers_of)
