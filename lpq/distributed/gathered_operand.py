@@ -74,10 +74,11 @@ class Whole:
         for target, arrived in zip(self.large, self.arrived, strict=True):
             if target.numel() == 0:
                 continue
-            rows, cols = target.shape
-            unit = _unit(cols // self.ranks * target.element_size())
+            rows = target.shape[0]
+            lines = target.view(rows, -1)
+            unit = _unit(lines.shape[1] // self.ranks * target.element_size())
             by_rank = arrived.view(unit).view(self.ranks, rows, -1)
-            fsdp.fill([target.view(unit).view(rows, self.ranks, -1)], [by_rank.transpose(0, 1)])
+            fsdp.fill([lines.view(unit).view(rows, self.ranks, -1)], [by_rank.transpose(0, 1)])
         fsdp.free(self.arrived)
 
     def take(self, local: Storage) -> None:

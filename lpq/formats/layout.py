@@ -2,7 +2,8 @@
 
 An encoded matrix of logical shape ``[rows, cols]`` (``cols`` is the contraction) is a few named buffers. One element
 of a buffer covers a block of ``block[0] x block[1]`` logical elements; ``None`` is the whole dimension. Packing needs
-no second notion: two 4-bit values in a byte are a buffer of bytes with block ``(1, 2)``. Allocation, fake tensors,
+no second notion: two 4-bit values in a byte are a buffer of bytes with block ``(1, 2)``. A block may have several
+elements, along a last dimension: eight 3-bit values are 3 bytes for a block ``(1, 8)``. Allocation, fake tensors,
 slicing, moving, saving and gathering all follow from these declarations and are written once, in the core.
 """
 
@@ -38,16 +39,21 @@ def row_major(tensor: Tensor) -> Tensor:
 
 
 class Covering:
-    """A named tensor each of whose elements covers a block of a matrix."""
+    """A named tensor that has one number, or some, for each block of a matrix."""
 
     name: str
     block: Block
+    values: int | None = None
+
+    def lattice(self, rows: int, cols: int) -> tuple[int, int]:
+        """How many blocks lie below each other, and side by side, in a matrix ``[rows, cols]``."""
+        return blocks(rows, self.block[0]), blocks(cols, self.block[1])
 
     def grid(self, rows: int, cols: int) -> tuple[int, ...]:
-        """The shape of the tensor for a matrix ``[rows, cols]``; a value for the whole matrix is 0-dimensional."""
-        if self.block == (None, None):
-            return ()
-        return blocks(rows, self.block[0]), blocks(cols, self.block[1])
+        """The shape of the tensor for a matrix ``[rows, cols]``: its lattice, and the values of each block if they are
+        several. What is of the whole matrix has no lattice: one value is 0-dimensional."""
+        lattice = () if self.block == (None, None) else self.lattice(rows, cols)
+        return lattice if self.values is None else (*lattice, self.values)
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,20 @@ class Buffer(Covering):
     column_major: bool = False
     """Whether encoding leaves it in memory column by column, as kernels write scales fastest and as some products read
     them. Its shape is the same, and whatever reads it takes any order: what is kept, gathered or saved is row-major."""
+    values: int | None = None
+    """How many numbers it holds for each block, along a last dimension of their own (a codebook, codes that do not
+    divide a byte); None: one, and no such dimension. They are never cut apart."""
 
     def __post_init__(self) -> None:
         if self.column_major and self.block == (None, None):
             raise ValueError(f"buffer {self.name!r} is one value, block=(None, None): it cannot be column_major")
+        if self.column_major and self.values is not None:
+            raise ValueError(f"buffer {self.name!r} has {self.values} values for each block: it cannot be column_major")
+        if self.values is not None and self.values < 1:
+            raise ValueError(f"buffer {self.name!r} has values={self.values}: say how many each block has, 1 or more")
 
-    def grid(self, rows: int, cols: int) -> tuple[int, ...]:
-        return super().grid(rows, blocks(cols, self.pad) * self.pad)
+    def lattice(self, rows: int, cols: int) -> tuple[int, int]:
+        return super().lattice(rows, blocks(cols, self.pad) * self.pad)
 
     def empty(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(self.grid(rows, cols), dtype=self.dtype or dtype, device=device)

@@ -159,7 +159,8 @@ def _unfit(tensor: object, declared: Covering, dtype: torch.dtype, shape: Shape,
 
 
 def _declared(declared: Covering, dtype: torch.dtype | None, shape: Shape) -> str:
-    return f"{dtype or 'the dtype of the matrix'}, block {declared.block}, so {list(declared.grid(*shape))}"
+    several = "" if declared.values is None else f", {declared.values} values"
+    return f"{dtype or 'the dtype of the matrix'}, block {declared.block}{several}, so {list(declared.grid(*shape))}"
 
 
 def _no_storage(quantizer: Quantizer, method: str, made: object) -> PluginError:

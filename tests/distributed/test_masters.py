@@ -13,6 +13,7 @@ import odd_formats
 import pytest
 import torch
 import torch.distributed as dist
+import value_formats
 import whole_formats
 from casting import (
     EXAMPLE,
@@ -56,6 +57,7 @@ some = settings(max_examples=25, deadline=None, database=None, derandomize=True)
 def third_parties() -> Iterator[None]:
     odd_formats.register()
     whole_formats.register()
+    value_formats.register()
     register_example()
     yield
     sys.path.remove(str(EXAMPLE))
@@ -78,7 +80,9 @@ def test_every_rank_gets_the_cast_of_the_whole_master(
     check_all(cast(cases), cases, text)
 
 
-@pytest.mark.parametrize("text", [*odd_formats.NAMES, *whole_formats.NAMES, whole_formats.STRIDED])
+@pytest.mark.parametrize(
+    "text", [*odd_formats.NAMES, *whole_formats.NAMES, whole_formats.STRIDED, *value_formats.NAMES]
+)
 @some
 @given(st.randoms(use_true_random=False), st.integers(2, 5), st.sampled_from(SIDES))
 def test_formats_that_declare_little(text: str, rng: random.Random, ranks: int, sides: tuple[bool, bool]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lpq import operations
-from lpq.formats import Quantizer
+from lpq.formats import Buffer, Quantizer
 from lpq.formats.layout import blocks
 from lpq.operations import remember as remember_one
 
@@ -125,7 +125,7 @@ def follow(
     out = encode(x, stats, side, None, seeds, together=together)
     if not single:
         return [out[j] for j in wanted]
-    return [_gathered(out[j].view(count, down, across), layout[j].grid(*shape)) for j in wanted]
+    return [_gathered(layout[j], out[j], (count, down, across), shape) for j in wanted]
 
 
 def _steps(side: Quantizer, wanted: Sequence[int]) -> tuple[int | None, int | None] | None:
@@ -145,9 +145,13 @@ def _spread(stat: Tensor, grid: tuple[int, int, int]) -> Tensor:
     return stat.expand(grid).reshape(-1, 1, 1)
 
 
-def _gathered(values: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """What each block says as a buffer, also where one value covers many."""
-    return values[:, : grid[0], : grid[1]] if grid else values[:, 0, 0]
+def _gathered(buffer: Buffer, of_each: Tensor, grid: tuple[int, int, int], shape: tuple[int, int]) -> Tensor:
+    """The buffer of many matrices ``shape`` from that of each of their blocks, also where one value covers many."""
+    values = of_each.view(*grid, *(() if buffer.values is None else (buffer.values,)))
+    if buffer.block == (None, None):
+        return values[:, 0, 0]
+    down, across = buffer.lattice(*shape)
+    return values[:, :down, :across]
 
 
 def derive_col(

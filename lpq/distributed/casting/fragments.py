@@ -22,7 +22,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Grid:
-    """A buffer, or a statistic, of one operand of a weight ``[rows, cols]``, in the order of the weight."""
+    """A buffer, or a statistic, of one operand of a weight ``[rows, cols]``, in the order of the weight. Places in it
+    are those of its numbers, of which a block may have several."""
 
     covering: Covering
     direction: Direction
@@ -37,13 +38,19 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """How many blocks lie below each other, and side by side."""
         size = (self.rows, self.cols) if self.direction == "row" else (self.cols, self.rows)
-        down, across = self.covering.grid(*size) or (1, 1)
+        down, across = self.covering.lattice(*size)
         return (down, across) if self.direction == "row" else (across, down)
 
     @property
+    def values(self) -> int:
+        """How many numbers each block has."""
+        return self.covering.values or 1
+
+    @property
     def count(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.values
 
     def line(self, row: int) -> int:
         """The row of the grid that covers a row of the weight."""
@@ -51,35 +58,41 @@ class Grid:
         return 0 if down is None else row // down
 
     def holding(self, position: int) -> int:
-        """The place in the flattened grid of what covers this element of the flattened weight."""
+        """The first place in the flattened grid of what covers this element of the flattened weight."""
         row, col = divmod(position, self.cols)
         across = self.step[1]
-        return self.line(row) * self.shape[1] + (0 if across is None else col // across)
+        return (self.line(row) * self.shape[1] + (0 if across is None else col // across)) * self.values
 
     def before(self, position: int) -> int:
-        """How many elements of the grid begin before this element of the flattened weight.
+        """How many numbers of the grid begin before this element of the flattened weight.
 
-        So the elements of a fragment's own, ``[before(start), before(stop))``, are those that begin in it, and all
+        So the numbers of a fragment's own, ``[before(start), before(stop))``, are those that begin in it, and all
         fragments together have each of them once. What pads the columns begins with the last one.
         """
-        lines, width = self.shape
         if position >= self.rows * self.cols:
-            return lines * width
+            return self.count
         row, col = divmod(position, self.cols)
+        width = self.shape[1]
         down, across = self.step[0] or self.rows, self.step[1] or self.cols
-        return -(-row // down) * width + (0 if row % down else -(-col // across))
+        return (-(-row // down) * width + (0 if row % down else -(-col // across))) * self.values
 
     def lay(self, tensor: Tensor) -> Tensor:
-        """``[count, *grid]`` of operands, in the order of the weight."""
-        if tensor.dim() == 1:
-            return tensor.view(-1, 1, 1)
+        """``[count, *grid]`` of operands, in the order of the weight: ``[count, *shape]``, and the values of each block
+        if they are several."""
+        if self.covering.block == (None, None):
+            return tensor[:, None, None]
         return tensor if self.direction == "row" else tensor.transpose(1, 2)
 
     def lift(self, laid: Tensor) -> Tensor:
         """The inverse of ``lay``."""
         if self.covering.block == (None, None):
-            return laid.reshape(-1)
+            return laid[:, 0, 0].contiguous()
         return (laid if self.direction == "row" else laid.transpose(1, 2)).contiguous()
+
+    def spread(self, flat: Tensor) -> Tensor:
+        """What ``lay`` gives, from the numbers of each weight one after the other."""
+        several = () if self.covering.values is None else (self.values,)
+        return flat.view(-1, *self.shape, *several)
 
     def cut(self, laid: Tensor, band: Band) -> list[Tensor]:
         """Of a stack of this grid for many weights: what covers the rows of a band, weight by weight."""

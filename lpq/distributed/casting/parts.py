@@ -66,8 +66,8 @@ class InParts(OfOneKind):
         for part in self._batches(chosen):
             for direction, j, grid, buffers in self.buffers:
                 if direction == "col":
-                    stack = torch.stack([buffers[i] for i in part]).view(-1, *grid.shape)
-                    write(self._held("col", part), [(j, grid.lift(stack))])
+                    stack = torch.stack([buffers[i] for i in part])
+                    write(self._held("col", part), [(j, grid.lift(grid.spread(stack)))])
 
     def _follow(self, stats: Sequence[Tensor]) -> None:
         """Write the buffers that follow from the statistics alone, of the whole weights."""
