@@ -1,0 +1,120 @@
+"""Formats that are made of formats: an operand that is several operands of one matrix, its parts.
+
+A part is a field of the quantizer that is a quantizer itself, as ``base`` and ``rest`` of a sum. Its buffers
+and statistics have its name in front: ``base_data``, ``base_scale``, ``rest_data``. These functions put them together
+and take them apart; how the parts make up the matrix is the format's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar, get_type_hints
+
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.formats.layout import DIMENSIONS, Buffer, Stat
+from lpq.registry.errors import OptionError
+
+Declared = TypeVar("Declared", Buffer, Stat)
+Whole = TypeVar("Whole", bound=Quantizer)
+
+# ---------------------------------------------------------------------------------------------- the quantizers
+
+
+def read(whole: type[Quantizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a quantizer, with the parts among them made of their strings.
+
+    An error if one is missing, or does what a part cannot: it remembers across steps, rounds with random bits, keeps
+    the dtype of the matrix, or makes its column operand of its row operand.
+    """
+    made, name = dict(options), registry.format_of(whole).name
+    for field, hint in get_type_hints(whole).items():
+        if isinstance(hint, type) and issubclass(hint, Quantizer):
+            if field not in made:
+                raise OptionError(f"{name} needs a quantizer for each part: add {field}=FORMAT")
+            made[field] = part = registry.quantizer(made[field])
+            if why := _unfit(part):
+                raise OptionError(f"{name}: {field}={part} {why}: choose another quantizer for {field}")
+    return made
+
+
+def _unfit(part: Quantizer) -> str:
+    """Why a quantizer cannot encode a part; empty if it can."""
+    sides = part.side("row"), part.side("col")
+    if any(side.state for side in sides):
+        return "remembers statistics across steps, and no state is kept for a part"
+    if any(side.stochastic for side in sides):
+        return "rounds with random bits, and no part has any of its own"
+    if any(buffer.dtype is None for side in sides for buffer in side.layout):
+        return "keeps a matrix in its own dtype, and what a part encodes is in fp32"
+    return "" if part.col_source == "original" else "makes its column operand of its row operand"
+
+
+def side(whole: Whole, direction: Direction) -> Whole:
+    """The same quantizer with the side of each part in this direction; itself if these are its parts. It is made at
+    each call: keep it, as ``Quantizer.side`` must return the same object."""
+    parts = {f.name: getattr(whole, f.name) for f in fields(whole)}  # type: ignore[arg-type]
+    sides = {name: q.side(direction) for name, q in parts.items() if isinstance(q, Quantizer)}
+    return whole if all(sides[name] == parts[name] for name in sides) else replace(whole, **sides)  # type: ignore[type-var]
+
+
+def uncut(*first: Quantizer, later: Sequence[Quantizer] = ()) -> tuple[int, ...]:
+    """``Quantizer.uncut`` of a format with these parts.
+
+    The statistics of the ``first`` parts are declared, and so are reduced over ranks. A ``later`` part encodes what
+    others leave. That is not known when statistics are reduced, so it is measured when it is encoded: there is no
+    second round. A statistic of a whole dimension would then be of a shard alone.
+    """
+    return tuple(
+        dim
+        for dim in range(len(DIMENSIONS))
+        if any(part.why_no_parts(dim) is not None for part in (*first, *later))
+        or any(stat.block[dim] is None for part in later for stat in part.stats)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+def named(**declared: Iterable[Declared]) -> tuple[Declared, ...]:
+    """The buffers or the statistics of parts, each with the name of its part in front."""
+    return tuple(replace(d, name=f"{part}_{d.name}") for part, of_part in declared.items() for d in of_part)
+
+
+def joined(**tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of parts, each with the name of its part in front."""
+    return {f"{part}_{name}": tensor for part, of_part in tensors.items() for name, tensor in of_part.items()}
+
+
+def taken(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one part, by the names that its format gives them."""
+    front = part + "_"
+    return {name.removeprefix(front): tensor for name, tensor in tensors.items() if name.startswith(front)}
+
+
+# ---------------------------------------------------------------------------------------------- the operands
+
+
+def encode(part: Quantizer, x: Tensor, stats: Mapping[str, Tensor] | None = None) -> Storage:
+    """A part of ``x``, as its format encodes it. Without ``stats`` they are those of ``x``: for a later part."""
+    if stats is None:
+        rows, cols = x.shape
+        stats = part.measure(x) if x.numel() else {s.name: s.zeros(rows, cols, x.device) for s in part.stats}
+    if part.plain:
+        x = x.clone()  # its buffer may be a view
+    return part.encode(x, stats).bind(part, (x.shape[0], x.shape[1]), x.dtype)
+
+
+def part(whole: Storage, name: str, quantizer: Quantizer) -> Storage:
+    """A part of an operand, as an operand of its format over the same buffers."""
+    tensors = [getattr(whole, f"{name}_{buffer}") for buffer in quantizer.names]
+    return quantizer.storage.wrap(tensors, quantizer, whole.shape, whole.dtype)
+
+
+def transposed(part: Storage) -> dict[str, Tensor]:
+    """The buffers of the transpose of a part whose format is transposable."""
+    rows, cols = part.shape
+    return part.transposed().bind(part.quantizer, (cols, rows), part.dtype).buffers()
