@@ -92,10 +92,13 @@ def check_shard(row: Quantizer | None, col: Quantizer | None, declared: Sequence
             raise ValueError(
                 f"a shard has no operand that is a part of the whole tensor's: {reason}; quantize the whole"
             )
-    for stat, dim in declared:
-        block = stat.block[dim]
+    covered = [(f"statistic {stat.name!r} covers", stat.block[dim]) for stat, dim in declared]
+    for side, dim in ((row, 0), (col, 1)):
+        if side is not None:
+            covered += [(f"buffer {buffer.name!r} has", buffer.unit(dim)) for buffer in side.layout]
+    for what, block in covered:
         if block is not None and rows % block:
             raise ValueError(
-                f"a shard of {rows} rows cuts the blocks of {block} rows that statistic {stat.name!r} covers: "
+                f"a shard of {rows} rows cuts the blocks of {block} rows that {what}: "
                 f"shard by multiples of {block} rows, or quantize before sharding"
             )
