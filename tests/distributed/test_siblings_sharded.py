@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import spawn
+from ranks import fully_shard, spawn
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lpq
