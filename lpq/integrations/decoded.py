@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.tensor import DTensor
+
 from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+METHOD = "lpq"
+"""The name under which transformers finds lpq's quantizer."""
+
 
 def attach(model: nn.Module) -> nn.Module:
     """Have ``model.save_pretrained`` write what weights that are stored quantized decode to, and return the model.
 
-    ``LpqCallback`` does it, too. A sharded model is left as it is: what accelerate gathers of it is decoded already.
+    ``LpqCallback`` does it, too. A sharded model is to be saved without it: what accelerate gathers is decoded already.
     """
     if hasattr(model, "save_pretrained") and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
         from transformers.quantizers.base import HfQuantizer
 
-        made: Any = type("LpqQuantizer", (_Decoded, HfQuantizer), {})
+        made: Any = type("LpqQuantizer", (Decoded, HfQuantizer), {})
         model.hf_quantizer = made(made)
+    elif isinstance(getattr(model, "hf_quantizer", None), Decoded):
+        del model.hf_quantizer  # from before it was sharded
     return model
 
 
-class _Decoded:
+class Decoded:
     """What transformers asks of a quantizer whose model is trained and saved as any other."""
 
-    quant_method = "lpq"
+    quant_method = METHOD
     is_trainable = is_qat_trainable = is_compileable = True
 
     def is_serializable(self) -> bool:
@@ -35,4 +42,9 @@ class _Decoded:
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The model's tensors, in high precision."""
         state = model.state_dict()
+        if any(isinstance(tensor, DTensor) for tensor in state.values()):
+            raise RuntimeError(
+                "the model was sharded after it was made ready to be saved as a whole: call "
+                "lpq.integrations.transformers.attach(model) after sharding, or give the Trainer LpqCallback()"
+            )
         return {n: t.dequantize() if isinstance(t, QuantizedTensor) else t for n, t in state.items()}, {}

@@ -23,14 +23,19 @@ if TYPE_CHECKING:
 Weights = Literal["high_precision", "quantized"]
 
 
-def check_weights(
-    model: nn.Module, weights: Weights | None, ranks: int | None, schedules: Mapping[str, Schedule]
-) -> None:
-    """Refuse what cannot be prepared, or is stored otherwise already, before anything of the model is converted."""
+def check_options(weights: Weights | None, ranks: int | None) -> None:
+    """Refuse what these are for no model."""
     if weights not in (None, *get_args(Weights)):
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks={ranks!r}: it is the number of ranks that will share the weights out, from 1 on")
+
+
+def check_weights(
+    model: nn.Module, weights: Weights | None, ranks: int | None, schedules: Mapping[str, Schedule]
+) -> None:
+    """Refuse what cannot be prepared, or is stored otherwise already, before anything of the model is converted."""
+    check_options(weights, ranks)
     modules = {name: model.get_submodule(name) for name in schedules}
     layers = {name: m for name, m in modules.items() if type(m) is nn.Linear or isinstance(m, Linear)}
     sharded = _sharded(model, layers.values(), weights)

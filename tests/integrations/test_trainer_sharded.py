@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import safetensors.torch as safetensors
 import torch.distributed as dist
-from llama import STEPS, TWO_STAGES, converted, equal, losses, trainer, transformers
+from llama import STEPS, TWO_STAGES, converted, equal, llama, losses, trainer, transformers
 from ranks import spawn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import lpq
 from lpq.integrations.transformers import LpqCallback
+from lpq.integrations.transformers_config import LpqConfig
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate, which `make install` brings")
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -106,8 +107,13 @@ def _sharded_checkpoints_go_on_too(rank: int, out: Path) -> None:
 
 def _the_best_model_is_loaded(rank: int, out: Path) -> None:
     with _launched(rank):
+        llama().save_pretrained(out / "plain")  # which the first rank does
+        dist.barrier()
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            out / "plain", quantization_config=LpqConfig("mxfp8", weights="quantized", ranks=2)
+        )
         best = trainer(
-            converted(weights="quantized", ranks=2), out, LpqCallback(), cls=_Sharded, load_best_model_at_end=True,
+            model, out, LpqCallback(), cls=_Sharded, load_best_model_at_end=True,
             eval_strategy="steps", eval_steps=2, learning_rate=10.0, lr_scheduler_type="constant", max_steps=4,
         )  # fmt: skip
         best.train()

@@ -1,0 +1,126 @@
+"""``LpqConfig``: transformers' ``from_pretrained`` converts what it loads, and ``config.json`` names how.
+
+Importing this module imports transformers and registers ``LpqConfig`` there, so that a directory whose ``config.json``
+names it is loaded converted. Files hold weights in high precision, as an ordinary model's do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lpq import recipes
+from lpq.checkpoint.description import Description, check_fields, formats_of, origins
+from lpq.checkpoint.errors import CheckpointWarning
+from lpq.checkpoint.model import PREFIX, Model
+from lpq.integrations.decoded import METHOD, Decoded, attach
+from lpq.nn import convert
+from lpq.nn.sharded_weights import Weights, check_options
+
+if TYPE_CHECKING:
+    from lpq.recipes import Include, PolicyLike, Steps
+
+__all__ = ["LpqConfig"]
+
+FIELDS: dict[str, tuple[type, ...]] = {
+    "policy": (dict,), "steps": (int, str, type(None)), "weights": (str, type(None)), "ranks": (int, type(None)),
+    "formats": (dict,),
+}  # fmt: skip
+"""Of what type each field is in ``config.json``."""
+
+
+@register_quantization_config(METHOD)
+class LpqConfig(QuantizationConfigMixin):
+    """How ``lpq.convert`` converts the model that ``from_pretrained(…, quantization_config=…)`` loads."""
+
+    def __init__(
+        self,
+        policy: PolicyLike,
+        *,
+        steps: Steps = None,
+        include: Include = None,
+        weights: Weights | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        """Take what ``lpq.convert`` takes, and refuse what it refuses of any model."""
+        check_options(weights, ranks)
+        self.quant_method: Any = METHOD
+        self.policy = recipes.policy(policy, include=include)
+        self.steps, self.weights, self.ranks = steps, weights, ranks
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data, for ``config.json``, with what brought the formats."""
+        quantizers = [q for r in self.policy.rules if r.recipe for q in r.recipe.operands.values()]
+        formats = origins({name for quantizer in quantizers for name in formats_of(quantizer)})
+        return {**vars(self), "policy": self.policy.to_dict(), "formats": formats}
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from self.to_dict().items()
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **others: Any) -> Any:
+        """Read what ``config.json`` has."""
+        check_fields("quantization_config", dict(config_dict), FIELDS)
+        said = {"policy": config_dict["policy"], "steps": config_dict["steps"]}
+        described = Description(conversions={"": said}, formats=config_dict["formats"])
+        policy, steps = Description.read(described.data()).policies()[""]
+        made = cls(policy, steps=steps, weights=config_dict["weights"], ranks=config_dict["ranks"])
+        return (made, others) if return_unused_kwargs else made
+
+
+@register_quantizer(METHOD)
+class LpqQuantizer(Decoded, HfQuantizer):
+    """Converts a model after it was loaded as any other is."""
+
+    def __init__(self, quantization_config: LpqConfig, **others: Any) -> None:
+        super().__init__(quantization_config, pre_quantized=True)  # which is: files are read as any others
+        self._again, self._files = bool(others.get("pre_quantized")), list[str]()
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """Cast what is loaded as without a quantizer."""
+        return dtype
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **others: Any) -> None:
+        self._files = others.get("checkpoint_files") or []
+
+    def postprocess_model(self, model: Any, **_: Any) -> None:
+        """Convert the model. It is then as one that ``lpq.convert`` got, but that its configuration says so."""
+        given: Any = self.quantization_config
+        if hasattr(model, "hf_device_map"):
+            raise ValueError(
+                f"device_map spreads the model over {sorted(map(str, set(model.hf_device_map.values())))}, and hooks "
+                "compute its layers: lpq converts a model on one device. Leave device_map out, and shard with FSDP2"
+            )
+        del model.hf_quantizer, model.quantization_method  # as long as they are there, it may not be cast or sharded
+        model.is_quantized = False
+        model.config.quantization_config = given
+        convert(model, given.policy, steps=given.steps, weights=given.weights, ranks=given.ranks)
+        if self._again and given.weights == "quantized":
+            warnings.warn(
+                "the files hold what weights that were stored quantized decode to, and encoding that again may give "
+                "other bits: lpq.checkpoint keeps the codes",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+        _remember(model, self._files)
+        attach(model)
+
+
+@torch.no_grad()
+def _remember(model: nn.Module, files: list[str]) -> None:
+    """Read what layers remembered; ``from_pretrained`` had no place for it yet."""
+    memories = {name.removeprefix(PREFIX): buffer for name, buffer in Model(model).memories().items()}
+    for path in files if memories else ():
+        if Path(path).suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                for name in memories.keys() & set(file.keys()):
+                    memories[name].copy_(file.get_tensor(name))
