@@ -2,8 +2,8 @@
 
 Everything is in bf16, the optimizer is fused AdamW, and the head is left as it is.
 
-Each contender has a fresh model, one after the other, since a GPU does not hold them all. What is compiled is each
-decoder layer by itself, as users of large models do.
+Each contender has a fresh model, one after the other, since a GPU does not hold them all. Each decoder layer is
+compiled by itself, as users of large models do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from benchmarks.contenders import Contender, compile_afresh, in_words
+from benchmarks.contenders import Contender, compile_afresh, in_words, training_step
 from benchmarks.shapes import Decoder
 from benchmarks.timing import one_after_another
 
@@ -66,20 +66,14 @@ def _of(contender: Contender, shape: Decoder, steps: int, device: torch.device) 
 def _step(contender: Contender, shape: Decoder, device: torch.device) -> Callable[[], Tensor]:
     """A step of training, which returns its loss."""
     model = made(contender, shape, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     torch.manual_seed(1)
     tokens = torch.randint(shape.words, (shape.batch, shape.sequence), device=device)
 
-    def step() -> Tensor:
-        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        if contender.after_step is not None:
-            contender.after_step(model)
-        return loss.detach()
+    def loss() -> Tensor:
+        found: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return found
 
-    return step
+    return training_step(contender, model, loss)
 
 
 def made(contender: Contender, shape: Decoder, device: torch.device) -> Any:

@@ -77,7 +77,7 @@ class Decoder:
 
     @property
     def heads(self) -> int:
-        """Of 64 elements each."""
+        """Heads of 64 elements."""
         return max(1, self.hidden // 64)
 
     @property

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.contenders import Contender, compile_afresh, in_words
+from benchmarks.contenders import Contender, compile_afresh, in_words, training_step
 from benchmarks.llama import Llama, rotations
 from benchmarks.shapes import Stack
 from benchmarks.timing import one_after_another
@@ -105,22 +105,12 @@ def _together(peers: dist.ProcessGroup) -> Iterator[None]:
 def _step(contender: Contender, shape: Stack, device: torch.device) -> Callable[[], Tensor]:
     """A step of training, which returns its loss."""
     model = sharded(contender, shape, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(shape.batch, shape.sequence, shape.hidden, device=device, dtype=torch.bfloat16)
     target = torch.randn_like(x)
     cos, sin = rotations(shape, device, torch.bfloat16)
 
-    def step() -> Tensor:
-        loss = nn.functional.mse_loss(model(x, cos, sin), target)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        if contender.after_step is not None:
-            contender.after_step(model)
-        return loss.detach()
-
-    return step
+    return training_step(contender, model, lambda: nn.functional.mse_loss(model(x, cos, sin), target))
 
 
 def sharded(contender: Contender, shape: Stack, device: torch.device) -> nn.Module:
