@@ -214,7 +214,9 @@ def test_it_is_not_decided_where_optimizers_cannot_be_seen() -> None:
     net = _unsharded("high_precision")
     weights, rest = _split(net)
     often, other = AdamW([*rest, *weights[:2]]), SGD(weights[2:], lr=0.1)
+    before = [weight.detach().clone() for weight in weights]
     _backward(net)
     gc.freeze()
     often.step()
     other.step()
+    assert not any(torch.equal(now, was) for now, was in zip(weights, before, strict=True)), "all have been stepped"

@@ -182,10 +182,12 @@ def test_what_is_written_through_data_is_not_undone_in_silence(write: Callable[[
 def test_moving_nothing_is_no_write(move: Callable[[nn.Module], object]) -> None:
     model = _model()
     optimizer = MasterWeights(SGD(model.parameters(), lr=0.1))
+    before = model[0].weight.dequantize()  # type: ignore[operator, union-attr]
     for _ in range(2):
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()
         move(model)
+    assert not torch.equal(model[0].weight.dequantize(), before), "it has trained"  # type: ignore[operator, union-attr]
 
 
 def test_a_write_to_a_buffer_is_seen() -> None:
