@@ -1,4 +1,4 @@
-"""What a format is written with, and what is made of it: the names for plugins and for who encodes tensors by hand.
+"""The names that a format is written with, for plugins and for code that encodes tensors by hand.
 
 Importing this puts the parts together: a tensor's operators, its steps of optimizers and ``Quantizer.quantize`` are
 each built on the class that has them.

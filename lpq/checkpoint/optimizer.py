@@ -48,7 +48,7 @@ def untrained(data: Mapping[str, Any] | None, weights: Collection[str]) -> set[s
 
 
 def given_optimizers(given: Optimizers) -> list[Optimizer]:
-    """The optimizers that somebody gave: one, several or none. Of those that stand for another one, that one."""
+    """The optimizers that somebody gave: one, several or none; in place of one that stands for another, that other."""
     every = [*given] if isinstance(given, Sequence) else [] if given is None else [given]
     for one in every:
         if not isinstance(one, Optimizer):

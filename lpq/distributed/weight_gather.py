@@ -54,7 +54,7 @@ class Layer(Protocol):
 
 
 class Model(Protocol):
-    """What a gather asks of the model that its weight is of."""
+    """The model of a weight, as far as a gather asks."""
 
     alike: bool
     """Whether all ranks have the same model."""

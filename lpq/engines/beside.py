@@ -1,4 +1,4 @@
-"""What lies beside a model's tensors: its configuration, and the small files of the model that was trained."""
+"""The files beside a model's tensors: its configuration, and the small files of the model that was trained."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lpq.engines.names import CONFIG, INDEX, JSON_FILES
 from lpq.registry.showing import brief
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
-"""What is copied of a model's directory: tokenizers, templates, settings for generating and for images."""
+"""The files that are copied of a model's directory: tokenizers, templates, settings for generating and for images."""
 NOT_COPIED = (*JSON_FILES, INDEX, "*.index.json", "trainer_state.json", "lpq.json", "manifest.json")
 OURS = "quantization_config"
-"""What a layout writes into the configuration, and is not taken from an old one."""
+"""The key that a layout writes into the configuration; that of an old one is not taken."""
 
 
 def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:

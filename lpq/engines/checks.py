@@ -1,4 +1,4 @@
-"""What an engine cannot compute with: codes that are NaN, scales that are not finite, values that are zero."""
+"""Refusing what an engine cannot compute with: codes that are NaN, scales that are not finite, values that are zero."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ class Multiplied:
     """How a layer multiplies its weight in ``fprop``."""
 
     name: str
-    """Of the layer."""
+    """The name of the layer."""
     w: Quantizer
-    """What encodes the weight."""
+    """The quantizer of the weight."""
     x: Quantizer | None
-    """What encodes the input; None: nothing does."""
+    """The quantizer of the input; None: it is not encoded."""
     memories: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """What is remembered across steps of ``x`` and of ``w``, by the names of its buffers."""
+    """The statistics remembered across steps of ``x`` and of ``w``, by the names of its buffers."""
     imported: Tensor | None = None
     """The amax of inputs in the files from which the model was imported."""
 
@@ -44,7 +44,7 @@ class Multiplied:
 
 
 class Stored(NamedTuple):
-    """What the pieces of a weight that is stored quantized are."""
+    """How the pieces of a weight that is stored quantized make an operand."""
 
     side: Quantizer
     """The quantizer of its row operand."""
@@ -64,11 +64,11 @@ class Entry:
     layer: Multiplied | None = None
     """The layer whose weight it is; None: it is in high precision."""
     stored: Stored | None = None
-    """What it is stored as; None: in high precision."""
+    """The quantizer that it is stored with; None: in high precision."""
 
     @property
     def side(self) -> Quantizer:
-        """What encodes the row operand of a layer's weight."""
+        """The quantizer of the row operand of a layer's weight."""
         if self.stored is not None:
             return self.stored.side
         assert self.layer is not None

@@ -33,7 +33,7 @@ Amaxes = Mapping[str, Tensor | float]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """A record of what was written."""
 
     path: Path
     layout: str
@@ -42,7 +42,7 @@ class Exported:
     left: tuple[str, ...]
     """The layers in high precision that an engine is told of."""
     notes: tuple[str, ...]
-    """What one should know of it."""
+    """Remarks for the user."""
 
     def __str__(self) -> str:
         """A few lines to read."""
@@ -218,7 +218,7 @@ def _streamed(plan: Plan) -> Iterator[tuple[str, Tensor]]:
 
 
 def _values(tensor: Assigned, made: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Of a quantized layer what engines want alike in those that they fuse."""
+    """The values of a quantized layer that engines want alike in layers that they fuse."""
     if tensor.scheme is None:
         return {}
     alike = [p.name for p in tensor.parts() if p.holds == "value"]

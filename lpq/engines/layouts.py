@@ -19,7 +19,7 @@ OWN = {
 
 
 def summaries() -> dict[str, str]:
-    """What each layout is for, by name."""
+    """The purpose of each layout, by name."""
     own = {name: summary for name, (_, summary) in OWN.items()}
     return own | {name: spec.summary for name, spec in registry.layouts().items()}
 

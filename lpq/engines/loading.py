@@ -65,7 +65,7 @@ def load_quantized(
 
 
 def recipe_of(layer: Quantized) -> Recipe:
-    """What an engine computes with such a layer, in forward; in backward bf16, with what the weight decodes to."""
+    """A recipe whose forward computes as engines do with such a layer; backward is in bf16, of the decoded weight."""
     x: Any = registry.quantizer(layer.inputs.quantizer) if layer.inputs is not None else "bf16"
     high = {"dgrad": "bf16", "wgrad": "bf16"}
     w = recipes.recipe({"fprop": {"x": x, "w": registry.quantizer(layer.scheme.quantizer)}, **high}).w
@@ -97,7 +97,7 @@ def _check_model(model: Model, found: Mapping[str, Quantized]) -> None:
 
 @dataclass
 class _Job:
-    """What is read from where into what."""
+    """A tensor to read, from where and into which one."""
 
     files: Files
     model: Model

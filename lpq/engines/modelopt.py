@@ -81,7 +81,7 @@ def _layer(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(algorithm: Any, schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | None]:
-    """What an algorithm is; its name is written in capitals by some and small by others."""
+    """The algorithm of this name; it is written in capitals by some and small by others."""
     for scheme in schemes:
         for inputs in (None, *scheme.inputs):
             config = Group(scheme, inputs, ()).config

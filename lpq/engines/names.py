@@ -1,4 +1,4 @@
-"""What the files of an exported model are called."""
+"""The names of the files of an exported model."""
 
 CONFIG = "config.json"
 JSON_FILES = (CONFIG, "hf_quant_config.json")

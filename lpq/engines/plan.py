@@ -1,4 +1,4 @@
-"""What each tensor of a model becomes in a layout, judged before anything is gathered or written."""
+"""The place of each tensor of a model in a layout, judged before anything is gathered or written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Assigned:
         return self.entry.name.rpartition(".")[0]
 
     def parts(self) -> list[Part]:
-        """What is written of it and of its input."""
+        """The tensors to write for it and its input."""
         assert self.scheme is not None
         extra = self.inputs.part if self.inputs is not None else None
         return [*self.scheme.parts, *([extra] if extra is not None else [])]
@@ -70,7 +70,7 @@ class Plan:
     files: Mapping[str, Mapping[str, object]]
     """The layout's JSON."""
     notes: tuple[str, ...]
-    """What a user should know of it."""
+    """Remarks for the user."""
 
 
 def planned(

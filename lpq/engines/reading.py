@@ -68,7 +68,7 @@ class Files:
 
     @property
     def tensors(self) -> dict[str, Shown]:
-        """What each tensor is."""
+        """The dtype and the shape of each tensor."""
         return {name: reader.tensors[name] for name, reader in self._place.items()}
 
     def read(self, name: str) -> Tensor:

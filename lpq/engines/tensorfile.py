@@ -34,12 +34,12 @@ METADATA = "__metadata__"
 LONGEST = 100_000_000
 """Bytes of a header, as other readers have it."""
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""What files of ``torch.save`` and of ``pickle`` begin with."""
+"""The first bytes of files of ``torch.save`` and of ``pickle``."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a header says of a tensor."""
+    """The dtype and the shape of a tensor in a header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -97,7 +97,7 @@ class Reader:
     """A file, its header judged; a tensor is read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """``path`` is an ordinary file. What is wrong with it is an error that names it."""
+        """``path`` is an ordinary file. An error that names it says what is wrong with it."""
         self.path = path
         try:
             size = path.stat().st_size

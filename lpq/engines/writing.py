@@ -71,7 +71,7 @@ class Directory:
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """What was written is removed if this fails; if the process ends, the next export to this place removes it."""
+        """Remove what was written if this fails; if the process ends, the next export to this place removes it."""
         try:
             yield
         except BaseException:

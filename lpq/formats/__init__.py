@@ -1,4 +1,4 @@
-"""What a number format is: its layout, how a matrix is encoded in it, and what the operands are."""
+"""Number formats: their layouts, how a matrix is encoded in one, and the operands that come out."""
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Buffer, Stat, StateBuffer

@@ -51,7 +51,7 @@ class Covering:
 
     def grid(self, rows: int, cols: int) -> tuple[int, ...]:
         """The shape of the tensor for a matrix ``[rows, cols]``: its lattice, and the values of each block if they are
-        several. What is of the whole matrix has no lattice: one value is 0-dimensional."""
+        several. A value of the whole matrix has no lattice: one value is 0-dimensional."""
         lattice = () if self.block == (None, None) else self.lattice(rows, cols)
         return lattice if self.values is None else (*lattice, self.values)
 

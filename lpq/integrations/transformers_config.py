@@ -35,7 +35,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "policy": (dict,), "steps": (int, str, type(None)), "weights": (str, type(None)), "ranks": (int, type(None)),
     "formats": (dict,),
 }  # fmt: skip
-"""Of what type each field is in ``config.json``."""
+"""The types that each field may have in ``config.json``."""
 
 
 @register_quantization_config(METHOD)

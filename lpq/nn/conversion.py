@@ -307,7 +307,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         return replace(entry, note=entry.note + _given_since(modules.get(entry.name)))
 
     def now(entry: Entry) -> Iterator[Entry]:
-        """What became of a converted module: it may be inside of another by now, as adapters have it, or gone."""
+        """Find a converted module again: it may be inside of another by now, as adapters have it, or gone."""
         module = modules.get(entry.name)
         found: list[str] = []
         for inner, part in module.named_modules() if module is not None else ():

@@ -80,7 +80,7 @@ class Layer(Saved):
     stages: Stages | None
     """The step of the model, if the schedule has several recipes."""
     _inputs: Inputs | None
-    """What layers that may be given the same input have encoded."""
+    """The inputs that layers of the same model encoded last."""
 
     def begin(self) -> None:
         """Have what a layer has, and no recipe yet."""

@@ -46,7 +46,7 @@ class Call(NamedTuple):
     """What was measured of such a weight."""
     accumulate: Accumulate | None = None
     inputs: Inputs | None = None
-    """What other layers encoded, if the input may be among it."""
+    """The inputs that other layers encoded, if this one may be among them."""
     input: Buffers | None = None
     """The buffers of the operands of the input, if it is encoded already."""
 

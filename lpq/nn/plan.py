@@ -170,7 +170,7 @@ def _step(
 
 
 def _encoder(encoder: Callable[[Wanted], Encoder], wanted: Wanted, keeps: bool) -> Encoder:
-    """What encodes the input or the weight; ``keeps``: the tensor is kept for backward, and not its column operand.
+    """The encoder of the input or the weight; ``keeps``: the tensor is kept for backward, and not its column operand.
 
     A compiler decides that by itself, and would copy in backward the state that forward is to copy.
     """

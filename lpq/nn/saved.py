@@ -1,4 +1,4 @@
-"""What any layer has: a name in messages, and tensors that it saves, loads and moves.
+"""The part that any layer has: a name in messages, and tensors that it saves, loads and moves.
 
 Those tensors are an ordinary layer's, and beside them what its quantizers remember.
 """
@@ -39,7 +39,7 @@ class Saved(nn.Module):
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         kind = f"{self.kind}({self.in_features}, {self.out_features})"
         return f"layer {self.place}, {kind}" if self.place else kind
 

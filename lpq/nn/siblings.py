@@ -1,6 +1,6 @@
 """Layers that are given the same tensor, as q, k and v are, or gate and up: it is encoded once for all of them.
 
-What was encoded is kept beside a weak reference to the tensor, by all layers of one ``lpq.convert`` together. A layer
+The operands are kept beside a weak reference to the tensor, by all layers of one ``lpq.convert`` together. A layer
 takes it where the tensor is that very object, as it was then: autograd has counted no write to it, and its memory lies
 where it lay. So a clone, another view or another version is encoded anew, and so is what PyTorch counts no writes to,
 which is what ``torch.inference_mode`` makes. Nobody can notice what is written through ``.data``, or by a kernel that

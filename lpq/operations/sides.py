@@ -34,7 +34,7 @@ def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, i
 
 
 def serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device) -> Choice | None:
-    """What serves these operands together; None: each has what serves it by itself.
+    """The choice that serves these operands together; None: each has what serves it by itself.
 
     That is so where no kernel takes two operands that share nothing together.
     """

@@ -47,8 +47,8 @@ OPERANDS = (
 )
 """The operands in the order in which the GEMMs multiply them. Of every tensor the row operand comes first."""
 SAVES = {"x": ("encoded", "input"), "w": ("encoded", "weight")}
-"""What may be kept of these tensors for backward: the operand that backward multiplies, which is the default, or the
-tensor itself, of which backward makes it."""
+"""The choices of what is kept of a tensor for backward: the operand that backward multiplies, which is the default, or
+the tensor itself, of which backward makes it."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Recipe:
     wgrad: Gemm
     name: str | None = field(default=None, compare=False)
     save_x: str = "encoded"
-    """What is kept of the input for backward, one of ``SAVES``."""
+    """The choice for the input, one of ``SAVES``."""
     save_w: str = "encoded"
-    """What is kept of a weight that is not stored or gathered quantized."""
+    """The choice for a weight that is not stored or gathered quantized."""
 
     def __post_init__(self) -> None:
         for name in GEMMS:
@@ -104,7 +104,7 @@ class Recipe:
 
     @property
     def saves(self) -> Mapping[str, str]:
-        """What is kept for backward, by the keys of ``SAVES``."""
+        """The choices of what is kept for backward, by the keys of ``SAVES``."""
         return {"x": self.save_x, "w": self.save_w}
 
     @cached_property

@@ -34,14 +34,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What engines do to the input of a layer before they multiply it."""
+    """How engines encode the input of a layer before they multiply it."""
 
     serves: Callable[[Any], bool]
     """Whether that is what this quantizer, of the row operand of ``x``, does."""
     quantizer: str
     """The text of one that does it."""
     config: JSON
-    """What a layout's JSON says of it, over ``Scheme.config``."""
+    """Its part of a layout's JSON, over ``Scheme.config``."""
     part: Part | None = None
     """Where a scale lies that engines do not measure; None: they measure all."""
     write: Callable[[Any], Any] | None = None
@@ -57,13 +57,13 @@ class Scheme:
     layout: str
     """The name of the layout."""
     title: str
-    """What it is called in reports."""
+    """Its name in reports."""
     serves: Callable[[Any], bool]
     """Whether operands of this quantizer lie so."""
     quantizer: str
     """The text of the quantizer that reads any of these files."""
     config: JSON
-    """What the layout's JSON says of it, where inputs are in high precision."""
+    """Its part of the layout's JSON, where inputs are in high precision."""
     parts: tuple[Part, ...]
     write: Callable[[Any], Sequence[Any]]
     """The tensors of a ``Storage``, in the order of ``parts``."""
@@ -71,7 +71,8 @@ class Scheme:
     """The buffers that a quantizer (which it serves) has for these tensors, in the order of its layout. A
     ``ValueError`` says in words why it has none."""
     inputs: tuple[Inputs, ...] = ()
-    """What engines may do to inputs, the first that serves first; if none does, inputs stay in high precision."""
+    """The ways in which engines may encode inputs, the first that serves first; if none does, inputs stay in high
+    precision."""
     why_not: Callable[[int, int], str | None] = lambda rows, cols: None
     """Why weights of so many rows and columns do not lie so, in words; None: they do."""
 
@@ -87,7 +88,7 @@ class Group:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the layout's JSON says of them."""
+        """Their part of the layout's JSON."""
         return {**self.scheme.config, **(self.inputs.config if self.inputs is not None else {})}
 
 
@@ -102,8 +103,8 @@ class Layout(ABC):
     def files(self, groups: Sequence[Group], left: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The JSON beside the tensors, by the names of files; for ``config.json`` what is added to it.
 
-        ``left``: the layers in high precision that an engine would take for quantized ones. What it cannot describe is
-        a ``LayoutError``.
+        ``left``: the layers in high precision that an engine would take for quantized ones. A layer that it cannot
+        describe is a ``LayoutError``.
         """
 
     @abstractmethod

@@ -19,4 +19,4 @@ IN_AN_INDEX = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
 }  # fmt: skip
-"""What an index refers to of torch, by module."""
+"""The names of torch that an index refers to, by module."""

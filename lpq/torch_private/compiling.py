@@ -1,4 +1,4 @@
-"""What compiles and exports: whether it runs, what it made of a module, and what it does before and after."""
+"""The compiler and the exporter: whether it runs, what it made of a module, and what it does before and after."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ KINDS = {
     "broadcast_": "broadcast",
     "scatter_": "scatter",
 }
-"""What these operators do, by their names."""
+"""The actions of these operators, by their names."""
 
 
 active_replica: Callable[[], Any] = partial(getattr, DistributedDataParallel, "_active_ddp_module")

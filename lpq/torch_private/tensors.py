@@ -1,4 +1,4 @@
-"""What a tensor keeps to itself, and what a subclass of ``Tensor`` is made with."""
+"""The private parts of a tensor, and what a subclass of ``Tensor`` is made with."""
 
 from __future__ import annotations
 

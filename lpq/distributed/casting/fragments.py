@@ -90,7 +90,7 @@ class Grid:
         return (laid if self.direction == "row" else laid.transpose(1, 2)).contiguous()
 
     def spread(self, flat: Tensor) -> Tensor:
-        """What ``lay`` gives, from the numbers of each weight one after the other."""
+        """The result of ``lay``, from the numbers of each weight one after the other."""
         several = () if self.covering.values is None else (self.values,)
         return flat.view(-1, *self.shape, *several)
 

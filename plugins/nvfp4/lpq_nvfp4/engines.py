@@ -24,7 +24,7 @@ Convert = Callable[[Tensor], Tensor]
 
 
 def _divisor(amax: Tensor) -> Tensor:
-    """What divides all. It is not finite if the amax is not, by which that is noticed."""
+    """The divisor of all. It is not finite if the amax is not, by which that is noticed."""
     return torch.where(amax.isfinite(), tensor_scale(amax), amax)
 
 
@@ -33,7 +33,7 @@ def _divisor_to_amax(divisor: Tensor) -> Tensor:
 
 
 def _factor(amax: Tensor) -> Tensor:
-    """What multiplies all; 1 where the amax is 0, so that engines may divide by it."""
+    """The factor of all; 1 where the amax is 0, so that engines may divide by it."""
     return torch.where(amax == 0, 1.0, amax / torch.full_like(amax, LARGEST))
 
 
