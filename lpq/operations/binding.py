@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from lpq import registry
 from lpq.formats.format import Storage
@@ -99,8 +100,8 @@ Multiply = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within, this GPU is the current one."""
-    if device.type != "cuda" or cuda.current_device() == device.index:
+    """Within, this GPU is the current one. A compiler sees to that itself, and cannot trace the question."""
+    if device.type != "cuda" or is_dynamo_compiling() or cuda.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)
 

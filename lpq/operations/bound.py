@@ -91,7 +91,8 @@ def through_operators(wanted: Wanted) -> Encoder:
     if wanted.later and _can_be_later(wanted):
         return _in_two_parts(wanted)
     forms = _forms(wanted)
-    exact = wanted.exact if forms != (None, None) else (False, False)
+    # Dynamo of torch 2.11 cannot trace a comparison of tuples of these.
+    exact = wanted.exact if forms[0] is not None or forms[1] is not None else (False, False)
 
     def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
         made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
@@ -153,12 +154,12 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
         return () if made is None else made.tensors(), kept, ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        x, *rest = kept
-        seed = rest.pop() if col.stochastic else None
-        x = as_matrix(x)
+        x, stats, seed = as_matrix(kept[0]), kept[1:], None
+        if col.stochastic:
+            stats, seed = stats[:-1], stats[-1]
         # All of it, by way of an operator that the partitioner takes for fusible and Inductor for a view: it makes
         # nothing again that others read in backward.
-        _, made, _ = quantize(x.chunk(1, dim=1)[0], rest, None, col, seed)
+        _, made, _ = quantize(x.chunk(1, dim=1)[0], stats, None, col, seed)
         assert made is not None
         return made.tensors()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import environment
+from benchmarks import contenders, environment
 from benchmarks.contenders import Contender, of_layers, of_models, of_stacks
 from benchmarks.floor import FLOORS
 from benchmarks.shapes import HOST, LINEAR, Decoder, Stack
@@ -68,6 +68,12 @@ def casts(environment: dict[str, Any]) -> dict[str, Any]:
         "part": "casts", "environment": environment, "rows": 16384, "cols": 8192, "copy_speed": 4.2e12,
         "cases": [{**case, "kernel": "reference"}], "peers": [{**case, "library": "TransformerEngine"}],
     }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other library takes part, whether it is installed or not."""
+    monkeypatch.setattr(contenders, "installed", lambda library: None)
 
 
 @pytest.fixture

@@ -73,6 +73,8 @@ def test_a_mode_is_that_of_all_that_is_compiled(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-row"])
 def test_a_floor_multiplies_and_copies_what_the_recipe_does(recipe: str) -> None:
+    if recipe == "fp8-row" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 has no product of FP8 rows on the CPU")
     shape = Shape(64, 32, 48)
     bare = Bare(FLOORS[recipe], shape, CPU)
     fprop, dgrad, wgrad = (gemm() for gemm in bare._sets[0])
@@ -93,8 +95,7 @@ def test_what_fails_is_a_result_and_the_others_go_on() -> None:
     assert "us" not in rows[1]
 
 
-def test_a_missing_library_does_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "installed", lambda library: None)
+def test_a_missing_library_does_not_take_part() -> None:  # as conftest.py has none
     assert {c.library for c in of_layers()} == {"torch", "lpq"}
     assert {c.library for c in of_stacks()} == {"torch", "lpq"}
 
