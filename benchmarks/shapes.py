@@ -23,14 +23,15 @@ class Shape:
 
 
 LINEAR = (
+    Shape(8192, 2048, 2048),
     Shape(8192, 4096, 4096),
     Shape(8192, 4096, 14336),
     Shape(8192, 14336, 4096),
     Shape(16384, 8192, 8192),
     Shape(16384, 8192, 28672),
 )
-"""Attention and feed-forward layers of models with 8 and 70 billion parameters."""
-QUICK = (LINEAR[0], LINEAR[3])
+"""Attention and feed-forward layers of models with 1, 8 and 70 billion parameters."""
+QUICK = (LINEAR[0], LINEAR[1], LINEAR[4])
 HOST = Shape(128, 128, 128)
 """So small that the GPU waits for the host."""
 
