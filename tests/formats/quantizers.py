@@ -20,6 +20,16 @@ QUANTIZERS = [
     "hybrid(row=fp8, col=fp8(dtype=e5m2))",
     "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
 ]
+KINDS = [
+    "fp8",  # one scale for the whole tensor
+    "fp8(scaling=delayed, history=4)",  # and state
+    "fp8(scaling=block, block=128x128)",  # blocks of rows and columns
+    "mxfp8",  # blocks of columns
+    "nvfp4(rht=true, stochastic=true)",  # both kinds of scales, rotated, rounded at random
+    "identity(dtype=bfloat16)",  # no scales
+    "hybrid(row=nvfp4, col=mxfp8, col_source=row)",  # two formats, one encoding what the other decodes to
+]
+"""One of each kind, for what depends on no format: the conformance kit asks the rest of every one."""
 IN_KERNELS = [
     "fp8",
     "fp8(dtype=e5m2, pow2=true)",

@@ -120,7 +120,7 @@ def test_the_same_twice_trains_the_same(text: str) -> None:
 
 # ------------------------------------------------------------------------------ two different sides
 
-PAIRS = [
+SIDES = [
     "fp8",
     "fp8(scaling=delayed, history=2)",
     "fp8(scaling=block)",
@@ -129,10 +129,11 @@ PAIRS = [
     "nvfp4(stochastic=true)",
     "identity",
 ]
+OTHERS = [*zip(SIDES, [*SIDES[1:], *SIDES[:1]], strict=True)]
+"""Each of them once on each side. The conformance kit asks, and trains, every format beside every other one."""
 
 
-@pytest.mark.parametrize("row", PAIRS)
-@pytest.mark.parametrize("col", PAIRS)
+@pytest.mark.parametrize(("row", "col"), OTHERS)
 def test_each_side_is_its_own_format(row: str, col: str) -> None:
     hybrid = lpq.quantizer("hybrid", row=row, col=col)
     for value in VALUES:
@@ -140,24 +141,6 @@ def test_each_side_is_its_own_format(row: str, col: str) -> None:
         t = hybrid.quantize(x, seed=1)
         assert same(t.row, lpq.quantizer(row).quantize(x, seed=1).row)
         assert same(t.col, lpq.quantizer(col).quantize(x, seed=1).col)
-
-
-@pytest.mark.parametrize("row", PAIRS)
-@pytest.mark.parametrize("col", PAIRS)
-def test_every_pair_trains(row: str, col: str) -> None:
-    hybrid = lpq.quantizer("hybrid", row=row, col=col)
-    torch.manual_seed(0)
-    model = nn.Sequential(*(lpq.nn.Linear(*sizes, recipe=hybrid) for sizes in ((32, 64), (64, 32))))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    x = normal(64, 32)
-    losses = []
-    for _ in range(12):
-        loss = (model(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_each_side_keeps_its_own_state() -> None:
@@ -171,8 +154,7 @@ def test_each_side_keeps_its_own_state() -> None:
     assert (state["row_amax"], state["col_amax"]) == (7, 7)
 
 
-@pytest.mark.parametrize("row", PAIRS)
-@pytest.mark.parametrize("col", PAIRS)
+@pytest.mark.parametrize(("row", "col"), OTHERS)
 def test_the_column_operand_may_encode_the_decoded_row_operand(row: str, col: str) -> None:
     hybrid = lpq.quantizer("hybrid", row=row, col=col, col_source="row")
     x = normal(40, 70)
@@ -344,7 +326,7 @@ def halves():
     registry.refresh()
 
 
-@pytest.mark.parametrize("other", PAIRS)
+@pytest.mark.parametrize("other", SIDES)
 def test_third_party_formats_on_either_side(halves: str, other: str) -> None:
     x = normal(24, 48)
     for row, col in ((halves, other), (other, halves), (halves, halves)):
