@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nasty import VALUES, normal, same, values, views
-from torch import Tensor, nn
+from torch import Tensor
 
 import lpq
 from lpq import registry
