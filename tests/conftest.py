@@ -10,9 +10,14 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from lpq import registry
 from lpq.registry.loader import GROUP, OWN
+
+settings.register_profile("quick", max_examples=20, deadline=None)
+settings.register_profile("thorough", max_examples=400, deadline=None)
+settings.load_profile("quick")  # --hypothesis-profile=thorough takes its place
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,7 +40,6 @@ def each_block(x: Tensor, block: Block) -> list[list[Tensor]]:
     return [list(band.split(wide, 1)) for band in x.split(high, 0)]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     SIZES, SIZES, st.sampled_from(BLOCKS), st.sampled_from(sorted(VIEWS)),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lpq.core import RandomBits
@@ -63,7 +63,6 @@ def test_an_element_takes_one_byte_of_the_words_of_its_group(seed: int, directio
 SIZE = st.integers(0, 40)
 
 
-@settings(max_examples=50, deadline=None)
 @given(SIZE, SIZE, SIZE, SIZE, st.integers(-(2**63), 2**63 - 1))
 def test_a_shard_that_knows_its_offset_draws_the_bits_of_the_whole(
     top: int, rows: int, left: int, cols: int, seed: int

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lpq import registry
@@ -185,7 +185,6 @@ def test_what_is_recorded_is_sent_by_a_kernel_or_refused_in_words(
     registry.refresh()
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2000), st.sampled_from([torch.int64, torch.int32, torch.float32]), st.booleans())
 def test_launches_carry_every_number_in_its_place(count: int, dtype: torch.dtype, twofold: bool) -> None:
     """By a kernel that is imitated: each launch writes so many of its words where it is told."""

@@ -20,12 +20,15 @@ pytest.importorskip("triton", reason="needs Triton, which lpq installs where the
 
 TARGETS = [("cuda", 75, 32), ("cuda", 120, 32), ("hip", "gfx942", 64)]
 QUANTIZERS = ["fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4(rht=true, stochastic=true)", "nvfp4(block=16x16)"]
+"""All for the oldest GPU, which has the least; on the others every second one."""
 FUSED_OR_FLUSHED = re.compile(r"\bfma\.|\bmad\.[a-z.]*f32|\.ftz|div\.(?:full|approx)|rcp\.approx")
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: f"{target[0]}-{target[1]}")
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Launches compile for a GPU that is not there, and are not made. What they compiled is in the list."""
+def compiled(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[list[str], list[Any]]:
+    """Launches compile for a GPU that is not there, and are not made: for which quantizers, and what they compiled."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -50,13 +53,15 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", Absent())  # its own reset asks for a GPU
-    return found
+    number = TARGETS.index(request.param)
+    return QUANTIZERS[number - 1 :: 2] if number else QUANTIZERS, found
 
 
 @pytest.mark.slow
-def test_they_compile_to_what_the_references_compute(compiled: list[Any]) -> None:
+def test_they_compile_to_what_the_references_compute(compiled: tuple[list[str], list[Any]]) -> None:
+    texts, found = compiled
     x, seed = torch.randn(256, 384).bfloat16(), torch.tensor(1)
-    for text in QUANTIZERS:
+    for text in texts:
         quantizer = lpq.quantizer(text)
         kernels = importlib.import_module(f"lpq_{text.partition('(')[0]}.triton")
         row, col = quantizer.side("row"), quantizer.side("col")
@@ -68,8 +73,8 @@ def test_they_compile_to_what_the_references_compute(compiled: list[Any]) -> Non
             kernels.decode(operand, torch.bfloat16)
             if side.transposable:
                 kernels.transpose(operand)
-    assert len({kernel.metadata.name for kernel in compiled}) >= 5
-    for kernel in compiled:
+    assert len({kernel.metadata.name for kernel in found}) >= (5 if texts == QUANTIZERS else 3)
+    for kernel in found:
         assert kernel.metadata.shared <= 48 << 10, kernel.metadata.name
         if "ptx" in kernel.asm:
             assert not FUSED_OR_FLUSHED.search(kernel.asm["ptx"]), kernel.metadata.name

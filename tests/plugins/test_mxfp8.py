@@ -8,7 +8,7 @@ import fp8_oracle as oracle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
 
@@ -105,7 +105,6 @@ def test_no_element_saturates_and_the_error_is_half_a_step(element: str) -> None
 
 
 @every_element
-@settings(max_examples=60, deadline=None)
 @given(rows=st.integers(0, 100), cols=st.integers(0, 100))
 def test_canonical_buffers_of_any_shape(element: str, rows: int, cols: int) -> None:
     x = normal(rows, cols)

@@ -9,7 +9,7 @@ import numpy as np
 import nvfp4_oracle as oracle
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lpq_nvfp4 import cuda, reference
 from lpq_nvfp4.cuda import fresh
@@ -133,7 +133,6 @@ def test_the_error_is_half_a_step_and_the_rounding_of_a_scale(block: str) -> Non
 
 
 @every_option
-@settings(max_examples=40, deadline=None)
 @given(rows=st.integers(0, 70), cols=st.integers(0, 70))
 def test_canonical_buffers_of_any_shape(options: str, rows: int, cols: int) -> None:
     q, x = quantizer(options), normal(rows, cols)
@@ -208,7 +207,6 @@ def test_square_blocks_transpose_to_what_encoding_the_transpose_gives(dtype: tor
     assert torch.equal(bytes_of(transpose(t.row).decode()), bytes_of(t.row.decode().t()))
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.integers(0, 70), cols=st.integers(0, 70))
 def test_square_blocks_transpose_at_any_shape(rows: int, cols: int) -> None:
     t = lpq.quantizer("nvfp4(block=16x16)").quantize(normal(rows, cols), col=False)
@@ -309,7 +307,6 @@ def test_the_seed_decides_and_nothing_else(options: str) -> None:
 
 
 @pytest.mark.parametrize("options", STOCHASTIC)
-@settings(max_examples=25, deadline=None)
 @given(cuts=st.lists(st.integers(0, 8), max_size=4), seed=st.integers(-(2**63), 2**63 - 1))
 def test_row_shards_that_know_their_offset_make_the_whole(options: str, cuts: list[int], seed: int) -> None:
     """The shards get the statistics of the whole, as a reduction over ranks would give them."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import lpq
@@ -108,7 +108,6 @@ def policies(draw: st.DrawFn) -> Policy:
     return Policy(rules)
 
 
-@settings(max_examples=150, deadline=None)
 @given(policies(), NAMES, st.integers(1, 15))
 def test_a_schedule_is_the_first_rule_that_matches_and_has_not_ended(policy: Policy, name: str, steps: int) -> None:
     schedule = policy.schedule(name, steps)
@@ -121,7 +120,6 @@ def test_a_schedule_is_the_first_rule_that_matches_and_has_not_ended(policy: Pol
         assert schedule.at(step) == (holding[0].recipe if holding else None)
 
 
-@settings(max_examples=150, deadline=None)
 @given(policies())
 def test_no_rule_that_could_be_told_is_hidden(policy: Policy) -> None:
     for i, rule in enumerate(policy.rules):
@@ -191,7 +189,6 @@ def test_mappings_may_hold_objects() -> None:
 # ---------------------------------------------------------------------------------- keeping it
 
 
-@settings(max_examples=60, deadline=None)
 @given(policies())
 def test_every_way_of_keeping_a_policy_gives_it_back(tmp_path_factory: pytest.TempPathFactory, policy: Policy) -> None:
     path = tmp_path_factory.mktemp("policy") / "kept.toml"
@@ -212,7 +209,6 @@ def test_every_way_of_keeping_a_policy_gives_it_back(tmp_path_factory: pytest.Te
         assert kept.to_toml() == policy.to_toml()
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1).map(tuple))
 def test_any_pattern_survives_toml(patterns: tuple[str, ...]) -> None:
     text = policy((patterns, None)).to_toml()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import lpq
@@ -104,7 +104,6 @@ def test_a_tensors_quantizer_is_its_two_operands() -> None:
     assert recipe.x is recipe.x
 
 
-@settings(max_examples=60, deadline=None)
 @given(RECIPES)
 def test_joining_two_operands_keeps_both(recipe: Recipe) -> None:
     for operand, quantizer in recipe.operands.items():
@@ -114,7 +113,6 @@ def test_joining_two_operands_keeps_both(recipe: Recipe) -> None:
             assert whole.col_source == quantizer.col_source
 
 
-@settings(max_examples=60, deadline=None)
 @given(RECIPES)
 def test_products_are_of_the_sides_of_tensors(recipe: Recipe) -> None:
     x, w, dy = recipe.x, recipe.w, recipe.dy
@@ -142,7 +140,6 @@ def test_operands_that_are_the_two_sides_of_one_quantizer_need_no_hybrid() -> No
 # ---------------------------------------------------------------------------------- keeping it
 
 
-@settings(max_examples=60, deadline=None)
 @given(RECIPES)
 def test_every_way_of_keeping_a_recipe_gives_it_back(recipe: Recipe) -> None:
     assert lpq.recipe(str(recipe)) == recipe
@@ -156,7 +153,6 @@ def test_every_way_of_keeping_a_recipe_gives_it_back(recipe: Recipe) -> None:
         assert kept.name == recipe.name
 
 
-@settings(max_examples=30, deadline=None)
 @given(RECIPES)
 def test_a_toml_file_gives_the_recipe_back(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
     path = tmp_path_factory.mktemp("recipe") / "kept.toml"
