@@ -65,9 +65,13 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
 def found_in(paths: Iterable[Path], search: Callable[[Path], T]) -> dict[str, T]:
     """What a search finds, by file, where it finds anything."""
-    found = {str(path.relative_to(ROOT)): search(path) for path in paths}
+    found = {short(path): search(path) for path in paths}
     assert found, "there is no file to search"
     return {path: what for path, what in found.items() if what}
 
