@@ -201,8 +201,8 @@ class Storage:
 
     quantizer: Quantizer
     """The quantizer of this operand: its options are the storage's options."""
-    shape: tuple[int, int]
-    """Rows and columns of the matrix it stands for."""
+    shape: tuple[int, ...]
+    """Rows and columns of the matrix it stands for; before them how many there are, of a stack (``formats.stacks``)."""
     dtype: torch.dtype
     """The dtype of the matrix it stands for."""
 
@@ -246,13 +246,13 @@ class Storage:
             )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its buffers are {list(known) or given}")
 
-    def bind(self, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Self:
+    def bind(self, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
         """Say what this storage stands for."""
         self.quantizer, self.shape, self.dtype = quantizer, shape, dtype
         return self
 
     @classmethod
-    def wrap(cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype) -> Self:
+    def wrap(cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
         """The storage over these tensors, given in the order of the layout."""
         storage = cls.__new__(cls)
         for name, tensor in zip(quantizer.names, tensors, strict=True):
@@ -261,15 +261,17 @@ class Storage:
         return storage
 
     @classmethod
-    def empty(cls, quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Self:
-        """Uninitialised buffers for a matrix of this shape."""
-        tensors = [b.empty(*shape, dtype, device) for b in quantizer.layout]
+    def empty(cls, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
+        """Uninitialised buffers for a matrix of this shape, or a stack of them."""
+        *count, rows, cols = shape
+        tensors = [b.empty(rows, cols, dtype, device, count) for b in quantizer.layout]
         return cls.wrap(tensors, quantizer, shape, dtype)
 
     @classmethod
-    def fresh(cls, quantizer: Quantizer, shape: tuple[int, int], x: Tensor) -> Self:
+    def fresh(cls, quantizer: Quantizer, shape: tuple[int, ...], x: Tensor) -> Self:
         """The same for an encoding of ``x``, in the order in memory in which encoding leaves them."""
-        return cls.wrap([b.fresh(*shape, x) for b in quantizer.layout], quantizer, shape, x.dtype)
+        *count, rows, cols = shape
+        return cls.wrap([b.fresh(rows, cols, x, count) for b in quantizer.layout], quantizer, shape, x.dtype)
 
     def tensors(self) -> list[Tensor]:
         """The buffers in the order of the layout."""

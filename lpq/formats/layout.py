@@ -9,6 +9,7 @@ slicing, moving, saving and gathering all follow from these declarations and are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,14 +87,17 @@ class Buffer(Covering):
     def lattice(self, rows: int, cols: int) -> tuple[int, int]:
         return super().lattice(rows, blocks(cols, self.pad) * self.pad)
 
-    def empty(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(self.grid(rows, cols), dtype=self.dtype or dtype, device=device)
+    def empty(
+        self, rows: int, cols: int, dtype: torch.dtype, device: torch.device, count: Sequence[int] = ()
+    ) -> Tensor:
+        """The buffer of a matrix, uninitialised; or of a stack of so many."""
+        return torch.empty((*count, *self.grid(rows, cols)), dtype=self.dtype or dtype, device=device)
 
-    def fresh(self, rows: int, cols: int, x: Tensor) -> Tensor:
-        """The buffer for an encoding of ``x``, as encoding leaves it in memory."""
+    def fresh(self, rows: int, cols: int, x: Tensor, count: Sequence[int] = ()) -> Tensor:
+        """The buffer for an encoding of ``x``, as encoding leaves it in memory: of a stack, row-major."""
         grid, dtype = self.grid(rows, cols), self.dtype or x.dtype
-        if not self.column_major:
-            return x.new_empty(grid, dtype=dtype)
+        if count or not self.column_major:
+            return x.new_empty((*count, *grid), dtype=dtype)
         apart = torch.sym_max(grid[0], 1)  # type: ignore[no-untyped-call]  # a compiler may not know the rows yet
         return x.new_empty_strided(grid, (1, apart), dtype=dtype)
 

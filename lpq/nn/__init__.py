@@ -1,7 +1,8 @@
 """Layers whose GEMMs multiply quantized operands, and the conversion of a model."""
 
 from lpq.nn.conversion import convert, hold_weights, replan, report, set_step
+from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.reports import Report
 
-__all__ = ["Layer", "Linear", "Report", "convert", "hold_weights", "replan", "report", "set_step"]
+__all__ = ["GroupedLinear", "Layer", "Linear", "Report", "convert", "hold_weights", "replan", "report", "set_step"]

@@ -19,6 +19,7 @@ from lpq.nn.coverage import coverage
 from lpq.nn.left_out import convertible, left_out
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
+from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import check_names
 from lpq.nn.reports import WEIGHT, Entry, Report
 from lpq.nn.sharded_weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
@@ -216,6 +217,8 @@ def _check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulat
                 "model first, or have the policy give this layer no recipe"
             )
         for recipe in {recipe for _, recipe in schedule.pieces if recipe is not None}:
+            if isinstance(module, Layer) and (why := module.why_unfit(Plan.of(recipe))) is not None:
+                raise RecipeError(f"{name or 'the layer'} cannot have the recipe {recipe.title}: {why}")
             check_names(module, recipe, module.memories() if isinstance(module, Layer) else (), name or "the layer")
 
 

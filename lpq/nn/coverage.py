@@ -86,14 +86,15 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
         if inside is None and name in reached:
             inside = name
         present = [(n, p) for n, p in module._parameters.items() if p is not None and not is_lazy(p)]
-        own = [(n, p) for n, p in present if p.dim() in (2, 3)]
+        own = [(n, p) for n, p in present if p.dim() in (2, 3) and n != "bias"]  # which is [groups, N] of grouped ones
         for key, parameter in own:
             called = name if key == "weight" or len(own) == 1 else f"{name}.{key}".strip(".")
             part = Part(name, called, type(module).__name__, parameter.numel(), not isinstance(module, LOOKUPS))
             owners.setdefault(id(parameter), []).append((part, inside is not None))
             if is_linear(module):  # of which a computed weight has another name
-                work[0] += parameter.numel() if inside is not None else 0
-                work[1] += parameter.numel()
+                each = parameter.numel() // getattr(module, "num_groups", 1)  # a row meets one matrix of a stack
+                work[0] += each if inside is not None else 0
+                work[1] += each
     left = [next((p for p, _ in of if p.multiplied), of[0][0]) for of in owners.values() if not any(c for _, c in of)]
     known = {plain_name(n) for n, module in model.named_modules() if is_linear(module) or isinstance(module, LOOKUPS)}
     total = sum(of[0][0].elements for of in owners.values())

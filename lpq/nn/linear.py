@@ -46,7 +46,7 @@ MOST_CALLS = 16
 """For how many kinds of passes a layer keeps what it bound."""
 
 
-def _operands(
+def weight_operands(
     plan: Plan, weight: Tensor, held: HeldWeight | None, col: bool
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
     """The buffers of the operands of a weight that is encoded already; None of another."""
@@ -104,6 +104,8 @@ class Layer(Saved):
         plan = None
         if recipe is not None:
             plan = Plan.of(recipe)
+            if (why := self.why_unfit(plan)) is not None:
+                raise ValueError(f"{self.title} cannot have the recipe {recipe.title}: {why}")
             check_names(self, recipe, self.memories(), self.title)
         for name in self.memories():
             delattr(self, name)
@@ -113,6 +115,10 @@ class Layer(Saved):
         for tensor in TENSORS if plan is not None else ():
             for key, memory in getattr(plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{key}", memory)
+
+    def why_unfit(self, plan: Plan) -> str | None:
+        """Why this layer cannot do what a recipe plans; None if it can."""
+        return None
 
     def _states(self) -> dict[str, State]:
         """The state of each tensor that has one, by the names its quantizer knows."""
@@ -243,7 +249,7 @@ class Layer(Saved):
             check_memories(self, states)
             recomputed.check(self, states)
         measured = self._gathered("w" in states)
-        operands = _operands(plan, weight, held, shapes.needs_dx)
+        operands = weight_operands(plan, weight, held, shapes.needs_dx)
         return Call(plan, shapes, step, states, seeds, operands, measured, self.accumulate, call.inputs)
 
     # ------------------------------------------------------------------------------ being sharded
@@ -291,7 +297,7 @@ class Layer(Saved):
         state = self._states().get("w")
         with torch.no_grad():
             weight: Tensor = self.weight.t() if self.transposed else self.weight
-            given = _operands(self._plan, self.weight, None, col=True)
+            given = weight_operands(self._plan, self.weight, None, col=True)
             if given is None:
                 row, col, stats = encode_operands(self._plan.w, weight, state=state)
                 assert row is not None

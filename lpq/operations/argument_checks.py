@@ -66,6 +66,31 @@ def check_offset(offset: Any) -> None:
         )
 
 
+def check_stack(quantizer: Quantizer, x: Tensor, seed: object, state: object, group: object, offset: int) -> None:
+    """Refuse what is no stack of matrices, and what a stack cannot be given."""
+    if x.dim() != 3:
+        raise ValueError(f"stack=True is for a tensor [count, rows, cols], and this one is {list(x.shape)}")
+    if state or group is not None or offset:
+        raise ValueError(
+            "stack=True: the matrices of a stack are encoded each by itself, with its own statistics: leave state, "
+            "amax_group and offset out"
+        )
+    if quantizer.side("row").state or quantizer.side("col").state:
+        raise ValueError(
+            f"stack=True: {quantizer} remembers statistics across steps, and no state is kept for the matrices of a "
+            "stack: choose one that does not"
+        )
+    if seed is not None and not _are_seeds(seed, x):
+        raise TypeError(f"stack=True: the seed must be int64 of shape [{x.shape[0]}] on {x.device}, or None")
+
+
+def _are_seeds(seed: object, x: Tensor) -> bool:
+    """Whether that is a seed for each matrix of a stack."""
+    if not isinstance(seed, Tensor):
+        return False
+    return seed.dtype == torch.int64 and seed.shape == x.shape[:1] and seed.device == x.device
+
+
 def check_dense(x: Tensor) -> None:
     """Refuse what is no ordinary tensor of numbers, or is to be derived in forward mode, which encoding cannot be."""
     if x.is_nested:

@@ -144,7 +144,8 @@ def operand_like(storage: Storage) -> Operand:
     form = None
     if isinstance(storage, Multiplicand):
         form = Form(storage.form.factor is not None, storage.form.constant)
-    return Operand(storage.quantizer, storage.shape, storage.dtype, form)
+    rows, cols = storage.shape
+    return Operand(storage.quantizer, (rows, cols), storage.dtype, form)
 
 
 def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:

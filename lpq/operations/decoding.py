@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage, check_there
+from lpq.formats.stacks import is_stack, matrices
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
 from lpq.operations.format_calls import decoded_by
@@ -15,11 +16,13 @@ from lpq.operations.operators import can_call_directly, define, unaliased
 
 
 def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """The matrix that an operand stands for, in memory of its own."""
+    """The matrix that an operand stands for, or the matrices of a stack, in memory of their own."""
     first = operand.tensors()[0]
     if operand.quantizer.plain:
         if not torch.compiler.is_compiling():
             check_there(first)
+        if is_stack(operand.shape):
+            return first.to(dtype, copy=True)
         return operand.decode().to(dtype, copy=True)
     if can_call_directly(first):
         check_there(first)
@@ -36,6 +39,10 @@ def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
 
 
 def _decoded(operand: Storage, dtype: torch.dtype) -> Tensor:
+    if is_stack(operand.shape):
+        first = operand.tensors()[0]
+        decoded_each = [_decoded(matrix, dtype) for matrix in matrices(operand)]
+        return torch.stack(decoded_each) if decoded_each else first.new_empty(operand.shape, dtype=dtype)
     impl = choose("decode", (operand.quantizer.text,), operand.device).impl
     if impl is not None:
         decoded: Tensor = impl(operand, dtype)

@@ -69,7 +69,7 @@ def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype
     check_there(tensors[0])
     constant, _, name = text.rpartition("|")
     quantizer = cast("Quantizer", registry.quantizer(name))
-    rows, cols = shape
     if constant:
+        rows, cols = shape
         return Multiplicand.over(tensors, float(constant), quantizer, (rows, cols), dtype)
-    return quantizer.storage.wrap(tensors, quantizer, (rows, cols), dtype)
+    return quantizer.storage.wrap(tensors, quantizer, tuple(shape), dtype)

@@ -106,8 +106,8 @@ def _check(quantizer: Quantizer, method: str, x: Tensor, fault: Fault | None) ->
 
 def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
     """What is wrong with the buffers of an operand."""
-    quantizer, shape = made.quantizer, made.shape
-    name = quantizer.storage.__name__
+    quantizer, (rows, cols) = made.quantizer, made.shape
+    name, shape = quantizer.storage.__name__, (rows, cols)
     if not isinstance(made, quantizer.storage):
         return f"returned a {type(made).__name__}; the spec says {name}", f"return {name}(…), or name the other class"
     held = {key: value for key, value in vars(made).items() if isinstance(value, Tensor)}

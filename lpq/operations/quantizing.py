@@ -10,12 +10,14 @@ from torch import Tensor
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.random_bits import RandomBits
+from lpq.formats.stacks import is_stack
+from lpq.formats.stacks import transposed as turned
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.measuring import empty_stats, measure_reference
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
 from lpq.operations.random_seeds import draw_seeds
 from lpq.operations.sides import quantizer_of, serving, shared, text_of
-from lpq.operations.transposing import transpose_reference
+from lpq.operations.transposing import transpose, transpose_reference
 
 
 def quantize(
@@ -30,7 +32,8 @@ def quantize(
     dtype: torch.dtype | None = None,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
     """The wanted operands of the matrix ``x``, rounded to ``dtype`` if one is given, and the statistics it measured if
-    ``measure``.
+    ``measure``. Of a stack ``x`` they are those of its matrices, each by itself: it is given no statistics, and has a
+    seed for each.
 
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
@@ -38,22 +41,22 @@ def quantize(
     if (row is not None and row.plain) or (col is not None and col.plain):
         return _with_plain(x if dtype is None else x.to(dtype), stats, row, col, seed, offset, measure)
     if seed is None and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
-        seed = draw_seeds(x, x, 1)[0]
+        seed = draw_seeds(x, x, x.shape[0]) if is_stack(x.shape) else draw_seeds(x, x, 1)[0]
     dtype = dtype or x.dtype
     if can_call_directly(x):
         out = _encoded(x, stats or (), row, col, seed, offset, measure, dtype)
     else:
         texts = text_of(row), text_of(col)
         out = torch.ops.lpq.quantize(x.to(dtype), stats or [], *texts, seed, offset, measure, layout_hash(*texts))
-    rows, cols = x.shape
+    *count, rows, cols = x.shape
     row_storage = col_storage = None
     at = 0
     if row is not None:
         at = len(row.layout)
-        row_storage = row.storage.wrap(out[:at], row, (rows, cols), dtype)
+        row_storage = row.storage.wrap(out[:at], row, (*count, rows, cols), dtype)
     if col is not None:
         end = at + len(col.layout)
-        col_storage = col.storage.wrap(out[at:end], col, (cols, rows), dtype)
+        col_storage = col.storage.wrap(out[at:end], col, (*count, cols, rows), dtype)
         at = end
     return row_storage, col_storage, out[at:]
 
@@ -70,9 +73,12 @@ def _with_plain(
     """``quantize`` where one operand at least is an ordinary matrix, which has no statistics."""
     plain_row = row if row is not None and row.plain else None
     plain_col = col if col is not None and col.plain else None
-    row_storage = encoded_by(plain_row, x, {}, None) if plain_row is not None else None
+    row_storage = _plain(plain_row, x) if plain_row is not None else None
     if row_storage is not None and shared(plain_row, plain_col):
-        col_storage: Storage | None = transpose_reference(row_storage)  # one cast serves both
+        col_storage: Storage | None = transpose(row_storage)  # one cast serves both
+    elif plain_col is not None and is_stack(x.shape):
+        col_storage = _plain(plain_col, x)
+        col_storage = col_storage.wrap([turned(col_storage.tensors()[0])], plain_col, turned(x).shape, x.dtype)
     else:
         col_storage = encoded_by(plain_col, x.t(), {}, None) if plain_col is not None else None
     row, col = (None if plain_row else row), (None if plain_col else col)
@@ -83,6 +89,14 @@ def _with_plain(
     row_storage = other_row if row_storage is None else row_storage
     col_storage = other_col if col_storage is None else col_storage
     return row_storage, col_storage, measured
+
+
+def _plain(side: Quantizer, x: Tensor) -> Storage:
+    """An ordinary matrix, or a stack of them, whose elements are independent."""
+    if not is_stack(x.shape):
+        return encoded_by(side, x, {}, None)
+    made = encoded_by(side, x.flatten(0, 1), {}, None)
+    return made.wrap([made.tensors()[0].view(x.shape)], side, x.shape, x.dtype)
 
 
 def quantize_reference(
@@ -146,6 +160,8 @@ def _encoded(
     measure: bool,
     dtype: torch.dtype,
 ) -> list[Tensor]:
+    if is_stack(x.shape):
+        return _encoded_stack(x, row, col, seed, offset, dtype)
     choice = serving("quantize", row, col, x.device)
     if choice is not None:
         if choice.impl is None:
@@ -162,6 +178,17 @@ def _encoded(
     return unaliased(first[:at] + second[:end] + first[at:] + second[end:], stats, row, col)
 
 
+def _encoded_stack(
+    x: Tensor, row: Quantizer | None, col: Quantizer | None, seed: Tensor | None, offset: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """The buffers of a stack: those of its matrices, stacked."""
+    seeds = [None] * x.shape[0] if seed is None else seed.unbind()
+    made = [_encoded(m, (), row, col, s, offset, False, dtype) for m, s in zip(x, seeds, strict=True)]
+    if not made:
+        return _fresh(x, row, col)
+    return [torch.stack(buffers) for buffers in zip(*made, strict=True)]
+
+
 def _quantize(
     x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
     layouts: str = "",
@@ -173,12 +200,18 @@ def _quantize_fake(
     x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
     layouts: str = "",
 ) -> list[Tensor]:  # fmt: skip
-    rows, cols = x.shape
+    out = _fresh(x, quantizer_of(row), quantizer_of(col))
+    return out + (empty_stats(x, quantizer_of(row), quantizer_of(col)) if measure else [])
+
+
+def _fresh(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
+    """Uninitialised buffers of these operands of ``x``."""
+    *count, rows, cols = x.shape
     out: list[Tensor] = []
-    for side, shape in ((quantizer_of(row), (rows, cols)), (quantizer_of(col), (cols, rows))):
+    for side, shape in ((row, (*count, rows, cols)), (col, (*count, cols, rows))):
         if side is not None:
             out += side.storage.fresh(side, shape, x).tensors()
-    return out + (empty_stats(x, quantizer_of(row), quantizer_of(col)) if measure else [])
+    return out
 
 
 define(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage, check_there
+from lpq.formats.stacks import each, is_stack
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
 from lpq.operations.format_calls import transposed_by
@@ -14,19 +17,19 @@ from lpq.operations.sides import quantizer_of
 
 
 def transpose(operand: Storage) -> Storage:
-    """The operand of the transposed matrix; the quantizer must be transposable."""
-    quantizer, (rows, cols) = operand.quantizer, operand.shape
+    """The operand of the transposed matrix, or of those of a stack; the quantizer must be transposable."""
+    quantizer, shape = operand.quantizer, _turned(operand.shape)
     if not quantizer.transposable:
         raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")
     if quantizer.plain:
-        return transpose_reference(operand)
+        return _plain_transposed(operand) if is_stack(operand.shape) else transpose_reference(operand)
     first = operand.tensors()[0]
     if can_call_directly(first):
         check_there(first)
         return _transposed(operand)
     text = quantizer.text
     out = torch.ops.lpq.transpose(operand.tensors(), text, operand.shape, operand.dtype, layout_hash(text))
-    return quantizer.storage.wrap(out, quantizer, (cols, rows), operand.dtype)
+    return quantizer.storage.wrap(out, quantizer, shape, operand.dtype)
 
 
 def transpose_reference(operand: Storage) -> Storage:
@@ -34,7 +37,22 @@ def transpose_reference(operand: Storage) -> Storage:
     return transposed_by(operand)
 
 
+def _turned(shape: Sequence[int]) -> tuple[int, ...]:
+    *count, rows, cols = shape
+    return (*count, cols, rows)
+
+
+def _plain_transposed(stack: Storage) -> Storage:
+    """A stack of ordinary matrices, each transposed: a view."""
+    data = stack.tensors()[0].transpose(-2, -1)
+    return stack.wrap([data], stack.quantizer, _turned(stack.shape), stack.dtype)
+
+
 def _transposed(operand: Storage) -> Storage:
+    if is_stack(operand.shape):
+        of = operand.quantizer
+        shape, dtype, device = _turned(operand.shape), operand.dtype, operand.device
+        return each(_transposed, operand, lambda: of.storage.empty(of, shape, dtype, device))
     impl = choose("transpose", (operand.quantizer.text,), operand.device).impl
     if impl is not None:
         made: Storage = impl(operand)
@@ -55,7 +73,7 @@ def _transpose_fake(
 ) -> list[Tensor]:
     side = quantizer_of(quantizer)
     assert side is not None
-    return side.storage.empty(side, (shape[1], shape[0]), stored, buffers[0].device).tensors()
+    return side.storage.empty(side, _turned(shape), stored, buffers[0].device).tensors()
 
 
 define(

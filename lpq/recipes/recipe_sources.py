@@ -43,6 +43,11 @@ def recipe(source: RecipeLike) -> Recipe:
     return _recipe(source, ())
 
 
+def high_precision() -> Recipe:
+    """The recipe that multiplies all tensors as they are."""
+    return recipe("identity")
+
+
 def _recipe(source: object, within: tuple[str, ...]) -> Recipe:
     """``within``: the named recipes that are being made, of which this is a part."""
     source = toml.parsed(source)

@@ -21,8 +21,9 @@ from lpq.formats.joined import cat
 from lpq.operations.operands import DTYPES, as_matrix
 from lpq.operations.operators import overwrites, written
 from lpq.tensor.encode_writes import overwrite, write
-from lpq.tensor.input_checks import check_flattened, check_received
+from lpq.tensor.input_checks import check_flattened, check_received, check_shard
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
+from lpq.tensor.stacked import cat_stacks, empty_stack, is_stacked, select, slice_stack
 from lpq.torch_private.dispatch import return_and_correct_aliasing, schema_of
 from lpq.torch_private.operators import canonicalize_dim, pin_memory, to_copy, unsafe_view
 from lpq.torch_private.pytree import tree_leaves, tree_map
@@ -62,13 +63,14 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _natural(t: QuantizedTensor) -> bool:
     """Whether the last dimension is the matrix's columns, so that the leading ones are its rows."""
-    return t.dim() >= 1 and t.shape[-1] == _matrix(t)[1]
+    return t.dim() >= 1 and t.shape[-1] == _matrix(t)[-1]
 
 
-def _matrix(t: QuantizedTensor) -> tuple[int, int]:
+def _matrix(t: QuantizedTensor) -> tuple[int, ...]:
+    """The rows and the columns of the matrix; of a stack, behind the number of its matrices."""
     direction, storage = t.sides[0]
-    rows, cols = storage.shape
-    return (rows, cols) if direction == "row" else (cols, rows)
+    *count, rows, cols = storage.shape
+    return (*count, rows, cols) if direction == "row" else (*count, cols, rows)
 
 
 def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
@@ -86,7 +88,7 @@ def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence
 
 
 def _window(t: QuantizedTensor) -> Window:
-    rows, cols = _matrix(t)
+    rows, cols = _matrix(t)[:2]
     return t.window or Window(t, (0, rows), (0, cols), flipped=False, apart=True)
 
 
@@ -132,7 +134,11 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
     begin, stop, _ = slice(start, end).indices(t.shape[dim])
     stop = max(begin, stop)
     shape = [*t.shape[:dim], stop - begin, *t.shape[dim + 1 :]]
+    if is_stacked(t):
+        return slice_stack(t, dim, begin, stop, shape)
     cols = _matrix(t)[1]
+    if t.window is not None and is_stacked(t.window.whole):
+        return NotImplemented  # a part of one of its matrices, which no window describes
     if _natural(t) and dim == t.dim() - 1:
         return _narrow(t, 1, begin, stop, shape)
     if _natural(t) and all(s == 1 for s in t.shape[:dim]):  # the outermost dimension that has a size
@@ -176,7 +182,8 @@ def _as_strided(t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], 
 @implements(aten.t.default)
 def _t(t: QuantizedTensor) -> Any:
     flipped = t.quantizer.flipped()
-    if t.dim() != 2 or not _natural(t) or flipped is None:
+    in_stack = is_stacked(t.window.whole if t.window is not None else t)
+    if t.dim() != 2 or not _natural(t) or flipped is None or in_stack:
         return NotImplemented
     shape = torch.Size((t.shape[1], t.shape[0]))
     row, col = t.stored
@@ -204,10 +211,11 @@ def _permute(t: QuantizedTensor, dims: Sequence[int]) -> Any:
     return _t(t) if order == [1, 0] else NotImplemented
 
 
+_HANDLERS[aten.select.int] = select
 _VIEWS = {
     aten.detach.default, aten.alias.default, aten.view.default, unsafe_view.default, aten.unsqueeze.default,
     aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.as_strided.default, aten.t.default,
-    aten.transpose.int, aten.permute.default,
+    aten.transpose.int, aten.permute.default, aten.select.int,
 }  # fmt: skip
 
 
@@ -277,8 +285,11 @@ def _new_empty(
             f"{t.whose}shards of {t.shape[0]} rows of a tensor that is stored as {t.quantizer} leave nothing to some "
             f"ranks: {REMEDY}"
         )
-    if dtype not in (None, t.dtype):
-        return torch.empty(size, dtype=dtype, device=device)
+    stack = empty_stack(t, size, device) if is_stacked(t) and dtype in (None, t.dtype) else None
+    if stack is not None:
+        return stack
+    if dtype not in (None, t.dtype) or is_stacked(t):
+        return torch.empty(size, dtype=dtype or t.dtype, device=device)
     rows, cols = as_matrix(torch.empty(size, device="meta")).shape
     sides = {
         d: s.quantizer.storage.empty(s.quantizer, (rows, cols) if d == "row" else (cols, rows), t.dtype, device)
@@ -292,28 +303,13 @@ def _new_zeros(
     t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
     """A tensor to hold another piece of this one; FSDP2 makes its shards so."""
-    is_shard = t.dim() and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
+    is_shard = t.dim() and not is_stacked(t) and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
     if is_shard:
-        _check_shard(t, size[0])
+        check_shard(t, size[0], _matrix(t)[0] // t.shape[0] * size[0], REMEDY)
     made = _new_empty(t, size, dtype=dtype, device=device).zero_()
     if is_shard and isinstance(made, QuantizedTensor):
         made.amax_group = "unattached"
     return made
-
-
-def _check_shard(t: QuantizedTensor, rows: int) -> None:
-    """Refuse shards of so many rows that are uneven or no parts of it: all ranks do, from sizes that are global."""
-    along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.sides]
-    why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)
-    matrix_rows = _matrix(t)[0] // t.shape[0] * rows
-    units = [b.unit(dim) for side, dim in along for b in side.layout]
-    cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)
-    if why is not None or cut is not None or t.shape[0] % rows:
-        why = why or (f"it cuts blocks of {cut}" if cut is not None else "it leaves a smaller one")
-        raise ValueError(
-            f"{t.whose}a {list(t.shape)} tensor that is stored as {t.quantizer} has no shard of {rows} rows: {why}; "
-            f"{REMEDY}"
-        )
 
 
 def _values_like(function: Any) -> Handler:
@@ -338,6 +334,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     if not all(_joins(first, t) for t in tensors):
         return NotImplemented
     dim = canonicalize_dim(first.dim(), dim)
+    if any(map(is_stacked, tensors)):
+        return cat_stacks(tensors, dim) if all(map(is_stacked, tensors)) else NotImplemented
     along = 1 if dim == first.dim() - 1 else 0
     others = {t.shape[:dim] + t.shape[dim + 1 :] for t in tensors}
     if (along == 0 and dim != 0) or len(others) > 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lpq import operations
 from lpq.formats.format import Storage
+from lpq.formats.stacks import is_stack
 from lpq.operations.decoding import decode
 from lpq.operations.operands import check_input
 from lpq.operations.reduce_statistics import Reductions, check_shard, spans
@@ -32,7 +33,7 @@ class _Part:
 
     def shared_with(self) -> ProcessGroup | None:
         """The group over which statistics have to be reduced before this one can be encoded; None if there is none."""
-        if self.target.amax_group is None or not any(spans(d) for d in self.declared):
+        if self.target.amax_group is None or not any(spans(d) for d in self.declared) or is_stack(self.value.shape):
             return None
         if not self.target.attached():
             raise RuntimeError(

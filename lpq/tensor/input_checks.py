@@ -23,11 +23,25 @@ def check_received(func: Any, tensor: QuantizedTensor) -> None:
 def check_flattened(tensor: QuantizedTensor) -> None:
     """Of one that ``torch.cat`` joins with others. So FullyShardedDataParallel makes one parameter of many that are
     flattened, and DistributedDataParallel a message from which it writes them anew."""
-    direction, storage = tensor.sides[0]
-    rows, cols = storage.shape if direction == "row" else storage.shape[::-1]
+    _, storage = tensor.sides[0]
+    *_, rows, cols = storage.shape
     if tensor.dim() == 1 and rows > 1 and cols > 1:
         raise TypeError(
             f"{tensor.whose}a flattened weight that is stored as {tensor.quantizer} would be joined with others, as "
             "DistributedDataParallel, composable replicate and FullyShardedDataParallel (FSDP1) do it, which decode it "
             f"and encode it anew or not at all: {REMEDY}. To read it, join what dequantize() gives"
+        )
+
+
+def check_shard(t: QuantizedTensor, rows: int, matrix_rows: int, remedy: str) -> None:
+    """Refuse shards of so many rows that are uneven or no parts of it: all ranks do, from sizes that are global."""
+    along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.sides]
+    why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)
+    units = [b.unit(dim) for side, dim in along for b in side.layout]
+    cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)
+    if why is not None or cut is not None or t.shape[0] % rows:
+        why = why or (f"it cuts blocks of {cut}" if cut is not None else "it leaves a smaller one")
+        raise ValueError(
+            f"{t.whose}a {list(t.shape)} tensor that is stored as {t.quantizer} has no shard of {rows} rows: {why}; "
+            f"{remedy}"
         )

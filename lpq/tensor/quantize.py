@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer
-from lpq.operations.argument_checks import as_seed, check_dense, check_offset, state_of
+from lpq.operations.argument_checks import as_seed, check_dense, check_offset, check_stack, state_of
 from lpq.operations.operands import State, as_matrix, check_input, encode_operands, remember
 from lpq.tensor.quantized_tensor import QuantizedTensor, wrap_operands
 
@@ -27,6 +27,7 @@ def quantize(
     state: State | None = None,
     seed: Tensor | int | None = None,
     offset: int = 0,
+    stack: bool = False,
 ) -> QuantizedTensor:
     """Encode ``x`` in the wanted directions; written ``quantizer.quantize(x)``. No gradient flows through it, and no
     tangent may.
@@ -35,21 +36,26 @@ def quantize(
     reduced over this group. ``state`` (see ``Quantizer.new_state``) is what earlier steps left; it is updated in place.
     ``seed`` and ``offset`` (the first row of a shard in the whole tensor) determine stochastic rounding; without a seed
     one is drawn from torch's generator.
+
+    ``stack``: ``x`` is ``[count, rows, cols]``, so many matrices, and each is encoded by itself. The seed is then a
+    tensor of one for each; there is neither state nor group.
     """
     if not (row or col):
         raise ValueError("quantize: ask for row, col or both; a tensor without an operand holds nothing")
     check_input(x)
     check_dense(x)
     check_offset(offset)
+    if stack:
+        check_stack(quantizer, x, seed, state, amax_group, offset)
     nothing = state is None or (isinstance(state, Mapping) and not state)
     state = None if nothing else state_of(quantizer, cast("State", state), x.device) or None
     with torch.no_grad():
-        matrix = as_matrix(x)
+        matrix = x if stack else as_matrix(x)
         if quantizer.side("row").plain or quantizer.side("col").plain:
             matrix = matrix.clone()  # its operand would be a view of the caller's tensor
         operands = encode_operands(
             quantizer, matrix, row=row, col=col, group=amax_group, state=state,
-            seed=as_seed(seed, x.device), offset=offset,
+            seed=cast("Tensor | None", seed) if stack else as_seed(seed, x.device), offset=offset,
         )  # fmt: skip
         if state is not None:
             remember(quantizer, state, operands.measured, row=row, col=col, group=amax_group)

@@ -1,8 +1,9 @@
 """QuantizedTensor: a tensor held as one or two encoded operands.
 
 ``row`` encodes the tensor as a matrix ``[M, K]`` (all leading dimensions are rows), ``col`` its transpose ``[K, M]``;
-either may be absent. To PyTorch it is a tensor of the shape, dtype and device it stands for; ``lpq.tensor.aten`` says
-what each operator does with the buffers. Pickled and saved, it is its quantizer's string and its plain buffers.
+either may be absent. In a stack, ``[count, M, K]``, they encode each matrix by itself. To PyTorch it is a tensor of the
+shape, dtype and device it stands for; ``lpq.tensor.aten`` says what each operator does with the buffers. Pickled and
+saved, it is its quantizer's string and its plain buffers.
 """
 
 from __future__ import annotations
@@ -415,22 +416,22 @@ def wrap_operands(
         return QuantizedTensor(row, col, quantizer, shape, dtype, amax_group=group)
     operands = [(d, s) for d, s in (("row", row), ("col", col)) if s is not None]
     tensors = [t for _, s in operands for t in s.tensors()]
-    sides = [(d, s.quantizer.text, s.shape[0], s.shape[1], s.dtype) for d, s in operands]
+    sides = [(d, s.quantizer.text, list(s.shape), s.dtype) for d, s in operands]
     return _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype)
 
 
 def _wrap(
     tensors: list[Tensor],
-    sides: list[tuple[str, str, int, int, torch.dtype]],
+    sides: list[tuple[str, str, list[int], torch.dtype]],
     quantizer: str,
     shape: list[int],
     dtype: torch.dtype,
 ) -> QuantizedTensor:
     operands: dict[str, Storage] = {}
-    for direction, text, rows, cols, stored in sides:
+    for direction, text, matrix, stored in sides:
         side: Quantizer = registry.quantizer(text)
         count = len(side.layout)
-        operands[direction] = side.storage.wrap(tensors[:count], side, (rows, cols), stored)
+        operands[direction] = side.storage.wrap(tensors[:count], side, tuple(matrix), stored)
         tensors = tensors[count:]
     return QuantizedTensor(
         operands.get("row"), operands.get("col"), registry.quantizer(quantizer), torch.Size(shape), dtype

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.layout import Buffer
+from lpq.formats.stacks import is_stack
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief
 
@@ -43,6 +44,8 @@ def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str,
         if side != whole.side(direction):
             raise _damaged(f"its {direction} operand is stored as {side}, and the tensor as {whole}")
         wanted = matrix if direction == "row" else matrix[::-1]
+        if isinstance(rows_and_cols, tuple) and is_stack(rows_and_cols) and is_stack(shape):
+            wanted = shape if direction == "row" else (shape[0], shape[2], shape[1])
         if rows_and_cols != wanted or not isinstance(stored, torch.dtype) or not stored.is_floating_point:
             raise _damaged(
                 f"its {direction} operand is of shape {brief(rows_and_cols)} and dtype {brief(stored)}, and "
@@ -64,16 +67,17 @@ def _side(text: Any) -> Quantizer:
     return found
 
 
-def _buffer(direction: str, buffer: Buffer, found: Any, matrix: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def _buffer(direction: str, buffer: Buffer, found: Any, matrix: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A buffer as it is declared. One of single bytes may have been saved as such."""
     what = f"the buffer {buffer.name} of its {direction} operand"
     if not isinstance(found, Tensor) or found.layout != torch.strided:
         raise _damaged(f"{what} is {brief(found) if not isinstance(found, Tensor) else found.layout}")
     as_bytes = found.dtype == torch.uint8 and dtype.itemsize == 1
-    if found.shape != buffer.grid(*matrix) or not (as_bytes or found.dtype == dtype):
+    *count, rows, cols = matrix
+    grid = (*count, *buffer.grid(rows, cols))
+    if found.shape != grid or not (as_bytes or found.dtype == dtype):
         raise _damaged(
-            f"{what} is {found.dtype} of shape {list(found.shape)}, and {dtype} of shape "
-            f"{list(buffer.grid(*matrix))} is wanted"
+            f"{what} is {found.dtype} of shape {list(found.shape)}, and {dtype} of shape {list(grid)} is wanted"
         )
     return found.contiguous().view(dtype)
 

@@ -22,6 +22,7 @@ from lpq.testing.conformance.test_aten import *
 from lpq.testing.conformance.test_declaration import *
 from lpq.testing.conformance.test_directions import *
 from lpq.testing.conformance.test_encoding import *
+from lpq.testing.conformance.test_groups import *
 from lpq.testing.conformance.test_hybrid import *
 from lpq.testing.conformance.test_kernels import *
 from lpq.testing.conformance.test_layout import *

@@ -1,0 +1,101 @@
+"""Rows in groups: an operand of several matrices of different sizes, one behind the other, each encoded by itself.
+
+Where each group ends, only a tensor on the device tells. So buffers have the size that suffices whatever the groups'
+sizes are. In an operand each group begins at a multiple of ``unit``, so that no block is of two groups. A buffer with a
+value for all rows of a matrix has one for each group. What no group has is zero.
+
+The groups lie along dimension 0 of a row operand and along dimension 1, the contraction, of a column operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Quantizer, Storage
+from lpq.formats.layout import Buffer
+
+ALIGNED = 16
+"""Groups along a contraction begin at a multiple of this, as products of 8-bit elements want it."""
+
+
+class Grouped(NamedTuple):
+    """An operand of rows in groups."""
+
+    quantizer: Quantizer
+    tensors: Sequence[Tensor]
+    shape: tuple[int, int]
+    """That of the matrix of all rows, those behind the last group included."""
+    dtype: torch.dtype
+    dim: int
+    """Along which dimension the groups lie."""
+
+    def matrix(self, group: int, start: int, stop: int, at: int) -> Storage:
+        """The operand of one group, rows or columns ``[start, stop)`` of the whole, which begins at ``at``."""
+        side, dim = self.quantizer, self.dim
+        shape = [*self.shape]
+        shape[dim] = stop - start
+        rows, cols = shape
+        pieces = [
+            b.laid(piece(b, t, group, at, rows, cols, dim))
+            if not side.plain
+            else piece(b, t, group, at, rows, cols, dim)
+            for b, t in zip(side.layout, self.tensors, strict=True)
+        ]
+        return side.storage.wrap(pieces, side, (rows, cols), self.dtype)
+
+
+def unit(side: Quantizer, dim: int) -> int:
+    """To a multiple of how many rows (0) or columns (1) a group is padded in an operand."""
+    if side.plain:
+        return 1
+    steps = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
+    return math.lcm(ALIGNED if dim == 1 else 1, *(step for step in steps if step is not None))
+
+
+def capacity(rows: int, groups: int, unit: int) -> int:
+    """How many rows suffice for so many in so many groups, each padded to a multiple of ``unit``."""
+    return (rows + groups * (unit - 1)) // unit * unit
+
+
+def grid(buffer: Buffer, rows: int, cols: int, groups: int, dim: int, unit: int) -> tuple[int, ...]:
+    """The shape of a buffer of an operand ``[rows, cols]`` with so many groups along ``dim``."""
+    values = () if buffer.values is None else (buffer.values,)
+    if buffer.block == (None, None):
+        return (groups, *values)
+    if dim == 0:
+        rows = capacity(rows, groups, unit)
+    else:
+        cols = capacity(cols, groups, unit)
+    lattice = [*buffer.lattice(rows, cols)]
+    if buffer.block[dim] is None:
+        lattice[dim] = groups
+    return (*lattice, *values)
+
+
+def piece(buffer: Buffer, tensor: Tensor, group: int, at: int, rows: int, cols: int, dim: int) -> Tensor:
+    """What a buffer has of one group, a matrix ``[rows, cols]`` that begins at ``at``: a view."""
+    if buffer.block == (None, None):
+        return tensor[group]
+    step = buffer.block[dim]
+    if step is None:
+        return tensor.narrow(dim, group, 1)
+    return tensor.narrow(dim, at // step, buffer.lattice(rows, cols)[dim])
+
+
+def bounds(offs: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each group begins and ends."""
+    return list(zip((0, *offs[:-1]), offs, strict=True))
+
+
+def starts(offs: Sequence[int], unit: int) -> list[int]:
+    """Where each group begins in an operand in which they are padded to multiples of ``unit``."""
+    found, at = [], 0
+    for start, stop in bounds(offs):
+        found.append(at)
+        at += -(-(stop - start) // unit) * unit
+    return found

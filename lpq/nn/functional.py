@@ -1,0 +1,147 @@
+"""Layers as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate as sums
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lpq import recipes, registry
+from lpq.nn.multiply_groups import Buffers, GroupedCall, GroupedMultiplication
+from lpq.nn.plan import Plan
+from lpq.operations.binding import on_device
+from lpq.operations.operands import DTYPES
+from lpq.operations.random_seeds import draw_seeds
+from lpq.recipes import recipe_sources
+from lpq.recipes.gemms import TENSORS
+from lpq.tensor import QuantizedTensor
+from lpq.tensor.quantized_tensor import operand_tensors
+from lpq.torch_private.compiling import once_when_traced
+
+if TYPE_CHECKING:
+    from lpq.nn.accumulation import Accumulate
+    from lpq.recipes import Recipe, RecipeLike
+
+
+def grouped_linear(
+    x: Tensor, w: Tensor, offs: Tensor | Sequence[int], recipe: RecipeLike, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply each group of rows by a matrix of its own, with the operands of ``recipe``; see ``nn.GroupedLinear``.
+
+    ``x`` is ``[rows, K]``, ``w`` is ``[groups, N, K]``, ordinary or a stack that is stored quantized, and ``bias``, if
+    there is one, ``[groups, N]``. ``offs``: where each group ends, int32 on the device of ``x``, or a list of counts.
+    """
+    title = "grouped_linear"
+    if not isinstance(w, Tensor) or w.dim() != 3:
+        what = list(w.shape) if isinstance(w, Tensor) else type(w).__name__
+        raise ValueError(f"{title}: w is {what}, and must be [groups, N, K]")
+    check_rows(title, x, w.shape[2])
+    plan = _plan(recipe)
+    if plan.memories:
+        raise ValueError(f"{title}: {recipe} remembers statistics across steps, and a function has no state")
+    ends = as_offsets(title, offs, w.shape[0], x)
+    operands = None
+    if isinstance(w, QuantizedTensor):
+        row = operand_tensors(w, "row", plan.w.side("row").text)
+        needs = torch.is_grad_enabled() and x.requires_grad
+        operands = row, operand_tensors(w, "col", plan.w.side("col").text) if needs else ()
+    return grouped_linear_of(title, plan, x, w, bias, ends, operands)
+
+
+@once_when_traced
+def _plan(recipe: RecipeLike) -> Plan:
+    return _plan_of(recipes.recipe(recipe))
+
+
+@registry.cached
+def _plan_of(recipe: Recipe) -> Plan:
+    return Plan.of(recipe)
+
+
+@once_when_traced
+def high_precision() -> Plan:
+    """The plan that multiplies tensors as they are."""
+    return _plan_of(recipe_sources.high_precision())
+
+
+def grouped_linear_of(
+    title: str,
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Tensor,
+    operands: Buffers | None,
+    accumulate: Accumulate | None = None,
+) -> Tensor:
+    """The same of a plan; ``operands`` are the buffers of a weight that is encoded already."""
+    _check_tensors(title, x, weight, bias)
+    grad, dtype = torch.is_grad_enabled(), x.dtype
+    seeds = draw_seeds(x, weight, weight.shape[0] * len(TENSORS)).view(-1, len(TENSORS)) if plan.stochastic else None
+    needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
+    multiply: Any = GroupedMultiplication.apply
+    device = x.device.type
+    if not x.is_meta and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate)
+    with torch.autocast(device, enabled=False), on_device(x.device):
+        y: Tensor = multiply(x, weight, bias, offs, seeds, call)
+    return y
+
+
+def check_rows(title: str, x: Tensor, features: int) -> None:
+    """Refuse what is no matrix of rows with so many features."""
+    if not isinstance(x, Tensor) or isinstance(x, QuantizedTensor) or x.is_nested or x.layout != torch.strided:
+        raise TypeError(f"{title}: the input is a {type(x).__name__}: pass an ordinary tensor [rows, {features}]")
+    if x.dim() != 2 or x.shape[1] != features:
+        raise ValueError(
+            f"{title}: the input is {list(x.shape)}, and must be [rows, {features}], group by group: flatten it"
+        )
+
+
+def as_offsets(title: str, offs: Tensor | Sequence[int], groups: int, x: Tensor) -> Tensor:
+    """Where each group ends, on the device of ``x``. Those that are a tensor are checked where they are read."""
+    if isinstance(offs, Tensor):
+        if offs.dtype != torch.int32 or offs.device != x.device:
+            raise TypeError(
+                f"{title}: offs is {offs.dtype} on {offs.device}, and must be torch.int32 on {x.device}, where the "
+                "input is: counts.cumsum(0, dtype=torch.int32)"
+            )
+        if offs.shape != (groups,):
+            raise ValueError(
+                f"{title}: offs is {list(offs.shape)}, and there are {groups} groups: pass one end for each"
+            )
+        return offs
+    counts = list(offs)
+    if len(counts) != groups or any(type(n) is not int or n < 0 for n in counts):
+        raise ValueError(
+            f"{title}: the counts are {counts}, and there are {groups} groups: pass for each how many rows it has"
+        )
+    if sum(counts) > x.shape[0]:
+        raise ValueError(f"{title}: the counts sum to {sum(counts)}, and the input has {x.shape[0]} rows")
+    return torch.tensor([*sums(counts)], dtype=torch.int32, device=x.device)
+
+
+def _check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("input", x), ("weight", weight)):
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
+            )
+    if hasattr(weight, "device_mesh"):
+        raise RuntimeError(
+            f"{title}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "
+            "whose forward gathers it, or its unshard()"
+        )
+    if x.device != weight.device:
+        raise RuntimeError(
+            f"{title}: the input is on {x.device} and the weight on {weight.device}: move one to the other"
+        )
+    if bias is not None and (bias.shape != weight.shape[:2] or bias.device != x.device):
+        raise ValueError(
+            f"{title}: the bias is {list(bias.shape)} on {bias.device}, and must be {list(weight.shape[:2])} on "
+            f"{x.device}"
+        )

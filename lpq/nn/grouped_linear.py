@@ -1,0 +1,103 @@
+"""GroupedLinear: a linear layer for each group of rows, as the experts of a mixture have them, in one parameter.
+
+Whatever it computes is, to the bit, what separate ``lpq.nn.Linear`` compute, each of the rows of its group. Random bits
+follow from seeds, of which a pass draws three for each group, in their order: on a CPU those that the separate layers
+would draw if they were called one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lpq.nn.functional import as_offsets, check_rows, grouped_linear_of, high_precision
+from lpq.nn.input_checks import check_accumulation
+from lpq.nn.linear import Layer, weight_operands
+from lpq.nn.plan import Plan
+
+if TYPE_CHECKING:
+    from lpq.recipes import RecipeLike
+
+
+class GroupedLinear(Layer):
+    """``num_groups`` linear layers: ``y = x Wᵍᵀ + bᵍ`` for the rows of group g.
+
+    ``weight`` is ``[num_groups, out_features, in_features]`` and ``bias``, if there is one, ``[num_groups,
+    out_features]``. With ``recipe=None`` it multiplies in high precision.
+    """
+
+    kind: ClassVar[str] = "lpq.nn.GroupedLinear"
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: RecipeLike | None,
+    ) -> None:
+        super().__init__()
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        how: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty((num_groups, out_features, in_features), **how))
+        if bias:
+            self.bias = nn.Parameter(torch.empty((num_groups, out_features), **how))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+        self.begin()
+        self.recipe = recipe
+
+    def reset_parameters(self) -> None:
+        """Initialize each group as ``nn.Linear`` does."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        kind = f"{self.kind}({self.num_groups}, {self.in_features}, {self.out_features})"
+        return f"layer {self.place}, {kind}" if self.place else kind
+
+    def why_unfit(self, plan: Plan) -> str | None:
+        if plan.memories:
+            return (
+                "it remembers statistics across steps, and none are kept for each group: use one that measures each "
+                "tensor"
+            )
+        return None
+
+    def forward(self, input: Tensor, offs: Tensor | Sequence[int]) -> Tensor:  # type: ignore[override]
+        """``y`` of the rows ``input``, ``[rows, in_features]``, which lie group by group.
+
+        ``offs`` says where each group ends: an int32 tensor ``[num_groups]`` on the device of the input; or it is a
+        list of how many rows each group has. Rows behind the last group are zero in ``y``, as in the gradient of the
+        input. On a GPU nothing waits for it, and nothing checks a tensor's values.
+        """
+        if self.stages is not None:
+            self.stages.check(self)
+        check_rows(self.title, input, self.in_features)
+        ends = as_offsets(self.title, offs, self.num_groups, input)
+        weight: Tensor = self.weight
+        held = self.held_weight() if self._held is not None else None
+        if self.accumulate is not None:
+            check_accumulation(self, weight)
+        self._gathered(remembers=False)
+        col = torch.is_grad_enabled() and input.requires_grad
+        plan = self._plan if self._plan is not None else high_precision()
+        operands = weight_operands(plan, weight, held, col)
+        return grouped_linear_of(self.title, plan, input, weight, self.bias, ends, operands, self.accumulate)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, recipe={self._recipe.title if self._recipe else None}"
+        )

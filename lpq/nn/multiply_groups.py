@@ -1,0 +1,132 @@
+"""The three products of a grouped layer as one autograd function. Each group's rows meet the matrix of their group.
+
+fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Storage, check_there
+from lpq.formats.groups import Grouped
+from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
+from lpq.nn.cached_weight import as_it_is
+from lpq.nn.plan import Plan
+from lpq.operations.groups import encode_groups, multiply_columns, multiply_rows, sum_rows
+from lpq.operations.operands import encode_operands
+from lpq.tensor import QuantizedTensor
+
+Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Those of the row operand and of the column operand."""
+
+
+class GroupedCall(NamedTuple):
+    """What one pass of a grouped layer is given beside its tensors."""
+
+    plan: Plan
+    dtype: torch.dtype
+    """That of the result."""
+    needs_dx: bool
+    needs_dw: bool
+    weight: Buffers | None = None
+    """The buffers of the operands of the weight, if it is encoded already."""
+    accumulate: Accumulate | None = None
+
+
+class GroupedMultiplication(torch.autograd.Function):
+    """The three products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, seeds: Tensor | None, call: GroupedCall
+    ) -> Tensor:
+        plan, dtype, needs_dx, needs_dw, encoded, accumulate = call
+        keeps_input, keeps_weight = plan.keeps_input and needs_dw, plan.keeps_weight and needs_dx and encoded is None
+        x_row, x_col = encode_groups(plan.x, x, offs, row=True, col=needs_dw and not keeps_input, seeds=_of(seeds, 0))
+        assert x_row is not None
+        if encoded is None:
+            w_row, w_col = _operands(plan, weight, seeds, col=needs_dx and not keeps_weight)
+            assert w_row is not None
+        else:
+            w_row, w_col = _wrapped(plan, weight, encoded)
+            if not torch.compiler.is_compiling():
+                check_there(w_row.tensors()[0])
+        y = multiply_rows(x_row, w_row, offs, bias, dtype, plan.fast[0])
+        of_x = [x] if keeps_input else [] if x_col is None else [*x_col.tensors]
+        of_w = [weight] if keeps_weight else [] if w_col is None else w_col.tensors()
+        ctx.save_for_backward(offs, *([] if seeds is None else [seeds]), *of_x, *of_w)
+        ctx.call, ctx.count, ctx.keeps = call, len(of_x), (keeps_input, keeps_weight)
+        ctx.shapes = tuple(x.shape), tuple(weight.shape), x.dtype, weight.dtype
+        ctx.bias = None if bias is None else bias.dtype
+        watched = isinstance(weight, QuantizedTensor) and needs_dx and not torch.compiler.is_compiling()
+        ctx.watched = (weight, as_it_is(weight)) if watched else None
+        ctx.weight = weight if accumulate is not None else None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
+                "Leave that out, or have the policy leave the layer in high precision"
+            )
+        if ctx.watched is not None and as_it_is(ctx.watched[0]) != ctx.watched[1]:
+            raise RuntimeError(
+                f"a weight of {[*ctx.watched[0].shape]} that is stored quantized was written to after forward, and "
+                "backward needs it as it was: write to it after backward"
+            )
+        plan: Plan = ctx.call.plan
+        (rows, features), (groups, outputs, _), x_dtype, w_dtype = ctx.shapes
+        offs, *saved = ctx.saved_tensors
+        seeds = saved.pop(0) if plan.stochastic else None
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        dy_row, dy_col = encode_groups(plan.dy, dy, offs, row=needs_dx, col=needs_dw, seeds=_of(seeds, 2))
+        if dy_row is not None:
+            of_w, side = saved[ctx.count :], plan.w.side("col")
+            if ctx.keeps[1]:
+                _, w_col = _operands(plan, of_w[0], seeds, col=True)
+                assert w_col is not None
+            else:
+                w_col = side.storage.wrap(of_w, side, (groups, features, outputs), w_dtype)
+            dx = multiply_rows(dy_row, w_col, offs, None, x_dtype, plan.fast[1])
+        if dy_col is not None:
+            of_x, side = saved[: ctx.count], plan.x.side("col")
+            if ctx.keeps[0]:  # the row operand, too: random bits of its own may be in both
+                _, x_col = encode_groups(plan.x, of_x[0], offs, row=True, col=True, seeds=_of(seeds, 0))
+                assert x_col is not None
+            else:
+                x_col = Grouped(side, of_x, (features, rows), x_dtype, 1)
+            into = None
+            if ctx.weight is not None and is_summed(ctx.next_functions[1][0]):
+                into = sum_in_place(ctx.weight, ctx.call.accumulate)
+            dw = multiply_columns(dy_col, x_col, offs, w_dtype if into is None else into.dtype, plan.fast[2])
+            if into is not None:
+                into.add_(dw)
+                dw = None
+        if needs_db:
+            db = sum_rows(dy, offs).to(ctx.bias)
+        return dx, dw, db, None, None, None
+
+
+def _of(seeds: Tensor | None, tensor: int) -> Tensor | None:
+    """The seed of each group, for x, w or dy."""
+    return None if seeds is None else seeds[:, tensor]
+
+
+def _operands(plan: Plan, weight: Tensor, seeds: Tensor | None, col: bool) -> tuple[Storage | None, Storage | None]:
+    made = encode_operands(plan.w, weight, row=True, col=col, seed=_of(seeds, 1))
+    return made.row, made.col
+
+
+def _wrapped(plan: Plan, weight: Tensor, encoded: Buffers) -> tuple[Storage, Storage | None]:
+    groups, outputs, features = weight.shape
+    row, col = plan.w.side("row"), plan.w.side("col")
+    of_row = row.storage.wrap(encoded[0], row, (groups, outputs, features), weight.dtype)
+    if not encoded[1]:
+        return of_row, None
+    return of_row, col.storage.wrap(encoded[1], col, (groups, features, outputs), weight.dtype)

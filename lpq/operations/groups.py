@@ -1,0 +1,263 @@
+"""Rows in groups: encoded each group by itself, multiplied each by a matrix of its own, and summed up.
+
+The references compute a group at a time, and are what separate layers compute of separate tensors. They read the
+offsets on the host. ``offs`` is where each group ends, int32, on the device of the rows; they grow, and rows behind the
+last one belong to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lpq.formats.format import Quantizer, Storage, check_there
+from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
+from lpq.formats.stacks import matrices
+from lpq.operations.format_calls import encoded_by
+from lpq.operations.multiplying import gemm
+from lpq.operations.operands import encode_operands
+from lpq.operations.operators import can_call_directly, define, layout_hash
+from lpq.operations.sides import quantizer_of
+
+# ---------------------------------------------------------------------------------------------- encoding
+
+
+def encode_groups(
+    quantizer: Quantizer, x: Tensor, offs: Tensor, *, row: bool, col: bool, seeds: Tensor | None = None
+) -> tuple[Grouped | None, Grouped | None]:
+    """The wanted operands of the rows ``x`` in groups: the bytes of each group are those of its rows alone. ``seeds``
+    has one for each group. An operand that is an ordinary matrix is a view or a cast of ``x``."""
+    of_row, of_col = quantizer.side("row"), quantizer.side("col")
+    first = _plain(of_row, x, 0) if row and of_row.plain else None
+    from_x = quantizer.col_source == "original"
+    second = _plain(of_col, x, 1) if col and of_col.plain and from_x else None
+    row, col = row and first is None, col and second is None
+    if not row and not col:
+        return first, second
+    if can_call_directly(x):
+        out = _encoded(x, offs, quantizer, row, col, seeds)
+    else:
+        texts = quantizer.text, layout_hash(of_row.text, of_col.text)
+        out = torch.ops.lpq.encode_groups(x, offs, texts[0], row, col, seeds, texts[1])
+    rows, cols = x.shape
+    at = len(of_row.layout) if row else 0
+    if row:
+        first = Grouped(of_row, out[:at], (rows, cols), x.dtype, 0)
+    if col:
+        second = Grouped(of_col, out[at:], (cols, rows), x.dtype, 1)
+    return first, second
+
+
+def _plain(side: Quantizer, x: Tensor, dim: int) -> Grouped:
+    made = encoded_by(side, x if dim == 0 else x.t(), {}, None)
+    rows, cols = made.shape
+    return Grouped(side, made.tensors(), (rows, cols), x.dtype, dim)
+
+
+def encode_groups_reference(
+    x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None
+) -> list[Tensor]:
+    """The buffers of the wanted operands, the row operand's first: of one group after the other."""
+    rows, cols = x.shape
+    sides = [(quantizer.side("row"), 0, (rows, cols))] if row else []
+    sides += [(quantizer.side("col"), 1, (cols, rows))] if col else []
+    ends, out = read(offs, rows), _empty(x, len(offs), quantizer, row, col)
+    for tensor in out:
+        tensor.zero_()
+    begins = [starts(ends, unit(side, dim)) for side, dim, _ in sides]
+    for group, (start, stop) in enumerate(bounds(ends)):
+        seed = None if seeds is None else seeds[group]
+        made = encode_operands(quantizer, x[start:stop], row=row, col=col, seed=seed)
+        rest = iter(out)
+        for (side, dim, _), at in zip(sides, begins, strict=True):
+            operand = made.row if dim == 0 else made.col
+            assert operand is not None
+            high, wide = operand.shape
+            for buffer, tensor in zip(side.layout, operand.tensors(), strict=True):
+                piece(buffer, next(rest), group, at[group], high, wide, dim).copy_(tensor)
+    return out
+
+
+def read(offs: Tensor, rows: int) -> list[int]:
+    """The offsets on the host; an error if they are none."""
+    ends: list[int] = offs.tolist()
+    if any(stop < start for start, stop in bounds(ends)):
+        raise ValueError(f"offs is {ends}: it says where each group ends, so it must grow")
+    if ends and ends[-1] > rows:
+        raise ValueError(f"offs ends at {ends[-1]}, and there are {rows} rows")
+    return ends
+
+
+def _empty(x: Tensor, groups: int, quantizer: Quantizer, row: bool, col: bool) -> list[Tensor]:
+    rows, cols = x.shape
+    out: list[Tensor] = []
+    for wanted, side, dim, shape in (
+        (row, quantizer.side("row"), 0, (rows, cols)),
+        (col, quantizer.side("col"), 1, (cols, rows)),
+    ):
+        for buffer in side.layout if wanted else ():
+            size = grid(buffer, *shape, groups, dim, unit(side, dim))
+            out.append(x.new_empty(size, dtype=buffer.dtype or x.dtype))
+    return out
+
+
+def _encoded(x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None) -> list[Tensor]:
+    return encode_groups_reference(x, offs, quantizer, row, col, seeds)
+
+
+def _encode(
+    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, layouts: str = ""
+) -> list[Tensor]:
+    return _encoded(x, offs, cast("Quantizer", quantizer_of(quantizer)), row, col, seeds)
+
+
+def _encode_fake(
+    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, layouts: str = ""
+) -> list[Tensor]:
+    return _empty(x, offs.shape[0], cast("Quantizer", quantizer_of(quantizer)), row, col)
+
+
+define(
+    "encode_groups(Tensor x, Tensor offs, str quantizer, bool row, bool col, Tensor? seeds, "
+    'str layouts="") -> Tensor[]',
+    _encode,
+    _encode_fake,
+)
+
+# ---------------------------------------------------------------------------------------------- multiplying
+
+
+def multiply_rows(
+    a: Grouped, b: Storage, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
+    """The rows of each group times its matrix of the stack ``b``, ``[groups, N, K]``, plus its row of ``bias``. Rows
+    of no group are zero."""
+    first, second = list(a.tensors), b.tensors()
+    if can_call_directly(first[0]):
+        check_there(second[0])
+        return multiply_rows_reference(a, b, offs, bias, dtype, fast_accumulate)
+    return cast(
+        "Tensor",
+        torch.ops.lpq.multiply_rows(
+            first, second, offs, bias, a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, dtype,
+            fast_accumulate,
+        ),
+    )  # fmt: skip
+
+
+def multiply_rows_reference(
+    a: Grouped, b: Storage, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
+    """As separate products."""
+    rows, ends = a.shape[0], read(offs, a.shape[0])
+    out = a.tensors[0].new_zeros((rows, b.shape[1]), dtype=dtype)
+    begins = starts(ends, unit(a.quantizer, 0))
+    for group, (matrix, (start, stop)) in enumerate(zip(matrices(b), bounds(ends), strict=True)):
+        if stop > start:
+            left = a.matrix(group, start, stop, begins[group])
+            added = None if bias is None else bias[group]
+            out[start:stop] = gemm(left, matrix, bias=added, dtype=dtype, fast_accumulate=fast_accumulate)
+    return out
+
+
+def multiply_columns(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    """For each group the product of its columns of ``a``, ``[N, rows]``, and of ``b``, ``[K, rows]``: a stack
+    ``[groups, N, K]``. That of an empty group is zero."""
+    first, second = list(a.tensors), list(b.tensors)
+    if can_call_directly(first[0]):
+        return multiply_columns_reference(a, b, offs, dtype, fast_accumulate)
+    return cast(
+        "Tensor",
+        torch.ops.lpq.multiply_columns(
+            first, second, offs, a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, dtype,
+            fast_accumulate,
+        ),
+    )  # fmt: skip
+
+
+def multiply_columns_reference(
+    a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
+    """As separate products."""
+    ends = read(offs, a.shape[1])
+    out = a.tensors[0].new_zeros((len(ends), a.shape[0], b.shape[0]), dtype=dtype)
+    left, right = (starts(ends, unit(operand.quantizer, 1)) for operand in (a, b))
+    for group, (start, stop) in enumerate(bounds(ends)):
+        if stop > start:
+            first, second = a.matrix(group, start, stop, left[group]), b.matrix(group, start, stop, right[group])
+            out[group] = gemm(first, second, dtype=dtype, fast_accumulate=fast_accumulate)
+    return out
+
+
+def _grouped(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype, dim: int) -> Grouped:
+    rows, cols = shape
+    return Grouped(cast("Quantizer", quantizer_of(text)), tensors, (rows, cols), dtype, dim)
+
+
+def _rows(
+    a: list[Tensor], b: list[Tensor], offs: Tensor, bias: Tensor | None, qa: str, qb: str, shape_a: list[int],
+    shape_b: list[int], dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
+) -> Tensor:  # fmt: skip
+    side = cast("Quantizer", quantizer_of(qb))
+    stack = side.storage.wrap(b, side, tuple(shape_b), dtype_b)
+    return multiply_rows_reference(_grouped(a, qa, shape_a, dtype_a, 0), stack, offs, bias, dtype, fast_accumulate)
+
+
+def _rows_fake(
+    a: list[Tensor], b: list[Tensor], offs: Tensor, bias: Tensor | None, qa: str, qb: str, shape_a: list[int],
+    shape_b: list[int], dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
+) -> Tensor:  # fmt: skip
+    return a[0].new_empty((shape_a[0], shape_b[1]), dtype=dtype)
+
+
+define(
+    "multiply_rows(Tensor[] a, Tensor[] b, Tensor offs, Tensor? bias, str qa, str qb, SymInt[] shape_a, "
+    "SymInt[] shape_b, ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast_accumulate) -> Tensor",
+    _rows,
+    _rows_fake,
+)
+
+
+def _columns(
+    a: list[Tensor], b: list[Tensor], offs: Tensor, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
+) -> Tensor:  # fmt: skip
+    left, right = _grouped(a, qa, shape_a, dtype_a, 1), _grouped(b, qb, shape_b, dtype_b, 1)
+    return multiply_columns_reference(left, right, offs, dtype, fast_accumulate)
+
+
+def _columns_fake(
+    a: list[Tensor], b: list[Tensor], offs: Tensor, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
+) -> Tensor:  # fmt: skip
+    return a[0].new_empty((offs.shape[0], shape_a[0], shape_b[0]), dtype=dtype)
+
+
+define(
+    "multiply_columns(Tensor[] a, Tensor[] b, Tensor offs, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
+    "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast_accumulate) -> Tensor",
+    _columns,
+    _columns_fake,
+)
+
+# ---------------------------------------------------------------------------------------------- summing
+
+
+def sum_rows(x: Tensor, offs: Tensor) -> Tensor:
+    """The sum of the rows of each group; zero for an empty one."""
+    return _sum(x, offs) if can_call_directly(x) else cast("Tensor", torch.ops.lpq.sum_rows(x, offs))
+
+
+def _sum(x: Tensor, offs: Tensor) -> Tensor:
+    parts = [x[start:stop].sum(0) for start, stop in bounds(read(offs, x.shape[0]))]
+    return torch.stack(parts) if parts else x.new_zeros((0, x.shape[1]))
+
+
+def _sum_fake(x: Tensor, offs: Tensor) -> Tensor:
+    return x.new_empty((offs.shape[0], x.shape[1]))
+
+
+define("sum_rows(Tensor x, Tensor offs) -> Tensor", _sum, _sum_fake)

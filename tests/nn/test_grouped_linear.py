@@ -1,0 +1,250 @@
+"""lpq.nn.GroupedLinear: to the bit what separate lpq.nn.Linear compute, each of its own rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lpq
+from lpq.nn import GroupedLinear, Linear
+from lpq.nn.functional import grouped_linear
+
+RECIPES = [
+    "bf16", "fp8-current", "fp8-row", "fp8-row-bf16-wgrad", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
+    "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+]  # fmt: skip
+EVERY = pytest.mark.parametrize("recipe", RECIPES)
+K, N = 48, 32
+BEHIND = 3
+"""Rows behind the last group."""
+
+
+def layer(recipe: str | None, groups: int, dtype: torch.dtype = torch.float32, **how: Any) -> GroupedLinear:
+    torch.manual_seed(3)
+    return GroupedLinear(groups, K, N, recipe=recipe, dtype=dtype, **how)
+
+
+def data(counts: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The input and the gradient of the output. Groups differ in size by powers of ten; what is behind them is NaN."""
+    torch.manual_seed(7)
+    rows = sum(counts)
+    scale = torch.cat([torch.full((n, 1), 10.0**i) for i, n in enumerate(counts)] or [torch.ones(0, 1)])
+    tail = torch.full((BEHIND, 1), torch.nan)
+    made = [torch.cat([torch.randn(rows, of) * scale, tail.expand(-1, of)]).to(dtype) for of in (K, N)]
+    return made[0], made[1]
+
+
+def ends(counts: Sequence[int]) -> Tensor:
+    return torch.tensor([*accumulate(counts)], dtype=torch.int32)
+
+
+def run(forward: Callable[..., Tensor], module: nn.Module, x: Tensor, dy: Tensor, *rest: Any) -> list[Tensor]:
+    """y, dx and the gradients of the parameters, from a fixed state of the generator."""
+    torch.manual_seed(5)
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    y = forward(x, *rest)
+    y.backward(dy)
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+def separately(module: GroupedLinear, x: Tensor, dy: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The same of one Linear for each group, called one after another."""
+    layers = []
+    for i in range(module.num_groups):
+        made = Linear(K, N, module.bias is not None, dtype=module.weight.dtype, recipe=module.recipe)
+        made.weight = nn.Parameter(module.weight.detach()[i].clone())
+        if module.bias is not None:
+            made.bias = nn.Parameter(module.bias.detach()[i].clone())
+        layers.append(made)
+    torch.manual_seed(5)
+    xs = [part.clone().requires_grad_() for part in x.split([*counts, BEHIND])[:-1]]
+    ys = [each(part) for each, part in zip(layers, xs, strict=True)]
+    for y, part in zip(ys, dy.split([*counts, BEHIND]), strict=False):
+        y.backward(part)
+    zero = [torch.zeros(BEHIND, of, dtype=x.dtype) for of in (N, K)]
+    found = [torch.cat([*[y.detach() for y in ys], zero[0]]), torch.cat([*[part.grad for part in xs], zero[1]])]
+    names = ["weight", "bias"] if module.bias is not None else ["weight"]
+    return found + [torch.stack([getattr(each, name).grad for each in layers]) for name in names]
+
+
+def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(p.dtype == q.dtype and torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@EVERY
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_it_is_separate_linears_bit_for_bit(recipe: str, dtype: torch.dtype, bias: bool) -> None:
+    counts = [0, 5, 40, 0, 17, 0]
+    module = layer(recipe, len(counts), dtype, bias=bias)
+    x, dy = data(counts, dtype)
+    expected = separately(module, x, dy, counts)
+    assert equal(run(module, module, x, dy, ends(counts)), expected)
+    assert equal(run(module, module, x, dy, counts), expected), "counts in place of ends"
+    assert expected[0].isfinite().all()
+    for empty in (0, 3, 5):
+        assert not expected[2][empty].any()
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from([0, 0, 1, 15, 16, 33]), min_size=1, max_size=4))
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "nvfp4", "nvfp4-fwd-mxfp8-bwd"])
+def test_any_counts(recipe: str, counts: list[int]) -> None:
+    module = layer(recipe, len(counts), bias=False)
+    x, dy = data(counts)
+    assert equal(run(module, module, x, dy, ends(counts)), separately(module, x, dy, counts))
+
+
+def test_groups_that_shared_statistics_would_be_noticed() -> None:
+    counts = [20, 20]
+    module = layer("fp8-current", 2, bias=False)
+    x, dy = data(counts)
+    with torch.no_grad():
+        module.weight[1] = module.weight[0]
+    one = Linear(K, N, bias=False, recipe="fp8-current")
+    one.weight = nn.Parameter(module.weight.detach()[0].clone())
+    grouped, together = run(module, module, x, dy, counts)[0][:40], one(x[:40]).detach()
+    assert torch.equal(grouped[20:], together[20:]), "the larger group has the amax of both"
+    assert not torch.equal(grouped[:20], together[:20])
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+def test_compiled_in_one_graph_it_is_the_layer(recipe: str) -> None:
+    torch._dynamo.reset()
+    module, counts = layer(recipe, 3), [7, 0, 30]
+    x, dy = data(counts)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    found, expected = run(compiled, module, x, dy, ends(counts)), run(module, module, x, dy, ends(counts))
+    assert equal(found, expected)
+    assert not found[0][37:].any()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4", "mxfp8-fwd-nvfp4-bwd"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_computes_the_same(recipe: str, reentrant: bool) -> None:
+    module, counts = layer(recipe, 2), [9, 20]
+    x, dy = data(counts)
+
+    def again(x: Tensor, offs: Tensor) -> Tensor:
+        return checkpoint(module, x, offs, use_reentrant=reentrant)
+
+    assert equal(run(again, module, x, dy, ends(counts)), run(module, module, x, dy, ends(counts)))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+def test_saving_the_input_and_the_weight_computes_the_same(recipe: str) -> None:
+    counts = [9, 20]
+    usual, saving = (
+        layer(recipe, 2),
+        layer(f"fprop={recipe}, dgrad={recipe}, wgrad={recipe}, x.save=input, w.save=weight", 2),
+    )
+    x, dy = data(counts)
+    assert equal(run(saving, saving, x, dy, counts), run(usual, usual, x, dy, counts))
+
+
+def test_gradients_accumulate() -> None:
+    counts, into = [9, 20], layer("fp8-current", 2, torch.bfloat16)
+    usual, (x, dy) = copy.deepcopy(into), data(counts, torch.bfloat16)
+    into.accumulate = "main_grad"
+    into.weight.main_grad = torch.zeros(into.weight.shape)
+    for _ in range(2):
+        usual(x, counts).backward(dy)
+        into(x, counts).backward(dy)
+    once = run(usual, usual, x, dy, counts)[2].float()
+    assert into.weight.grad is None
+    assert torch.allclose(into.weight.main_grad, 2 * once, rtol=1e-2)
+
+
+def test_a_part_of_the_gradients() -> None:
+    counts, module = [9, 20], layer("mxfp8", 2)
+    x, dy = data(counts)
+    full = run(module, module, x, dy, counts)
+    module(x, counts).backward(dy)
+    assert torch.equal(module.weight.grad, 2 * full[2])
+    module.weight.requires_grad_(False)
+    assert equal(run(module, module, x, dy, counts)[:2], full[:2])
+    with torch.no_grad():
+        assert torch.equal(module(x, counts), full[0])
+
+
+def test_the_function_is_the_module() -> None:
+    counts, module = [9, 20], layer("mxfp8", 2)
+    x, _ = data(counts)
+    assert torch.equal(grouped_linear(x, module.weight, counts, "mxfp8", module.bias), module(x, counts))
+    stored = lpq.quantizer("mxfp8").quantize(module.weight.detach(), stack=True)
+    assert torch.equal(grouped_linear(x, stored, ends(counts), "mxfp8", module.bias), module(x, counts))
+
+
+def test_autocast_gives_its_dtype() -> None:
+    counts, module = [9, 20], layer("mxfp8", 2)
+    x, _ = data(counts)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x, counts)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, module(x, counts).bfloat16())
+
+
+def test_without_a_recipe_it_is_in_high_precision() -> None:
+    counts, module = [0, 9, 20], layer(None, 3)
+    x, dy = data(counts)
+    found = run(module, module, x, dy, counts)
+    module.recipe = "identity"
+    assert equal(found, run(module, module, x, dy, counts))
+    wanted = torch.cat([x[:9] @ module.weight[1].t() + module.bias[1], x[9:29] @ module.weight[2].t() + module.bias[2]])
+    torch.testing.assert_close(found[0][:29], wanted.detach())
+
+
+def test_the_state_dict_is_the_parameters() -> None:
+    module = layer("mxfp8", 2)
+    assert {name: [*p.shape] for name, p in module.state_dict().items()} == {"weight": [2, N, K], "bias": [2, N]}
+    other = GroupedLinear(2, K, N, recipe="nvfp4")
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.weight, module.weight)
+    assert repr(module) == "GroupedLinear(num_groups=2, in_features=48, out_features=32, bias=True, recipe=mxfp8)"
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "words"),
+    [
+        (torch.tensor([3, 5]), TypeError, "int32"),
+        (torch.tensor([3], dtype=torch.int32), ValueError, "2 groups"),
+        (torch.tensor([5, 3], dtype=torch.int32), ValueError, "grow"),
+        (torch.tensor([3, 99], dtype=torch.int32), ValueError, "99"),
+        ([3, 99], ValueError, "102"),
+        ([3, -1], ValueError, "-1"),
+        ([3], ValueError, "2 groups"),
+    ],
+)
+def test_offsets_that_make_no_sense_are_refused(counts: Any, error: type[Exception], words: str) -> None:
+    module = layer("mxfp8", 2)
+    with pytest.raises(error, match=words):
+        module(torch.randn(8, K), counts)
+
+
+def test_converting_a_model_gives_it_a_recipe_and_counts_it() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), GroupedLinear(4, 64, 64, recipe=None))
+    report = lpq.report(lpq.convert(model, "mxfp8"))
+    assert [entry.kind for entry in report.converted] == ["Linear", "GroupedLinear"]
+    assert model[1].recipe == lpq.recipe("mxfp8")
+    assert report.coverage.share == report.coverage.work == 1.0
+    assert report.coverage.total == 5 * 64 * 64, "the bias, [4, 64], is no matrix"
+    with pytest.raises(lpq.recipes.RecipeError, match="1 cannot have the recipe fp8-delayed: it remembers"):
+        lpq.convert(model, "fp8-delayed")
+    assert model[0].recipe == lpq.recipe("mxfp8"), "nothing is changed"
+
+
+def test_what_is_not_built_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"GroupedLinear\(2, 48, 32\).*remembers statistics across steps"):
+        layer("fp8-delayed", 2)
+    with pytest.raises(ValueError, match=r"the input is \[2, 4, 48\]"):
+        layer("mxfp8", 2)(torch.randn(2, 4, K), [4, 4])

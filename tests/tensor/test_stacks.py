@@ -1,0 +1,99 @@
+"""A QuantizedTensor that is a stack of matrices: each is encoded by itself, and PyTorch cuts it between them."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq.core import PrecisionWarning
+
+FORMATS = ["fp8", "fp8(scaling=row)", "fp8(scaling=block, block=128x128)", "mxfp8", "nvfp4", "nvfp4(rht=true)"]
+EVERY = pytest.mark.parametrize("text", [*FORMATS, "identity", "hybrid(row=mxfp8, col=nvfp4)"])
+
+
+def weights() -> Tensor:
+    """Two matrices of very different sizes, so that a value of both would be noticed."""
+    torch.manual_seed(0)
+    return torch.randn(2, 48, 40) * torch.tensor([1.0, 100.0])[:, None, None]
+
+
+def alike(a: lpq.QuantizedTensor, b: lpq.QuantizedTensor) -> bool:
+    both = zip(a.operands, b.operands, strict=True)
+    pairs = [pair for (_, p), (_, q) in both for pair in zip(p.tensors(), q.tensors(), strict=True)]
+    return all(x.dtype == y.dtype and torch.equal(x.float(), y.float()) for x, y in pairs)
+
+
+@EVERY
+def test_each_matrix_is_encoded_by_itself(text: str) -> None:
+    quantizer, x = lpq.quantizer(text), weights()
+    stack = quantizer.quantize(x, stack=True)
+    for i in (0, 1):
+        alone = quantizer.quantize(x[i])
+        assert alike(stack[i], alone)
+        assert torch.equal(stack.dequantize()[i], alone.dequantize())
+    if text == "fp8":
+        assert not torch.equal(stack.dequantize()[0], quantizer.quantize(x).dequantize()[0]), "one amax for both"
+    assert quantizer.quantize(x[:0], stack=True).dequantize().shape == (0, 48, 40)
+
+
+@EVERY
+def test_it_is_cut_and_joined_between_matrices(text: str) -> None:
+    stack = lpq.quantizer(text).quantize(weights(), stack=True)
+    first, second = stack.chunk(2)
+    assert alike(torch.cat([first, second]), stack)
+    assert alike(stack.view(-1)[48 * 40 :].view(1, 48, 40)[0], stack[1])
+    assert alike(stack.detach().clone().to("cpu"), stack)
+    with pytest.warns(PrecisionWarning, match="no form on the buffers"):
+        assert torch.equal(stack.narrow(1, 0, 16), stack.dequantize()[:, :16])
+
+
+@EVERY
+def test_what_is_written_to_a_matrix_is_written_to_the_stack(text: str) -> None:
+    quantizer, x = lpq.quantizer(text), weights()
+    stack = quantizer.quantize(x, stack=True)
+    stack[1].copy_(x[0])
+    assert alike(stack[1], quantizer.quantize(x[0]))
+    stack[0:1].zero_()
+    assert not stack[0].dequantize().any()
+    assert stack[1].dequantize().any()
+    stack.copy_(x)
+    assert alike(stack, quantizer.quantize(x, stack=True))
+
+
+@EVERY
+def test_an_optimizer_steps_it_and_a_file_holds_it(text: str) -> None:
+    stack = torch.nn.Parameter(lpq.quantizer(text).quantize(weights(), stack=True))
+    stack.grad = torch.ones(2, 48, 40)
+    before = stack.dequantize()
+    torch.optim.SGD([stack], lr=0.5).step()
+    assert alike(stack, lpq.quantizer(text).quantize(before - 0.5, stack=True))
+    file = io.BytesIO()
+    torch.save({"w": stack.detach()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["w"]
+    assert loaded.shape == (2, 48, 40)
+    assert alike(loaded, stack)
+    assert alike(copy.deepcopy(stack), stack)
+
+
+def test_what_a_stack_cannot_be_given_is_refused() -> None:
+    x, quantizer = weights(), lpq.quantizer("fp8")
+    with pytest.raises(ValueError, match=r"\[48, 40\]"):
+        quantizer.quantize(x[0], stack=True)
+    with pytest.raises(ValueError, match="remembers statistics"):
+        lpq.quantizer("fp8(scaling=delayed)").quantize(x, stack=True)
+    with pytest.raises(TypeError, match=r"int64 of shape \[2\]"):
+        quantizer.quantize(x, stack=True, seed=3)
+
+
+def test_each_matrix_has_random_bits_of_its_own() -> None:
+    quantizer, seeds = lpq.quantizer("nvfp4(stochastic=true)"), torch.tensor([4, 5])
+    x = weights()[:1].expand(2, -1, -1).contiguous()
+    stack = quantizer.quantize(x, stack=True, seed=seeds)
+    assert all(alike(stack[i], quantizer.quantize(x[i], seed=seeds[i])) for i in (0, 1))
+    assert not alike(stack[0], stack[1])
