@@ -6,6 +6,7 @@ So every rank decides alike, and the report of a conversion can say what was dec
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -34,13 +35,19 @@ def why_uncut(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
         return None
     shard = rows // ranks
     sides = [(row, 0)] if derives_col(quantizer) else [(row, 0), (col, 1)]
+    return why_cut(sides, shard, f"of its {rows} rows")
+
+
+def why_cut(sides: Iterable[tuple[Quantizer, int]], size: int, what: str) -> str | None:
+    """Why operands cannot be cut every ``size`` rows or columns, along the dimension named for each; None if they can.
+    ``what``: in words, what there are so many of."""
     for side, dim in sides:
         if (reason := side.why_no_parts(dim)) is not None:
             return reason
         units = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
         for unit in units:
-            if unit is not None and shard % unit:
-                return f"shards of {shard} of its {rows} rows cut the blocks of {unit} of {side}"
+            if unit is not None and size % unit:
+                return f"shards of {size} {what} cut the blocks of {unit} of {side}"
     return None
 
 

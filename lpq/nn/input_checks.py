@@ -14,7 +14,7 @@ from lpq.tensor.quantized_tensor import REMEDY
 from lpq.torch_private.compiling import once_when_traced
 from lpq.torch_private.dispatch import transforms
 from lpq.torch_private.distributed import active_replica
-from lpq.torch_private.tensors import base_of
+from lpq.torch_private.tensors import base_of, local_part
 
 if TYPE_CHECKING:
     from lpq.nn.saved import Saved
@@ -40,8 +40,8 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh"):
         raise RuntimeError(
             f"{layer.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
-            "called on, whose forward gathers it, or its unshard(). Tensor parallelism is not supported: leave the "
-            "layer out of its plan, or give it no recipe"
+            "called on, whose forward gathers it, or its unshard(). Under tensor parallelism the layer is given a "
+            "DTensor, or has a style of lpq.distributed.tensor_parallel"
         )
     if input.device != weight.device:
         raise RuntimeError(
@@ -54,6 +54,37 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
         )
     if layer.gathering is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
         _check_prepared(layer)
+
+
+def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
+    """An error if the layer cannot multiply this input by this weight, which a mesh of ranks shares out."""
+    mesh, placements = weight.device_mesh, weight.placements
+    if mesh.ndim != 1 or not placements[0].is_shard():
+        raise RuntimeError(
+            f"{layer.title}: its weight lies over {mesh} as {placements}, and not over the ranks of tensor "
+            "parallelism alone: call the module that fully_shard was called on, whose forward gathers it"
+        )
+    if getattr(input, "device_mesh", mesh) != mesh:
+        raise ValueError(f"{layer.title}: its input lies over {input.device_mesh} and its weight over {mesh}")  # type: ignore[attr-defined]
+    if input.dtype not in DTYPES or weight.dtype not in DTYPES:
+        name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
+        raise TypeError(
+            f"{layer.title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
+        )
+    if isinstance(local_part(weight), Gathered):
+        raise ValueError(
+            f"{layer.title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "
+            "tensor parallelism shares out: convert without weights="
+        )
+    if layer.accumulate is not None:
+        raise ValueError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with tensor parallelism")
+    ranks = mesh.size()
+    for what, size in (("columns", weight.shape[1]), ("rows", weight.shape[0])):
+        if placements[0].is_shard(0 if what == "rows" else 1) and size % ranks:
+            raise ValueError(
+                f"{layer.title}: the {size} {what} of its weight over {ranks} ranks are uneven: leave it out of the "
+                "plan, or use a number of ranks that divides them"
+            )
 
 
 def _check_prepared(layer: Saved) -> None:

@@ -176,6 +176,10 @@ class Layer(Saved):
         first = input if given is None else given[0][0]
         if ordinary and can_bypass_dispatcher(first):
             call = self._bound(plan, input, weight, bias, dtype, held is not None, given is not None)
+        elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
+            from lpq.nn.parallel import multiply_parts
+
+            return multiply_parts(self, plan, input, weight, bias, dtype, self._states(), self._inputs)  # type: ignore[arg-type]
         else:
             check(self, input, weight)
             inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None

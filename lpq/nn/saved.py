@@ -17,6 +17,7 @@ from lpq.tensor.fsdp_protocol import Gathered
 
 if TYPE_CHECKING:
     from lpq.distributed.model_gathers import Gathering
+    from lpq.distributed.tensor_parallel import Layouts
     from lpq.nn.accumulation import Accumulate
 
 
@@ -28,6 +29,8 @@ class Saved(nn.Module):
     out_features: int
     kind: ClassVar[str] = "lpq.nn.Linear"
     """The class in messages."""
+    layouts: Layouts | None = None
+    """How its input and output are shared out, as a style of ``lpq.distributed.tensor_parallel`` says."""
     place: str
     """Its name in the model that was converted, for error messages."""
     gathering: Gathering | None

@@ -45,6 +45,9 @@ class _Known(weakref.ref[Tensor]):
 class Inputs(list[_Known]):
     """The inputs that the layers of a model encoded last."""
 
+    whole: object | None = None
+    """What layers under tensor parallelism keep in their place."""
+
     def encode(self, encoder: Encoder, x: Tensor) -> Encoded:
         """Encode ``x``, without state and seed, or take what was encoded of it for another layer."""
         stream = 0

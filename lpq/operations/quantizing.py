@@ -30,24 +30,27 @@ def quantize(
     *,
     measure: bool = False,
     dtype: torch.dtype | None = None,
+    across: int = 0,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
     """The wanted operands of the matrix ``x``, rounded to ``dtype`` if one is given, and the statistics it measured if
     ``measure``. Of a stack ``x`` they are those of its matrices, each by itself: it is given no statistics, and has a
-    seed for each.
+    seed for each. ``offset`` and ``across``: the first row and the first column of ``x`` in the whole tensor, by which
+    random bits are drawn. Kernels begin at the first column; from another on the reference encodes with random bits.
 
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
     """
     if (row is not None and row.plain) or (col is not None and col.plain):
-        return _with_plain(x if dtype is None else x.to(dtype), stats, row, col, seed, offset, measure)
+        return _with_plain(x if dtype is None else x.to(dtype), stats, row, col, seed, offset, measure, across)
     if seed is None and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
         seed = draw_seeds(x, x, x.shape[0]) if is_stack(x.shape) else draw_seeds(x, x, 1)[0]
     dtype = dtype or x.dtype
     if can_call_directly(x):
-        out = _encoded(x, stats or (), row, col, seed, offset, measure, dtype)
+        out = _encoded(x, stats or (), row, col, seed, offset, measure, dtype, across)
     else:
         texts = text_of(row), text_of(col)
-        out = torch.ops.lpq.quantize(x.to(dtype), stats or [], *texts, seed, offset, measure, layout_hash(*texts))
+        hashed = layout_hash(*texts)
+        out = torch.ops.lpq.quantize(x.to(dtype), stats or [], *texts, seed, offset, measure, hashed, across)
     *count, rows, cols = x.shape
     row_storage = col_storage = None
     at = 0
@@ -69,6 +72,7 @@ def _with_plain(
     seed: Tensor | None,
     offset: int,
     measure: bool,
+    across: int,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
     """``quantize`` where one operand at least is an ordinary matrix, which has no statistics."""
     plain_row = row if row is not None and row.plain else None
@@ -84,7 +88,7 @@ def _with_plain(
     row, col = (None if plain_row else row), (None if plain_col else col)
     if row is None and col is None:
         return row_storage, col_storage, []
-    other_row, other_col, measured = quantize(x, stats, row, col, seed, offset, measure=measure)
+    other_row, other_col, measured = quantize(x, stats, row, col, seed, offset, measure=measure, across=across)
     # Not by `or`, which asks the class of a storage for its truth: torch 2.11 cannot compile that.
     row_storage = other_row if row_storage is None else row_storage
     col_storage = other_col if col_storage is None else col_storage
@@ -107,15 +111,17 @@ def quantize_reference(
     seed: Tensor | None,
     offset: int,
     measure: bool,
+    across: int = 0,
 ) -> list[Tensor]:
     """The buffers of the wanted operands in the order of their layouts, the row operand's first; then, if
     ``measure``, the statistics of ``x``.
 
     ``stats``: those to encode with, in the order in which ``measure_reference`` returns them. They may be those of
     other ranks or steps, and views of one memory. One that is None is measured; so are all if there is none, ``()``.
-    ``seed`` is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor.
+    ``seed`` is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor, and
+    ``across`` its first column.
     """
-    return unaliased(quantize_as_written(x, stats, row, col, seed, offset, measure), stats, row, col)
+    return unaliased(quantize_as_written(x, stats, row, col, seed, offset, measure, across), stats, row, col)
 
 
 def quantize_as_written(
@@ -126,6 +132,7 @@ def quantize_as_written(
     seed: Tensor | None,
     offset: int,
     measure: bool,
+    across: int = 0,
 ) -> list[Tensor]:
     """``quantize_reference`` as the format wrote it: a statistic may be a buffer as it came. ``torch.vmap`` runs it."""
     measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
@@ -133,14 +140,14 @@ def quantize_as_written(
     out: list[Tensor] = []
     encoded = None
     if row is not None:
-        bits = RandomBits(seed, 0, (offset, 0)) if row.stochastic and seed is not None else None
+        bits = RandomBits(seed, 0, (offset, across)) if row.stochastic and seed is not None else None
         encoded = encoded_by(row, x, _named(row, known), bits)
         out += encoded.tensors()
     if col is not None:
         if encoded is not None and shared(row, col):
             out += transpose_reference(encoded).tensors()
         else:
-            bits = RandomBits(seed, 1, (0, offset)) if col.stochastic and seed is not None else None
+            bits = RandomBits(seed, 1, (across, offset)) if col.stochastic and seed is not None else None
             named = _named(col, known[len(known) - len(col.stats) :])
             out += encoded_by(col, x.t(), named, bits).tensors()
     return out + (measured if measure else [])
@@ -159,9 +166,12 @@ def _encoded(
     offset: int,
     measure: bool,
     dtype: torch.dtype,
+    across: int = 0,
 ) -> list[Tensor]:
     if is_stack(x.shape):
         return _encoded_stack(x, row, col, seed, offset, dtype)
+    if across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
+        return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure, across)
     choice = serving("quantize", row, col, x.device)
     if choice is not None:
         if choice.impl is None:
@@ -191,14 +201,14 @@ def _encoded_stack(
 
 def _quantize(
     x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
-    layouts: str = "",
+    layouts: str = "", across: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    return _encoded(x, stats, quantizer_of(row), quantizer_of(col), seed, offset, measure, x.dtype)
+    return _encoded(x, stats, quantizer_of(row), quantizer_of(col), seed, offset, measure, x.dtype, across)
 
 
 def _quantize_fake(
     x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
-    layouts: str = "",
+    layouts: str = "", across: int = 0,
 ) -> list[Tensor]:  # fmt: skip
     out = _fresh(x, quantizer_of(row), quantizer_of(col))
     return out + (empty_stats(x, quantizer_of(row), quantizer_of(col)) if measure else [])
@@ -216,7 +226,7 @@ def _fresh(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tens
 
 define(
     "quantize(Tensor x, Tensor?[] stats, str row, str col, Tensor? seed, int offset, bool measure, "
-    'str layouts="") -> Tensor[]',
+    'str layouts="", int across=0) -> Tensor[]',
     _quantize,
     _quantize_fake,
 )

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lpq.torch_private import checkpoints, distributed, dtensor, fsdp
+from lpq.torch_private import checkpoints, collectives, distributed, dtensor, fsdp
 from lpq.torch_private.dispatch import TorchDispatchMode, schema_of
 from lpq.torch_private.tensors import local_part, version_of
 
@@ -57,6 +57,12 @@ def _behaves(rank: int) -> None:
     whole = dtensor.dtensor_over(mine, mesh, (Shard(0),), (4, 3))
     assert local_part(whole) is mine
     assert (whole.shape, whole.stride(), whole.full_tensor()[:, 0].tolist()) == ((4, 3), (3, 1), [0, 0, 1, 1])
+    name = mesh.get_group().group_name
+    first, second = collectives.all_gather([mine, mine[0].to(torch.uint8)], 2, name)
+    assert (first[:, 0].tolist(), second.tolist()) == ([0, 0, 1, 1], [0, 0, 0, 1, 1, 1])
+    assert collectives.all_reduce(mine, "max", name).max() == 1
+    assert mine.max() == rank
+    assert collectives.reduce_scatter(mine + 1, 2, name).tolist() == [[3.0] * 3]
     other = mine + 1
     alike = dtensor.dtensor_as(whole, other)
     assert local_part(alike) is other

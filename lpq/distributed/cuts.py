@@ -1,0 +1,237 @@
+"""Matrices that the ranks of a mesh share out, along their rows or their columns, encoded as the whole matrix is.
+
+A rank encodes its part with the statistics of the whole, which are reduced over the ranks, and with the random bits
+that belong to the part's place. So a part has the very bytes that the whole has there, and parts that are gathered are
+the whole operand, bit for bit. All of it follows from the declared layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq.distributed.gathered_operand import as_bytes
+from lpq.distributed.shardability import why_cut
+from lpq.formats import Quantizer, Storage
+from lpq.formats.joined import cat
+from lpq.formats.layout import Buffer
+from lpq.operations.decoding import decode
+from lpq.operations.measuring import measure
+from lpq.operations.operands import recall
+from lpq.operations.quantizing import quantize
+from lpq.operations.reduce_statistics import Declared, spans
+from lpq.operations.sides import declared
+from lpq.torch_private.collectives import all_gather, all_reduce
+
+State = Mapping[str, Tensor]
+WORD = 8
+"""Bytes of the largest pieces in which buffers are put in their places."""
+
+
+class Cut(NamedTuple):
+    """How the ranks share out a matrix: equally."""
+
+    dim: int
+    """0: each rank has some of its rows; 1: some of its columns."""
+    rank: int
+    ranks: int
+    size: int
+    """The rows or columns of one stretch, which lie side by side in the whole matrix."""
+    stretches: int = 1
+    """How many of them each rank has: in turn, the ranks have one stretch each, and so on. A batch of sequences that
+    are cut has one for each sequence."""
+
+    @property
+    def mine(self) -> int:
+        """The rows or columns that this rank has."""
+        return self.size * self.stretches
+
+    def place(self, stretch: int) -> int:
+        """The first row or column of a stretch of this rank's in the whole matrix."""
+        return (stretch * self.ranks + self.rank) * self.size
+
+    def why_not(self, quantizer: Quantizer, row: bool, col: bool) -> str | None:
+        """Why these operands cannot be encoded part by part; None if they can. It is the same on all ranks."""
+        sides = [(quantizer.side("row"), self.dim)] if row else []
+        sides += [(quantizer.side("col"), 1 - self.dim)] if col else []
+        return why_cut(sides, self.size, "rows" if self.dim == 0 else "columns")
+
+
+class Part(NamedTuple):
+    """How a tensor, or this rank's part of one, is encoded."""
+
+    quantizer: Quantizer
+    row: bool
+    col: bool
+    """Which operands are wanted."""
+    cut: Cut | None = None
+    """None: this rank has the whole."""
+
+
+# ---------------------------------------------------------------------------------------------- the statistics
+
+
+def measure_part(part: Part, x: Tensor, state: State | None) -> list[Tensor]:
+    """The statistics of this rank's part, if some are of data of several ranks too, or are remembered; else none."""
+    row, col = _first(part)
+    if state is None and not any(_spanning(part, row, col)):
+        return []
+    return measure(x, row, col)
+
+
+def reduce_parts(measured: Sequence[tuple[Part, list[Tensor]]], seeds: Tensor | None, group: str) -> Tensor | None:
+    """Make the statistics of parts those of the whole tensors, in place, and random seeds the same on all ranks: in one
+    collective, if there is anything to reduce. Return the seeds."""
+    found: list[tuple[list[Tensor], int]] = []
+    for part, stats in measured:
+        spanning = _spanning(part, *_first(part)) if stats else []
+        found += [(stats, i) for i, of_several in enumerate(spanning) if of_several]
+    made, seeds = reduce_together([stats[i] for stats, i in found], seeds, group)
+    for (stats, i), value in zip(found, made, strict=True):
+        stats[i] = value
+    return seeds
+
+
+def reduce_together(values: Sequence[Tensor], seeds: Tensor | None, group: str) -> tuple[list[Tensor], Tensor | None]:
+    """The MAX over the ranks of non-negative fp32 values, and one of the ranks' seeds, in one collective.
+
+    What is reduced are integers: a non-negative float orders as its bits do, and NaN above infinity. Of a seed the
+    halves are, one by one: any mixture of seeds is one.
+    """
+    if not values and seeds is None:
+        return [], None
+    flat = [value.reshape(-1).abs().view(torch.int32) for value in values]
+    flat += [] if seeds is None else [seeds.view(torch.int32)]
+    reduced = all_reduce(torch.cat(flat), "max", group)
+    *parts, rest = torch.split(reduced, [*(v.numel() for v in values), 0 if seeds is None else 2 * seeds.numel()])
+    made = [part.view(torch.float32).view(v.shape) for part, v in zip(parts, values, strict=True)]
+    return made, None if seeds is None else rest.clone().view(torch.int64)
+
+
+def _first(part: Part) -> tuple[Quantizer | None, Quantizer | None]:
+    """The quantizers of the operands that are encoded of the tensor itself."""
+    quantizer = part.quantizer
+    if part.col and quantizer.col_source == "row":
+        return quantizer.side("row"), None
+    return quantizer.side("row") if part.row else None, quantizer.side("col") if part.col else None
+
+
+def _spanning(part: Part, row: Quantizer | None, col: Quantizer | None) -> list[bool]:
+    """For each statistic that these operands need whether it is of data of several ranks."""
+    needed, cut = declared(row, col), part.cut
+    return [cut is not None and spans((stat, dim if cut.dim == 0 else 1 - dim)) for stat, dim in needed]
+
+
+# ---------------------------------------------------------------------------------------------- the operands
+
+
+class Encoded(NamedTuple):
+    """The operands of a tensor or of a part, and what was measured for them, if anything was."""
+
+    row: Storage | None
+    col: Storage | None
+    measured: list[Tensor]
+
+
+def encode_part(
+    part: Part, x: Tensor, stats: list[Tensor], state: State | None, seed: Tensor | None, group: str
+) -> Encoded:
+    """Encode a part with statistics of the whole: those that were measured and reduced, or what the state remembers."""
+    row, col = _first(part)
+    first = _encoded(part, x, row, col, stats, state, seed)
+    if not part.col or col is not None:
+        return first
+    assert first.row is not None
+    decoded, side = decode(first.row, torch.float32), part.quantizer.side("col")
+    found = measure(decoded, None, side) if state is not None or any(_spanning(part, None, side)) else []
+    spanning = [i for i, of_several in enumerate(_spanning(part, None, side)) if of_several and found]
+    for i, value in zip(spanning, reduce_together([found[i] for i in spanning], None, group)[0], strict=True):
+        found[i] = value
+    second = _encoded(part, decoded, None, side, found, state, seed)
+    assert second.col is not None
+    return Encoded(first.row if part.row else None, second.col.astype(x.dtype), [*first.measured, *second.measured])
+
+
+def _encoded(
+    part: Part,
+    x: Tensor,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    stats: list[Tensor],
+    state: State | None,
+    seed: Tensor | None,
+) -> Encoded:
+    use: list[Tensor | None] = [*stats]
+    if state is not None:
+        known = recall(part.quantizer, row, col, state)
+        use = [s if k is None else k for k, s in zip(known, stats, strict=True)]
+    random, cut = (row is not None and row.stochastic) or (col is not None and col.stochastic), part.cut
+    if cut is None or not random:
+        return Encoded(*quantize(x, use or None, row, col, seed)[:2], stats)
+    if cut.dim == 1:
+        return Encoded(*quantize(x, use or None, row, col, seed, across=cut.place(0))[:2], stats)
+    if cut.stretches == 1:
+        return Encoded(*quantize(x, use or None, row, col, seed, cut.place(0))[:2], stats)
+    rows, cols = [], []  # each stretch has random bits of its own place
+    for i, stretch in enumerate(torch.split(x, cut.size)):
+        known = [_of_rows(d, s, i * cut.size, cut.size) for d, s in zip(declared(row, col), use, strict=bool(use))]
+        of_row, of_col, _ = quantize(stretch, known or None, row, col, seed, cut.place(i))
+        rows += [] if of_row is None else [of_row]
+        cols += [] if of_col is None else [of_col]
+    return Encoded(cat(rows, 0) if rows else None, cat(cols, 1) if cols else None, stats)
+
+
+def _of_rows(declared: Declared, stat: Tensor | None, start: int, count: int) -> Tensor | None:
+    """A statistic of some rows of a tensor, which cut no block."""
+    step, dim = declared[0].block[declared[1]], declared[1]
+    return stat if step is None or stat is None else stat.narrow(dim, start // step, count // step)
+
+
+# ---------------------------------------------------------------------------------------------- gathering
+
+
+def gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) -> list[Storage]:
+    """The operands of the whole of those of the parts, in one collective. The ranks have each some rows (0) of an
+    operand, or some of its columns (1), as is said beside it. Buffers that are the same for all parts stay."""
+    sent = [as_bytes(t) for operand, dim in operands for b, t in _travelling(operand, dim)]
+    arrived = iter(all_gather(sent, cut.ranks, group))
+    return [_joined(operand, dim, cut, arrived) for operand, dim in operands]
+
+
+def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
+    """The whole of a matrix of which the ranks have some rows each."""
+    (arrived,) = all_gather([as_bytes(x)], cut.ranks, group)
+    return _in_place(arrived, 1, cut).view(x.dtype).view(x.shape[0] * cut.ranks, x.shape[1])
+
+
+def _travelling(operand: Storage, dim: int) -> list[tuple[Buffer, Tensor]]:
+    buffers = zip(operand.quantizer.layout, operand.tensors(), strict=True)
+    return [(b, t) for b, t in buffers if b.unit(dim) is not None]
+
+
+def _joined(operand: Storage, dim: int, cut: Cut, arrived: Iterator[Tensor]) -> Storage:
+    """The operand whose buffers arrived, one rank's after the other's."""
+    rows, cols = operand.shape
+    shape = (rows * cut.ranks, cols) if dim == 0 else (rows, cols * cut.ranks)
+    tensors = []
+    for buffer, tensor in zip(operand.quantizer.layout, operand.tensors(), strict=True):
+        if buffer.unit(dim) is None:
+            tensors.append(tensor)
+            continue
+        lines = 1 if dim == 0 else tensor.shape[0]
+        placed = _in_place(next(arrived), lines, cut).view(tensor.dtype)
+        whole = list(tensor.shape)
+        whole[dim] *= cut.ranks
+        tensors.append(placed.view(whole))
+    return operand.wrap(tensors, operand.quantizer, shape, operand.dtype)
+
+
+def _in_place(arrived: Tensor, lines: int, cut: Cut) -> Tensor:
+    """The bytes that arrived rank by rank, in the order of the whole: lines along which the stretches lie."""
+    size = arrived.numel() // (cut.ranks * lines * cut.stretches)
+    pieces = arrived.view(torch.int64) if size % WORD == 0 else arrived
+    by_rank = pieces.view(cut.ranks, lines, cut.stretches, -1)
+    return by_rank.permute(1, 2, 0, 3).reshape(-1)

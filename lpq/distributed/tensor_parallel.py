@@ -1,0 +1,115 @@
+"""Styles for ``parallelize_module``: layers with a recipe move encoded activations and gradients between ranks.
+
+They stand wherever torch's of the same names do, and are these for every module that has no recipe: one plan serves a
+model of which a part is converted. Convert the model first, then call ``parallelize_module``, and ``fully_shard`` last.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import SequenceParallel
+
+from lpq.tensor.fsdp_protocol import Gathered
+
+__all__ = ["ColwiseParallel", "Layouts", "PrepareInput", "RowwiseParallel", "SequenceParallel"]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """How a layer's input comes over the ranks, and how its output is to go."""
+
+    input: Placement
+    output: Placement
+
+
+class ColwiseParallel(torch_styles.ColwiseParallel):
+    """Share out the rows of a layer's weight, and the columns of its output.
+
+    With ``input_layouts=Shard(1)`` each rank has a part of the sequence. Of a layer with a recipe the input is encoded
+    first, and its codes are gathered: the row operand in forward, the column operand in backward. Layers that are given
+    the same tensor, as q, k and v are, gather it once.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        return _prepared(mod, inputs, input_layouts, desired_input_layouts, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _prepare(module, self.input_layouts[0], self.output_layouts[0])
+        return super()._apply(module, device_mesh)
+
+
+class RowwiseParallel(torch_styles.RowwiseParallel):
+    """Share out the columns of a layer's weight, and those of its input; the output is the sum over the ranks.
+
+    With ``output_layouts=Shard(1)`` each rank has the sum of its part of the sequence. Of a layer with a recipe the
+    gradient of that is encoded first, and its codes are gathered. A bias is added once, after the sum.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        return _prepared(mod, inputs, input_layouts, desired_input_layouts, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _prepare(module, self.input_layouts[0], self.output_layouts[0])
+        return super()._apply(module, device_mesh)
+
+
+class PrepareInput(torch_styles.PrepareModuleInput):
+    """Have the layers inside of a module gather its input encoded, where torch's style gathers it before the module.
+
+    The module gets a DTensor that has the shape of the whole; a layer with a recipe that is given it gathers its codes,
+    once for all. A module without such layers, and inputs that are not gathered, are torch's style's.
+    """
+
+    encoded: bool = False
+    """Whether layers inside gather."""
+
+    def _prepare_input_arg(self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any) -> Any:
+        if self.encoded and input_layout is not None and input_layout.is_shard() and desired_layout.is_replicate():
+            over: Any = DTensor.from_local
+            return input if isinstance(input, DTensor) else over(input, mesh, (input_layout,), run_check=False)
+        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = copy(self)  # a style may be given to several modules
+        style.encoded = any(map(_has_recipe, module.modules()))
+        return super(PrepareInput, style)._apply(module, device_mesh)
+
+
+def _prepared(module: nn.Module, inputs: Any, given: Any, desired: Any, mesh: DeviceMesh) -> Any:
+    """The inputs of a layer with a recipe as they are; of another module the first of them as it is to lie."""
+    if _has_recipe(module):
+        return inputs
+    first = inputs[0]
+    if not isinstance(first, DTensor):
+        first = DTensor.from_local(first, mesh, given, run_check=False)
+    return first if first.placements == desired else first.redistribute(placements=desired, async_op=True)
+
+
+def _has_recipe(module: nn.Module) -> bool:
+    return getattr(module, "weight_quantizer", None) is not None and getattr(module, "recipe", None) is not None
+
+
+def _prepare(module: nn.Module, input: Placement, output: Placement) -> None:
+    """Say to a layer of lpq how its input comes and how its output is to go."""
+    if not hasattr(module, "weight_quantizer"):
+        return
+    if isinstance(module.weight, Gathered):
+        title: Any = getattr(module, "title", type(module).__name__)
+        raise ValueError(
+            f"{title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "
+            "tensor parallelism shares out: convert without weights="
+        )
+    module.layouts = Layouts(input, output)  # type: ignore[assignment]

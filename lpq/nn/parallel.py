@@ -1,0 +1,321 @@
+"""A layer under tensor parallelism: its weight is a DTensor, of which each rank of a mesh has some rows or columns.
+
+All follows from how the weight lies on its mesh, and how the input does. Each rank multiplies its own parts; a
+statistic that spans parts is reduced over the mesh, so that every code and every scale is that of one process. An input
+whose sequence is shared out is encoded first and gathered then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from lpq.distributed.cuts import Cut, Part, encode_part, gather, measure_part, reduce_parts
+from lpq.distributed.shardability import operand_bytes
+from lpq.formats import Storage
+from lpq.nn import recomputed
+from lpq.nn.input_checks import check_parallel
+from lpq.nn.parallel_multiply import Call, Given, Kept, Multiplication, Operands, Spread
+from lpq.operations.binding import Operand, on_device
+from lpq.operations.derived_operands import derives_col
+from lpq.operations.operands import as_matrix
+from lpq.operations.operators import ORDINARY
+from lpq.operations.random_seeds import draw_seeds
+from lpq.recipes.gemms import TENSORS
+from lpq.torch_private import cuda
+from lpq.torch_private.tensors import local_part, version_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lpq.nn.plan import Plan
+    from lpq.nn.saved import Saved
+    from lpq.nn.siblings import Inputs
+
+_multiply: Any = Multiplication.apply
+_spread: Any = Spread.apply
+
+State = Mapping[str, Tensor]
+
+
+class _Input(NamedTuple):
+    """The input of a layer, encoded."""
+
+    tensor: Tensor
+    """The tensor by which its gradient goes back: of the shape of the whole, where it was gathered."""
+    row: Given
+    kept: Given | None
+    stats: list[Tensor]
+    shared: Kept | None
+
+
+class SharedInput:
+    """The input that layers of a model gathered or encoded last, for those that are given the same tensor next.
+
+    It is one, so that all ranks find it or none does; it goes with the next, and with the first gradient.
+    """
+
+    def __init__(self) -> None:
+        self._of: weakref.ref[Tensor] | None = None
+        self._as_it_was: tuple[object, ...] = ()
+        self._made: _Input | None = None
+
+    def find(self, x: Tensor, how: tuple[object, ...]) -> _Input | None:
+        """What was made of this very tensor, as it is now, in this way."""
+        found = self._of is not None and self._of() is x and self._as_it_was == _as_it_is(x, how)
+        return self._made if found else None
+
+    def keep(self, x: Tensor, how: tuple[object, ...], made: _Input) -> None:
+        """Keep what was made until the tensor dies, or something else is kept."""
+        self._of, self._as_it_was, self._made = weakref.ref(x, self._forget), _as_it_is(x, how), made
+
+    def clear(self) -> None:
+        self._of, self._made = None, None
+
+    def _forget(self, of: weakref.ref[Tensor]) -> None:
+        if self._of is of:
+            self.clear()
+
+
+def _as_it_is(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
+    return (None if x.is_inference() else version_of(x), x.data_ptr(), torch.is_grad_enabled(), *how)
+
+
+class _Pass(NamedTuple):
+    """One pass of a layer over the ranks of its mesh."""
+
+    layer: Saved
+    plan: Plan
+    mesh: DeviceMesh
+    group: str
+    rank: int
+    ranks: int
+    dtype: torch.dtype
+    needs_dx: bool
+    needs_dw: bool
+    states: Mapping[str, State]
+    inputs: Inputs | None
+
+    def part(self, tensor: str, cut: Cut | None) -> Part:
+        """How x, w or dy is encoded."""
+        row, col = {"x": (True, self.needs_dw), "w": (True, self.needs_dx), "dy": (self.needs_dx, self.needs_dw)}[
+            tensor
+        ]
+        return Part(getattr(self.plan, tensor), row, col, cut)
+
+    def equally(self, dim: int, whole: int) -> Cut:
+        """Rows (0) or columns (1) of a matrix, so many for each rank."""
+        return Cut(dim, self.rank, self.ranks, whole // self.ranks)
+
+    def sequence(self, shape: Sequence[int], dim: int) -> Cut:
+        """The rows of a tensor of this shape, of which each rank has some along a leading dimension."""
+        size = shape[dim] // self.ranks * prod(shape[dim + 1 : -1])
+        return Cut(0, self.rank, self.ranks, size, prod(shape[:dim]))
+
+
+def multiply_parts(
+    layer: Saved, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype,
+    states: Mapping[str, State], inputs: Inputs | None,
+) -> DTensor:  # fmt: skip
+    """The output of a layer, over the mesh of its weight; ``inputs``: of the layers that may share theirs."""
+    check_parallel(layer, input, weight)
+    mesh, grad = weight.device_mesh, torch.is_grad_enabled()
+    way = _Pass(
+        layer, plan, mesh, mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), dtype,
+        grad and input.requires_grad, grad and weight.requires_grad,
+        {name: {key: local_part(t) for key, t in state.items()} for name, state in states.items()}, inputs,
+    )  # fmt: skip
+    if states:
+        recomputed.check(layer, way.states)
+    given: Placement = Replicate() if layer.layouts is None else layer.layouts.input
+    given = input.placements[0] if isinstance(input, DTensor) else given
+    return (_columns if weight.placements[0].is_shard(0) else _rows)(way, input, given, weight, bias)
+
+
+def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Tensor | None) -> DTensor:
+    """Each rank multiplies the whole input by its rows of the weight, and has those columns of the output."""
+    layer = way.layer
+    of_w = way.part("w", way.equally(0, layer.out_features))
+    of_dy = way.part("dy", way.equally(1, layer.out_features))
+    _refuse_cut_blocks(layer, {"its weight": of_w, "the gradient of its output": of_dy})
+    dim = given.dim % input.dim() if isinstance(given, Shard) else input.dim()
+    cut = _gathered_encoded(way, input, dim) if dim < input.dim() - 1 else None
+    x, key = _local(way, input, given, given if cut is not None else Replicate())
+    shape = [*x.shape]
+    if cut is not None:
+        shape[dim] *= way.ranks
+    of_x = way.part("x", cut)
+    shared, how = _shared(way, x), (way.group, of_x, x.requires_grad, _stream(x))
+    made = None if shared is None else shared.find(key, how)
+    x_stats: list[Tensor] = []
+    with torch.no_grad(), on_device(x.device):
+        if made is None:
+            x_stats = measure_part(_sent(of_x), as_matrix(x), way.states.get("x"))
+        w_row, w_col, w_stats, seeds = _encoded_weight(way, of_w, weight, x, [] if made else [(_sent(of_x), x_stats)])
+        encoded = None if made is not None else _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
+    if encoded is not None:
+        spread = _spread(x, cut, shape, way.group)
+        made = _Input(spread, *encoded, Kept() if shared is not None and cut is not None else None)
+        if shared is not None:
+            shared.keep(key, how, made)
+    assert made is not None
+    call = Call(way.plan, way.group, way.dtype, of_dy, cut, states=way.states, shared=made.shared, inputs=shared)
+    operands = Operands(made.row, made.kept, w_row, w_col, made.stats, w_stats, seeds.get("dy"))
+    own = bias.to_local() if isinstance(bias, DTensor) else bias
+    y: Tensor = _multiply(made.tensor, weight.to_local(), own, call, operands)
+    y = y.view(*shape[:-1], y.shape[-1])
+    return DTensor.from_local(y, way.mesh, [Shard(y.dim() - 1)], run_check=False)
+
+
+def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Tensor | None) -> DTensor:
+    """Each rank multiplies its columns of the input by its columns of the weight, and the output is the sum."""
+    layer, last = way.layer, input.dim() - 1
+    of_w = way.part("w", way.equally(1, layer.in_features))
+    of_x = way.part("x", way.equally(1, layer.in_features))
+    _refuse_cut_blocks(layer, {"its weight": of_w, "its input": of_x})
+    inner = isinstance(given, Shard) and given.dim % input.dim() == last
+    x, _ = _local(way, input, given, given if inner else Shard(last))
+    wanted = layer.layouts.output if layer.layouts is not None else None
+    shape, cut, into = [*x.shape[:-1], layer.out_features], None, wanted
+    dim = wanted.dim % len(shape) if isinstance(wanted, Shard) else last
+    if dim < last and not shape[dim] % way.ranks:
+        cut, into = way.sequence(shape, dim), Shard(dim)
+        shape[dim] //= way.ranks
+    elif bias is None and not (wanted is not None and wanted.is_replicate()):
+        into = Partial()
+    else:
+        into = Replicate()
+    of_dy = way.part("dy", cut)
+    high = cut is not None and _is_gathered_high(of_dy, x.numel() // x.shape[-1], layer.out_features, way.dtype)
+    if high:
+        of_dy = of_dy._replace(cut=None)
+    with torch.no_grad(), on_device(x.device):
+        x_stats = measure_part(of_x, as_matrix(x), way.states.get("x"))
+        w_row, w_col, w_stats, seeds = _encoded_weight(way, of_w, weight, x, [(of_x, x_stats)])
+        row, kept, x_stats = _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
+    call = Call(way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), way.states)
+    operands = Operands(row, kept, w_row, w_col, x_stats, w_stats, seeds.get("dy"))
+    y: Tensor = _multiply(x, weight.to_local(), None, call, operands).view(shape)
+    if bias is not None:  # once, and not on each rank before they are summed
+        own = bias.to_local() if isinstance(bias, DTensor) else bias
+        y = y + (own if cut is None else _spread(own, None, own.shape, way.group)).to(y.dtype)
+    return DTensor.from_local(y, way.mesh, [into], run_check=False)
+
+
+# ---------------------------------------------------------------------------------------------- the input
+
+
+def _local(way: _Pass, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:
+    """This rank's part of the input, once that lies as it is wanted; and the tensor by which siblings find it."""
+    if not isinstance(input, DTensor):
+        if given == wanted:
+            return input, input
+        input = DTensor.from_local(input, way.mesh, [given], run_check=False)
+    if given != wanted:
+        input = input.redistribute(placements=[wanted])
+    return input.to_local(), local_part(input)
+
+
+def _gathered_encoded(way: _Pass, input: Tensor, dim: int) -> Cut | None:
+    """How the ranks share out the rows of an input of which the encoded parts are gathered; None if it is gathered in
+    high precision. It follows from sizes and layouts, so all ranks decide alike."""
+    shape = [*input.shape]
+    if not isinstance(input, DTensor):
+        shape[dim] *= way.ranks
+    if shape[dim] % way.ranks:
+        return None
+    cut = way.sequence(shape, dim)
+    of_x, rows = way.part("x", cut), prod(shape[:-1])
+    one_by_one = (of_x._replace(col=False), of_x._replace(row=False))
+    heavy = any(_is_gathered_high(part, rows, shape[-1], input.dtype) for part in one_by_one if part.row or part.col)
+    return None if heavy else cut
+
+
+def _is_gathered_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> bool:
+    """Whether a tensor of which the ranks share out the rows is gathered before it is encoded, and not after: where
+    that cuts blocks, or where the operands that are wanted together are more bytes."""
+    quantizer, cut = part.quantizer, part.cut
+    assert cut is not None
+    col = quantizer.side("col")
+    if quantizer.col_source == "row" and part.col and (col.state or col.stochastic):
+        return True  # that takes what the whole row operand decodes to
+    if cut.why_not(quantizer, part.row, part.col) is not None:
+        return True
+    return operand_bytes(quantizer, rows, cols, dtype, part.row, part.col) > rows * cols * dtype.itemsize
+
+
+def _sent(part: Part) -> Part:
+    """What is encoded of a part that is gathered: of operands that follow from each other the row operand alone."""
+    gathered = part.cut is not None and part.cut.dim == 0
+    return part._replace(row=True, col=False) if gathered and derives_col(part.quantizer) else part
+
+
+def _encoded_input(
+    way: _Pass, part: Part, x: Tensor, stats: list[Tensor], seed: Tensor | None
+) -> tuple[Given, Given | None, list[Tensor]]:
+    """The row operand of an input, gathered if the ranks share out its rows, what backward needs of the input, and what
+    was measured."""
+    row, col, stats = encode_part(_sent(part), as_matrix(x), stats, way.states.get("x"), seed, way.group)
+    assert row is not None
+    kept = None if not part.col else row if col is None else col
+    if part.cut is not None and part.cut.dim == 0:
+        row = gather([(row, 0)], part.cut, way.group)[0]
+    return _given(row), None if kept is None else _given(kept), stats
+
+
+def _shared(way: _Pass, x: Tensor) -> SharedInput | None:
+    """Where layers of the model share their input, if this one may."""
+    inputs = way.inputs
+    if inputs is None or not way.plan.shares or torch.compiler.is_compiling() or type(x) not in ORDINARY or x.is_meta:
+        return None
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # a graph that is replayed must encode what is new
+    if inputs.whole is None:
+        inputs.whole = SharedInput()
+    assert isinstance(inputs.whole, SharedInput)
+    return inputs.whole
+
+
+def _stream(x: Tensor) -> int:
+    return cuda.current_stream(x.get_device()) if x.is_cuda else 0
+
+
+# ---------------------------------------------------------------------------------------------- the weight
+
+
+def _encoded_weight(
+    way: _Pass, part: Part, weight: DTensor, x: Tensor, beside: list[tuple[Part, list[Tensor]]]
+) -> tuple[Given, Given | None, list[Tensor], dict[str, Tensor]]:
+    """The operands of this rank's part of the weight, what was measured, and the seeds of the pass, with one reduction
+    of what spans parts of the weight and of what lies ``beside``."""
+    w = local_part(weight)
+    stats = measure_part(part, w, way.states.get("w"))
+    seeds = draw_seeds(x, w, len(TENSORS)) if way.plan.stochastic else None
+    seeds = reduce_parts([*beside, (part, stats)], seeds, way.group)
+    named = {} if seeds is None else dict(zip(TENSORS, seeds.unbind(), strict=True))
+    row, col, stats = encode_part(part, w, stats, way.states.get("w"), named.get("w"), way.group)
+    assert row is not None
+    return _given(row), None if col is None else _given(col), stats, named
+
+
+def _given(storage: Storage) -> Given:
+    rows, cols = storage.shape
+    return Operand(storage.quantizer, (rows, cols), storage.dtype), storage.tensors()
+
+
+def _refuse_cut_blocks(layer: Saved, parts: Mapping[str, Part]) -> None:
+    """An error if the ranks' shares of a dimension that is multiplied cut what cannot be cut."""
+    for what, part in parts.items():
+        assert part.cut is not None
+        reason = part.cut.why_not(part.quantizer, part.row, part.col)
+        if reason is not None:
+            raise ValueError(
+                f"{layer.title}: {what} cannot be shared out over {part.cut.ranks} ranks: {reason}. Use fewer ranks, "
+                "give the layer a recipe with smaller blocks, or leave it out of the plan"
+            )

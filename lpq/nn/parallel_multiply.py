@@ -1,0 +1,229 @@
+"""The three products of a layer whose weight tensor parallelism shards, as one function to autograd.
+
+The operands of x and of the weight are given. What is partial is reduced here: the output where the contraction is
+shared out. Of an input whose rows the ranks share out, forward has gathered the row operand, and backward gathers the
+column operand; of such a gradient backward gathers both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lpq.distributed.cuts import Cut, Part, encode_part, gather, gather_rows, measure_part, reduce_parts
+from lpq.formats import Storage
+from lpq.nn import recomputed
+from lpq.nn.plan import Plan
+from lpq.operations import remember
+from lpq.operations.binding import Operand, on_device
+from lpq.operations.derived_operands import derive_col, derives_col
+from lpq.operations.multiplying import gemm
+from lpq.operations.operands import as_matrix
+from lpq.torch_private.collectives import all_reduce, reduce_scatter
+
+State = Mapping[str, Tensor]
+Given = tuple[Operand, Sequence[Tensor]]
+"""An operand and its buffers."""
+
+
+class Shared(Protocol):
+    """What layers share of their inputs."""
+
+    def clear(self) -> None:
+        """Forget it."""
+
+
+class Kept:
+    """The column operand that siblings have in common, gathered once: it stays as long as one of them needs it."""
+
+    users: int
+    col: Storage | None
+
+    def __init__(self) -> None:
+        self.users, self.col = 0, None
+
+
+class Call(NamedTuple):
+    """How one pass of a layer is shared out."""
+
+    plan: Plan
+    group: str
+    """The name of the group of ranks."""
+    dtype: torch.dtype
+    """That of the result."""
+    dy: Part
+    gathers_x: Cut | None = None
+    """How the ranks share out the rows of x, of which backward gathers the column operand."""
+    gathers_dy: Cut | None = None
+    """How they share out the rows of y, of which each then has the sum of its own, and of dy, which is gathered."""
+    gathers_high: bool = False
+    """Whether dy is gathered before it is encoded."""
+    sums_y: bool = False
+    """Whether each rank has the sum of all y."""
+    states: Mapping[str, State] = {}
+    shared: Kept | None = None
+    inputs: Shared | None = None
+    """Forgets what it keeps when a gradient comes."""
+
+
+class Operands(NamedTuple):
+    """The tensors that one pass is given."""
+
+    x: Given
+    kept: Given | None
+    """Of this the column operand of x is made in backward; None: it is not needed."""
+    w: Given
+    w_col: Given | None
+    x_stats: Sequence[Tensor] = ()
+    w_stats: Sequence[Tensor] = ()
+    """What was measured, of the whole tensors, if it is remembered."""
+    seed: Tensor | None = None
+    """That of dy."""
+
+
+class Multiplication(torch.autograd.Function):
+    """The products with this rank's part of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, operands: Operands) -> Tensor:
+        """Multiply the operands; ``x`` is there for its gradient, and its shape."""
+        (of_x, x_row), kept, (of_w, w_row), w_col, x_stats, w_stats, seed = operands
+        left, right = of_x.over(x_row), of_w.over(w_row)
+        y = gemm(left, right, bias=bias, dtype=call.dtype, fast_accumulate=call.plan.fast[0])
+        if call.sums_y:
+            y = all_reduce(y, "sum", call.group)
+        elif call.gathers_dy is not None:
+            y = _own_rows(y, call.gathers_dy, call.group)
+        seen = recomputed.seen(call.states) if call.states else None
+        saved = (
+            kept[1] if kept else (), w_col[1] if w_col else (), x_stats, w_stats,
+            () if seed is None else (seed,), () if seen is None else (seen,),
+        )  # fmt: skip
+        ctx.save_for_backward(*(tensor for tensors in saved for tensor in tensors))
+        ctx.counts = [len(tensors) for tensors in saved]
+        ctx.seen = None if seen is None else seen.tolist()
+        ctx.of_x, ctx.of_w = kept[0] if kept else None, w_col[0] if w_col else None
+        ctx.call, ctx.dtypes, ctx.x_shape = call, (x.dtype, weight.dtype, None if bias is None else bias.dtype), x.shape
+        if call.shared is not None and kept:
+            call.shared.users += 1
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
+                "Leave that out, or have the policy leave the layer in high precision"
+            )
+        if ctx.call.inputs is not None:
+            ctx.call.inputs.clear()
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx = dw = None
+        if needs_dx or needs_dw:
+            with on_device(dy.device):
+                dx, dw = _gradients(ctx, dy, needs_dx, needs_dw)
+        db = dy.sum(0).to(ctx.dtypes[2]) if needs_db else None
+        return dx, dw, db, None, None
+
+
+def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Tensor | None, Tensor | None]:
+    call: Call = ctx.call
+    plan, states, group = call.plan, call.states, call.group
+    saved, taken = ctx.saved_tensors, []
+    for count in ctx.counts:
+        taken.append(saved[:count])
+        saved = saved[count:]
+    kept, w_col, x_stats, w_stats, seed, seen = taken
+    if ctx.seen is not None:
+        recomputed.compare(ctx.seen, seen[0])
+    part, cut = call.dy._replace(row=needs_dx, col=needs_dw), call.gathers_dy
+    if call.gathers_high:
+        assert cut is not None
+        dy, cut = gather_rows(dy, cut, group), None
+    elif cut is not None and derives_col(part.quantizer):
+        part = part._replace(row=True, col=False)
+    state = states.get("dy")
+    dy_stats = measure_part(part, dy, state)
+    reduce_parts([(part, dy_stats)], None, group)
+    encoded = encode_part(part, dy, dy_stats, state, seed[0] if seed else None, group)
+    row, col = encoded.row, encoded.col
+    if cut is not None:
+        row, col = _whole_operands(row, col, cut, group)
+        if needs_dw and col is None:
+            assert row is not None
+            col = derive_col(part.quantizer, row)
+    x_dtype, w_dtype, _ = ctx.dtypes
+    dx = dw = None
+    if needs_dx:
+        assert row is not None
+        dx = gemm(row, ctx.of_w.over(w_col), dtype=x_dtype, fast_accumulate=plan.fast[1] is True)
+        dx = dx.view(ctx.x_shape)
+    if needs_dw:
+        assert col is not None
+        x_col = ctx.of_x.over(kept)
+        if call.gathers_x is not None:
+            x_col = _column_operand(call, x_col)
+        dw = gemm(col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2] is True)
+    if "dy" in states:
+        remember(plan.dy, states["dy"], encoded.measured, row=needs_dx, col=needs_dw)
+    if "x" in states:
+        remember(plan.x, states["x"], list(x_stats), col=needs_dw)
+    if "w" in states:
+        remember(plan.w, states["w"], list(w_stats), col=needs_dx)
+    return dx, dw
+
+
+def _column_operand(call: Call, kept: Storage) -> Storage:
+    """The column operand of the whole x, gathered once for all siblings."""
+    shared, cut = call.shared, call.gathers_x
+    assert cut is not None
+    col = None if shared is None else shared.col
+    if col is None:
+        if derives_col(call.plan.x):
+            col = derive_col(call.plan.x, gather([(kept, 0)], cut, call.group)[0])
+        else:
+            col = gather([(kept, 1)], cut, call.group)[0]
+    if shared is not None:
+        shared.users -= 1
+        shared.col = col if shared.users > 0 else None
+    return col
+
+
+def _whole_operands(
+    row: Storage | None, col: Storage | None, cut: Cut, group: str
+) -> tuple[Storage | None, Storage | None]:
+    """The operands of the whole of those of the parts, in one collective."""
+    parts = [] if row is None else [(row, 0)]
+    parts += [] if col is None else [(col, 1)]
+    whole = iter(gather(parts, cut, group))
+    return None if row is None else next(whole), None if col is None else next(whole)
+
+
+def _own_rows(y: Tensor, cut: Cut, group: str) -> Tensor:
+    """This rank's rows of the sum of all y."""
+    by_rank = y.view(cut.stretches, cut.ranks, cut.size, -1).transpose(0, 1).reshape(y.shape)
+    return reduce_scatter(by_rank, cut.ranks, group)
+
+
+class Spread(torch.autograd.Function):
+    """A tensor that ranks use for different parts of a result: the gradients of all are summed.
+
+    Where the ranks share out its rows, what is returned has the shape of the whole and no values: the gradient of that
+    is summed, and each rank has its own rows of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut | None, shape: Sequence[int], group: str) -> Tensor:
+        ctx.cut, ctx.shape, ctx.group = cut, x.shape, group
+        if cut is None:
+            return x.view_as(x)
+        return x.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.cut is None:
+            return all_reduce(grad, "sum", ctx.group), None, None, None
+        return _own_rows(as_matrix(grad), ctx.cut, ctx.group).view(ctx.shape), None, None, None

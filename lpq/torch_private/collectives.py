@@ -1,0 +1,29 @@
+"""Collectives as functions: operators that return what arrived, so that a compiler finds them in a graph.
+
+A group is given by its name, a string, which nothing keeps alive and any copy can have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def all_gather(tensors: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
+    """Gather these of all ranks at once, each along its first dimension."""
+    made = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(list(tensors), ranks, group)
+    return [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in made]
+
+
+def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
+    """Reduce a tensor of all ranks, by ``sum`` or ``max``, into a new one."""
+    made: Tensor = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group)
+    return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(tensor: Tensor, ranks: int, group: str) -> Tensor:
+    """The sum over the ranks of the part that is this rank's: one of as many equal ones along the first dimension."""
+    made: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", ranks, group)
+    return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]

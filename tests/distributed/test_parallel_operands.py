@@ -1,0 +1,169 @@
+"""Tensor parallelism multiplies, on each rank, parts of the very operands that one process multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import residual_format
+import torch
+import torch.distributed as dist
+import value_formats
+import whole_formats
+from quantizers import QUANTIZERS, as_bytes
+from ranks import spawn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import lpq
+from lpq.core import Storage
+from lpq.distributed import cuts
+from lpq.distributed import tensor_parallel as tp
+from lpq.nn import parallel, parallel_multiply
+from lpq.operations.operands import encode_operands
+
+ROWS, COLS, BATCH, TOKENS = 256, 256, 2, 256
+MODES = ("columns", "columns of a sequence", "rows", "rows of a sequence")
+SEEDS = torch.tensor([7, 11, 13]) << 33
+OTHER = {
+    "columns": ({"w", "dy"}, set()), "columns of a sequence": ({"x", "w", "dy"}, {"x"}), "rows": ({"x", "w"}, set()),
+    "rows of a sequence": ({"x", "w", "dy"}, {"dy"}),
+}  # fmt: skip
+"""Which operands the first rank, and the last one, multiplies otherwise if nothing is reduced: only the last has the
+largest elements, and codes that are gathered go with one rank's scale."""
+ROTATED = {"nvfp4(rht=true)": "nvfp4()", "nvfp4(rht=true, stochastic=true)": "nvfp4(block=16x16)",
+           "hybrid(row=mxfp8, col=nvfp4(rht=true))": "mxfp8()"}  # fmt: skip
+"""Quantizers of x and dy with which the weight is not rotated, and what it has."""
+THIRD_PARTIES = ["mxfp4", *value_formats.NAMES[1:], "residual(base=fp8, rest=mxfp8)"]
+
+
+def _style(mode: str) -> Any:
+    sequence = Shard(1) if "sequence" in mode else None
+    columns = mode.startswith("columns")
+    return tp.ColwiseParallel(input_layouts=sequence) if columns else tp.RowwiseParallel(output_layouts=sequence)
+
+
+def _tensors(step: int) -> tuple[Tensor, Tensor]:
+    """x and dy, with their largest element where only the last rank has it, however they are shared out."""
+    draw = torch.Generator().manual_seed(step)
+    x, dy = (torch.randn(BATCH, TOKENS, size, generator=draw).bfloat16() for size in (COLS, ROWS))
+    x[-1, -1, -1], dy[-1, -1, -1] = 300.0, -200.0
+    return x, dy
+
+
+def _own(tensor: Tensor, dim: int | None) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor if dim is None else tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def _layer(text: str) -> lpq.nn.Linear:
+    torch.manual_seed(0)
+    text = text if "(" in text else f"{text}()"
+    recipe = f"x={text}, w={ROTATED.get(text, text)}, dy={text}"
+    layer = lpq.nn.Linear(COLS, ROWS, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    with torch.no_grad():
+        layer.weight[-1, -1] = 100.0
+    return layer
+
+
+def _step(layer: lpq.nn.Linear, mode: str | None, step: int) -> None:
+    x, dy = _tensors(step)
+    if mode is not None:
+        of_x = {"columns": None, "columns of a sequence": 1}.get(mode, 2)
+        of_dy = {"rows": None, "rows of a sequence": 1}.get(mode, 2)
+        x, dy = _own(x, of_x), _own(dy, of_dy)
+    layer(x.requires_grad_()).backward(dy)
+
+
+def _part(operand: Storage | None, dim: int | None) -> list[Tensor]:
+    assert operand is not None
+    size = 0 if dim is None else operand.shape[dim] // dist.get_world_size()
+    start = size * dist.get_rank()
+    part = operand if dim is None else operand.narrow(dim, start, start + size)
+    assert part is not None
+    return part.tensors()
+
+
+def different(text: str, mode: str) -> set[str]:
+    """Which of x, w and dy this rank does not multiply as one process does."""
+    ranks = dist.get_world_size()
+    layer, whole = _layer(text), _layer(text)
+    parallelize_module(layer, init_device_mesh("cpu", (ranks,)), _style(mode))
+    _step(layer, mode, 0)
+    _step(whole, None, 0)
+    states, recipe = whole._states(), whole.recipe
+    assert recipe is not None
+    (x, dy), expected = _tensors(1), {}
+    for i, (name, tensor) in enumerate({"x": x, "w": whole.weight, "dy": dy}.items()):
+        matrix, quantizer = tensor.detach().reshape(-1, tensor.shape[-1]), getattr(recipe, name)
+        seed = SEEDS[i] + ranks - 1  # the largest of the ranks'
+        expected[name] = encode_operands(quantizer, matrix, state=states.get(name), seed=seed)
+    multiplied: list[tuple[Storage, Storage]] = []
+    gemm = parallel_multiply.gemm
+
+    def noting(a: Storage, b: Storage, **options: Any) -> Tensor:
+        multiplied.append((a, b))
+        return gemm(a, b, **options)
+
+    parallel_multiply.gemm = noting
+    try:
+        _step(layer, mode, 1)
+    finally:
+        parallel_multiply.gemm = gemm
+    of_x, of_w, of_dy = expected["x"], expected["w"], expected["dy"]
+    cut = (None, 0, 1, 1, 0, None) if mode.startswith("columns") else (1, 1, None, 0, None, 0)
+    wanted = list(zip((of_x.row, of_w.row, of_dy.row, of_w.col, of_dy.col, of_x.col), cut, strict=True))
+    names, found = ("x", "w", "dy", "w", "dy", "x"), [operand for pair in multiplied for operand in pair]
+    wrong = set()
+    for name, operand, (whole_operand, dim) in zip(names, found, wanted, strict=True):
+        for a, b in zip(operand.tensors(), _part(whole_operand, dim), strict=True):
+            if a.shape != b.shape or not torch.equal(as_bytes(a), as_bytes(b)):
+                wrong.add(name)
+    _step(whole, None, 1)
+    for name, memory in whole.memories().items():
+        assert torch.equal(getattr(layer, name).to_local(), memory), name
+    return wrong
+
+
+def _same_operands(rank: int, text: str, modes: Sequence[str]) -> None:
+    _register()
+    draw, parallel.draw_seeds = parallel.draw_seeds, lambda *_: SEEDS + rank
+    try:
+        assert {mode: different(text, mode) for mode in modes} == {mode: set() for mode in modes}
+    finally:
+        parallel.draw_seeds = draw
+
+
+def _register() -> None:
+    for formats in (value_formats, whole_formats, residual_format):
+        formats.register()
+
+
+@pytest.mark.parametrize("text", [*QUANTIZERS, *THIRD_PARTIES])
+def test_every_format_of_a_sequence(text: str, mxfp4: None) -> None:
+    spawn(_same_operands, 2, text, MODES[1::2])
+
+
+@pytest.mark.parametrize("text", ["fp8(scaling=delayed)", "nvfp4(rht=true, stochastic=true)"])
+def test_without_a_sequence(text: str) -> None:
+    spawn(_same_operands, 2, text, MODES[::2])
+
+
+def _other_operands(rank: int, mode: str) -> None:
+    def local(values: Any, seeds: Any, group: str) -> Any:
+        return list(values), seeds
+
+    reduce, cuts.reduce_together = cuts.reduce_together, local
+    try:
+        found = different("fp8", mode)
+    finally:
+        cuts.reduce_together = reduce
+    assert found == OTHER[mode][rank]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_the_reduction_each_rank_has_another_scale(mode: str) -> None:
+    spawn(_other_operands, 2, mode)

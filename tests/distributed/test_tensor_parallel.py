@@ -1,0 +1,262 @@
+"""Tensor parallelism, on several ranks: what each multiplies is, bit for bit, what one process multiplies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import parallelize_module
+
+import lpq
+from lpq.distributed import tensor_parallel as tp
+from lpq.observe import collectives
+from lpq.observe.collectives import gathered_bytes
+
+WIDTH, INNER, BATCH, TOKENS = 128, 256, 2, 128
+
+
+class Gated(nn.Module):
+    """As the feed-forward block of a Llama, with a norm."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.left, self.right = nn.Linear(WIDTH, INNER, bias), nn.Linear(WIDTH, INNER, bias)
+        self.down = nn.Linear(INNER, WIDTH, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        y: Tensor = self.down(nn.functional.silu(self.left(normed)) * self.right(normed))
+        return y
+
+
+def model(bias: bool = False) -> Gated:
+    torch.manual_seed(0)
+    return Gated(bias)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, TOKENS, WIDTH, generator=draw)
+    x[1, TOKENS - 1, 3] = 500.0  # on the last rank only, where the sequence is shared out
+    return x, torch.randn(BATCH, TOKENS, WIDTH, generator=draw)
+
+
+def plan(sequence: bool, styles: Any = tp) -> dict[str, Any]:
+    if not sequence:
+        column = styles.ColwiseParallel()
+        return {"left": column, "right": column, "down": styles.RowwiseParallel()}
+    column = styles.ColwiseParallel(input_layouts=Shard(1))
+    return {
+        "norm": styles.SequenceParallel(use_local_output=True),
+        "left": column,
+        "right": column,
+        "down": styles.RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run(recipe: str, sequence: bool, bias: bool, styles: Any = tp) -> dict[str, Tensor]:
+    """Output and gradients of one step, over all ranks."""
+    net = model(bias)
+    assert len(lpq.convert(net, recipe).lpq_conversion.report.converted) == 3
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    parallelize_module(net, mesh, plan(sequence, styles))
+    x, dy = data()
+    if sequence:
+        x, dy = (t.chunk(ranks, 1)[dist.get_rank()].contiguous() for t in (x, dy))
+    x.requires_grad_()
+    y = net(x)
+    y.backward(dy)
+    assert x.grad is not None
+    found = {"y": y.detach(), "dx": x.grad}
+    if sequence:
+        found = {k: DTensor.from_local(t, mesh, [Shard(1)]).full_tensor() for k, t in found.items()}
+    return found | {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+
+
+def alone(recipe: str, bias: bool) -> dict[str, Tensor]:
+    net = model(bias)
+    lpq.convert(net, recipe)
+    x, dy = data()
+    x.requires_grad_()
+    y = net(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+
+
+def agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """To the order of sums."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() < 1e-5 * tensor.norm(), name
+
+
+def _agrees(rank: int, recipe: str, sequence: bool, bias: bool, styles: Any = tp) -> None:
+    agree(run(recipe, sequence, bias, styles), alone(recipe, bias))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_any_number_of_ranks_computes_the_same(ranks: int, sequence: bool, recipe: str) -> None:
+    spawn(_agrees, ranks, recipe, sequence, True)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_torchs_own_styles_work_on_converted_layers(sequence: bool, bias: bool) -> None:
+    spawn(_torchs_styles, 2, sequence, bias)
+
+
+def _torchs_styles(rank: int, sequence: bool, bias: bool) -> None:
+    _agrees(rank, "fp8-delayed", sequence, bias, torch_styles)
+
+
+def _one_plan_for_all(rank: int) -> None:
+    """A model of which one layer and the embedding are not converted."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(64, WIDTH), nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH))
+
+    tokens, found = torch.arange(2 * 32).view(2, 32), []
+    for parallel in (False, True):
+        net = made()
+        lpq.convert(net, {"rules": [{"match": "1", "recipe": "mxfp8"}]})
+        if parallel:
+            styles = {
+                "0": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+                "1": tp.ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+                "3": tp.RowwiseParallel(output_layouts=Replicate(), use_local_output=False),
+            }
+            parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
+            assert isinstance(net[1](net[0](tokens)), DTensor)
+        y = net(tokens)
+        whole(y.square().mean()).backward()
+        found.append(
+            {"y": whole(y).detach()} | {n: whole(p.grad) for n, p in net.named_parameters() if p.grad is not None}
+        )
+    agree(found[1], found[0])
+
+
+def test_one_plan_serves_a_model_that_is_converted_in_part() -> None:
+    spawn(_one_plan_for_all, 2)
+
+
+def _refuses(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for weights, size, style, error in (
+        (None, 96, tp.RowwiseParallel(), "its weight cannot be shared out over 2 ranks: shards of 48 columns cut the"),
+        (None, 97, tp.ColwiseParallel(), "the 97 rows of its weight over 2 ranks are uneven"),
+        ("high_precision", 64, tp.ColwiseParallel(), "not built for weights that tensor parallelism shares out"),
+    ):
+        columns = isinstance(style, tp.ColwiseParallel)
+        net = nn.Sequential(nn.Linear(64, size) if columns else nn.Linear(size, 64))
+        lpq.convert(net, "mxfp8", weights=weights)
+        x = torch.ones(64, 64 if columns else size // 2)
+        with pytest.raises(ValueError, match=f"layer 0, .*{error}"):
+            parallelize_module(net, mesh, {"0": style})(x)
+
+
+def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer() -> None:
+    spawn(_refuses, 2)
+
+
+def _parts(holder: Any) -> Iterator[Any]:
+    """The objects that an object holds as data: attributes, items, and for a function what is bound to it."""
+    if isinstance(holder, dict):
+        yield from (*holder, *holder.values())
+    elif isinstance(holder, list | tuple | set | frozenset):
+        yield from holder
+    elif isinstance(holder, partial):
+        yield from (holder.func, holder.args, holder.keywords)
+    elif isinstance(holder, FunctionType | MethodType):
+        yield from (cell.cell_contents for cell in getattr(holder, "__closure__", None) or ())
+        yield getattr(holder, "__self__", None)
+    else:
+        yield getattr(holder, "__dict__", None)
+        yield from getattr(holder, "next_functions", ())  # of a node of autograd
+        yield getattr(holder, "grad_fn", None) if isinstance(holder, Tensor) else None
+
+
+def _held_groups(root: object) -> list[str]:
+    """The classes of what holds a process group, among all that an object holds; torch's meshes find theirs."""
+    seen, left, found = {}, [root], []
+    while left:
+        holder = left.pop()
+        for held in _parts(holder):
+            if isinstance(held, dist.ProcessGroup):
+                found.append(type(holder).__name__)
+            elif id(held) not in seen and not isinstance(held, type | ModuleType | DeviceMesh | str | int):
+                seen[id(held)] = held
+                left.append(held)
+    return found
+
+
+def _holds_no_group(rank: int, folder: str) -> None:
+    net = model()
+    lpq.convert(net, "fp8-delayed")
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(net, mesh, plan(sequence=True))
+    optimizer = torch.optim.AdamW(net.parameters())
+    x = data()[0].chunk(2, 1)[rank]
+    y = net(x)
+    y.square().mean().backward()
+    optimizer.step()
+    for holder in (net, optimizer, y):
+        assert _held_groups(holder) == []
+    net.down.spare = partial(print, [mesh.get_group()])
+    assert _held_groups(net) == ["list"]
+    del net.down.spare
+    path = f"{folder}/{rank}.pt"
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    loaded = torch.load(path)
+    assert _held_groups(loaded) == []
+    assert isinstance(loaded["model"]["down.weight"], DTensor)
+
+
+def test_nothing_holds_a_process_group(tmp_path: Path) -> None:
+    spawn(_holds_no_group, 2, str(tmp_path))
+
+
+def _sends_few_bytes(rank: int, recipe: str, part: float) -> None:
+    net = model()
+    lpq.convert(net, recipe)
+    parallelize_module(net.bfloat16(), init_device_mesh("cpu", (2,)), plan(sequence=True))
+    x, dy = (t.chunk(2, 1)[rank].bfloat16() for t in data())
+    with collectives() as forward:
+        y = net(x.requires_grad_())
+    with collectives() as backward:
+        y.backward(dy)
+    high = BATCH * TOKENS * WIDTH * 2
+    assert 0 < gathered_bytes(forward) <= part * high  # x of left and right: its row operand, once for both
+    assert 0 < gathered_bytes(backward) <= 3 * part * high  # x's column operand, once, and both operands of dy of down
+    kinds = [Counter(c.kind for c in seen) for seen in (forward, backward)]
+    assert kinds[0]["all_gather"] == 1, kinds
+    assert kinds[1]["all_gather"] == 2, kinds
+    assert kinds[0]["reduce_scatter"] == kinds[1]["reduce_scatter"] == 1, kinds  # of dx of left and right: their sum
+
+
+@pytest.mark.parametrize(
+    ("recipe", "part"), [("fp8-current", 0.52), ("fp8-row", 0.52), ("mxfp8", 0.52), ("nvfp4", 0.29)]
+)
+def test_what_is_gathered_are_codes(recipe: str, part: float) -> None:
+    spawn(_sends_few_bytes, 2, recipe, part)
