@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -71,13 +71,17 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def run(recipe: str, sequence: bool, bias: bool, styles: Any = tp) -> dict[str, Tensor]:
-    """Output and gradients of one step, over all ranks."""
+def run(
+    recipe: str, sequence: bool, bias: bool, styles: Any = tp, prepare: Callable[[Gated], None] | None = None
+) -> dict[str, Tensor]:
+    """Output and gradients of one step, over all ranks; ``prepare``: what else is done with the model."""
     net = model(bias)
     assert len(lpq.convert(net, recipe).lpq_conversion.report.converted) == 3
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     parallelize_module(net, mesh, plan(sequence, styles))
+    if prepare is not None:
+        prepare(net)
     x, dy = data()
     if sequence:
         x, dy = (t.chunk(ranks, 1)[dist.get_rank()].contiguous() for t in (x, dy))
@@ -102,11 +106,11 @@ def alone(recipe: str, bias: bool) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
 
 
-def agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def agree(found: dict[str, Tensor], expected: dict[str, Tensor], within: float = 1e-5) -> None:
     """To the order of sums."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name] - tensor).norm() < 1e-5 * tensor.norm(), name
+        assert (found[name] - tensor).norm() < within * tensor.norm(), name
 
 
 def _agrees(rank: int, recipe: str, sequence: bool, bias: bool, styles: Any = tp) -> None:

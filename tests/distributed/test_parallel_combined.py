@@ -1,0 +1,161 @@
+"""Tensor parallelism together with what else trains a model: the compiler, checkpointing, FSDP2, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import spawn
+from test_tensor_parallel import BATCH, TOKENS, WIDTH, Gated, agree, data, model, plan, run, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import lpq
+from lpq.distributed import tensor_parallel as tp
+
+
+def _compiled(rank: int, recipe: str, sequence: bool) -> None:
+    def compiled(net: Gated) -> None:
+        net.compile(fullgraph=True, backend="aot_eager")
+
+    agree(run(recipe, sequence, False, prepare=compiled), run(recipe, sequence, False))
+
+
+def test_compiled() -> None:
+    spawn(_compiled, 2, "mxfp8", True)
+
+
+def _checkpointed(rank: int, recipe: str, reentrant: bool) -> None:
+    def checkpointed(net: Gated) -> None:
+        forward = net.forward
+        net.forward = lambda x: checkpoint(forward, x, use_reentrant=reentrant)  # type: ignore[method-assign]
+
+    agree(run(recipe, True, False, prepare=checkpointed), run(recipe, True, False))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(reentrant: bool) -> None:
+    spawn(_checkpointed, 2, "fp8-delayed", reentrant)
+
+
+def _trained(recipe: str, shape: tuple[int, int] | None, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of some steps and the weights after them; ``shape``: of the mesh, with FSDP2 along the first axis."""
+    net = model()
+    lpq.convert(net, recipe)
+    if shape is not None:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        parallelize_module(net, mesh["tp"], plan(sequence=False))
+        if shape[0] > 1:
+            fully_shard(net, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = (net(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: whole(p.detach()) for name, p in net.named_parameters()}
+
+
+def _with_fsdp(rank: int, recipe: str) -> None:
+    losses, weights = _trained(recipe, (2, 2))
+    expected, whole_weights = _trained(recipe, None)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    agree(weights, whole_weights, 1e-3)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+def test_with_fsdp2(recipe: str) -> None:
+    spawn(_with_fsdp, 4, recipe)
+
+
+class Attention(nn.Module):
+    """Layers that share an input, and the shape of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (*x.shape[:-1], -1, 32)
+        q, k, v = (layer(x).view(heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        y: Tensor = self.o(attended.transpose(1, 2).flatten(2))
+        return y
+
+
+def _prepared(rank: int, local: bool) -> None:
+    """The parent of q, k and v is told how its input lies."""
+    x, dy = data()
+    found = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(Attention())
+        lpq.convert(net, "mxfp8")
+        mine, grad = x, dy
+        if parallel:
+            mine, grad = (t.chunk(2, 1)[rank].contiguous() for t in (x, dy))
+            styles = {
+                "0": tp.PrepareInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+                **{f"0.{name}": tp.ColwiseParallel() for name in "qkv"},
+                "0.o": tp.RowwiseParallel(output_layouts=Shard(1), use_local_output=local),
+            }
+            parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
+        mine = mine.clone().requires_grad_()
+        y = net(mine)
+        assert isinstance(y, DTensor) is (parallel and not local)
+        y = y.to_local() if isinstance(y, DTensor) else y
+        y.backward(grad)
+        assert mine.grad is not None
+        made = {"y": y.detach(), "dx": mine.grad}
+        if parallel:
+            mesh = init_device_mesh("cpu", (2,))
+            made = {name: DTensor.from_local(t, mesh, [Shard(1)]).full_tensor() for name, t in made.items()}
+        found.append(made | {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None})
+    agree(found[1], found[0])
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_an_input_that_is_prepared_for_several_layers(local: bool) -> None:
+    spawn(_prepared, 2, local)
+
+
+def _loaded_elsewhere(rank: int, folder: str) -> None:
+    """A file of FSDP2 and two ranks goes on on four ranks, on others of both, and in one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def made(layout: str, seed: int) -> tuple[Gated, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = Gated(True)
+        lpq.convert(net, "fp8-delayed")
+        if layout != "alone":
+            parallelize_module(net, init_device_mesh("cpu", (4,)) if layout == "four" else mesh["tp"], plan(False))
+        if layout == "both":
+            fully_shard(net, mesh=mesh["dp"])
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    net, optimizer = made("both", 0)
+    x, dy = data()
+    net(x).backward(dy)
+    optimizer.step()
+    lpq.checkpoint.save(folder, net, optimizer)
+    expected, kept = net(x).detach(), {name: whole(memory) for name, memory in net.named_buffers()}
+    assert any(memory.any() for memory in kept.values())
+    for layout in ("alone", "four", "both"):
+        other, optimizer = made(layout, 1)
+        lpq.checkpoint.load(folder, other, optimizer)
+        for name, memory in other.named_buffers():
+            assert torch.equal(whole(memory), kept[name]), (layout, name)
+        y = other(x).detach()
+        assert (y - expected).norm() < 1e-5 * expected.norm(), layout
+
+
+def test_a_checkpoint_loads_on_another_layout(tmp_path: Path) -> None:
+    spawn(_loaded_elsewhere, 4, str(tmp_path))
