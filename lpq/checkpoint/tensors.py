@@ -22,6 +22,7 @@ from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_uncut
 from lpq.formats import Buffer, Quantizer
 from lpq.formats.format import Direction
+from lpq.formats.stacks import is_stack
 from lpq.operations.operands import as_matrix
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
@@ -55,12 +56,15 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: dtensor_over(ordinary, tensor.device_mesh, tensor.placements, tensor.shape)}
     found = {}
     rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    count = tensor.shape[:1] if is_stack(local.sides[0][1].shape) else ()
+    rows = tensor.shape[-2] if count else rows
     for direction, storage in local.settled(together=True).sides:
         matrix = (rows, cols) if direction == "row" else (cols, rows)
         for buffer, value in zip(storage.quantizer.layout, storage.tensors(), strict=True):
             part = f"{name}.{direction}.{buffer.name}"
-            placements = tuple(_placement(name, p, tensor, direction, buffer) for p in _placements(tensor))
-            found[part] = _placed(part, value.detach(), tensor, buffer.grid(*matrix), placements)
+            of = (name, tensor, direction, buffer, bool(count))
+            placements = tuple(_placement(p, *of) for p in _placements(tensor))
+            found[part] = _placed(part, value.detach(), tensor, (*count, *buffer.grid(*matrix)), placements)
     return found
 
 
@@ -74,6 +78,7 @@ def described(tensor: Tensor) -> dict[str, Any] | None:
         "shape": list(tensor.shape),
         "dtype": str(local.dtype).removeprefix("torch."),
         "operands": {direction: storage.quantizer.text for direction, storage in local.sides},
+        **({"stack": True} if is_stack(local.sides[0][1].shape) else {}),
     }
 
 
@@ -92,12 +97,14 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     Its shards are those of this ordinary tensor; where they would cut blocks, every rank has the whole.
     """
     local, quantizer = here(name, tensor), registry.quantizer(entry["quantizer"])
-    sharded = tensor if isinstance(tensor, DTensor) and _fits(tensor, quantizer) else None
+    stack = bool(entry.get("stack"))
+    sharded = tensor if isinstance(tensor, DTensor) and _fits(tensor, quantizer, stack) else None
     shape = local.shape if sharded is not None else tensor.shape
     direction, text = next(iter(entry["operands"].items()))
-    side, matrix = registry.quantizer(text), (math.prod(shape[:-1]), shape[-1])
+    side, count = registry.quantizer(text), shape[:1] if stack else ()
+    matrix = (math.prod(shape[len(count) : -1]), shape[-1])
     dtype = getattr(torch, entry["dtype"])
-    operand = side.storage.empty(side, matrix if direction == "row" else matrix[::-1], dtype, local.device)
+    operand = side.storage.empty(side, (*count, *(matrix if direction == "row" else matrix[::-1])), dtype, local.device)
     row, col = (operand, None) if direction == "row" else (None, operand)
     made = QuantizedTensor(row, col, quantizer, shape, dtype)
     return dtensor_over(made, sharded.device_mesh, sharded.placements, sharded.shape) if sharded is not None else made
@@ -114,7 +121,9 @@ def encode(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write values, of which each rank has its part, into quantized tensors, with the statistics of the whole."""
     for tensor in tensors:
         attach(tensor)
-    write([cast("QuantizedTensor", held(t)) for t in tensors], [as_matrix(held(v)) for v in values])
+    targets = [cast("QuantizedTensor", held(t)) for t in tensors]
+    stacks = [is_stack(target.sides[0][1].shape) for target in targets]
+    write(targets, [held(v) if stack else as_matrix(held(v)) for v, stack in zip(values, stacks, strict=True)])
 
 
 def touched(tensor: Tensor) -> None:
@@ -148,22 +157,26 @@ def whole(part: Tensor) -> Tensor:
     return gathered.view(local.dtype) if single else gathered
 
 
-def _fits(tensor: DTensor, quantizer: Quantizer) -> bool:
+def _fits(tensor: DTensor, quantizer: Quantizer, stack: bool) -> bool:
     """Whether a tensor's shards are of whole rows, and hold whole blocks of the format."""
     cuts = [(p, n) for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if not p.is_replicate()]
     by_rows = all(type(p) is Shard and p.dim == 0 for p, _ in cuts)
-    return by_rows and why_uncut(quantizer, tensor.shape[0], math.prod(n for _, n in cuts)) is None
+    return by_rows and why_uncut(quantizer, tensor.shape[0], math.prod(n for _, n in cuts), stack) is None
 
 
 def _placements(tensor: Tensor) -> tuple[Placement, ...]:
     return tensor.placements if isinstance(tensor, DTensor) else ()
 
 
-def _placement(name: str, placement: Placement, tensor: Tensor, direction: Direction, buffer: Buffer) -> Placement:
+def _placement(
+    placement: Placement, name: str, tensor: Tensor, direction: Direction, buffer: Buffer, stack: bool
+) -> Placement:
     """Where a buffer is, of a quantized tensor that is placed so along one dimension of a mesh."""
     if isinstance(placement, Replicate):
         return placement
-    if type(placement) is not Shard or placement.dim not in (0, tensor.dim() - 1):
+    if stack and type(placement) is Shard and placement.dim == 0:
+        return placement  # whole matrices
+    if stack or type(placement) is not Shard or placement.dim not in (0, tensor.dim() - 1):
         raise CheckpointError(
             f"{shown(name)} is quantized and placed by {placement}: shard it along its first or its last dimension"
         )

@@ -15,7 +15,8 @@ from torch import Tensor
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
 from lpq.formats.layout import row_major
-from lpq.operations.transposing import transpose_reference
+from lpq.formats.stacks import is_stack
+from lpq.operations.transposing import transpose
 from lpq.torch_private import fsdp
 
 
@@ -26,32 +27,32 @@ class Whole:
         self,
         direction: Direction,
         side: Quantizer,
-        rows: int,
-        cols: int,
+        shape: tuple[int, ...],
         ranks: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        dim = 0 if direction == "row" else 1
-        shape = (rows, cols) if direction == "row" else (cols, rows)
+        dim, stack = 0 if direction == "row" else 1, is_stack(shape)
         self.ranks = ranks
         self._turned = side.plain and direction == "col"
-        self.operand = side.storage.empty(side, shape[::-1] if self._turned else shape, dtype, device)
-        self._travels = [i for i, b in enumerate(side.layout) if b.unit(dim) is not None]
-        self._stays = [i for i, b in enumerate(side.layout) if b.unit(dim) is None]
+        if direction == "col" and not self._turned:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        self.operand = side.storage.empty(side, shape, dtype, device)
+        self._travels = [i for i, b in enumerate(side.layout) if stack or b.unit(dim) is not None]
+        self._stays = [i for i, b in enumerate(side.layout) if not stack and b.unit(dim) is None]
         self.large = [self.operand.tensors()[i] for i in self._travels]
         """The buffers that travel."""
-        in_place = direction == "row" or ranks == 1 or self._turned
+        in_place = direction == "row" or ranks == 1 or self._turned or stack  # whose shards are whole matrices
         self.arrived = [as_bytes(t) if in_place else as_bytes(torch.empty_like(t)) for t in self.large]
         """Where their bytes arrive, one rank's after the other's: of rows, that is their place."""
         self._in_place = in_place
         if self._turned:
-            self.operand = transpose_reference(self.operand)
+            self.operand = transpose(self.operand)
         fsdp.free((*self.large, *self.arrived))
 
     def departing(self, local: Storage) -> list[Tensor]:
         """What this rank sends of its operand."""
-        tensors = (transpose_reference(local) if self._turned else local).tensors()
+        tensors = (transpose(local) if self._turned else local).tensors()
         return [as_bytes(tensors[i]) for i in self._travels]
 
     def receive(self, local: Storage) -> None:

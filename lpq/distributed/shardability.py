@@ -16,22 +16,24 @@ from lpq.operations.derived_operands import derives_col, rounds_stochastically
 
 
 @cache  # asked before every gather
-def why_not(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
-    """Why shards of a weight of so many rows cannot be encoded when it is gathered; None if they can."""
+def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> str | None:
+    """Why shards of a weight of so many rows, or matrices of a stack, cannot be encoded when it is gathered; None if
+    they can."""
     col = quantizer.side("col")
     if rounds_stochastically(quantizer):
         return f"{quantizer} rounds stochastically, and each rank would draw random bits of its own"
     if quantizer.col_source == "row" and col.state:
         return f"{col} would have to remember statistics of what the row operand decodes to"
-    return why_uncut(quantizer, rows, ranks)
+    return why_uncut(quantizer, rows, ranks, stack)
 
 
-def why_uncut(quantizer: Quantizer, rows: int, ranks: int) -> str | None:
-    """Why a weight of so many rows cannot be cut into shards of whole blocks for so many ranks; None if it can."""
+def why_uncut(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> str | None:
+    """Why a weight of so many rows cannot be cut into shards of whole blocks for so many ranks; None if it can. A stack
+    of so many matrices is cut between them."""
     row, col = quantizer.side("row"), quantizer.side("col")
     if rows % ranks:
-        return f"its {rows} rows over {ranks} ranks are uneven"
-    if ranks == 1:
+        return f"its {rows} {'matrices' if stack else 'rows'} over {ranks} ranks are uneven"
+    if ranks == 1 or stack:
         return None
     shard = rows // ranks
     sides = [(row, 0)] if derives_col(quantizer) else [(row, 0), (col, 1)]

@@ -21,6 +21,7 @@ from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import operand_bytes, why_not, why_uncut
 from lpq.formats import Quantizer, Storage
 from lpq.formats.layout import Stat
+from lpq.formats.stacks import is_stack
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.measuring import measure
 from lpq.operations.operands import recall
@@ -134,7 +135,8 @@ class Gather:
 
     def why_whole(self, quantizer: Quantizer) -> str | None:
         """Why the weight cannot be gathered quantized; None if it can."""
-        return self.site.refusal or why_not(quantizer, self.layer.weight.shape[0], self.site.group.size())
+        shape = self.layer.weight.shape
+        return self.site.refusal or why_not(quantizer, shape[0], self.site.group.size(), is_stack(shape))
 
     @property
     def stale(self) -> bool:
@@ -166,7 +168,8 @@ class Gather:
         if quantizer is None or not isinstance(local, WeightShard):
             return []
         row, col, of = _sides(quantizer)
-        if not any(spans(d) for d in of) and not row.state and (col is None or not col.state):
+        within = not any(spans(d) for d in of) or is_stack(local.shape)  # no statistic is of several shards
+        if within and not row.state and (col is None or not col.state):
             self.stats = [None] * len(of)
             return []
         with torch.no_grad():
@@ -230,10 +233,10 @@ class Gather:
         self.site.forget()
         self._made_for, self._whole, self._known = (quantizer, dtype), None, []
         if quantizer is not None:
-            (rows, cols), ranks = self.layer.weight.shape, self.site.group.size()
-            of = (rows, cols, ranks, dtype, self.site.device)
+            shape, ranks = self.layer.weight.shape, self.site.group.size()
+            of = (tuple(shape), ranks, dtype, self.site.device)
             self._whole = quantizer, Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
-            self._heavy = heavy(quantizer, rows, cols, dtype) if ranks > 1 else frozenset()
+            self._heavy = heavy(quantizer, shape[-2], shape[-1], dtype) if ranks > 1 else frozenset()
 
     def _begin_high(self, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Have the weight itself gathered, and encoded where it arrives: into the same bytes, with the statistics that
@@ -291,8 +294,8 @@ class Gather:
                 f"the weight of {self.layer.title} is stored as {shard.quantizer} and its recipe wants {wanted}: a "
                 "weight that is stored quantized keeps its format; convert with weights='high_precision' to change it"
             )
-        rows, ranks = self.layer.weight.shape[0], self.site.group.size()
-        reason = self.site.refusal or why_uncut(shard.quantizer, rows, ranks)
+        shape, ranks = self.layer.weight.shape, self.site.group.size()
+        reason = self.site.refusal or why_uncut(shard.quantizer, shape[0], ranks, is_stack(shape))
         if reason is not None:
             raise ValueError(
                 f"the weight of {self.layer.title} is stored as {shard.quantizer} and cannot be gathered so: {reason}; "

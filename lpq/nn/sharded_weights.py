@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.linear import Layer, Linear
+from lpq.formats.stacks import is_stack
+from lpq.nn.linear import Layer
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError
 from lpq.tensor import QuantizedTensor
@@ -37,19 +38,19 @@ def check_weights(
     """Refuse what cannot be prepared, or is stored otherwise already, before anything of the model is converted."""
     check_options(weights, ranks)
     modules = {name: model.get_submodule(name) for name in schedules}
-    layers = {name: m for name, m in modules.items() if type(m) is nn.Linear or isinstance(m, Linear)}
+    layers = {name: cast("Layer", m) for name, m in modules.items() if type(m) is nn.Linear or _is_layer(m)}
     sharded = _sharded(model, layers.values(), weights)
     for name, module in layers.items():
         schedule = schedules[name]
         wanted = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
-        if not any(wanted) and not isinstance(module, Linear):
+        if not any(wanted) and not isinstance(module, Layer):
             continue
         weight = sharded.get(module, module.weight)
         if weights is not None and any(wanted) and hasattr(weight, "device_mesh"):
             raise ValueError(f"{name}: its weight is sharded already; call lpq.convert before fully_shard")
         stored = _stored(weight)
         if stored is not None:
-            _check_stored(name or type(module).__name__, stored, weight.shape[0], weights, ranks, schedule)
+            _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)
         elif weights == "quantized" and any(wanted):
             _check_storable(name or type(module).__name__, schedule)
 
@@ -65,7 +66,7 @@ def _check_storable(name: str, schedule: Schedule) -> None:
 
 
 def _check_stored(
-    name: str, stored: Quantizer, rows: int, weights: Weights | None, ranks: int | None, schedule: Schedule
+    name: str, stored: Quantizer, shape: Sequence[int], weights: Weights | None, ranks: int | None, schedule: Schedule
 ) -> None:
     """Refuse to make of a weight that is stored quantized what it is not, at this step or a later one."""
     from lpq.distributed.shardability import why_uncut
@@ -84,12 +85,14 @@ def _check_stored(
             f"{is_stored}, and weights='high_precision' wants it in high precision. Use weights='quantized' or None, "
             f"which leave it as it is; or, {anew}"
         )
-    reason = why_uncut(stored, rows, ranks) if weights is not None and ranks is not None else None
+    reason = None
+    if weights is not None and ranks is not None:
+        reason = why_uncut(stored, shape[0], ranks, is_stack(shape))
     if reason is not None:
         raise ValueError(f"{is_stored} and cannot be cut for ranks={ranks}: {reason}. Use another number; or, {anew}")
 
 
-def _sharded(model: nn.Module, layers: Iterable[nn.Linear], weights: Weights | None) -> dict[nn.Module, Tensor]:
+def _sharded(model: nn.Module, layers: Iterable[Layer], weights: Weights | None) -> dict[nn.Module, Tensor]:
     """The weights that FSDP2 shards, as the optimizer has them: a layer itself may have the gathered one at present."""
     if weights is None and all(type(layer.weight) is nn.Parameter for layer in layers):
         return {}  # ordinary ones: there is nothing to find out, and FSDP2 need not be imported
@@ -119,8 +122,9 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         quantizer = layer.weight_quantizer() if weights == "quantized" else None
         if isinstance(weight, QuantizedTensor):
             continue
-        if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1) is None:
-            weight = quantizer.quantize(weight, col=not derives_col(quantizer))
+        stack = is_stack(weight.shape)
+        if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1, stack) is None:
+            weight = quantizer.quantize(weight, col=not derives_col(quantizer), stack=stack)
             weight.place = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)
@@ -186,13 +190,14 @@ def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None, 
         return f"stored as {kept}, and its recipe wants {quantizer or 'high precision'}: it keeps its format"
     if quantizer is None:
         return "in high precision: the recipe quantizes nothing"
-    rows, cols = weight.shape
+    *_, rows, cols = weight.shape
     mesh = getattr(weight, "device_mesh", None)
     over = mesh.size(mesh.ndim - 1) if mesh is not None else ranks or 1
     local = local_part(weight)
     if not isinstance(local, QuantizedTensor | WeightShard):
         refusal = "the weight was replaced after lpq.convert"
-    reason = refusal or (why_uncut if kept is not None else why_not)(quantizer, rows, over)
+    cut = why_uncut if kept is not None else why_not
+    reason = refusal or cut(quantizer, weight.shape[0], over, is_stack(weight.shape))
     if reason is not None:
         return f"in high precision: {reason}" if kept is None else f"{_form(weight)}, and cannot be gathered: {reason}"
     sent = sent_bytes(quantizer, rows, cols, dtype, kept=stays, stored=kept is not None)
@@ -208,6 +213,11 @@ def _note(layer: Layer, weight: Tensor, ranks: int | None, refusal: str | None, 
         if operands > count and over > 1:
             how += f"; in high precision{when}, for its operands would be {operands / (2 * rows * cols):.2f}"
     return how
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it is a layer of lpq whose weight may be stored quantized."""
+    return isinstance(module, Layer) and not module.transposed
 
 
 def _is_computed(layer: Layer) -> bool:

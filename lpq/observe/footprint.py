@@ -5,6 +5,7 @@ Every number follows from tensors and declared layouts, so that nothing has to b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lpq import registry
 from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut
 from lpq.formats import Quantizer
+from lpq.formats.stacks import is_stack
 from lpq.nn import Layer
 from lpq.operations.derived_operands import derives_col
 from lpq.tensor import QuantizedTensor, quantize
@@ -109,7 +111,7 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
     stored = isinstance(local_part(p), QuantizedTensor)
     quantizer = layer.weight_quantizer() if layer is not None else None
     if quantizer is not None:
-        reason = (why_uncut if stored else why_not)(quantizer, p.shape[0], ranks)
+        reason = (why_uncut if stored else why_not)(quantizer, p.shape[0], ranks, is_stack(p.shape))
         if reason is not None and stored:
             raise ValueError(f"{name} is stored as {quantizer}, and {reason}: lpq.convert(…, ranks={ranks})")
         quantizer = quantizer if reason is None else None
@@ -119,8 +121,9 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
     held = [_gathered(p, ranks, dtype or p.dtype, quantizer, *wanted) for wanted in WANTED[resharded]]
     forward, backward = held[0], held[-1] if resharded else 0
     if quantizer is not None:
-        rows, cols = p.shape
-        forward, backward = sent_bytes(quantizer, rows, cols, dtype or p.dtype, kept=not resharded, stored=stored)
+        *count, rows, cols = p.shape
+        sent = sent_bytes(quantizer, rows, cols, dtype or p.dtype, kept=not resharded, stored=stored)
+        forward, backward = (math.prod(count) * of_each for of_each in sent)
     return Memory(
         ranks,
         parameters=elements,
@@ -152,8 +155,8 @@ def _local_bytes(p: Tensor, ranks: int) -> int:
 def _gathered(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | None, row: bool, col: bool) -> int:
     """The bytes of a parameter that is gathered: of these operands, if it is quantized."""
     if quantizer is not None:
-        rows, cols = p.shape
-        return operand_bytes(quantizer, rows, cols, dtype, row, col)
+        *count, rows, cols = p.shape
+        return math.prod(count) * operand_bytes(quantizer, rows, cols, dtype, row, col)
     return ranks * _local_elements(p, ranks) * dtype.itemsize  # FSDP2 pads shards to equal sizes
 
 
@@ -161,4 +164,4 @@ def _gathered(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | 
 def _quantized(quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> int:
     """The bytes of a whole weight that is quantized with what cannot be derived."""
     whole = torch.empty(shape, dtype=dtype, device="meta")
-    return quantize(quantizer, whole, col=not derives_col(quantizer)).held_bytes
+    return quantize(quantizer, whole, col=not derives_col(quantizer), stack=is_stack(shape)).held_bytes

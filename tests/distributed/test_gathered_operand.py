@@ -28,7 +28,7 @@ def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int
         return operand
 
     parts = [encoded(part, known) for part, known in zip(x.chunk(ranks), shared, strict=True)]
-    whole = Whole(direction, side, rows, 80, ranks, x.dtype, cpu)  # type: ignore[arg-type]
+    whole = Whole(direction, side, (rows, 80), ranks, x.dtype, cpu)  # type: ignore[arg-type]
     fsdp.allocate(whole.arrived)
     for i, arrived in enumerate(whole.arrived):
         arrived.copy_(torch.cat([whole.departing(part)[i] for part in parts]))
