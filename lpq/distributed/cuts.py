@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.gathered_operand import as_bytes
-from lpq.distributed.shardability import why_cut
+from lpq.distributed.shardability import operand_bytes, why_cut
 from lpq.formats import Quantizer, Storage
 from lpq.formats.joined import cat
 from lpq.formats.layout import Buffer
@@ -69,6 +69,21 @@ class Part(NamedTuple):
     """Which operands are wanted."""
     cut: Cut | None = None
     """None: this rank has the whole."""
+
+
+def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None:
+    """Why a tensor ``[rows, cols]`` of which the ranks share out the rows is gathered before it is encoded, and not
+    after; None if it is gathered encoded. It follows from sizes and layouts: all ranks decide alike."""
+    quantizer, row, col, cut = part
+    assert cut is not None
+    side = quantizer.side("col")
+    if quantizer.col_source == "row" and col and (side.state or side.stochastic):
+        return f"{quantizer} makes its column operand of all that the row operand decodes to"
+    reason = cut.why_not(quantizer, row, col)
+    if reason is not None:
+        return reason
+    share = operand_bytes(quantizer, rows, cols, dtype, row, col) / (rows * cols * dtype.itemsize)
+    return None if share <= 1 else f"the operands that are wanted together would be {share:.2f} of that"
 
 
 # ---------------------------------------------------------------------------------------------- the statistics

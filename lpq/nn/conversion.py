@@ -19,6 +19,7 @@ from lpq.nn.coverage import coverage
 from lpq.nn.left_out import convertible, left_out
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
+from lpq.nn.parallel_notes import parallel_notes
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import check_names
 from lpq.nn.reports import WEIGHT, Entry, Report
@@ -332,6 +333,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         unmatched=tuple(pattern for c in parts.values() for pattern in c.report.unmatched),
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),
         weights=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in notes),
+        parallel=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in parallel_notes(model)),
         coverage=coverage(model, {entry.name for entry in converted if _is_converted(modules.get(entry.name))}),
         full=full,
     )

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lpq.distributed.cuts import Cut, Part, encode_part, gather, measure_part, reduce_parts
-from lpq.distributed.shardability import operand_bytes
+from lpq.distributed.cuts import Cut, Part, encode_part, gather, measure_part, reduce_parts, why_high
 from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.input_checks import check_parallel
@@ -192,7 +191,8 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
     else:
         into = Replicate()
     of_dy = way.part("dy", cut)
-    high = cut is not None and _is_gathered_high(of_dy, x.numel() // x.shape[-1], layer.out_features, way.dtype)
+    rows = x.numel() // x.shape[-1]
+    high = cut is not None and why_high(of_dy, rows, layer.out_features, way.dtype) is not None
     if high:
         of_dy = of_dy._replace(cut=None)
     with torch.no_grad(), on_device(x.device):
@@ -233,21 +233,8 @@ def _gathered_encoded(way: _Pass, input: Tensor, dim: int) -> Cut | None:
     cut = way.sequence(shape, dim)
     of_x, rows = way.part("x", cut), prod(shape[:-1])
     one_by_one = (of_x._replace(col=False), of_x._replace(row=False))
-    heavy = any(_is_gathered_high(part, rows, shape[-1], input.dtype) for part in one_by_one if part.row or part.col)
-    return None if heavy else cut
-
-
-def _is_gathered_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> bool:
-    """Whether a tensor of which the ranks share out the rows is gathered before it is encoded, and not after: where
-    that cuts blocks, or where the operands that are wanted together are more bytes."""
-    quantizer, cut = part.quantizer, part.cut
-    assert cut is not None
-    col = quantizer.side("col")
-    if quantizer.col_source == "row" and part.col and (col.state or col.stochastic):
-        return True  # that takes what the whole row operand decodes to
-    if cut.why_not(quantizer, part.row, part.col) is not None:
-        return True
-    return operand_bytes(quantizer, rows, cols, dtype, part.row, part.col) > rows * cols * dtype.itemsize
+    whys = [why_high(part, rows, shape[-1], input.dtype) for part in one_by_one if part.row or part.col]
+    return cut if all(why is None for why in whys) else None
 
 
 def _sent(part: Part) -> Part:

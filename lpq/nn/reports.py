@@ -32,6 +32,8 @@ class Report:
     """The numbers of the policy's rules that hold for no layer at any step: rules before them always win."""
     weights: tuple[Entry, ...] = ()
     """With ``convert(…, weights=…)``: how each weight is stored and gathered, and why it is not quantized."""
+    parallel: tuple[Entry, ...] = ()
+    """Under tensor parallelism: how each layer is shared out, and in what form its sequences are gathered."""
     coverage: Coverage = field(default_factory=Coverage)
     """How much of the model's matrices is converted."""
     full: bool = field(default=False, compare=False)
@@ -39,7 +41,12 @@ class Report:
 
     def __str__(self) -> str:
         lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone"]
-        for title, entries in (("converted", self.converted), ("left alone", self.left), ("weight", self.weights)):
+        for title, entries in (
+            ("converted", self.converted),
+            ("left alone", self.left),
+            ("weight", self.weights),
+            ("parallel", self.parallel),
+        ):
             lines += [f"{title:>10}  {line}" for line in self._lines(entries)]
         lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]
         lines += [f"rule {number} never holds: the rules before it win at every step" for number in self.unreached]

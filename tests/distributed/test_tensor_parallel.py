@@ -241,6 +241,24 @@ def test_nothing_holds_a_process_group(tmp_path: Path) -> None:
     spawn(_holds_no_group, 2, str(tmp_path))
 
 
+def _reports(rank: int) -> None:
+    net = model()
+    lpq.convert(net, {"rules": [{"match": "left", "recipe": "fp8-block"}, {"match": "*", "recipe": "mxfp8"}]})
+    parallelize_module(net, init_device_mesh("cpu", (2,)), plan(sequence=True))
+    assert [line.strip() for line in str(lpq.report(net)).splitlines() if "parallel" in line] == [
+        "parallel  left: outputs over 2 ranks; its input is gathered as fp8(scaling=block): 0.52 of bf16 in forward, "
+        "0.52 in backward, where each rank has whole blocks of 128 tokens, else in high precision",
+        "parallel  right: outputs over 2 ranks; its input is gathered as mxfp8: 0.52 of bf16 in forward, 0.52 in "
+        "backward, where each rank has whole blocks of 32 tokens, else in high precision",
+        "parallel  down: inputs over 2 ranks; the gradient of its output is gathered in high precision: the operands "
+        "that are wanted together would be 1.03 of that",
+    ]
+
+
+def test_the_report_says_what_is_gathered() -> None:
+    spawn(_reports, 2)
+
+
 def _sends_few_bytes(rank: int, recipe: str, part: float) -> None:
     net = model()
     lpq.convert(net, recipe)

@@ -1,0 +1,59 @@
+"""Lines of a report about layers that tensor parallelism shares out: what is gathered of their tensors, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import lcm
+from typing import Any
+
+import torch
+from torch import nn
+
+from lpq.distributed.cuts import Cut, Part, why_high
+from lpq.distributed.shardability import operand_bytes
+from lpq.formats import Quantizer
+from lpq.nn.linear import Layer
+
+TOKENS = 2**14
+"""Tokens of a sequence in a batch for which bytes are counted; more or fewer change them little."""
+
+
+def parallel_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Of each layer that a style of ``lpq.distributed.tensor_parallel`` shares out: how, and what is gathered."""
+    for name, module in model.named_modules():
+        if isinstance(module, Layer) and module.layouts is not None:
+            weight: Any = module.weight
+            ranks = weight.device_mesh.size(weight.device_mesh.ndim - 1)
+            columns = weight.placements[-1].is_shard(0)
+            yield name, f"{'outputs' if columns else 'inputs'} over {ranks} ranks{_gathers(module, columns, ranks)}"
+
+
+def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
+    """What is gathered of a sequence."""
+    assert layer.layouts is not None
+    lies = layer.layouts.input if columns else layer.layouts.output
+    if not lies.is_shard() or lies.is_shard(-1):
+        return ""
+    what, recipe = "its input" if columns else "the gradient of its output", layer.recipe
+    if recipe is None:
+        return f"; {what} is gathered in high precision: the recipe quantizes nothing"
+    quantizer, size = (recipe.x, layer.in_features) if columns else (recipe.dy, layer.out_features)
+    together = [(True, True)] if not columns else [(True, False), (False, True)]
+    unit = _unit(quantizer)
+    cut = Cut(0, 0, ranks, unit * -(-TOKENS // (unit * ranks)))
+    rows = cut.size * ranks
+    for row, col in together:
+        reason = why_high(Part(quantizer, row, col, cut), rows, size, torch.bfloat16)
+        if reason is not None:
+            return f"; {what} is gathered in high precision: {reason}"
+    high = rows * size * torch.bfloat16.itemsize
+    shares = [f"{operand_bytes(quantizer, rows, size, torch.bfloat16, *wanted) / high:.2f}" for wanted in together]
+    when = f"{shares[0]} of bf16 in forward, {shares[1]} in backward" if columns else f"{shares[0]} of bf16"
+    said = f"; {what} is gathered as {quantizer}: {when}"
+    return said if unit == 1 else f"{said}, where each rank has whole blocks of {unit} tokens, else in high precision"
+
+
+def _unit(quantizer: Quantizer) -> int:
+    """The tokens that must not be cut apart."""
+    units = [b.unit(dim) for side, dim in ((quantizer.side("row"), 0), (quantizer.side("col"), 1)) for b in side.layout]
+    return lcm(*(unit for unit in units if unit))
