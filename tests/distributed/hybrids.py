@@ -6,4 +6,6 @@ MIXED = [
     "fp8", "fp8(scaling=delayed, history=4)", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4",
     "nvfp4(block=16x16)", "identity(dtype=bfloat16)", "mxfp4",
 ]  # fmt: skip
+SOME = [f"hybrid(row={a}, col={b})" for by in (1, 4, 7) for a, b in zip(MIXED, MIXED[by:] + MIXED[:by], strict=True)]
+"""Each on both sides, beside three others."""
 PAIRS = [f"hybrid(row={a}, col={b})" for a in MIXED for b in MIXED]

@@ -41,7 +41,7 @@ from lpq.distributed.casting.batched import Batched, kernels_of, serves
 from lpq.distributed.masters import cast_master_weights, finish_gather
 from lpq.kernels.fragments import Fragment, fragment_table
 
-some = settings(max_examples=15, deadline=None, database=None, derandomize=True)
+some = settings(max_examples=settings().max_examples // 4, database=None, derandomize=True)
 CPU = torch.device("cpu")
 MEMORY = ("aten.empty.memory_format", "aten.new_empty.default")
 """Operators that launch nothing."""

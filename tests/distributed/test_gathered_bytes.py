@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrids import MIXED, PAIRS
+from hybrids import MIXED, PAIRS, SOME
 from operands import Side, expected, gathered, same, side, value
 from ranks import fully_shard, spawn
 from torch import Tensor
@@ -30,8 +30,9 @@ HYBRIDS = PAIRS + [
     if "delayed" not in b
 ]
 ALL = FORMATS + HYBRIDS
-PIECES = [ALL[:40], ALL[40:80], ALL[80:]]
-"""So many weights FSDP2 gathers together."""
+PIECES = {1: [FORMATS + SOME], 2: [ALL[:40], ALL[40:80], ALL[80:]], 4: [FORMATS + SOME]}
+"""By the number of ranks, so many weights FSDP2 gathers together. Two ranks try every hybrid: which formats go together
+does not depend on their number."""
 
 
 def _sharded(quantizers: list[str], weights: str, seed: int, **options: Any) -> tuple[Side, list[Tensor]]:
@@ -85,11 +86,10 @@ def _quantized(quantizers: list[str], seed: int, x: Tensor, **options: Any) -> N
 def _every_one(rank: int, ranks: int) -> None:
     x = torch.randn(32, COLS, generator=torch.Generator().manual_seed(rank))
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for number, quantizers in enumerate(PIECES):
+    for number, quantizers in enumerate(PIECES[ranks]):
         seed = 100 * number
         _high_precision(quantizers, seed, x, torch.float32)
-        if ranks != 4 or number == 0:
-            _high_precision(quantizers, seed, x, torch.bfloat16, mp_policy=bf16, reshard_after_forward=False)
+        _high_precision(quantizers, seed, x, torch.bfloat16, mp_policy=bf16, reshard_after_forward=False)
         _quantized(quantizers, seed, x, reshard_after_forward=number != 1)
 
 

@@ -33,7 +33,6 @@ from casting import (
     shares,
     started,
 )
-from hybrids import PAIRS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantizers import SIDES
@@ -50,7 +49,7 @@ from lpq.distributed.casting.shares import whole as add_up
 from lpq.distributed.casting.traits import traits
 from lpq.distributed.masters import Pieces, cast_master_weights, finish_gather
 
-some = settings(max_examples=25, deadline=None, database=None, derandomize=True)
+some = settings(max_examples=settings().max_examples // 4, database=None, derandomize=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,14 +166,6 @@ def test_what_is_known_of_formats() -> None:
     assert known("odd_levels") == ((0,), True, True)
     assert known("odd_python") == ((0,), True, False)
     assert known("odd_mixed") == ((0,), False, True)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_hybrid_of_two(ranks: int) -> None:
-    rng = random.Random(ranks)
-    for text in PAIRS:
-        cases = [case(text, ranks, rng) for _ in range(2)]
-        check_all(cast(cases), cases, text)
 
 
 def test_only_elements_that_share_a_code_are_told() -> None:
@@ -344,7 +335,7 @@ def test_fragments_that_do_not_add_up_are_refused_by_all_ranks(spans: list[tuple
         cast([one])
 
 
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(database=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted), min_size=1, max_size=4), st.booleans())
 def test_parts_are_a_whole_if_each_element_is_owned_once(parts: list[list[int]], many: bool) -> None:
     spans = [(0, 0) if start == end else (start, end) for start, end in parts]
