@@ -157,7 +157,7 @@ def _does(op: str, side: Quantizer) -> bool:
     """Whether there is this operation for operands of a quantizer; an optional one only if it has a kernel."""
     if op in OPTIONAL:
         return bool(registry.kernels(op, (registry.format_of(type(side)).name,)))
-    needs = {"measure": side.stats, "transpose": side.transposable, "remember": side.state}
+    needs = {"measure": side.stats, "transpose": side.transposable, "remember": side.moves}
     return bool(needs.get(op, True))
 
 

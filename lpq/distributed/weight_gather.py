@@ -24,7 +24,7 @@ from lpq.formats.layout import Stat
 from lpq.formats.stacks import is_stack
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.measuring import measure
-from lpq.operations.operands import recall
+from lpq.operations.operands import moves, recall, recalls
 from lpq.operations.quantizing import quantize
 from lpq.operations.reduce_statistics import Reductions, spans
 from lpq.operations.sides import declared
@@ -168,8 +168,9 @@ class Gather:
         if quantizer is None or not isinstance(local, WeightShard):
             return []
         row, col, of = _sides(quantizer)
-        within = not any(spans(d) for d in of) or is_stack(local.shape)  # no statistic is of several shards
-        if within and not row.state and (col is None or not col.state):
+        needed = any(spans(d) and not known for d, known in zip(of, recalls(quantizer, row, col), strict=True))
+        needed = needed and not is_stack(local.shape)  # of which no statistic is of several shards
+        if not needed and not moves(quantizer, row, col):
             self.stats = [None] * len(of)
             return []
         with torch.no_grad():

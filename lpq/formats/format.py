@@ -13,6 +13,7 @@ inferred from a buffer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
@@ -62,9 +63,15 @@ class Quantizer(Options):
 
     @property
     def state(self) -> tuple[StateBuffer, ...]:
-        """What is remembered across steps; empty for most formats."""
-        return ()
+        """What is remembered across steps; empty for most formats; if ``static``, statistics of the whole."""
+        if not self.static:
+            return ()
+        return tuple(StateBuffer(stat.name, stat.grid(1, 1)) for stat in self.stats if stat.of_all)
 
+    static: bool = False
+    """Statistics of the whole matrix come from a state that no step moves, and are not measured; ``lpq.calibrate``
+    fills it. A format offers that by an option of this name, ``static: bool = False``, and nothing else. Without a
+    state they are measured as ever."""
     stochastic: bool = False
     """``encode_stochastic`` is called in place of ``encode``."""
     plain: ClassVar[bool] = False
@@ -95,8 +102,10 @@ class Quantizer(Options):
         """As ``encode``, rounding with random bits."""
         raise NotImplementedError(f"{type(self).__name__} must define encode_stochastic(self, x, stats, bits)")
 
-    def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The statistics to encode with, from what is remembered."""
+    def recall(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
+        """The statistics to encode with, from what is remembered; None of one that is measured nevertheless."""
+        if self.static:
+            return {stat.name: state.get(stat.name) for stat in self.stats}
         raise NotImplementedError(f"{type(self).__name__} must define recall(self, state)")
 
     def remember(self, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
@@ -106,6 +115,28 @@ class Quantizer(Options):
 
     quantize: ClassVar[Callable[..., Any]]
     """``quantizer.quantize(x)`` is a tensor that is encoded: ``lpq.tensor.quantize``, which is put here by that."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether a step changes what is remembered."""
+        return bool(self.state) and not self.static
+
+    def recalls(self, stat: Stat) -> bool:
+        """Whether ``recall`` gives this statistic."""
+        return bool(self.state) and (stat.of_all or not self.static)
+
+    def frozen(self, search: str | None = None, *, static: bool = True) -> Quantizer:
+        """This quantizer with static statistics, or without, and with its option ``search`` set, as far as it has such
+        options and has statistics of the whole matrix. A format whose options are quantizers passes it on to them."""
+        options: dict[str, object] = {}
+        named = {f.name: f.type for f in fields(self)}  # type: ignore[arg-type]
+        if "static" in named and any(stat.of_all for stat in self.stats):
+            options["static"] = static
+        if search is not None and "search" in named:
+            options["search"] = search
+        if all(getattr(self, name) == value for name, value in options.items()):
+            return self
+        return replace(self, **options).ready()  # type: ignore[type-var]
 
     def new_state(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Fresh state for one tensor, for ``quantize(state=…)``; empty if the format remembers nothing."""

@@ -46,6 +46,11 @@ class Covering:
     block: Block
     values: int | None = None
 
+    @property
+    def of_all(self) -> bool:
+        """Whether it is of the whole matrix."""
+        return self.block == (None, None)
+
     def lattice(self, rows: int, cols: int) -> tuple[int, int]:
         """How many blocks lie below each other, and side by side, in a matrix ``[rows, cols]``."""
         return blocks(rows, self.block[0]), blocks(cols, self.block[1])

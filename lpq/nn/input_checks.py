@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.operations.operands import DTYPES
+from lpq.operations.operators import ORDINARY
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.quantized_tensor import REMEDY
 from lpq.torch_private.compiling import once_when_traced
@@ -52,6 +53,8 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
             f"{layer.title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: "
             "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
         )
+    if not torch.compiler.is_compiling() and (static := layer.static_values()):
+        check_static(layer, static)
     if layer.gathering is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
         _check_prepared(layer)
 
@@ -94,6 +97,18 @@ def _check_prepared(layer: Saved) -> None:
             f"{layer.title}: its weight, which lpq.convert(…, weights=…) prepared, was made a part of another "
             f"parameter, as FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
         )
+
+
+def check_static(layer: Saved, values: Mapping[str, Tensor]) -> None:
+    """An error if the recipe encodes with static statistics and one of them is not there: it is no positive number."""
+    for name, value in values.items():
+        if type(value) not in ORDINARY or value.is_meta:
+            continue
+        if not bool(((value > 0) & value.isfinite()).all()):
+            raise RuntimeError(
+                f"{layer.title}: its recipe is static, and {name} is {value.tolist()}: fill it by lpq.calibrate, or "
+                "load a checkpoint of a calibrated model"
+            )
 
 
 def check_memories(layer: Saved, memories: Mapping[str, Mapping[str, Tensor]]) -> None:

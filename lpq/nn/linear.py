@@ -123,7 +123,7 @@ class Layer(Saved):
     def _states(self) -> dict[str, State]:
         """The state of each tensor that has one, by the names its quantizer knows."""
         states: dict[str, State] = {}
-        for name, tensor, key in self._plan.memories if self._plan is not None else ():
+        for name, tensor, key, _ in self._plan.memories if self._plan is not None else ():
             states.setdefault(tensor, {})[key] = getattr(self, name)
         return states
 
@@ -139,6 +139,16 @@ class Layer(Saved):
     def share_inputs(self, inputs: Inputs) -> None:
         """Take what other layers with the same ``inputs`` have encoded of a tensor that is given to this one, too."""
         self._inputs, self._calls = inputs, (None, {})
+
+    def static_values(self) -> dict[str, Tensor]:
+        """The statistics of its input and weight that no step moves, by the names of the buffers; see
+        ``lpq.calibrate``."""
+        found = self._plan.memories if self._plan is not None else ()
+        return {memory.name: getattr(self, memory.name) for memory in found if not memory.moves}
+
+    def forget_calls(self) -> None:
+        """Check inputs and static values anew in the next pass."""
+        self._calls = None, {}
 
     # ------------------------------------------------------------------------------ running it
 
@@ -249,9 +259,10 @@ class Layer(Saved):
         if plan.stochastic:
             seeds = dict(zip(TENSORS, draw_seeds(input, weight, len(TENSORS)).unbind(), strict=True))
         states = self._states()
-        if states:
-            check_memories(self, states)
-            recomputed.check(self, states)
+        if plan.moving:
+            moving = {tensor: states[tensor] for tensor in plan.moving}
+            check_memories(self, moving)
+            recomputed.check(self, moving)
         measured = self._gathered("w" in states)
         operands = weight_operands(plan, weight, held, shapes.needs_dx)
         return Call(plan, shapes, step, states, seeds, operands, measured, self.accumulate, call.inputs)

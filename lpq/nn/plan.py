@@ -49,6 +49,8 @@ class Plan:
     """Whether anything is rounded with random bits."""
     memories: tuple[Memory, ...]
     """The buffers in which quantizers remember."""
+    moving: tuple[str, ...]
+    """The tensors of which some are changed by a step."""
     shares: bool
     """Whether the input is the same encoded whichever layer encodes it, and not free to encode."""
     keeps_input: bool
@@ -70,7 +72,8 @@ class Plan:
         kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         own = rounds_stochastically(recipe.x) or any(memory.tensor == "x" for memory in kept)
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
-        return cls(*tensors, asked, stochastic, kept, shares, *keeps, *of)
+        moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
+        return cls(*tensors, asked, stochastic, kept, moving, shares, *keeps, *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):

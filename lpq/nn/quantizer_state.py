@@ -19,12 +19,19 @@ class Memory(NamedTuple):
     name: str
     tensor: str
     key: str
+    moves: bool
+    """Whether a step changes it; else it is static."""
 
 
 def memories(recipe: Recipe) -> tuple[Memory, ...]:
     """The buffers that a layer of this recipe has."""
     quantizers = zip(TENSORS, (recipe.x, recipe.w, recipe.dy), strict=True)
-    return tuple(Memory(f"{tensor}_{key}", tensor, key) for tensor, q in quantizers for key in q.new_state("meta"))
+    return tuple(
+        Memory(f"{tensor}_{prefix}{buffer.name}", tensor, prefix + buffer.name, branch.moves)
+        for tensor, quantizer in quantizers
+        for prefix, branch in quantizer.state_branches().items()
+        for buffer in branch.state
+    )
 
 
 def check_names(layer: nn.Module, recipe: Recipe, own: Collection[str], title: str) -> None:

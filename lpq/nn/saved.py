@@ -50,6 +50,13 @@ class Saved(nn.Module):
         """All that its quantizers remember across steps, by the names of the buffers."""
         raise NotImplementedError(f"{type(self).__name__} does not tell what it remembers")
 
+    def static_values(self) -> dict[str, Tensor]:
+        """Those of them that no step moves."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell what is static")
+
+    def forget_calls(self) -> None:
+        """Check inputs and static values anew in the next pass."""
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.gathering is not None and not keep_vars and f"{prefix}weight" in destination:
@@ -74,6 +81,7 @@ class Saved(nn.Module):
                 missing.remove(prefix + name)
                 fresh = memory.is_meta and not self.weight.is_meta
                 setattr(self, name, torch.zeros_like(memory, device=self.weight.device) if fresh else memory.zero_())
+        self.forget_calls()
         self.claim_weight()  # with assign=True it is another one
         others = tuple(f"{prefix}{tensor}_" for tensor in TENSORS)
         unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]

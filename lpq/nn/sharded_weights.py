@@ -58,6 +58,11 @@ def check_weights(
 def _check_storable(name: str, schedule: Schedule) -> None:
     """Refuse to store a weight quantized that no one format is given."""
     wanted = {recipe.w if recipe is not None else None for _, recipe in schedule.pieces}
+    if any(w is not None and (w.side("row").static or w.side("col").static) for w in wanted):
+        raise RecipeError(
+            f"{name}: its weight would be stored quantized with a static scale, to which no write to it keeps: "
+            f"{schedule}. Use weights='high_precision', or export the model and load it with lpq.load_quantized"
+        )
     if len(wanted) > 1:
         raise RecipeError(
             f"{name}: its weight would be stored quantized, and the policy changes its format: {schedule}. Use "

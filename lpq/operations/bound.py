@@ -21,7 +21,7 @@ from lpq.operations.binding import ALIGNED, Encode, Encoded, Encoding, Multiply,
 from lpq.operations.exact_form import Form
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
-from lpq.operations.operands import as_matrix, encode_operands, recall, recalls
+from lpq.operations.operands import as_matrix, encode_operands, moves, recall, recalls
 from lpq.operations.quantizing import quantize, quantize_reference
 from lpq.operations.sides import serving, shared
 from lpq.operations.transposing import transpose_reference
@@ -70,7 +70,7 @@ def bind_encoder(wanted: Wanted) -> Encoder:
     if col and quantizer.col_source == "row":
         return through_operators(wanted)  # one operand is made of the other: there is little to decide beforehand
     sides, forms = _sides(wanted), _forms(wanted)
-    e = Encoding(*sides, shape, dtype, dtype, device, measure=remembers)
+    e = Encoding(*sides, shape, dtype, dtype, device, measure=remembers and moves(quantizer, *sides))
     if forms != (None, None):
         run = _aligned(fused_pair.bind, e._replace(exact=wanted.exact))
     else:

@@ -100,7 +100,8 @@ def _encode(
             use = [s if k is None else k for k, s in zip(known or [None] * len(stats), stats, strict=True)]
             row_operand, col_operand, _ = quantize(x, use, row, col, seed, offset)
             return Operands(row_operand, col_operand, stats)
-    return Operands._make(quantize(x, known, row, col, seed, offset, measure=state is not None))
+    measured = state is not None and moves(quantizer, row, col)
+    return Operands._make(quantize(x, known, row, col, seed, offset, measure=measured))
 
 
 def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
@@ -125,7 +126,12 @@ def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, s
 
 def recalls(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> tuple[bool, ...]:
     """For each statistic whether ``recall`` gives it."""
-    return tuple(bool(branch.state) for _, branch in _branches(quantizer, row, col) for _ in branch.stats)
+    return tuple(branch.recalls(stat) for _, branch in _branches(quantizer, row, col) for stat in branch.stats)
+
+
+def moves(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> bool:
+    """Whether encoding these directions measures what ``remember`` takes into the state."""
+    return any(branch.moves for _, branch in _branches(quantizer, row, col))
 
 
 def remember(
@@ -139,12 +145,14 @@ def remember(
 ) -> None:
     """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
     sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
+    if not moves(quantizer, *sides):
+        return
     if group is not None:
         reduce_stats(declared(*sides), measured, group)
     rest = iter(measured)
     for prefix, branch in _branches(quantizer, *sides):
         stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
-        if branch.state:
+        if branch.moves:
             named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
             _remember(branch, {s.name: state[prefix + s.name] for s in branch.state}, named)
 

@@ -23,6 +23,8 @@ from lpq.registry.quantizers import required
 
 ALL = 8
 SEARCHED = 4096
+STATIC = "static"
+"""The option that the core gives a meaning: the tests of what is static set it, and the others leave it alone."""
 ONLY = "lpq_only"
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -64,7 +66,7 @@ def _options(name: str) -> dict[str, list[Any]]:
     """The options of a format with the values of each, the default first."""
     cls = registry.quantizer_class(name)
     hints = get_type_hints(cls)
-    return {f.name: _values(name, f, hints[f.name]) for f in dataclasses.fields(cls)}
+    return {f.name: _values(name, f, hints[f.name]) for f in dataclasses.fields(cls) if f.name != STATIC}
 
 
 @registry.cached

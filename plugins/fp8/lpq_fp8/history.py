@@ -14,7 +14,7 @@ REMEMBER = CudaKernel("fp8/history.cu", "remember", "PPPqfI", threads=1024, wait
 
 def why_not(quantizer: FP8Quantizer) -> str | None:
     """Only delayed scaling remembers."""
-    return None if quantizer.state else f"{quantizer} remembers nothing"
+    return None if quantizer.moves else f"{quantizer} remembers nothing"
 
 
 def remember(quantizer: FP8Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:

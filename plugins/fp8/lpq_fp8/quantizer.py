@@ -40,6 +40,8 @@ class FP8Quantizer(Quantizer):
     """By how many powers of two the next tensor may exceed what ``delayed`` remembers."""
     algo: Literal["max", "most_recent"] = "max"
     """Which amax ``delayed`` takes from its history. If that is 0 or not finite, the scale stays as it is."""
+    static: bool = False
+    """The scale of a tensor comes from an amax that calibration found."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +93,8 @@ class FP8Quantizer(Quantizer):
 
     @cached_property
     def state(self) -> tuple[StateBuffer, ...]:
-        if self.scaling != "delayed":
-            return ()
+        if self.static or self.scaling != "delayed":
+            return super().state
         return StateBuffer("amax_history", (self.history,)), StateBuffer("amax")
 
     def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -36,6 +36,13 @@ class HybridQuantizer(Quantizer):
     def side(self, direction: Direction) -> Quantizer:
         return self.row.side("row") if direction == "row" else self.col.side("col")
 
+    def frozen(self, search: str | None = None, *, static: bool = True) -> Quantizer:
+        row, col = self.row.frozen(search, static=static), self.col
+        if self.col_source == "original":  # else its statistics are those of what the row operand decodes to
+            col = col.frozen(search, static=static)
+        same = (row, col) == (self.row, self.col)
+        return self if same else HybridQuantizer(row=row, col=col, col_source=self.col_source).ready()
+
     @property
     def transposable(self) -> bool:
         row, col = self.side("row"), self.side("col")

@@ -3,17 +3,17 @@
 from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 UNTRIED = "never run on hardware: it is written after torch's rules, and tested without a GPU"
+SEARCHED = "lpq_nvfp4.search:why_not"
 KERNELS = (
-    *(
-        KernelSpec.cuda(op, f"lpq_nvfp4.cuda:{op}", why_not="lpq_nvfp4.cuda:why_not", rounds=True)
-        for op in ("measure", "quantize")
-    ),
+    KernelSpec.cuda("measure", "lpq_nvfp4.cuda:measure", why_not="lpq_nvfp4.cuda:why_not", rounds=True),
+    KernelSpec.cuda("quantize", "lpq_nvfp4.cuda:quantize", why_not="lpq_nvfp4.cuda:quantize_why_not", rounds=True),
     KernelSpec.cuda("transpose", "lpq_nvfp4.views:transpose"),
     KernelSpec.cuda("decode", "lpq_nvfp4.views:decode"),
-    *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}") for op in ("tile", "exact_tile")),
+    *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}", why_not=SEARCHED) for op in ("tile", "exact_tile")),
     KernelSpec.cuda("cast", "lpq_nvfp4.cast:cast", why_not="lpq_nvfp4.cast:why_not"),
     KernelSpec.cuda("exact", "lpq_nvfp4.gemm:exact_in_cuda", bind="lpq_nvfp4.gemm:bind_exact"),
-    *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}") for op in ("measure", "quantize", "decode", "transpose")),
+    *(KernelSpec.triton(op, f"lpq_nvfp4.triton:{op}") for op in ("measure", "decode", "transpose")),
+    KernelSpec.triton("quantize", "lpq_nvfp4.triton:quantize", why_not=SEARCHED),
     KernelSpec(
         op="gemm", impl="lpq_nvfp4.gemm:native", why_not="lpq_nvfp4.gemm:why_not", formats=("nvfp4", "nvfp4"),
         backend="torch", min_sm=100, priority=10, note=UNTRIED,

@@ -27,6 +27,7 @@ from lpq.kernels.tiles import (
 )
 from lpq.operations.measuring import measure_reference
 from lpq.operations.quantizing import quantize_reference
+from lpq_nvfp4 import search
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
 
@@ -43,6 +44,11 @@ def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str 
     if second is not None and first.rht:
         return "the row operand of a pair is not rotated"
     return None
+
+
+def quantize_why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
+    """The same, and scales are those of amaxes."""
+    return search.why_not(*(side for side in (first, second) if side is not None)) or why_not(first, second)
 
 
 def measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from torch import Tensor
@@ -12,9 +12,12 @@ from torch import Tensor
 from lpq.core import Quantizer, RandomBits, Stat, Storage
 from lpq.formats.elements import cast_e2m1, cast_e2m1_stochastic
 from lpq.formats.format import Direction
+from lpq.registry.errors import OptionError
 from lpq_nvfp4 import reference, rotation
 from lpq_nvfp4.reference import BLOCKS
+from lpq_nvfp4.search import searched
 
+SEARCHES = ("amax", "mse", "four_over_six")
 STATS = {name: (Stat("amax"), Stat("block_amax", block=block)) for name, block in BLOCKS.items()}
 
 
@@ -28,6 +31,17 @@ class NVFP4Quantizer(Quantizer):
     """Store the column operand rotated by a random Hadamard transform along the contraction."""
     stochastic: bool = False
     """Round the elements stochastically."""
+    static: bool = False
+    """The amax of the operand is one that calibration found."""
+    search: str = "amax"
+    """Which scale a block gets: that of its ``amax``; of all scales the one with the least ``mse``; or
+    ``four_over_six``, the better one of two, which take the amax to 4 and to 6. Searching has no kernels, and ``mse``
+    takes a hundred times as long as encoding: it is for weights that are held or exported."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.search not in SEARCHES:
+            raise OptionError.invalid(type(self).__name__, "search", self.search, " or ".join(map(repr, SEARCHES)))
 
     @property
     def stats(self) -> tuple[Stat, ...]:
@@ -60,7 +74,8 @@ class NVFP4Quantizer(Quantizer):
 
     def _encode(self, x: Tensor, stats: Mapping[str, Tensor], cast: Callable[[Tensor], Tensor]) -> Storage:
         amax, block_amax = stats["amax"], stats["block_amax"]
-        data, scale = reference.encode(self._stored(x), amax, block_amax, BLOCKS[self.block], cast)
+        choose = None if self.search == "amax" else partial(searched, search=self.search)
+        data, scale = reference.encode(self._stored(x), amax, block_amax, BLOCKS[self.block], cast, choose)
         return self.storage(data=data, scale=scale, amax=amax)
 
     def _stored(self, x: Tensor) -> Tensor:

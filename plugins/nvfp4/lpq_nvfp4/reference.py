@@ -20,6 +20,8 @@ GROUP = 16
 BLOCKS: dict[str, Block] = {"1x16": (1, GROUP), "16x16": (GROUP, GROUP)}
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+Choose = Callable[[Tensor, Tensor, Tensor, Tensor, Block], Tensor]
+"""``choose(x, scale, amaxes, overall, block)``."""
 
 
 def measure(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -29,14 +31,26 @@ def measure(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
 
 
 def encode(
-    x: Tensor, amax: Tensor, amaxes: Tensor, block: Block, cast: Callable[[Tensor], Tensor]
+    x: Tensor,
+    amax: Tensor,
+    amaxes: Tensor,
+    block: Block,
+    cast: Callable[[Tensor], Tensor],
+    choose: Choose | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Packed elements and block scales. ``cast`` rounds fp32 to E2M1; what pads the columns is 0."""
+    """Packed elements and block scales. ``cast`` rounds fp32 to E2M1; what pads the columns is 0. ``choose`` gives
+    other scales than those of the amaxes."""
     overall = tensor_scale(amax)
     scale = cast_float8((amaxes * (overall * (1 / E2M1_MAX))).clamp(max=E4M3_MAX), E4M3)
-    factor = (decode_float8(scale) * overall.reciprocal()).reciprocal().clamp(max=FLT_MAX)
-    code = cast(scale_blocks(x, factor, block))
+    if choose is not None:
+        scale = choose(x, scale, amaxes, overall, block)
+    code = cast(scale_blocks(x, factor_of(decode_float8(scale), overall), block))
     return pack_nibbles(pad_blocks(code, (1, GROUP))), scale
+
+
+def factor_of(scale: Tensor, overall: Tensor) -> Tensor:
+    """The factor that takes the elements of a block with this scale to E2M1's."""
+    return (scale * overall.reciprocal()).reciprocal().clamp(max=FLT_MAX)
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
