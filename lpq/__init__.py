@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lpq.calibration import calibrate
     from lpq.engines import export, load_quantized
     from lpq.formats import Quantizer, Storage
     from lpq.nn.conversion import convert, hold_weights, replan, report, set_step
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOME = {
+    "lpq.calibration": ("calibrate",),
     "lpq.core": ("QuantizedTensor", "Quantizer", "Storage", "gemm"),
     "lpq.engines": ("export", "load_quantized"),
     "lpq.nn": ("convert", "hold_weights", "replan", "report", "set_step"),
@@ -29,8 +31,8 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _SUBMODULES = (
-    "checkpoint", "core", "distributed", "emulation", "engines", "formats", "integrations", "kernels", "nn",
-    "observe", "operations", "optim", "recipes", "registry", "tensor", "testing", "train",
+    "calibration", "checkpoint", "core", "distributed", "emulation", "engines", "formats", "integrations", "kernels",
+    "nn", "observe", "operations", "optim", "recipes", "registry", "tensor", "testing", "train",
 )  # fmt: skip
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "Quantizer",
     "Recipe",
     "Storage",
+    "calibrate",
     "convert",
     "export",
     "gemm",

@@ -23,12 +23,19 @@ PLUGINS: dict[str, str] = PYPROJECT["project"]["entry-points"]["lpq.plugins"]
 
 FLOORS = {
     "registry": 1, "torch_private": 1, "formats": 2, "kernels": 2, "operations": 3, "emulation": 4, "tensor": 4,
-    "core": 5, "recipes": 6, "distributed": 7, "nn": 8, "optim": 9, "checkpoint": 9, "calibrate": 9, "engines": 9,
+    "core": 5, "recipes": 6, "distributed": 7, "nn": 8, "optim": 9, "checkpoint": 9, "calibration": 9, "engines": 9,
     "observe": 9, "testing": 10, "integrations": 10, "train": 11, "cli": 11, "__main__": 11,
 }  # fmt: skip
 TOP = 10
 """From this floor on a module may use lpq as a user does: ``import lpq``."""
-BESIDE = {("checkpoint", "optim"), ("engines", "checkpoint"), ("cli", "train"), ("__main__", "cli")}
+BESIDE = {
+    ("checkpoint", "optim"),
+    ("engines", "checkpoint"),
+    ("calibration", "engines"),
+    ("calibration", "checkpoint"),
+    ("cli", "train"),
+    ("__main__", "cli"),
+}
 """Parts of one floor of which the first may import the second."""
 FOR_PLUGINS = {"registry", "torch_private", "core", "formats", "kernels", "operations", "emulation"}
 NAMELESS = (
@@ -42,6 +49,7 @@ NAMELESS = (
     "distributed",
     "optim",
     "checkpoint",
+    "calibration",
     "engines",
     "integrations",
 )

@@ -27,7 +27,7 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
     state, _ = model.state()
     layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
     owners = Counter(id(p) for m in model.module.modules() for p in m.parameters(recurse=False))
-    memories, gathered = model.memories(), _dtypes(model.module)
+    memories, gathered = model.memories(), gathered_dtypes(model.module)
     known = model.module.__dict__.get(RECORD, {})
     found: dict[int, Entry] = {}
     for key, tensor in state.items():
@@ -87,7 +87,7 @@ def _gather(key: str, tensor: Tensor) -> Pieces:
     return {"": whole(pieces[key])}
 
 
-def _dtypes(model: nn.Module) -> dict[int, torch.dtype]:
+def gathered_dtypes(model: nn.Module) -> dict[int, torch.dtype]:
     """In which dtype FSDP2 gathers the weights of layers, by their ids."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return {}

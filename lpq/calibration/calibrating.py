@@ -1,0 +1,226 @@
+"""``lpq.calibrate``: collect, reduce, freeze, and have weights searched where they are encoded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lpq.calibration import collecting
+from lpq.calibration.collecting import MAGNITUDES, Forward, Pass, Progress, collect, histogram, tokens
+from lpq.calibration.errors import CalibrationError
+from lpq.calibration.freezing import Unseen, clipped, freeze, frozen_values
+from lpq.calibration.reducing import Axes, axes_of, reduce
+from lpq.calibration.saved import Saved
+from lpq.calibration.statistics import Statistics
+from lpq.calibration.targets import Target, searches, targets
+from lpq.engines.siblings import FUSED
+from lpq.registry.errors import suggestion
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.distributed import ProcessGroup
+
+Method = Literal["max", "percentile", "mse", "four_over_six"]
+SEARCHING = ("mse", "four_over_six")
+"""The methods that also search the scales of blocks of weights."""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A record of what was calibrated."""
+
+    method: str
+    samples: int
+    """So many samples went through the model, of all ranks together."""
+    batches: int
+    values: Mapping[str, Tensor]
+    """The static statistics, by the name of the layer and of its buffer: ``blocks.0.up_proj.x_amax``."""
+    layers: tuple[str, ...]
+    searched: tuple[str, ...]
+    """The layers in which scales of blocks of the weight are searched."""
+
+    def __str__(self) -> str:
+        """A line to read."""
+        text = f"{len(self.layers)} layers have static scales by {self.method}, from {self.samples} samples"
+        return f"{text}; {len(self.searched)} search those of blocks" if self.searched else text
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    method: Method = "max",
+    samples: int = 512,
+    percentile: float = 99.9,
+    siblings: Sequence[Sequence[str]] = FUSED,
+    unseen: Unseen = "siblings",
+    forward: Forward = collecting.through,
+    state: str | Path | None = None,
+    every: int = 16,
+    progress: bool = True,
+    process_group: ProcessGroup | None = None,
+) -> Calibrated:
+    """Make the scales of inputs and weights static, in place, from what goes through ``model``; say what was done.
+
+    ``model`` was converted by ``lpq.convert`` and may be sharded; then all ranks call this, each with ``batches`` of
+    its own. Its layers get static recipes, for training, evaluation and ``lpq.export``.
+    What is found is the same to the bit however weights are sharded and whichever rank has which batch. It runs in
+    evaluation, without gradients, under the recipes that the model has, but for scales that are static already.
+
+    ``batches``: tensors, sequences of arguments or mappings of them, each with samples along the first dimension of its
+    first tensor; ``forward(model, batch)`` may call the model otherwise. It ends with the batch that makes ``samples``
+    of all ranks together. ``method``: ``"max"`` takes the largest magnitude; ``"percentile"`` cuts off the elements of
+    inputs beyond the magnitude that ``percentile`` percent of them do not exceed, and goes through the batches twice;
+    ``"mse"`` and ``"four_over_six"`` search the scale of each block of a weight, where its format has some, with the
+    largest magnitudes for all else. ``siblings``: the last parts of the names of layers that engines fuse if they are
+    beside each other, and that therefore get one scale. ``unseen``: layers that no token went through get the input
+    scales of their siblings, with a warning, or are an ``"error"``. ``state``: a file in which statistics are kept,
+    every so many rounds (``every``); a call that finds it goes on from there, with the same batches on any number of
+    ranks that they are dealt out to in turn. ``progress``: show a bar, in a terminal.
+    """
+    _check(method, samples, percentile, unseen, every, batches)
+    search = method if method in SEARCHING else None
+    axes = axes_of(process_group)
+    chosen = targets(model, search)
+    searched = tuple(target.name for target in chosen if search is not None and searches(target))
+    if not chosen:
+        raise CalibrationError(
+            "no layer has a scale of a whole tensor, which could become static: was the model converted? Scales of "
+            "blocks and rows follow their tensors at each step"
+        )
+    if search is not None and not searched:
+        raise CalibrationError(
+            f"method={method!r} searches scales of blocks of weights, and here there are none: that is for formats "
+            'with an option search, and weights that are not stored quantized. Use method="max"'
+        )
+    saved = Saved(state, {"method": method, "percentile": percentile, "samples": samples}, axes)
+    with _as_collected(model, chosen):
+        found, seen = Statistics(), Progress()
+        clips: dict[str, Tensor] = {}
+        if any(target.names("x") for target in chosen):
+            passes = ("magnitudes", "statistics") if method == "percentile" else ("statistics",)
+            for name in passes:
+                how = MAGNITUDES if name == "magnitudes" else collecting.take_statistics(clips)
+                own = _zeros(chosen, how, model)
+                seen = _run(model, chosen, batches, how, own, samples, forward, axes, saved, every, progress)
+                found = reduce(own, axes)
+                if name == "magnitudes":
+                    clips = clipped(found, chosen, percentile)
+        found = _with_weights(found, chosen, axes)
+        values = frozen_values(found, chosen, siblings, unseen)
+    freeze(model, chosen, values)
+    return Calibrated(method, seen.samples, seen.batches, values, tuple(t.name for t in chosen), searched)
+
+
+def _run(
+    model: nn.Module, chosen: Sequence[Target], batches: Iterable[Any], how: Pass, own: Statistics, samples: int,
+    forward: Forward, axes: Axes, saved: Saved, every: int, progress: bool,
+) -> Progress:  # fmt: skip
+    """One pass over the batches, which goes on where an earlier one was kept."""
+    done = saved.restore(how.name, own)
+    rounds = 0
+    with _bar(samples, how.name, shown=progress and all(axis.rank == 0 for axis in axes.values())) as move:
+
+        def after(seen: Progress) -> None:
+            nonlocal rounds
+            rounds += 1
+            move(seen.samples)
+            if rounds % every == 0:
+                saved.keep(how.name, own, seen.batches)
+
+        seen = collect(
+            model, chosen, batches, how, samples=samples, forward=forward, axes=axes, found=own, done=done, after=after
+        )
+    saved.keep(how.name, own, seen.batches)
+    return seen
+
+
+def _zeros(chosen: Sequence[Target], how: Pass, model: nn.Module) -> Statistics:
+    """The statistics of nothing: all ranks have the same ones, whatever goes through which layer on which rank."""
+    own, device = Statistics(), next(model.parameters()).device
+    for target in chosen:
+        if not target.names("x"):
+            continue
+        own.take(tokens(target), torch.zeros((), dtype=torch.int64, device=device), "sum")
+        if how is MAGNITUDES:
+            own.take(histogram(target), torch.zeros(collecting.BINS, dtype=torch.int64, device=device), "sum")
+        else:
+            for name in target.names("x"):
+                own.take(name, torch.zeros((), dtype=torch.float32, device=device), "max")
+    return own
+
+
+@torch.no_grad()
+def _with_weights(found: Statistics, chosen: Sequence[Target], axes: Axes) -> Statistics:
+    own = Statistics()
+    for target in chosen:
+        for name, value in target.measured_weight():
+            own.take(name, value, "max")
+    for name, statistic in reduce(own, axes).items():
+        found.take(name, statistic.value, statistic.how)
+    return found
+
+
+@contextmanager
+def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
+    """Within, the model evaluates, is not compiled, and no scale is static; where this fails it is as it was before."""
+    training = [module for module in model.modules() if module.training]
+    before = [
+        (t.layer, t.layer.recipe, {name: value.clone() for name, value in t.layer.static_values().items()})
+        for t in chosen
+    ]
+    stance = torch.compiler.set_stance("force_eager")
+    try:
+        model.eval()
+        for target in chosen:
+            target.layer.recipe = target.dynamic
+        with stance:
+            yield
+    except BaseException:
+        for layer, recipe, values in before:
+            layer.recipe = recipe
+            for name, buffer in layer.static_values().items():
+                buffer.copy_(values[name])
+        raise
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _bar(samples: int, title: str, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, if that is a terminal; what it yields takes the number of samples so far."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda seen: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"calibrating: {title}", total=samples)
+        yield lambda seen: bar.update(task, completed=min(seen, samples))
+
+
+def _check(method: str, samples: int, percentile: float, unseen: str, every: int, batches: object) -> None:
+    if method not in get_args(Method):
+        raise CalibrationError(f"there is no method {method!r}: {suggestion(str(method), get_args(Method))}")
+    if unseen not in get_args(Unseen):
+        raise CalibrationError(f"unseen={unseen!r}: it is 'siblings' or 'error'")
+    for name, value in (("samples", samples), ("every", every)):
+        if type(value) is not int or value < 1:
+            raise CalibrationError(f"{name}={value!r}: it is a whole number from 1 on")
+    if not 0 < Fraction(str(percentile)) <= 100:
+        raise CalibrationError(f"percentile={percentile!r}: it is more than 0 and at most 100")
+    if method == "percentile" and iter(batches) is batches:  # type: ignore[call-overload]
+        raise CalibrationError(
+            'method="percentile" goes through the batches twice, and an iterator gives them once: pass a list or a '
+            "DataLoader that gives the same ones again"
+        )

@@ -1,0 +1,208 @@
+"""Collecting: what the inputs of layers are like while batches go through the model. Nothing is derived here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lpq.calibration.errors import CalibrationError
+from lpq.calibration.reducing import Axes, everywhere
+from lpq.calibration.statistics import Statistics
+from lpq.calibration.targets import Target
+from lpq.registry.errors import words
+from lpq.tensor import QuantizedTensor
+
+Forward = Callable[[nn.Module, Any], object]
+NO_BATCH = object()
+BINS = 0x8000 + 1
+"""One for each magnitude of bf16, infinity and NaN among them, and one more for what rounds up to it."""
+KEPT_BITS = 16
+
+
+class Pass(NamedTuple):
+    """What is taken of an input in one pass over the batches."""
+
+    name: str
+    take: Callable[[Statistics, Target, Tensor], None]
+
+
+def tokens(target: Target) -> str:
+    """The name of the count of rows that went through a layer."""
+    return f"{target.name}.x_rows"
+
+
+def histogram(target: Target) -> str:
+    """The name of the counts of magnitudes of its inputs."""
+    return f"{target.name}.x_magnitudes"
+
+
+def take_statistics(clipped: Mapping[str, Tensor]) -> Pass:
+    """The statistics of inputs, of which elements beyond ``clipped``, by the name of the layer, are cut off first."""
+
+    def take(found: Statistics, target: Target, x: Tensor) -> None:
+        if (limit := clipped.get(target.name)) is not None:
+            x = torch.minimum(torch.maximum(x, -limit.to(x)), limit.to(x))
+        for name, value in target.measured_input(x):
+            found.take(name, value, "max")
+
+    return Pass("statistics", take)
+
+
+def take_magnitudes(found: Statistics, target: Target, x: Tensor) -> None:
+    """Count the magnitudes of an input: in bins that are fixed beforehand, so that counts of parts add up exactly.
+
+    A bin has the magnitudes above one number of bf16, up to the next.
+    """
+    bits = x.detach().float().abs().view(torch.int32).reshape(-1)
+    bins = (bits.long() + ((1 << KEPT_BITS) - 1)) >> KEPT_BITS
+    found.take(histogram(target), torch.bincount(bins, minlength=BINS), "sum")
+
+
+MAGNITUDES = Pass("magnitudes", take_magnitudes)
+
+
+def upper_end(number: int) -> float:
+    """The largest magnitude of a bin."""
+    return float(torch.tensor(number << KEPT_BITS, dtype=torch.int64).to(torch.int32).view(torch.float32))
+
+
+class Progress(NamedTuple):
+    """How far a pass is: the batches that are in the statistics, of all ranks together, and their samples."""
+
+    batches: int = 0
+    samples: int = 0
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others before a round."""
+
+    samples: int | None
+    """Those of its next batch; None: it has no more."""
+    error: str | None
+
+
+@torch.no_grad()
+def collect(
+    model: nn.Module,
+    targets: Sequence[Target],
+    batches: Iterable[Any],
+    how: Pass,
+    *,
+    samples: int,
+    forward: Forward,
+    axes: Axes,
+    found: Statistics,
+    done: int,
+    after: Callable[[Progress], None],
+) -> Progress:
+    """Have batches go through the model, one on each rank at a time, and take statistics until there are ``samples``.
+
+    Batches are counted in the order of ranks: the first of each, the second of each. Those that are counted do not
+    depend on how many ranks share them out, if they are dealt out in turn. A rank that has none left goes through the
+    model with its last one, of which nothing is taken: others may wait for it there. ``done``: so many batches are in
+    ``found`` already. ``after`` is called after each round, on all ranks alike.
+    """
+    mine, progress, last = iter(batches), Progress(), NO_BATCH
+    error: str | None = None
+    place = tuple(axis.rank for axis in axes.values())
+    while progress.samples < samples:
+        batch = NO_BATCH
+        if error is None:
+            try:
+                batch = next(mine, NO_BATCH)
+                count = None if batch is NO_BATCH else _samples_of(batch)
+            except Exception as raised:
+                if not axes:
+                    raise
+                error = words(raised)
+        told = everywhere(_Told(None if error else count, error), axes)
+        _check_errors(told)
+        if all(one.samples is None for one in told.values()):
+            if not progress.batches:
+                raise CalibrationError("there is no batch: pass some, and a list or a DataLoader if it is used again")
+            break
+        start, counted = progress, False
+        for other, one in told.items():
+            if one.samples is not None and progress.samples < samples:
+                counted = counted or (other == place and progress.batches >= done)
+                progress = Progress(progress.batches + 1, progress.samples + one.samples)
+        last = batch if batch is not NO_BATCH else last
+        _check_some(start, told)
+        if progress.batches <= done:
+            continue  # all of this round are in the statistics
+        try:
+            with _taking(targets, how, found) if counted else _nothing():
+                forward(model, last)
+        except Exception as raised:
+            if not axes:
+                raise
+            error = words(raised)
+            continue
+        after(progress)
+    if error is not None:
+        _check_errors(everywhere(_Told(None, error), axes))
+    elif axes:
+        _check_errors(everywhere(_Told(None, None), axes))
+    return progress
+
+
+def through(model: nn.Module, batch: Any) -> object:
+    """Call the model with a batch: a tensor, a sequence of arguments or a mapping of them by name."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, Sequence) else model(batch)
+
+
+@contextmanager
+def _taking(targets: Sequence[Target], how: Pass, found: Statistics) -> Iterator[None]:
+    """Take statistics of what is given to layers within."""
+    hooks = [target.layer.register_forward_pre_hook(_hook(target, how, found), with_kwargs=True) for target in targets]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _hook(target: Target, how: Pass, found: Statistics) -> Callable[..., None]:
+    def take(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        x = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
+        rows = x.numel() // max(x.shape[-1], 1)
+        if rows and target.names("x"):
+            found.take(tokens(target), torch.tensor(rows, dtype=torch.int64, device=x.device), "sum")
+            how.take(found, target, x)
+
+    return take
+
+
+def _samples_of(batch: Any) -> int:
+    found = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if found is None:
+        raise CalibrationError(
+            f"a batch is a {type(batch).__name__} without a tensor: pass what the model is called with"
+        )
+    return found.shape[0]
+
+
+def _check_errors(told: Mapping[Any, _Told]) -> None:
+    for place, one in told.items():
+        if one.error is not None:
+            who = f"rank {place[0]}: " if len(place) == 1 else f"rank {place}: " if place else ""
+            raise CalibrationError(f"{who}{one.error}")
+
+
+def _check_some(start: Progress, told: Mapping[Any, _Told]) -> None:
+    lacking = [place for place, one in told.items() if one.samples is None]
+    if start.batches == 0 and lacking:
+        raise CalibrationError(f"rank {lacking[0][0]} has no batch at all: give each rank one at least")

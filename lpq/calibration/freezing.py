@@ -1,0 +1,150 @@
+"""Freezing: from reduced statistics to static ones, and into the layers."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lpq.calibration.collecting import histogram, tokens, upper_end
+from lpq.calibration.errors import CalibrationError, CalibrationWarning
+from lpq.calibration.statistics import Statistics
+from lpq.calibration.targets import Target
+from lpq.engines.siblings import fused
+from lpq.nn import Layer, convert
+from lpq.nn.names import plain_name
+from lpq.recipes import Recipe
+
+Unseen = Literal["siblings", "error"]
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+LISTED = 5
+ALL_ZERO = 1.0
+"""The statistic of a weight of zeros, which any scale is right for and none follows from."""
+
+
+def clipped(statistics: Statistics, targets: Iterable[Target], percentile: float) -> dict[str, Tensor]:
+    """For each layer the smallest magnitude, of bf16's, that so many percent of the elements of its inputs are at
+    most."""
+    part = Fraction(str(percentile)) / 100
+    found = {}
+    for target in targets:
+        if histogram(target) in statistics:
+            counts = statistics[histogram(target)]
+            total = int(counts.sum())
+            wanted = -(-part.numerator * total // part.denominator)
+            number = int((counts.cumsum(0) < wanted).sum())
+            found[target.name] = torch.tensor(upper_end(number), device=counts.device)
+    return found
+
+
+def frozen_values(
+    statistics: Statistics, targets: Sequence[Target], groups: Sequence[Sequence[str]], unseen: Unseen
+) -> dict[str, Tensor]:
+    """The static statistics by name: layers that engines fuse have the larger ones of theirs in common, and a layer
+    that saw no input those of its siblings."""
+    values: dict[str, Tensor] = {}
+    for target in targets:
+        for name in target.names("w"):
+            values[name] = _of_weight(name, statistics[name])
+        if int(statistics[tokens(target)]) if tokens(target) in statistics else 0:
+            for name in target.names("x"):
+                values[name] = _of_input(name, statistics[name])
+    by_name = {target.name: target for target in targets}
+    for names in fused(by_name, groups):
+        together = [by_name[name] for name in names]
+        for tensor in ("x", "w"):
+            _share(values, together, tensor)
+    _fill_unseen(values, targets, fused(by_name, groups), unseen)
+    return values
+
+
+def _of_weight(name: str, value: Tensor) -> Tensor:
+    if not bool(value.isfinite()):
+        raise CalibrationError(f"{name} is {value.item()}: the weight has a NaN or an infinity")
+    return torch.where(value > 0, value, ALL_ZERO)
+
+
+def _of_input(name: str, value: Tensor) -> Tensor:
+    if not bool(value.isfinite()):
+        raise CalibrationError(
+            f"{name} is {value.item()}: an input of the layer has a NaN or an infinity. Look at what goes through the "
+            "model before it is calibrated"
+        )
+    return value
+
+
+def _share(values: dict[str, Tensor], together: Sequence[Target], tensor: str) -> None:
+    """Give layers that are encoded alike the largest of their statistics."""
+    alike: dict[tuple[str, ...], list[Target]] = {}
+    for target in together:
+        leaves = tuple(name.removeprefix(f"{target.name}.") for name in target.names(tensor))
+        alike.setdefault((getattr(target, tensor).text, *leaves), []).append(target)
+    for key, same in alike.items():
+        for leaf in key[1:]:
+            known = [values[f"{t.name}.{leaf}"] for t in same if f"{t.name}.{leaf}" in values]
+            for target in same:
+                if f"{target.name}.{leaf}" in values:
+                    values[f"{target.name}.{leaf}"] = torch.stack(known).amax()
+
+
+def _fill_unseen(
+    values: dict[str, Tensor], targets: Sequence[Target], together: Sequence[Sequence[str]], unseen: Unseen
+) -> None:
+    """Give layers whose input was never seen, or had nothing but zeros, the statistics of layers with the same input,
+    or else of those that differ in a number of their names, such as other experts."""
+    without = [
+        target for target in targets if any(name not in values or not values[name] > 0 for name in target.names("x"))
+    ]
+    seen = [target for target in targets if target not in without and target.names("x")]
+    of = {name: [*names] for names in together for name in names}
+    for target in without:
+        place = NUMBER.sub("*", target.name)
+        same = [t for t in seen if t.name in of.get(target.name, ()) and t.x.text == target.x.text]
+        same = same or [t for t in seen if NUMBER.sub("*", t.name) == place and t.x.text == target.x.text]
+        if unseen == "error" or not same:
+            why = "" if unseen == "error" else ", and no layer beside it or of its name in other experts did"
+            raise CalibrationError(
+                f"{target.name} saw no input but zeros{why}: pass batches that go through it, or keep it in high "
+                "precision"
+            )
+        for name in target.names("x"):
+            leaf = name.removeprefix(target.name)
+            values[name] = torch.stack([values[t.name + leaf] for t in same]).amax()
+    if without:
+        names = [target.name for target in without]
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        warnings.warn(
+            f"no token went through {', '.join(names[:LISTED])}{more}: the static scales of their inputs are those of "
+            "their siblings",
+            CalibrationWarning,
+            stacklevel=4,
+        )
+
+
+@torch.no_grad()
+def freeze(model: nn.Module, targets: Sequence[Target], values: Mapping[str, Tensor]) -> None:
+    """Give layers their static recipes, and these the values."""
+    _give_recipes(model, {target.layer: target.recipe for target in targets})
+    for target in targets:
+        for name, buffer in target.layer.static_values().items():
+            buffer.copy_(values[f"{target.name}.{name}"])
+        target.layer.forget_calls()
+
+
+def _give_recipes(model: nn.Module, wanted: Mapping[Layer, Recipe]) -> None:
+    """Convert the model again, so that its policy is that of the recipes that it has."""
+    rules: dict[Recipe, list[str]] = {}
+    every = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in every if isinstance(module, Layer)}
+    for name, layer in layers.items():
+        recipe = wanted.get(layer, layer.recipe)
+        if recipe is not None:
+            rules.setdefault(recipe, []).append(re.sub(r"([*?[])", r"[\1]", plain_name(name)) or "*")
+    accumulate = next((layer.accumulate for layer in layers.values()), None)
+    policy = {"rules": [{"match": names, "recipe": recipe} for recipe, names in rules.items()]}
+    convert(model, policy, include="all", accumulate=accumulate)

@@ -1,0 +1,90 @@
+"""Keeping statistics in a file, so that a calibration that was interrupted goes on."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lpq.calibration.errors import CalibrationError
+from lpq.calibration.reducing import Axes, everywhere, reduce
+from lpq.calibration.statistics import Statistics
+
+VERSION = 1
+
+
+class Saved:
+    """A file with the statistics of all ranks together. Where there is none yet, nothing was collected."""
+
+    def __init__(self, path: str | Path | None, settings: Mapping[str, Any], axes: Axes) -> None:
+        self._path, self._axes = Path(path) if path is not None else None, axes
+        self._first = all(axis.rank == 0 for axis in axes.values())
+        self._passes: dict[str, dict[str, Any]] = {}
+        self._settings = dict(settings)
+        if self._path is None:
+            return
+        found, error = None, None
+        if self._first and self._path.exists():
+            try:
+                found = self._read(self._path)
+            except CalibrationError as wrong:
+                error = str(wrong)
+        told = next(iter(everywhere((found, error), axes).values()))
+        if told[1] is not None:
+            raise CalibrationError(told[1])
+        if told[0] is not None:
+            self._passes = told[0]["passes"]
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            found = torch.load(path, weights_only=True, map_location="cpu")
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise CalibrationError(f"{path} cannot be read as the state of a calibration: {error}") from error
+        if not isinstance(found, dict) or found.get("version") != VERSION or "passes" not in found:
+            raise CalibrationError(f"{path} is not the state of a calibration of this version of lpq: move it away")
+        for name, value in self._settings.items():
+            if found["settings"].get(name) != value:
+                raise CalibrationError(
+                    f"{path} was kept with {name}={found['settings'].get(name)!r}, and this is {name}={value!r}: go on "
+                    "with the same, or move the file away"
+                )
+        return found
+
+    def restore(self, name: str, own: Statistics) -> int:
+        """Take what was kept of a pass; how many batches that was. Counts are taken by the first rank alone."""
+        kept = self._passes.get(name)
+        if kept is None:
+            return 0
+        state = kept["statistics"]
+        mine = {key: (statistic.how, statistic.value.shape) for key, statistic in own.items()}
+        theirs = {key: (how, value.shape) for how, values in state.items() for key, value in values.items()}
+        if mine != theirs:
+            other = sorted({key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)})
+            raise CalibrationError(f"{self._path} was kept of another model: it differs in {other[0]}")
+        if not self._first:
+            state = {**state, "sum": {key: torch.zeros_like(value) for key, value in state["sum"].items()}}
+        own.load(state, next(own.items())[1].value.device)
+        return int(kept["batches"])
+
+    def keep(self, name: str, own: Statistics, batches: int) -> None:
+        """Write the statistics of all ranks; all come by here together. What was kept is there until it is replaced."""
+        if self._path is None:
+            return
+        state = reduce(own, self._axes).state_dict()
+        error = None
+        self._passes[name] = {"statistics": state, "batches": batches}
+        if self._first:
+            made = {"version": VERSION, "settings": self._settings, "passes": self._passes}
+            part = self._path.with_name(f"{self._path.name}.part")
+            try:
+                torch.save(made, part)
+                os.replace(part, self._path)
+            except (OSError, RuntimeError) as wrong:
+                error = f"{self._path} cannot be written: {wrong}"
+        told = next(iter(everywhere(error, self._axes).values()))
+        if told is not None:
+            raise CalibrationError(told)

@@ -1,0 +1,67 @@
+"""Statistics by name, each with the way in which those of several batches, shards and ranks make one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+How = Literal["max", "sum"]
+"""``max``: of non-negative fp32 values, where NaN is larger than all. ``sum``: of int64 counts. Both are exact in any
+order, as no mean is."""
+DTYPES: dict[How, torch.dtype] = {"max": torch.float32, "sum": torch.int64}
+EVERYWHERE: tuple[str, ...] = ("*",)
+"""In place of the names of axes: all."""
+
+
+class Statistic(NamedTuple):
+    """One statistic as far as it is known."""
+
+    value: Tensor
+    how: How
+    over: tuple[str, ...] = EVERYWHERE
+    """The axes along which ranks have other parts of it, or the same one."""
+
+
+class Statistics:
+    """Statistics by name: of a logical weight, or of the inputs of a layer, whichever rank has them."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Statistic] = {}
+
+    def take(self, name: str, value: Tensor, how: How, over: tuple[str, ...] = EVERYWHERE) -> None:
+        """Take one more value into a statistic."""
+        if value.dtype != DTYPES[how]:
+            raise TypeError(f"{name}: a {how} is of {DTYPES[how]}, and this is {value.dtype}")
+        known = self._found.get(name)
+        if known is not None:
+            value = torch.maximum(known.value, value) if how == "max" else known.value + value
+        self._found[name] = Statistic(value, how, over)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._found[name].value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def items(self) -> Iterator[tuple[str, Statistic]]:
+        """All of them, in the order of their names: the same on all ranks."""
+        yield from sorted(self._found.items())
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Plain tensors on the CPU, by the way in which they combine and by name."""
+        found: dict[str, dict[str, Tensor]] = {how: {} for how in DTYPES}
+        for name, statistic in self.items():
+            found[statistic.how][name] = statistic.value.cpu()
+        return found
+
+    def load(self, state: dict[str, Any], device: torch.device) -> None:
+        """Take those of an earlier ``state_dict`` into these."""
+        for how in DTYPES:
+            for name, value in state[how].items():
+                self.take(name, value.to(device), how)

@@ -1,0 +1,162 @@
+"""The layers that are calibrated: which statistics of their inputs and weights become static."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lpq.calibration.errors import CalibrationError
+from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.tensors import held, whole
+from lpq.distributed.shard import plain
+from lpq.engines.models import gathered_dtypes
+from lpq.formats import Quantizer
+from lpq.nn import Layer
+from lpq.operations.measuring import measure
+from lpq.operations.operands import as_matrix
+from lpq.recipes import Recipe
+from lpq.recipes.gemms import OPERANDS
+from lpq.tensor import QuantizedTensor
+
+CALIBRATED = ("x", "w")
+"""The tensors that get static statistics: those of gradients are measured as ever."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layer, and the recipe that it gets."""
+
+    name: str
+    layer: Layer
+    recipe: Recipe
+    """The static one."""
+    dynamic: Recipe
+    """The one that measures everything, under which statistics are collected."""
+    weight: Tensor | None
+    """Whole or sharded, in high precision; None: its statistics do not become static."""
+    dtype: torch.dtype | None
+    """In which the weight is encoded."""
+
+    @property
+    def x(self) -> Quantizer:
+        """The static quantizer of the input."""
+        return self.recipe.x
+
+    @property
+    def w(self) -> Quantizer:
+        """That of the weight."""
+        return self.recipe.w
+
+    def names(self, tensor: str) -> list[str]:
+        """The names of the static statistics of the input, ``x``, or of the weight, ``w``."""
+        keys = [
+            prefix + buffer.name
+            for prefix, branch in getattr(self, tensor).state_branches().items()
+            if branch.static
+            for buffer in branch.state
+        ]
+        return [f"{self.name}.{tensor}_{key}" for key in keys]
+
+    def measured_input(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The statistics of an input, by name."""
+        return self._measured("x", as_matrix(x), x.dtype)
+
+    def measured_weight(self) -> Iterator[tuple[str, Tensor]]:
+        """The statistics of this rank's part of the weight, by name. Where its shards cut blocks it is gathered."""
+        if self.weight is not None and self.names("w"):
+            yield from self._measured("w", _matrix(self.weight, self.layer, self.w), self.dtype or self.weight.dtype)
+
+    def _measured(self, tensor: str, x: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        quantizer: Quantizer = getattr(self, tensor)
+        for prefix, branch in quantizer.state_branches().items():
+            if not (branch.static and branch.state):
+                continue
+            sides = (None, branch) if prefix == "col_" else (branch, None)
+            for stat, value in zip(branch.stats, measure(x, *sides, dtype=dtype), strict=True):
+                if stat.of_all:
+                    yield f"{self.name}.{tensor}_{prefix}{stat.name}", value
+
+
+def targets(model: nn.Module, search: str | None) -> list[Target]:
+    """The layers of a converted model that have something to make static."""
+    seen = Model(model)
+    state, _ = seen.state()
+    dtypes = gathered_dtypes(seen.module)
+    found: dict[int, Target] = {}
+    for name, layer in seen.layers():
+        if layer.recipe is None or id(layer) in found:
+            continue
+        if layer.schedule is not None and len(layer.schedule.pieces) > 1:
+            raise CalibrationError(
+                f"{name}: its recipe changes by step, {layer.schedule}, and static scales are of one recipe: convert "
+                "the model to the last one first"
+            )
+        weight = state.get(f"{PREFIX}{name}.weight", layer.weight)
+        stored = isinstance(held(weight), QuantizedTensor)
+        made = _static(layer.recipe, search, weights=not stored)
+        target = Target(
+            name, layer, made, _with(layer.recipe, lambda q, _: q.frozen(static=False)),
+            None if stored else weight, dtypes.get(id(layer)),
+        )  # fmt: skip
+        if made != layer.recipe or target.names("x") or target.names("w"):
+            found[id(layer)] = target
+    return [*found.values()]
+
+
+def searches(target: Target) -> bool:
+    """Whether scales of its weight are searched."""
+    return target.dynamic.w.frozen() != target.w and target.weight is not None
+
+
+def _static(recipe: Recipe, search: str | None, *, weights: bool) -> Recipe:
+    def frozen(quantizer: Quantizer, tensor: str) -> Quantizer:
+        if tensor == "w":
+            return quantizer.frozen(search) if weights else quantizer
+        return quantizer.frozen()
+
+    return _with(recipe, frozen)
+
+
+def _with(recipe: Recipe, change: Callable[[Quantizer, str], Quantizer]) -> Recipe:
+    """The recipe with other quantizers of inputs and weights."""
+    gemms: dict[str, Any] = {}
+    for first, second in zip(OPERANDS[::2], OPERANDS[1::2], strict=True):
+        a, b = (
+            change(recipe.operands[operand], operand.tensor)
+            if operand.tensor in CALIBRATED
+            else recipe.operands[operand]
+            for operand in (first, second)
+        )
+        gemms[first.gemm] = replace(recipe.gemm(first.gemm), a=a, b=b)
+    made = replace(recipe, name=None, **gemms)
+    return recipe if made == recipe else made
+
+
+def _matrix(weight: Tensor, layer: Layer, quantizer: Quantizer) -> Tensor:
+    """This rank's part of a weight as a matrix, or all of it where parts have statistics of their own."""
+    if isinstance(weight, DTensor) and (layer.transposed or _is_cut(weight, quantizer)):
+        found = whole(weight)
+    else:
+        found = plain(held(weight.detach()))
+    return as_matrix(found.t() if layer.transposed else found)
+
+
+def _is_cut(weight: DTensor, quantizer: Quantizer) -> bool:
+    """Whether shards cut what the statistics of an operand are measured in, the same on all ranks."""
+    for placement, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
+        if isinstance(placement, Replicate) or ranks == 1:
+            continue
+        if not isinstance(placement, Shard) or placement.dim > 1:
+            return True
+        each = math.ceil(weight.shape[placement.dim] / ranks)
+        for side, dim in ((quantizer.side("row"), placement.dim), (quantizer.side("col"), 1 - placement.dim)):
+            units = [buffer.unit(dim) for buffer in side.layout]
+            if side.why_no_parts(dim) is not None or any(unit is not None and each % unit for unit in units):
+                return True
+    return False

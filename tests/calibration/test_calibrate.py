@@ -1,0 +1,276 @@
+"""Calibrating a model in one process: what each method finds, what engines fuse, what saw no token, and going on."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import converted, data, layers, model, same, statics
+from torch import Tensor, nn
+
+import lpq
+from lpq.calibration import CalibrationError, CalibrationWarning
+from lpq.formats.layout import Stat
+
+
+def inputs_of(net: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    """All that is given to each layer, one tensor each."""
+    found: dict[str, list[Tensor]] = {}
+
+    def note(name: str) -> Any:
+        return lambda module, args: found.setdefault(name, []).append(args[0].detach().flatten())
+
+    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers(net).items()]
+    with torch.no_grad():
+        for batch in batches:
+            net.eval()(batch)
+    for hook in hooks:
+        hook.remove()
+    net.train()
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+FUSED = [
+    ("0.attn.q_proj", "0.attn.k_proj", "0.attn.v_proj"),
+    *((f"0.experts.{i}.w1", f"0.experts.{i}.w3") for i in range(3)),
+]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4", "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"])
+def test_max_takes_the_largest_magnitudes_and_fused_layers_share_them(recipe: str) -> None:
+    net, batches = converted(recipe), data()
+    seen = inputs_of(net, batches)
+    weights = {name: layer.weight.detach().abs().amax() for name, layer in layers(net).items()}
+    made = lpq.calibrate(net, batches)
+    assert (made.samples, made.batches, len(made.layers)) == (32, 8, 13)
+    found = statics(net)
+    key = {"x": "x_amax", "w": "w_amax"} if recipe == "fp8-current" else {"x": "x_row_amax", "w": "w_row_amax"}
+    together = {name: names for names in FUSED for name in names}
+    for name in layers(net):
+        w_key = key["w"] if f"{name}.{key['w']}" in found else "w_amax"
+        same_scale = together.get(name, (name,))
+        assert found[f"{name}.{w_key}"] == max(weights[n] for n in same_scale)
+        assert found[f"{name}.{key['x']}"] == max(seen[n].abs().amax() for n in same_scale)
+    assert len({weights[n].item() for n in FUSED[0]}) == 3, "control: they differ"
+    assert net.training
+    for layer in layers(net).values():
+        assert layer.recipe is not None
+        assert layer.recipe.x.side("row").static
+    assert lpq.report(net).unmatched == ()
+
+
+def test_other_siblings_can_be_named() -> None:
+    net = converted("fp8-current")
+    lpq.calibrate(net, data(), siblings=[("k_proj", "o_proj")])
+    found = statics(net)
+    assert found["0.attn.k_proj.w_amax"] == found["0.attn.o_proj.w_amax"]
+    assert found["0.attn.k_proj.w_amax"] != found["0.attn.q_proj.w_amax"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_percentile_is_that_of_all_elements(dtype: torch.dtype) -> None:
+    """In bf16 exactly that of the sorted magnitudes; in fp32 the next number of bf16."""
+    net, batches = lpq.convert(model(dtype=dtype), "fp8-current"), data(dtype=dtype)
+    seen = inputs_of(net, batches)
+    lpq.calibrate(net, batches, method="percentile", percentile=99.5)
+    for name in ("0.attn.q_proj", "0.attn.o_proj", "0.experts.2.w2"):
+        magnitudes = seen[name].abs().float().sort().values
+        wanted = magnitudes[-(-995 * len(magnitudes) // 1000) - 1]
+        rounded = wanted.bfloat16().float()
+        above = rounded if rounded >= wanted else (rounded.view(torch.int32) + (1 << 16)).view(torch.float32)
+        assert statics(net)[f"{name}.x_amax"] == above
+        assert above < magnitudes[-1], "control: something is cut off"
+    with pytest.raises(CalibrationError, match="an iterator gives them once"):
+        lpq.calibrate(net, iter(batches), method="percentile")
+
+
+def test_the_order_of_batches_does_not_matter() -> None:
+    found = []
+    for order in (data(4), data(4)[::-1]):
+        for method in ("max", "percentile"):
+            net = converted("x=nvfp4(rht=true), w=nvfp4, dy=nvfp4(rht=true)")
+            lpq.calibrate(net, order, method=method, percentile=90)
+            found.append(statics(net))
+    assert same(found[0], found[2])
+    assert same(found[1], found[3])
+    assert not same(found[0], found[1])
+
+
+@pytest.mark.parametrize("method", ["mse", "four_over_six"])
+def test_scales_of_weights_are_searched_where_their_format_can(method: Any) -> None:
+    policy = {"rules": [{"match": "*attn*", "recipe": "nvfp4"}, {"match": "*", "recipe": "fp8-current"}]}
+    net = lpq.convert(model(), policy)
+    made = lpq.calibrate(net, data(), method=method)
+    assert made.searched == tuple(f"0.attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    recipe = layers(net)["0.attn.q_proj"].recipe
+    assert recipe is not None
+    assert str(recipe.w) == f"nvfp4(block=16x16, static=true, search={method})"
+    assert "search" not in str(recipe.x)
+    with pytest.raises(CalibrationError, match="searches scales of blocks of weights, and here there are none"):
+        lpq.calibrate(converted("fp8-current"), data(), method=method)
+
+
+def test_calibrating_again_does_not_depend_on_what_was_static() -> None:
+    net = converted("fp8-current")
+    lpq.calibrate(net, data())
+    first = statics(net)
+    for value in first.values():
+        value.fill_(1e-3)  # all would be clamped
+    lpq.calibrate(net, data())
+    fresh = converted("fp8-current")
+    lpq.calibrate(fresh, data())
+    assert same(statics(net), statics(fresh))
+
+
+def test_a_recipe_that_is_static_from_the_start_is_filled() -> None:
+    net = converted("x=fp8(static=true), w=fp8(static=true), dy=fp8()")
+    lpq.calibrate(net, data())
+    fresh = converted("fp8()")
+    lpq.calibrate(fresh, data())
+    assert same(statics(net), statics(fresh))
+
+
+def test_it_ends_with_the_batch_that_makes_the_samples() -> None:
+    net, batches = converted("fp8-current"), data()
+    made = lpq.calibrate(net, batches, samples=9)
+    assert (made.samples, made.batches) == (12, 3)
+    few = converted("fp8-current")
+    lpq.calibrate(few, batches[:3])
+    assert same(statics(net), statics(few))
+
+
+def test_experts_that_saw_no_token_get_the_scales_of_others_with_a_warning() -> None:
+    net = converted("nvfp4", used=2)
+    with pytest.warns(
+        CalibrationWarning, match=r"no token went through 0\.experts\.2\.w1, 0\.experts\.2\.w3, 0\.experts\.2\.w2"
+    ):
+        lpq.calibrate(net, data())
+    found = statics(net)
+    for leaf in ("w1", "w2", "w3"):
+        of = [found[f"0.experts.{i}.{leaf}.x_row_amax"] for i in range(3)]
+        assert of[2] == max(of[:2])
+        assert found[f"0.experts.2.{leaf}.w_amax"] > 0
+    with pytest.raises(CalibrationError, match=r"0\.experts\.2\.w1 saw no input but zeros"):
+        lpq.calibrate(converted("nvfp4", used=2), data(), unseen="error")
+    with pytest.raises(CalibrationError, match=r"0\.experts\.0\.w1 saw no input.*no layer beside it"):
+        lpq.calibrate(converted("nvfp4", used=0), data())
+
+
+def test_where_it_fails_the_model_is_as_it_was() -> None:
+    net = converted("fp8-current")
+    lpq.calibrate(net, data())
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    recipes = {name: layer.recipe for name, layer in layers(net).items()}
+    bad = data()
+    bad[3][0, 0, 0] = torch.nan
+    with pytest.raises(CalibrationError, match=r"0\.attn\.q_proj\.x_amax is nan"):
+        lpq.calibrate(net, bad)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        lpq.calibrate(net, [*data(2), torch.randn(2, 3, 65)])
+    assert same(net.state_dict(), before)
+    assert {name: layer.recipe for name, layer in layers(net).items()} == recipes
+    assert net.training
+
+
+def test_weights_of_zeros_have_a_scale_and_stay_zeros() -> None:
+    net = model()
+    torch.nn.init.zeros_(net[0].attn.o_proj.weight)
+    lpq.convert(net, "nvfp4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lpq.calibrate(net, data())
+    assert statics(net)["0.attn.o_proj.w_amax"] == 1
+    y = layers(net)["0.attn.o_proj"](torch.randn(3, 64))
+    assert torch.equal(y, layers(net)["0.attn.o_proj"].bias.expand(3, -1))
+
+
+# ---------------------------------------------------------------------------------------------- going on
+
+
+class Interrupted(Exception):
+    pass
+
+
+def until(batches: list[Tensor], count: int) -> Any:
+    """Batches, and then an error; a new one each time it is gone through."""
+
+    class Some:
+        def __iter__(self) -> Any:
+            yield from itertools.islice(batches, count)
+            raise Interrupted
+
+    return Some()
+
+
+@pytest.mark.parametrize("method", ["max", "percentile"])
+def test_an_interrupted_calibration_goes_on(method: Any, tmp_path: Path) -> None:
+    """With the statistics of an uninterrupted one, and without the batches that it has; control: they are missed."""
+    file, whole = tmp_path / "state.pt", converted("nvfp4")
+    lpq.calibrate(whole, data(), method=method)
+    net = converted("nvfp4")
+    with pytest.raises(Interrupted):
+        lpq.calibrate(net, until(data(), 5), method=method, state=file, every=2)
+    assert not statics(net)
+    damaged = [torch.full_like(batch, 1e3) if i < 4 else batch for i, batch in enumerate(data())]
+    if method == "max":
+        lpq.calibrate(net, damaged, method=method, state=file, every=2)
+    else:
+        lpq.calibrate(net, data(), method=method, state=file, every=2)
+    assert same(statics(net), statics(whole))
+    other = converted("nvfp4")
+    lpq.calibrate(other, damaged, method=method)
+    assert not same(statics(other), statics(whole))
+    with pytest.raises(CalibrationError, match="was kept with samples=512, and this is samples=8"):
+        lpq.calibrate(converted("nvfp4"), data(), method=method, samples=8, state=file)
+    with pytest.raises(CalibrationError, match="was kept of another model"):
+        lpq.calibrate(converted("nvfp4", blocks=2), data(), method=method, state=file)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"nonsense", None):
+        file = tmp_path / "state.pt"
+        file.write_bytes(content) if content is not None else torch.save({"version": 0}, file)
+        with pytest.raises(CalibrationError, match=r"state\.pt (cannot be read|is not) "):
+            lpq.calibrate(converted("fp8-current"), data(), state=file)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": "maximum"}, "there is no method 'maximum': did you mean 'max'"),
+        ({"samples": 0}, "samples=0: it is a whole number from 1 on"),
+        ({"percentile": 101, "method": "percentile"}, "percentile=101: it is more than 0"),
+        ({"unseen": "never"}, "unseen='never': it is 'siblings' or 'error'"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(CalibrationError, match=words):
+        lpq.calibrate(converted("fp8-current"), data(), **options)
+
+
+def test_models_with_nothing_to_calibrate_are_refused() -> None:
+    for net in (model(), converted("mxfp8")):
+        with pytest.raises(CalibrationError, match="no layer has a scale of a whole tensor"):
+            lpq.calibrate(net, data())
+    with pytest.raises(CalibrationError, match="there is no batch"):
+        lpq.calibrate(converted("fp8-current"), [])
+    with pytest.raises(CalibrationError, match="a batch is a str without a tensor"):
+        lpq.calibrate(converted("fp8-current"), ["text"])
+    staged = {"rules": [{"match": "*", "recipe": "fp8-current", "until": 5}, {"match": "*", "recipe": "nvfp4"}]}
+    with pytest.raises(CalibrationError, match=r"0\.attn\.q_proj: its recipe changes by step"):
+        lpq.calibrate(lpq.convert(model(), staged), data())
+
+
+def test_a_statistic_of_blocks_is_never_static() -> None:
+    assert not lpq.quantizer("nvfp4(static=true)").recalls(Stat("block_amax", (1, 16)))
+    assert str(lpq.quantizer("mxfp8").frozen()) == "mxfp8"
+    assert str(lpq.quantizer("fp8(scaling=row)").frozen()) == "fp8(scaling=row)"
+    assert str(lpq.quantizer("hybrid(row=fp8, col=mxfp8)").frozen()) == "hybrid(row=fp8(static=true), col=mxfp8)"
+    assert str(lpq.quantizer("fp8(static=true)").frozen(static=False)) == "fp8"
