@@ -27,6 +27,7 @@ from lpq.operations.bound import (
     product_through_operators,
     through_operators,
 )
+from lpq.operations.compiled_calls import spare_the_dispatcher
 from lpq.operations.derived_operands import rounds_stochastically
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ bind_few = registry.cached_few(bind)
 def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
     """The same by way of operators, for a tracer or whoever watches. Others than a compiler see operands encoded."""
     exact = torch.compiler.is_dynamo_compiling()
+    if exact:
+        spare_the_dispatcher()
     return _step(plan, shapes, through_operators, product_through_operators, exact=exact)
 
 

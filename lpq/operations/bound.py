@@ -72,9 +72,8 @@ def bind_encoder(wanted: Wanted) -> Encoder:
     sides, forms = _sides(wanted), _forms(wanted)
     e = Encoding(*sides, shape, dtype, dtype, device, measure=remembers and moves(quantizer, *sides))
     if forms != (None, None):
-        run = _aligned(fused_pair.bind, e._replace(exact=wanted.exact))
-    else:
-        run = _bound(e._replace(given=recalls(quantizer, *sides)) if remembers else e)
+        e = e._replace(exact=wanted.exact)
+    run = bind_run(e._replace(given=recalls(quantizer, *sides)) if remembers else e)
 
     def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
         if state is None:
@@ -202,9 +201,11 @@ def operands_of(
 # ---------------------------------------------------------------------------------------------- what encodes
 
 
-def _bound(e: Encoding) -> Run:
-    """What encodes so: one kernel for both operands, one for each, or the reference."""
+def bind_run(e: Encoding) -> Run:
+    """Decide now what encodes so: one kernel for both operands, one for each, or the reference."""
     row, col = e.row, e.col
+    if e.exact != (False, False):
+        return _aligned(fused_pair.bind, e)
     if (row is not None and row.plain) or (col is not None and col.plain):
         return _with_plain(e)
     if row is None and col is None:
@@ -253,8 +254,8 @@ def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
 def _one_at_a_time(e: Encoding) -> Run:
     """Each operand by what serves it best: no kernel takes both."""
     count = len(e.row.stats) if e.row is not None else 0
-    first = _bound(e._replace(col=None, given=e.given[:count]))
-    second = _bound(e._replace(row=None, given=e.given[count:]))
+    first = bind_run(e._replace(col=None, given=e.given[:count]))
+    second = bind_run(e._replace(row=None, given=e.given[count:]))
 
     def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
         row, _, measured = first(x, stats[:count], seed)
@@ -269,7 +270,7 @@ def _with_plain(e: Encoding) -> Run:
     row, col = (side if side is not None and side.plain else None for side in (e.row, e.col))
     both = shared(row, col)
     others = e._replace(row=None if row is not None else e.row, col=None if col is not None else e.col)
-    rest = _bound(others) if others.row is not None or others.col is not None else None
+    rest = bind_run(others) if others.row is not None or others.col is not None else None
 
     def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
         x = as_matrix(x)

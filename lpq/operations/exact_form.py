@@ -67,9 +67,15 @@ class Multiplicand(Storage):
 def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
     """The operand that an operator is told of by its ``Storage.text``."""
     check_there(tensors[0])
-    constant, _, name = text.rpartition("|")
+    form, name = form_of(text, len(tensors))
     quantizer = cast("Quantizer", registry.quantizer(name))
-    if constant:
+    if form is not None:
         rows, cols = shape
-        return Multiplicand.over(tensors, float(constant), quantizer, (rows, cols), dtype)
+        return Multiplicand.over(tensors, form.constant, quantizer, (rows, cols), dtype)
     return quantizer.storage.wrap(tensors, quantizer, tuple(shape), dtype)
+
+
+def form_of(text: str, count: int) -> tuple[Form | None, str]:
+    """The exact form that a ``Storage.text`` of so many tensors tells of, None if it is encoded, and the quantizer."""
+    constant, _, name = text.rpartition("|")
+    return Form(count > 1, float(constant)) if constant else None, name

@@ -19,11 +19,12 @@ def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
     """
     with torch.no_grad():
         if can_call_directly(x):
-            return _draw_seeds(x, owner, count)
+            return drawn(x, owner, count)
     return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
 
 
-def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
+def drawn(x: Tensor, owner: Tensor, count: int) -> Tensor:
+    """What the operator does."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64, device=x.device)
 
 
@@ -33,7 +34,7 @@ def _draw_seeds_fake(x: Tensor, owner: Tensor, count: int) -> Tensor:
 
 define(
     "draw_seeds(Tensor x, Tensor owner, int count) -> Tensor",
-    _draw_seeds,
+    drawn,
     _draw_seeds_fake,
     tags=(torch.Tag.nondeterministic_seeded,),
 )

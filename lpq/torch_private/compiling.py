@@ -43,3 +43,25 @@ def call_around_compiling(before: Callable[..., None], after: Callable[..., None
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Have a compiler take this size for any number, and raise where it cannot."""
     torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def call_in_place_of(operator: str, function: Callable[..., Any]) -> None:
+    """Have the Python that Inductor writes call a function in place of an operator, which costs the dispatcher.
+
+    ``operator``: its name with the namespace, and no overload. ``function``: one of a module's, which takes what the
+    operator takes and returns what it returns. Code of other kinds than a graph's Python goes on calling the operator.
+    """
+    from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+    from torch._inductor.codegen.wrapper import ExternKernelAllocLine, PythonWrapperCodegen
+    from torch._inductor.virtualized import V
+
+    name = operator.replace("::", "_")
+
+    def write(node: Any, writeline: Callable[[Any], None]) -> None:
+        wrapper = V.graph.wrapper_code
+        if type(wrapper) is PythonWrapperCodegen:  # a part of a graph would import nothing
+            wrapper.add_import_once(f"from {function.__module__} import {function.__name__} as {name}")
+            node.python_kernel_name = name
+        writeline(ExternKernelAllocLine(wrapper, node))
+
+    CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{operator.replace('::', '.')}.default"] = CustomCodegen(python=write)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -295,6 +296,26 @@ def test_a_dynamic_size_must_not_be_fixed() -> None:
     with pytest.raises(Exception, match=r"(?i)constraint"):
         fixed(x)
     torch.compiler.reset()
+
+
+def thrice(x: Tensor) -> Tensor:
+    """Of another result than the operator, so that it shows which of them is called."""
+    return x * 3
+
+
+def test_the_code_that_is_generated_calls_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    library = torch.library.Library("lpq_test", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("twice(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("lpq_test::twice", torch.empty_like, lib=library)
+    compiled = torch.compile(lambda x: torch.ops.lpq_test.twice(x) + 1, fullgraph=True)
+    x = torch.ones(3)
+    assert torch.equal(compiled(x), x + 2)
+    compiling.call_in_place_of("lpq_test::twice", thrice)
+    torch.compiler.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    assert torch.equal(compiled(x), x * 3 + 1)
 
 
 # ---------------------------------------------------------------------------------------------- optimizers and devices

@@ -1,0 +1,109 @@
+"""What compiled code calls in place of operators: the same bodies, bound to shapes, without the dispatcher.
+
+An operator costs the host three times what its body costs, and most of what a body costs is to find the kernel. A
+compiled layer calls eight. Each function here takes what the operator of its name takes, and returns the same bytes.
+Under autocast, which would round the operands of a reference, and for what no kernel is bound to, it calls that
+operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.format import check_there
+from lpq.kernels.table import kernels_allowed
+from lpq.operations.binding import Encoding, Multiply, Operand, Product, on_device
+from lpq.operations.bound import Run, bind_product, bind_run
+from lpq.operations.exact_form import form_of
+from lpq.operations.random_seeds import drawn
+from lpq.operations.sides import quantizer_of
+from lpq.torch_private.compiling import call_in_place_of, once_when_traced
+
+Told = tuple[str, int, tuple[int, ...], torch.dtype]
+"""An operand as an operator is given it: its ``Storage.text``, how many tensors, its shape and its dtype."""
+
+
+def quantize(
+    x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
+    layouts: str, across: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """As ``lpq::quantize``."""
+    device = x.device
+    if across or x.dim() != 2 or torch.is_autocast_enabled(device.type):
+        made: list[Tensor] = torch.ops.lpq.quantize.default(x, stats, row, col, seed, offset, measure, layouts, across)
+        return made
+    given = tuple([s is not None for s in stats]) if stats else ()
+    run = _encoding(row, col, x.shape, x.dtype, device, given, offset, measure, (False, False), kernels_allowed())
+    with on_device(device):
+        of_row, of_col, measured = run(x, stats, seed)
+    return [*of_row, *of_col, *measured]
+
+
+def multiplicands(
+    x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str
+) -> list[Tensor]:
+    """As ``lpq::multiplicands``."""
+    exact = exact_row, exact_col
+    run = _encoding(row, col, x.shape, x.dtype, x.device, (), 0, False, exact, kernels_allowed())
+    with on_device(x.device):
+        of_row, of_col, _ = run(x, (), seed)
+    return [*of_row, *of_col]
+
+
+def gemm(
+    a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
+) -> Tensor:  # fmt: skip
+    """As ``lpq::gemm``."""
+    device = a[0].device
+    if torch.is_autocast_enabled(device.type):
+        product: Tensor = torch.ops.lpq.gemm.default(
+            a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast_accumulate
+        )
+        return product
+    check_there(a[0])
+    check_there(b[0])
+    left, right = (qa, len(a), tuple(shape_a), dtype_a), (qb, len(b), tuple(shape_b), dtype_b)
+    multiply = _product(left, right, dtype, device, fast_accumulate, kernels_allowed())
+    with on_device(device):
+        return multiply(a, b, bias)
+
+
+@once_when_traced
+def spare_the_dispatcher() -> None:
+    """Have compiled code call these."""
+    _spare()
+
+
+@cache
+def _spare() -> None:
+    call_in_place_of("lpq::quantize", quantize)
+    call_in_place_of("lpq::multiplicands", multiplicands)
+    call_in_place_of("lpq::gemm", gemm)
+    call_in_place_of("lpq::draw_seeds", drawn)
+
+
+@registry.cached_few
+def _encoding(
+    row: str, col: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, given: tuple[bool, ...],
+    offset: int, measure: bool, exact: tuple[bool, bool], kernels: object,
+) -> Run:  # fmt: skip
+    """What encodes so."""
+    e = Encoding(quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), dtype, dtype, device, given)
+    return bind_run(e._replace(measure=measure, offset=offset, exact=exact, operator=True))
+
+
+@registry.cached_few
+def _product(a: Told, b: Told, dtype: torch.dtype, device: torch.device, fast: bool, kernels: object) -> Multiply:
+    """What multiplies so."""
+    return bind_product(Product(_operand(*a), _operand(*b), dtype, device, fast, operator=True))
+
+
+def _operand(text: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Operand:
+    form, name = form_of(text, count)
+    return Operand(quantizer_of(name), (shape[0], shape[1]), dtype, form)

@@ -1,0 +1,78 @@
+"""Compiled code calls functions in place of operators, and gets the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import lpq
+from lpq import registry
+from lpq.operations import compiled_calls
+from lpq.operations.operators import layout_hash
+from lpq.operations.sides import quantizer_of
+
+SIDES = [
+    ("fp8", ""), ("", "fp8"), ("fp8", "fp8"), ("fp8(scaling=row)", "fp8(scaling=row)"), ("mxfp8", "nvfp4"),
+    ("nvfp4(stochastic=true)", ""), ("nvfp4(block=16x16)", "nvfp4(block=16x16)"),
+]  # fmt: skip
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in bits(a, b))
+
+
+def bits(a: list[Tensor], b: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(x.reshape(-1), y.reshape(-1)) for x, y in zip(a, b, strict=True)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("row", "col"), SIDES)
+def test_what_is_encoded_is_that_of_the_operator(row: str, col: str, autocast: bool) -> None:
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    row, col = (str(registry.quantizer(text)) if text else "" for text in (row, col))
+    seed = torch.tensor(7)
+    how = (x, [], row, col, seed, 0, True, layout_hash(row, col))
+    with torch.autocast("cpu", enabled=autocast):
+        expected = torch.ops.lpq.quantize.default(*how)
+        found = compiled_calls.quantize(*how)
+        assert same(found, expected)
+        count = sum(len(q.stats) for q in map(quantizer_of, (row, col)) if q is not None)
+        if count and len(expected) > count and row != col:
+            stats = [s * 2 for s in expected[len(expected) - count :]]
+            given = (x, stats, row, col, seed, 16, False, layout_hash(row, col))
+            assert same(compiled_calls.quantize(*given), torch.ops.lpq.quantize.default(*given))
+            assert not same(compiled_calls.quantize(*given), found)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("text", ["fp8", "mxfp8", "nvfp4"])
+def test_a_product_is_that_of_the_operator(text: str, autocast: bool) -> None:
+    text = str(registry.quantizer(text))
+    a, b = (torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)) for rows in (32, 48))
+    left, right = (torch.ops.lpq.quantize.default(m, [], text, "", None, 0, False) for m in (a, b))
+    dtype = torch.float32
+    how = (left, right, torch.ones(48), text, text, [32, 64], [48, 64], dtype, dtype, dtype, False)
+    with torch.autocast("cpu", enabled=autocast):
+        assert torch.equal(compiled_calls.gemm(*how), torch.ops.lpq.gemm.default(*how))
+
+
+def test_a_compiled_layer_calls_no_operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # where no code is that another lpq wrote
+    torch.manual_seed(0)
+    layer = lpq.convert(nn.Linear(64, 32, dtype=torch.bfloat16), "nvfp4")
+    x, dy = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(48, 32, dtype=torch.bfloat16)
+    found = []
+    for run in (layer, torch.compile(layer, fullgraph=True)):
+        for again in range(2):
+            x.grad = layer.weight.grad = None
+            torch.manual_seed(again)
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                y = run(x)
+                y.backward(dy)
+        found.append((y, x.grad, layer.weight.grad))
+    assert not [event.name for event in seen.events() if event.name.startswith("lpq::")]
+    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*found, strict=True))
