@@ -24,7 +24,7 @@ NOTHING = "none needed"
 """The kernel of an operation on ordinary matrices: there is nothing to launch."""
 NONE = "none"
 """That of an operation which has no reference, where no kernel serves it."""
-OPTIONAL = ("exact", "tile", "exact_tile", "cast")
+OPTIONAL = ("exact", "tile", "exact_tile", "cast", "grouped_gemm")
 """The operations that have no reference."""
 MEANINGS = {
     "exact": "an operand as a matrix in bf16, to multiply it with one of any format; without, products decode both",
@@ -32,6 +32,7 @@ MEANINGS = {
     "exact_tile": "that matrix of an operand that is multiplied at once; without, it is encoded and decoded",
     "remember": "the statistics of a step, taken into those of past steps",
     "cast": "parts of many master weights at once, for sharded optimizers; without, weights of each shape in turn",
+    "grouped_gemm": "products of rows in groups, as of experts; without, of decoded operands in bf16",
 }
 """What an operation does whose name does not tell."""
 

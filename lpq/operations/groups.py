@@ -1,26 +1,32 @@
 """Rows in groups: encoded each group by itself, multiplied each by a matrix of its own, and summed up.
 
 The references compute a group at a time, and are what separate layers compute of separate tensors. They read the
-offsets on the host. ``offs`` is where each group ends, int32, on the device of the rows; they grow, and rows behind the
-last one belong to nobody.
+offsets on the host; a GPU does it all at once, as ``group_tiles`` has it. ``offs`` is where each group ends, int32, on
+the device of the rows; they grow, and rows behind the last one belong to nobody.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from lpq import registry
 from lpq.formats.format import Quantizer, Storage, check_there
 from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
+from lpq.formats.layout import row_major
 from lpq.formats.stacks import matrices
+from lpq.kernels import choose
+from lpq.operations import group_tiles
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.multiplying import gemm
 from lpq.operations.operands import encode_operands
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.sides import quantizer_of
+from lpq.registry.errors import words
 
 # ---------------------------------------------------------------------------------------------- encoding
 
@@ -105,7 +111,57 @@ def _empty(x: Tensor, groups: int, quantizer: Quantizer, row: bool, col: bool) -
 
 
 def _encoded(x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None) -> list[Tensor]:
+    if at_once(x, offs) and _without_the_host(_why_not(quantizer, row, col)):
+        return group_tiles.encode(x, offs, quantizer, row, col, seeds)
     return encode_groups_reference(x, offs, quantizer, row, col, seeds)
+
+
+def at_once(x: Tensor, offs: Tensor) -> bool:
+    """Whether all groups are computed at once, for which nobody waits. Tests have a CPU do it, too."""
+    return x.is_cuda and len(offs) > 0
+
+
+def _why_not(quantizer: Quantizer, row: bool, col: bool) -> str | None:
+    """Why groups cannot be encoded at once; None if they can."""
+    why = _why_no_tiles(quantizer.side("row").text, 0) if row or quantizer.col_source == "row" else None
+    return _why_no_tiles(quantizer.side("col").text, 1) if why is None and col else why
+
+
+@registry.cached
+def _why_no_tiles(text: str, dim: int) -> str | None:
+    """The same of one operand. It is tried, once, on a CPU: a format may do what ``torch.vmap`` cannot, or give a
+    ragged edge other bytes than one that is padded with zeros."""
+    side = cast("Quantizer", quantizer_of(text))
+    if side.plain:
+        return None
+    if (why := side.why_no_parts(dim)) is not None:
+        return why
+    x = torch.randn(29, 40, generator=torch.Generator().manual_seed(0))
+    offs, seeds = torch.tensor([5, 5, 26], dtype=torch.int32), torch.arange(3)
+    row, col = dim == 0, dim == 1
+    try:
+        found = group_tiles.encode(x, offs, side, row, col, seeds)
+    except Exception as error:
+        return f"torch.vmap cannot run what {side} does: {words(error)}"
+    wanted, shape = encode_groups_reference(x, offs, side, row, col, seeds), (29, 40) if row else (40, 29)
+    both = [Grouped(side, tensors, shape, x.dtype, dim) for tensors in (found, wanted)]
+    begins = starts(offs.tolist(), unit(side, dim))
+    for group, (start, stop) in enumerate(bounds(offs.tolist())):
+        first, second = (g.matrix(group, start, stop, begins[group]).tensors() for g in both)
+        if any(not torch.equal(_bytes(a), _bytes(b)) for a, b in zip(first, second, strict=True)):
+            return f"{side} gives rows that are padded with zeros other bytes"
+    return None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return row_major(tensor).view(-1).view(torch.uint8)
+
+
+def _without_the_host(why_not: str | None) -> bool:
+    """Whether a device does it by itself. Where it cannot, the host reads the offsets, and that is told."""
+    if why_not is not None:
+        warnings.warn(f"a group at a time, for which the host waits for the device: {why_not}", stacklevel=2)
+    return why_not is None
 
 
 def _encode(
@@ -138,7 +194,7 @@ def multiply_rows(
     first, second = list(a.tensors), b.tensors()
     if can_call_directly(first[0]):
         check_there(second[0])
-        return multiply_rows_reference(a, b, offs, bias, dtype, fast_accumulate)
+        return _rows_product(a, b, offs, bias, dtype, fast_accumulate)
     return cast(
         "Tensor",
         torch.ops.lpq.multiply_rows(
@@ -146,6 +202,35 @@ def multiply_rows(
             fast_accumulate,
         ),
     )  # fmt: skip
+
+
+def _rows_product(
+    a: Grouped, b: Storage, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
+) -> Tensor:
+    sizes = b.shape[1], b.shape[2]
+    if not at_once(offs, offs) or not _without_the_host(group_tiles.why_not_multiplied(*sizes)):
+        return multiply_rows_reference(a, b, offs, bias, dtype, fast_accumulate)
+    made = _by_kernel(a, b, offs, fast_accumulate)
+    made = group_tiles.multiply_rows(a, b, offs) if made is None else made
+    return group_tiles.in_rows(made, offs, bias, dtype)
+
+
+def _by_kernel(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
+    """What a kernel of these formats makes; None if there is none, or it does not take these sizes."""
+    if a.quantizer.plain or b.quantizer.plain:
+        return None
+    impl = choose("grouped_gemm", (a.quantizer.text, b.quantizer.text), offs.device).impl
+    made: Tensor | None = impl(a, b, offs, fast_accumulate) if impl is not None else None
+    return made
+
+
+def _columns_product(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
+    sizes = a.shape[0], b.shape[0]
+    if not at_once(offs, offs) or not _without_the_host(group_tiles.why_not_multiplied(*sizes)):
+        return multiply_columns_reference(a, b, offs, dtype, fast_accumulate)
+    made = _by_kernel(a, b, offs, fast_accumulate)
+    made = group_tiles.multiply_columns(a, b, offs) if made is None else made
+    return group_tiles.of_groups(made, offs, dtype)
 
 
 def multiply_rows_reference(
@@ -168,7 +253,7 @@ def multiply_columns(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, f
     ``[groups, N, K]``. That of an empty group is zero."""
     first, second = list(a.tensors), list(b.tensors)
     if can_call_directly(first[0]):
-        return multiply_columns_reference(a, b, offs, dtype, fast_accumulate)
+        return _columns_product(a, b, offs, dtype, fast_accumulate)
     return cast(
         "Tensor",
         torch.ops.lpq.multiply_columns(
@@ -203,7 +288,7 @@ def _rows(
 ) -> Tensor:  # fmt: skip
     side = cast("Quantizer", quantizer_of(qb))
     stack = side.storage.wrap(b, side, tuple(shape_b), dtype_b)
-    return multiply_rows_reference(_grouped(a, qa, shape_a, dtype_a, 0), stack, offs, bias, dtype, fast_accumulate)
+    return _rows_product(_grouped(a, qa, shape_a, dtype_a, 0), stack, offs, bias, dtype, fast_accumulate)
 
 
 def _rows_fake(
@@ -226,7 +311,7 @@ def _columns(
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
     left, right = _grouped(a, qa, shape_a, dtype_a, 1), _grouped(b, qb, shape_b, dtype_b, 1)
-    return multiply_columns_reference(left, right, offs, dtype, fast_accumulate)
+    return _columns_product(left, right, offs, dtype, fast_accumulate)
 
 
 def _columns_fake(
@@ -252,6 +337,8 @@ def sum_rows(x: Tensor, offs: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, offs: Tensor) -> Tensor:
+    if at_once(x, offs):
+        return group_tiles.sum_rows(x, offs)
     parts = [x[start:stop].sum(0) for start, stop in bounds(read(offs, x.shape[0]))]
     return torch.stack(parts) if parts else x.new_zeros((0, x.shape[1]))
 

@@ -12,7 +12,10 @@ from typing import Any, Self
 
 API_VERSION = 1
 """The version of the plugin interface. A plugin written for another one is refused, in words."""
-OPERATIONS = ("measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "exact_tile", "remember", "cast")
+OPERATIONS = (
+    "measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "exact_tile", "remember", "cast",
+    "grouped_gemm",
+)  # fmt: skip
 """What ``KernelSpec.op`` may be."""
 BACKENDS = ("torch", "triton", "cuda")
 """What ``KernelSpec.backend`` may be."""
@@ -32,10 +35,12 @@ class KernelSpec:
     operand as a bf16 matrix and a factor, so that it can be multiplied with any other format's; ``tile``, which says
     how an operand is made tile by tile, so that it can be written beside any other format's; ``exact_tile``: the same
     of what ``exact`` would say of it, for an operand that is multiplied at once; ``remember``: what
-    ``Quantizer.remember`` does; or ``cast``: fragments of many master weights at once, for
+    ``Quantizer.remember`` does; ``grouped_gemm``: products of rows in groups, which without it are of decoded operands
+    in bf16; or ``cast``: fragments of many master weights at once, for
     ``lpq.distributed.cast_master_weights``, which without it takes them shape by shape."""
     impl: str
-    """Import string of the callable. It has the signature of the operation's reference; for ``cast`` it is
+    """Import string of the callable. It has the signature of the operation's reference; for ``grouped_gemm`` it is
+    ``f(a, b, offs, fast_accumulate) -> Tensor | None``, see ``lpq.operations.groups``; for ``cast`` it is
     ``f(side) -> lpq.kernels.fragments.CastKernels``, for ``tile`` and ``exact_tile``
     ``f(side, direction) -> lpq.operations.fused_pair.TileSide``."""
     bind: str | None = None

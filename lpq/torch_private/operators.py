@@ -36,6 +36,9 @@ unsafe_view: Any = torch.ops.aten._unsafe_view
 scaled_matmul: Callable[..., Tensor] = torch._scaled_mm
 """The product of two fp8 matrices with scales, which ``nn.functional.scaled_mm`` calls once it has checked them."""
 
+scaled_grouped_matmul: Callable[..., Tensor] = torch._scaled_grouped_mm
+"""The same for rows in groups, with a scale for each row; on GPUs alone."""
+
 copy_each: Callable[..., None] = torch._foreach_copy_
 """Copies tensors into others, in few launches. A parameter in the list counts no write before torch 2.12."""
 

@@ -175,6 +175,20 @@ def test_the_scaled_product_multiplies_by_both_scales() -> None:
     assert torch.equal(made, torch.full((16, 16), 32 * 6 / 8, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_the_scaled_product_of_groups_takes_a_scale_for_each_row_of_each_group(dims: int) -> None:
+    """On a CPU it has a result without values only."""
+    a = torch.empty(16 if dims == 2 else 64, 64 if dims == 2 else 32, dtype=torch.float8_e4m3fn, device="meta")
+    b = torch.empty(*(() if dims == 2 else (2,)), 48, a.shape[1], dtype=torch.float8_e4m3fn, device="meta")
+    scales = [torch.empty(n, device="meta") for n in ((32, 96) if dims == 2 else (64, 96))]
+    of_b = scales[1] if dims == 2 else scales[1].view(2, 48)
+    offs = torch.empty(2, dtype=torch.int32, device="meta")
+    made = operators.scaled_grouped_matmul(
+        a, b.transpose(-2, -1), scales[0], of_b, offs, None, None, torch.bfloat16, False
+    )
+    assert (made.shape, made.dtype) == ((2, 16, 48) if dims == 2 else (64, 48), torch.bfloat16)
+
+
 def test_trees_are_walked() -> None:
     tree = {"a": [1, (2.0, "x")], "b": 3}
     assert [*pytree.tree_iter(tree)] == pytree.tree_leaves(tree) == [1, 2.0, "x", 3]

@@ -146,11 +146,12 @@ def triton_interprets() -> bool:
 
 
 def served_on(device: str, quantizer: Quantizer) -> list[KernelSpec]:
-    """The kernels of a format that this type of device runs; the CPU those in Triton, where Triton interprets."""
+    """The kernels of a format that this type of device runs; the CPU those in Triton, where Triton interprets. Products
+    of rows in groups have no matrix to be tried with."""
     found = kernels(quantizer)
     if triton_interprets():
         found = [dataclasses.replace(k, device="cpu") if k.backend == "triton" else k for k in found]
-    return [kernel for kernel in found if kernel.device == device]
+    return [kernel for kernel in found if kernel.device == device and kernel.op != "grouped_gemm"]
 
 
 def refusal(kernel: KernelSpec, operands: tuple[Quantizer, ...], device: str) -> str | None:

@@ -21,6 +21,10 @@ KERNELS = (
         why_not="lpq_fp8.gemm:blocks_why_not", formats=("fp8", "fp8"), backend="torch", min_sm=90, max_sm=90,
         priority=10, note=f"{IN_16S}, as are blocks of 1x128 unless the rows are a multiple of 4",
     ),
+    KernelSpec(
+        op="grouped_gemm", impl="lpq_fp8.groups:grouped_gemm", why_not="lpq_fp8.groups:why_not", backend="torch",
+        min_sm=90, max_sm=100, note="for rows in groups; contraction and columns in multiples of 16",
+    ),
     KernelSpec(op="exact", impl="lpq_fp8.gemm:exact", why_not="lpq_fp8.gemm:exact_why_not", backend="torch", min_sm=80),
 )  # fmt: skip
 

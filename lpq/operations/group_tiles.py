@@ -1,0 +1,282 @@
+"""Rows in groups on a device, without a look at the offsets: encoded and multiplied all at once.
+
+Shards of a matrix that are encoded with the statistics of the whole are parts of the encoded whole: every format sees
+to that. So the rows are laid out in *tiles* of as many rows as cannot be cut apart, none of two groups. Tiles are
+encoded as shards of their group, all by one run of what the format wrote, and statistics are reduced over the tiles of
+each group as they are over ranks. Where no statistic is of several tiles, the tiles are one matrix, which kernels
+encode.
+
+Products are of decoded operands in bf16. Rows of no group, and the matrices of empty groups, are set to zero: torch's
+grouped product leaves whatever lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from lpq.formats.format import Quantizer, Storage
+from lpq.formats.groups import Grouped, capacity, unit
+from lpq.formats.layout import Buffer, Covering
+from lpq.formats.random_bits import RandomBits, bytes_at
+from lpq.formats.stacks import matrices
+from lpq.operations.decoding import decode
+from lpq.operations.format_calls import encoded_by
+from lpq.operations.measuring import measure_reference
+from lpq.operations.quantizing import quantize
+from lpq.operations.vmapped import vmapped
+
+ALIGNED = 8
+"""torch's grouped product takes rows of multiples of 16 bytes, which are so many in bf16."""
+
+
+class Tiles(NamedTuple):
+    """Where the rows of each tile lie. Behind those that hold rows come empty ones, one for each group."""
+
+    group: Tensor
+    """The group of each tile, ``[count]``; behind the last group, their number."""
+    place: Tensor
+    """Where in its group each begins, ``[count]``."""
+    row: Tensor
+    """The rows that it holds, ``[count, unit]``."""
+    valid: Tensor
+    """Whether there is such a row in its group, ``[count, unit]``."""
+    begins: Tensor
+    """Where each group begins among the rows, ``[groups]``; ``padded``: and in an operand."""
+    padded: Tensor
+    ends: Tensor
+
+
+def tiles(offs: Tensor, rows: int, unit: int) -> Tiles:
+    """Tiles of ``unit`` rows."""
+    ends = offs.long()
+    groups = len(ends)
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    sizes = (ends - begins + unit - 1) // unit * unit
+    last = sizes.cumsum(0)
+    at = torch.arange(capacity(rows, groups, unit) // unit, device=offs.device) * unit
+    group = torch.searchsorted(last, at, right=True)
+    own = group.clamp(max=groups - 1)
+    group, own = (torch.cat([of, torch.arange(groups, device=offs.device)]) for of in (group, own))
+    place = torch.cat([at, last]) - (last - sizes)[own]
+    place[len(at) :] = 0
+    row = (begins[own] + place)[:, None] + torch.arange(unit, device=offs.device)
+    valid = (row < ends[own][:, None]) & (group < groups)[:, None]
+    valid[len(at) :] = False
+    return Tiles(group, place, row, valid, begins, last - sizes, ends)
+
+
+# ---------------------------------------------------------------------------------------------- encoding
+
+
+def encode(x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None) -> list[Tensor]:
+    """The buffers of the wanted operands, the row operand's first."""
+    out: list[Tensor] = []
+    of_row, of_col = quantizer.side("row"), quantizer.side("col")
+    if row:
+        out += _side(of_row, x, offs, 0, seeds)
+    if not col:
+        return out
+    if quantizer.col_source == "original":
+        return out + _side(of_col, x, offs, 1, seeds)
+    rows, cols = x.shape
+    tensors = out if row else _side(of_row, x, offs, 0, seeds)
+    decoded = dense(Grouped(of_row, tensors, (rows, cols), x.dtype, 0), offs, torch.float32, rotated=False)
+    if of_col.plain:
+        made: Sequence[Tensor] = encoded_by(of_col, decoded.t(), {}, None).tensors()
+    else:
+        made = _side(of_col, decoded, offs, 1, seeds)
+    pairs = zip(of_col.layout, made, strict=True)
+    return out + [t.to(x.dtype) if b.dtype is None else t for b, t in pairs]
+
+
+def _side(side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | None) -> list[Tensor]:
+    """The buffers of one operand."""
+    t = tiles(offs, len(x), unit(side, dim))
+    count = len(t.group) - len(offs)
+    seeds = seeds if side.stochastic else None
+    if seeds is None and not spans(side, dim):
+        flat = _gathered(x, t, count).flatten(0, 1)
+        whole = quantize(flat, None, side, None)[0] if dim == 0 else quantize(flat, None, None, side)[1]
+        assert whole is not None
+        return whole.tensors()
+    given = _gathered(x, t, len(t.group))
+    if dim == 1:
+        given = given.transpose(1, 2)
+    stats = vmapped(lambda m: measure_reference(m, side, None), given) if side.stats else []
+    stats = [
+        _of_groups(s, t.group, len(offs)) if d.block[dim] is None else s for s, d in zip(stats, side.stats, strict=True)
+    ]
+    drawn = [] if seeds is None else [_bits(seeds, t, dim, given.shape[1:])]
+
+    def one(m: Tensor, *rest: Tensor) -> list[Tensor]:
+        named = dict(zip((s.name for s in side.stats), rest, strict=False))
+        return encoded_by(side, m, named, _Drawn(rest[-1], dim) if drawn else None).tensors()
+
+    made_of_tiles = vmapped(one, given, *stats, *drawn)
+    return [_assembled(b, v, count, dim) for b, v in zip(side.layout, made_of_tiles, strict=True)]
+
+
+def spans(side: Quantizer, dim: int) -> bool:
+    """Whether a statistic or a buffer is of all rows of a group together."""
+    declared: list[Covering] = [*side.stats, *side.layout]
+    return any(covering.block[dim] is None for covering in declared)
+
+
+def _gathered(x: Tensor, t: Tiles, count: int) -> Tensor:
+    """The rows of the first tiles, ``[count, unit, cols]``, zero where there is none."""
+    row, valid = t.row[:count], t.valid[:count, :, None]
+    if not len(x):
+        return x.new_zeros((*row.shape, x.shape[1]))
+    return torch.where(valid, x[row.clamp(max=len(x) - 1)], x.new_zeros(()))
+
+
+def _of_groups(stat: Tensor, group: Tensor, groups: int) -> Tensor:
+    """The largest of each group's tiles, for each tile. Non-negative floats order as their bits do, NaN above all."""
+    bits = stat.contiguous().view(torch.int32)
+    index = group.view(-1, *[1] * (bits.dim() - 1)).expand_as(bits)
+    largest = bits.new_zeros((groups + 1, *bits.shape[1:])).scatter_reduce_(0, index, bits, "amax")
+    return largest[group].view(torch.float32)
+
+
+class _Drawn(RandomBits):
+    """Random bits of a tile that are there already."""
+
+    def __init__(self, drawn: Tensor, direction: int) -> None:
+        super().__init__(drawn, direction)
+
+    def bytes(self, rows: int, cols: int) -> Tensor:
+        return self.seed[:rows, :cols]
+
+
+def _bits(seeds: Tensor, t: Tiles, dim: int, shape: torch.Size) -> Tensor:
+    """The random bits of all tiles, by the places of their elements in their groups."""
+    of_tile = seeds[t.group.clamp(max=len(seeds) - 1)]
+    row, col = (t.place, torch.zeros_like(t.place)) if dim == 0 else (torch.zeros_like(t.place), t.place)
+    return bytes_at(of_tile, dim, (row, col), shape[0], shape[1])
+
+
+def _assembled(buffer: Buffer, made: Tensor, count: int, dim: int) -> Tensor:
+    """A buffer of the operand, of the buffers of its tiles."""
+    if buffer.block == (None, None):
+        return made[count:]
+    if buffer.block[dim] is None:
+        return made[count:].select(1 + dim, 0) if dim == 0 else made[count:].select(2, 0).transpose(0, 1).contiguous()
+    return made[:count].flatten(0, 1) if dim == 0 else made[:count].movedim(0, 1).flatten(1, 2)
+
+
+# ---------------------------------------------------------------------------------------------- decoding
+
+
+def dense(a: Grouped, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Tensor:
+    """The rows that an operand stands for, ``[rows, cols]``, zero where no group has one. ``rotated``: columns of a
+    row operand are left in the basis in which they are stored; in a column operand, rows are."""
+    rows = a.shape[a.dim]
+    inside = (torch.arange(rows, device=offs.device) < offs[-1])[:, None]
+    side = a.quantizer
+    if side.plain:
+        values = a.tensors[0] if a.dim == 0 else a.tensors[0].t()
+        return torch.where(inside, values.to(dtype), values.new_zeros((), dtype=dtype))
+    t = tiles(offs, rows, unit(side, a.dim))
+    values = _decoded(a, t, dtype, rotated)
+    ends, index = t.ends, torch.arange(rows, device=offs.device)
+    group = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
+    at = (t.padded[group] + index - t.begins[group]).clamp(max=max(len(values) - 1, 0))
+    return torch.where(inside, values[at], values.new_zeros(()))
+
+
+def _decoded(a: Grouped, t: Tiles, dtype: torch.dtype, rotated: bool) -> Tensor:
+    """The rows of all tiles one behind the other."""
+    side, dim, count = a.quantizer, a.dim, len(t.group) - len(t.ends)
+    size = t.row.shape[1]
+    if not spans(side, dim) and not rotated:
+        whole = (count * size, a.shape[1]) if dim == 0 else (a.shape[0], count * size)
+        values = decode(side.storage.wrap(a.tensors, side, whole, a.dtype), dtype)
+        return values if dim == 0 else values.t()
+    shape = (size, a.shape[1]) if dim == 0 else (a.shape[0], size)
+    own = t.group[:count].clamp(max=len(t.ends) - 1)
+    buffers = [_of_tiles(b, v, own, count, dim) for b, v in zip(side.layout, a.tensors, strict=True)]
+
+    def one(*each: Tensor) -> list[Tensor]:
+        storage = side.storage.wrap(each, side, shape, a.dtype)
+        return [(storage.decode_rotated() if rotated else storage.decode()).to(dtype)]
+
+    (values,) = vmapped(one, *buffers)
+    return values.flatten(0, 1) if dim == 0 else values.transpose(1, 2).flatten(0, 1)
+
+
+def _of_tiles(buffer: Buffer, tensor: Tensor, own: Tensor, count: int, dim: int) -> Tensor:
+    """The buffers of the tiles, of a buffer of the operand."""
+    if buffer.block == (None, None):
+        return tensor[own]
+    if buffer.block[dim] is None:
+        return tensor[own].unsqueeze(1) if dim == 0 else tensor.transpose(0, 1)[own].unsqueeze(2)
+    each = tensor.shape[dim] // max(count, 1)
+    sizes = (*tensor.shape[:dim], count, each, *tensor.shape[dim + 1 :])
+    return tensor.reshape(sizes).movedim(dim, 0)
+
+
+def _stack_in_bf16(stack: Storage, rotated: bool) -> Tensor:
+    """The matrices of a stack."""
+    if stack.quantizer.plain or not rotated:
+        return decode(stack, torch.bfloat16)
+    return torch.stack([matrix.decode_rotated().bfloat16() for matrix in matrices(stack)])
+
+
+# ---------------------------------------------------------------------------------------------- multiplying
+
+
+def why_not_multiplied(rows: int, cols: int) -> str | None:
+    """Why torch's grouped product does not take matrices of these sizes; None if it does."""
+    if rows % ALIGNED or cols % ALIGNED:
+        return f"sizes {rows} and {cols} are no multiples of {ALIGNED}"
+    return None
+
+
+def multiply_rows(a: Grouped, b: Storage, offs: Tensor) -> Tensor:
+    """The rows of each group times its matrix, in bf16; ordinary matrices in what they have in common."""
+    if a.quantizer.plain and b.quantizer.plain:
+        common = torch.promote_types(a.tensors[0].dtype, b.tensors()[0].dtype)
+        left, right = dense(a, offs, common, rotated=False), decode(b, common)
+    else:
+        rotated = a.quantizer.rotation == b.quantizer.rotation and a.quantizer.rotation is not None
+        left, right = dense(a, offs, torch.bfloat16, rotated=rotated), _stack_in_bf16(b, rotated)
+    return grouped_mm(left, right.transpose(-2, -1), offs=offs)
+
+
+def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A product as a layer returns it: with the bias, and with zeros behind the last group."""
+    row = torch.arange(len(product), device=offs.device)
+    product = product.to(dtype)
+    if bias is not None:
+        group = torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)
+        product = (product.float() + bias[group].float()).to(dtype)
+    return torch.where((row < offs[-1])[:, None], product, product.new_zeros(()))
+
+
+def multiply_columns(a: Grouped, b: Grouped, offs: Tensor) -> Tensor:
+    """The product of each group's rows, likewise."""
+    common = torch.bfloat16
+    if a.quantizer.plain and b.quantizer.plain:
+        common = torch.promote_types(a.tensors[0].dtype, b.tensors[0].dtype)
+    left, right = (dense(operand, offs, common, rotated=False) for operand in (a, b))
+    return grouped_mm(left.t(), right, offs=offs)
+
+
+def of_groups(product: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The products of groups as a layer returns them: zero for empty ones."""
+    begins = torch.cat([offs.new_zeros(1), offs[:-1]])
+    return torch.where((offs > begins)[:, None, None], product, product.new_zeros(())).to(dtype)
+
+
+def sum_rows(x: Tensor, offs: Tensor) -> Tensor:
+    """The sum of each group's rows, as a product with ones."""
+    row = torch.arange(len(x), device=offs.device)
+    begins = torch.cat([offs.new_zeros(1), offs[:-1]])
+    member = (row >= begins[:, None]) & (row < offs[:, None])
+    inside = torch.where((row < offs[-1])[:, None], x, x.new_zeros(()))
+    return member.to(x.dtype) @ inside

@@ -1,0 +1,51 @@
+"""What a format wrote for one matrix, run by ``torch.vmap`` over many of one size at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+class _Reinterpreted(torch.autograd.Function):
+    """``x.view(dtype)``, which ``torch.vmap`` knows from torch 2.13 on."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """There is no backward."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        return x.movedim(in_dims[0], 0).view(dtype), 0
+
+
+class _Batchable(TorchFunctionMode):
+    """Says what ``torch.vmap`` cannot run, or would run on one matrix after the other, in terms of what it can."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if isinstance(kwargs.get("out"), Tensor):
+            out = kwargs.pop("out")
+            return out.copy_(func(*args, **kwargs))
+        if func is Tensor.view and isinstance(args[-1], torch.dtype):
+            return _Reinterpreted.apply(*args)  # type: ignore[no-untyped-call]
+        if func in (Tensor.clamp_, torch.clamp_):
+            return args[0].copy_(torch.clamp(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def vmapped(function: Function, *stacks: Tensor) -> list[Tensor]:
+    """``function`` of each matrix of the stacks: a stack of each of its results."""
+    with _Batchable():
+        return list(torch.vmap(lambda *each: tuple(function(*each)))(*stacks))

@@ -1,0 +1,135 @@
+"""Groups of rows on a GPU: the bytes of the reference on a CPU, the products up to sums, and nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq.formats.groups import Grouped, bounds, starts, unit
+from lpq.formats.layout import row_major
+from lpq.kernels import choose
+from lpq.nn import GroupedLinear
+from lpq.operations import group_tiles, groups
+from lpq.testing.options import family
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+EVERY = [q for name in ("fp8", "mxfp8", "nvfp4", "hybrid") for q in family(name).quantizers if not q.new_state()]
+RECIPES = [
+    "bf16", "fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd",
+    "x=fp8(), w=fp8(), dy=fp8()",
+]  # fmt: skip
+COUNTS = [0, 5, 130, 0, 16, 257, 0]
+BEHIND = 7
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def rows(cols: int, dtype: torch.dtype, counts: list[int] = COUNTS) -> Tensor:
+    """Each group's are three times as large as those before it; what is behind them is NaN."""
+    torch.manual_seed(0)
+    each = [3.0**i * torch.randn(n, cols) for i, n in enumerate(counts)]
+    return torch.cat([*each, torch.full((BEHIND, cols), torch.nan)]).to(dtype)
+
+
+def ends(counts: list[int] = COUNTS) -> Tensor:
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("quantizer", EVERY, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_groups_have_the_bytes_of_the_reference(quantizer: lpq.Quantizer, dtype: torch.dtype) -> None:
+    x, offs, seeds = rows(96, dtype), ends(), torch.arange(len(COUNTS)) - 3
+    row, col = (not quantizer.side(d).plain or quantizer.col_source == "row" for d in ("row", "col"))
+    wanted = groups.encode_groups_reference(x, offs, quantizer, row, col, seeds)
+    there = x.cuda(), offs.cuda(), seeds.cuda()
+    group_tiles.encode(there[0], there[1], quantizer, row, col, there[2])  # kernels are compiled at first
+    with waiting_is_an_error():
+        found = group_tiles.encode(there[0], there[1], quantizer, row, col, there[2])
+    at = 0
+    for is_wanted, direction, dim in ((row, "row", 0), (col, "col", 1)):
+        if not is_wanted:
+            continue
+        side = quantizer.side(direction)
+        shape = (len(x), 96) if dim == 0 else (96, len(x))
+        end, begins = at + len(side.layout), starts(offs.tolist(), unit(side, dim))
+        both = [Grouped(side, [t.cpu() for t in tensors[at:end]], shape, dtype, dim) for tensors in (found, wanted)]
+        for i, (start, stop) in enumerate(bounds(offs.tolist())):
+            for a, b in zip(*(g.matrix(i, start, stop, begins[i]).tensors() for g in both), strict=True):
+                first, second = (row_major(t).view(-1).view(torch.uint8) for t in (a, b))
+                assert torch.equal(first, second), (str(quantizer), direction, i)
+        at = end
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("counts", [COUNTS, [0] * 7, [2000, 3000]], ids=["some", "none", "many"])
+def test_a_layer_computes_what_the_cpu_does(recipe: str, counts: list[int]) -> None:
+    here = GroupedLinear(len(counts), 128, 256, recipe=recipe, dtype=torch.bfloat16)
+    there = GroupedLinear(len(counts), 128, 256, recipe=recipe, dtype=torch.bfloat16, device="cuda")
+    there.load_state_dict(here.state_dict())
+    x, dy, offs = rows(128, torch.bfloat16, counts), rows(256, torch.bfloat16, counts), ends(counts)
+    found: dict[str, list[Tensor]] = {}
+    for name, module in (("cpu", here), ("cuda", there)):
+        leaf, other, at = x.to(name).requires_grad_(), dy.to(name), offs.to(name)
+        for again in range(2):  # kernels are compiled at first
+            leaf.grad = None
+            module.zero_grad()
+            with waiting_is_an_error() if name == "cuda" and again else nullcontext():
+                y = module(leaf, at)
+                y.backward(other)
+        found[name] = [t.cpu() for t in (y.detach(), leaf.grad, module.weight.grad, module.bias.grad)]
+    sides = [q.side(d) for q in (here.recipe.x, here.recipe.w, here.recipe.dy) for d in ("row", "col")]
+    stochastic = any(side.stochastic for side in sides)
+    most = 0.2 if stochastic else 1e-2  # with other seeds
+    for name, a, b in zip(("y", "dx", "dw", "db"), found["cuda"], found["cpu"], strict=True):
+        split = [t.split([*counts, BEHIND]) if name in ("y", "dx") else t.unbind() for t in (a, b)]
+        for i, (part, wanted) in enumerate(zip(*split, strict=True)):
+            if not wanted.any():
+                assert not part.any(), (name, i, "what no group has is zero")
+                continue
+            error = (part.float() - wanted.float()).norm() / wanted.float().norm()
+            assert error < most, (recipe, name, i, float(error))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)"])
+def test_the_scaled_product_is_that_of_the_decoded(text: str, fast: bool) -> None:
+    device, side = torch.device("cuda", torch.cuda.current_device()), lpq.quantizer(text)
+    choice = choose("grouped_gemm", (side.text, side.text), device)
+    if choice.impl is None:
+        pytest.skip("; ".join(reason for _, reason in choice.rejected))
+    counts = [0, 3000, 5, 0, 2000]
+    x, dy = (rows(n, torch.bfloat16, counts).cuda() for n in (128, 256))
+    offs = ends(counts).cuda()
+    w = side.quantize(torch.randn(5, 256, 128, device="cuda", dtype=torch.bfloat16), stack=True)
+    x_row, x_col = groups.encode_groups(side, x, offs, row=True, col=True)
+    _, dy_col = groups.encode_groups(side, dy, offs, row=False, col=True)
+    assert x_row is not None
+    assert x_col is not None
+    assert dy_col is not None
+    for by_kernel, decoded in (
+        (choice.impl(x_row, w.row, offs, fast), group_tiles.multiply_rows(x_row, w.row, offs)),
+        (choice.impl(dy_col, x_col, offs, fast), group_tiles.multiply_columns(dy_col, x_col, offs)),
+    ):
+        assert by_kernel is not None
+        first, second = (
+            group_tiles.in_rows(t, offs, None, torch.float32)
+            if t.dim() == 2
+            else group_tiles.of_groups(t, offs, torch.float32)
+            for t in (by_kernel, decoded)
+        )
+        assert (first - second).norm() < 2e-2 * second.norm()
