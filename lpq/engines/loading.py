@@ -211,11 +211,17 @@ def _copy(target: Storage, source: Storage) -> None:
 
 
 def _remembers(layer: Layer, amax: Tensor) -> bool:
-    """Have what quantizes a layer's input remember that amax, if it remembers one of whole inputs."""
+    """Have what quantizes a layer's input remember that amax, or be static by it, if it has one of whole inputs."""
     x = layer.recipe.x if layer.recipe is not None else None
     side = x.side("row") if x is not None else None
-    if x is None or side is None or not side.state or [stat.block for stat in side.stats] != [(None, None)]:
+    if x is None or side is None or not side.state or [s.of_all for s in side.stats if side.recalls(s)] != [True]:
         return False
+    if side.static:
+        prefix = next(name for name, branch in x.state_branches().items() if branch == side)
+        (buffer,) = side.state
+        layer.static_values()[f"x_{prefix}{buffer.name}"].copy_(amax)
+        layer.forget_calls()
+        return True
     state = {name.removeprefix("x_"): value for name, value in layer.memories().items() if name.startswith("x_")}
     remember(x, state, [amax.to(layer.weight.device)], col=False)
     return True

@@ -51,7 +51,7 @@ def _part(name: str, shape: Shape, *, whole: bool = False) -> Part:
 def _static(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Inputs:
     return Inputs(
         serves=_is(TENSOR, pow2=False),
-        quantizer="fp8(scaling=delayed)",
+        quantizer="fp8(static=true)",
         config=config,
         part=_part(name, lambda rows, cols: shape, whole=True),
         write=lambda amax: _input_scale(amax).reshape(shape),

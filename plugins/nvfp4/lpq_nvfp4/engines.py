@@ -85,7 +85,7 @@ def _scheme(
         whole(names[2]),
     )
     static = Inputs(
-        serves=_serves_inputs, quantizer="nvfp4", config=inputs, part=whole(names[3]),
+        serves=_serves_inputs, quantizer="nvfp4(static=true)", config=inputs, part=whole(names[3]),
         write=lambda amax: to(amax).reshape(shape), read=back,
     )  # fmt: skip
     return Scheme(
