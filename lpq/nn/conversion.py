@@ -16,6 +16,7 @@ from lpq import recipes, registry
 from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
 from lpq.nn.coverage import coverage
+from lpq.nn.experts import Experts, adopt_experts, check_experts, holds_experts
 from lpq.nn.left_out import convertible, left_out
 from lpq.nn.linear import Layer, Linear
 from lpq.nn.names import plain_name
@@ -61,7 +62,9 @@ class _LinearConverter:
             return None
         if type(module) is nn.Linear:
             return Linear.adopt(module, recipe)
-        return adopt(module, recipe) if holds_transposed(module) else None
+        if holds_transposed(module):
+            return adopt(module, recipe)
+        return adopt_experts(module, recipe) if holds_experts(module) else None
 
 
 OWN = _LinearConverter()
@@ -205,6 +208,9 @@ def _check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulat
     """Refuse what layers cannot be given, at this step or a later one, before anything is changed."""
     for name, schedule in schedules.items():
         module = model.get_submodule(name)
+        if holds_experts(module):
+            for recipe in {recipe for _, recipe in schedule.pieces if recipe is not None}:
+                check_experts(module, recipe, name)
         if not convertible(module) or all(recipe is None for _, recipe in schedule.pieces):
             continue
         if accumulate is not None and (holds_transposed(module) or isinstance(module, TransposedLayer)):
@@ -230,6 +236,8 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
         module.recipe, module.schedule = schedule.at(0), schedule
         return (module, str(schedule)) if first is not None else (None, NO_RECIPE)
     if first is None:
+        if isinstance(module, Experts):
+            module.recipe = None
         return None, NO_RECIPE
     was = type(module)
     made: nn.Module | None = registry.convert_module(module, name, first, own=OWN)
@@ -258,7 +266,7 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
     note = str(schedule)
     if not followers and len(schedule.pieces) > 1:
         note = f"{first.title}, and nothing later: there is no lpq.nn.Linear of that recipe inside to follow the policy"
-    if type(made) is not was:
+    if type(made) is not was and not isinstance(made, Experts):
         note += f"; it is a {type(made).__module__}.{type(made).__qualname__} now"
     return made, note
 

@@ -1,0 +1,168 @@
+"""Hugging Face's fused experts, converted: they compute what separate layers compute, train, and keep their names."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import lpq
+from lpq.nn.experts import Experts
+from lpq.recipes import RecipeError
+
+HIDDEN, INNER, COUNT, WORDS, STEPS = 32, 48, 4, 64, 20
+SMALL: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "use_cache": False,
+}  # fmt: skip
+
+
+def mixtral() -> Any:
+    return MixtralForCausalLM(MixtralConfig(**SMALL, intermediate_size=INNER, num_local_experts=COUNT))
+
+
+def qwen3() -> Any:
+    moe = {"moe_intermediate_size": INNER, "num_experts": COUNT, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, intermediate_size=INNER, **moe))
+
+
+def gpt_oss() -> Any:
+    moe = {"num_local_experts": COUNT, "num_experts_per_tok": 2, "sliding_window": 16}
+    return GptOssForCausalLM(GptOssConfig(**SMALL, intermediate_size=INNER, **moe))
+
+
+def llama4() -> Any:
+    moe = {"num_local_experts": COUNT, "intermediate_size_mlp": INNER, "interleave_moe_layer_step": 1}
+    return Llama4ForCausalLM(Llama4TextConfig(**SMALL, intermediate_size=INNER, pad_token_id=0, **moe))
+
+
+MODELS = [mixtral, qwen3, gpt_oss, llama4]
+
+
+def made(model: Any) -> Any:
+    """The model with weights that do not depend on what was made before it."""
+    torch.manual_seed(0)
+    net = model().to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in net.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.2 / parameter.shape[-1] ** 0.25, generator=generator)
+    return net
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def losses(model: Any) -> list[float]:
+    """Of a run that learns the same words again and again."""
+    words = torch.randint(WORDS, (2, 24), generator=torch.Generator().manual_seed(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    found = []
+    for _ in range(STEPS):
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_with_experts_train_as_in_high_precision(model: Any) -> None:
+    plain = made(model)
+    net = lpq.convert(copy.deepcopy(plain), "mxfp8")
+    assert [(k, v.shape) for k, v in net.state_dict().items()] == [(k, v.shape) for k, v in plain.state_dict().items()]
+    converted = {entry.name: entry.note for entry in lpq.report(net).converted}
+    assert {f"model.layers.{i}.{'feed_forward' if model is llama4 else 'mlp'}.experts" for i in (0, 1)} <= {*converted}
+    assert not [part for part in lpq.report(net).coverage.left if "experts" in part.name]
+    expected, found = losses(plain), losses(net)
+    assert expected[-1] < expected[0] - 1
+    assert found[-1] < found[0] - 1
+    assert found != expected
+    assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 0.2
+
+
+def apart(experts: Any, recipe: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """What separate layers make of the tokens of each expert."""
+    rows = torch.zeros(index.numel(), HIDDEN, dtype=x.dtype)
+    for expert in range(experts.num_experts):
+        places = (index.reshape(-1) == expert).nonzero()[:, 0]
+        if not len(places):
+            continue
+        linear = []
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(experts, name)[expert]
+            weight = weight.t() if experts.is_transposed else weight
+            layer = lpq.nn.Linear(weight.shape[1], weight.shape[0], bias=experts.has_bias, recipe=recipe)
+            layer.weight = nn.Parameter(weight.detach().contiguous())
+            if experts.has_bias:
+                layer.bias = nn.Parameter(getattr(experts, f"{name}_bias")[expert].detach())
+            linear.append(layer)
+        hidden = experts._apply_gate(linear[0](x[places // index.shape[1]]))
+        rows = rows.index_copy(0, places, linear[1](hidden))
+    return (rows * weights.reshape(-1, 1)).view(*index.shape, HIDDEN).sum(1)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-fwd-mxfp8-bwd", "fp8-current", "mxfp8"])
+@pytest.mark.parametrize("model", [mixtral, gpt_oss])
+def test_they_are_separate_layers_to_the_bit(model: Any, recipe: str) -> None:
+    net = lpq.convert(made(model), recipe)
+    experts = experts_of(net)[0]
+    x = torch.randn(24, HIDDEN, dtype=torch.bfloat16)
+    index = torch.stack([torch.randperm(COUNT - 1)[:2] for _ in range(24)])  # none goes to the last expert
+    weights = torch.rand(24, 2, dtype=torch.bfloat16)
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    y, expected = experts(ours, index, weights), apart(experts, recipe, theirs, index, weights)
+    assert torch.equal(y, expected)
+    y.backward(dy := torch.randn_like(y))
+    expected.backward(dy)
+    assert torch.allclose(ours.grad, theirs.grad, atol=2e-2)  # the sum over a token's experts has another order
+    assert not experts.gate_up_proj.grad[-1].any()
+    experts.recipe = None
+    assert torch.allclose(experts(x, index, weights), y, atol=0.2)
+    assert not torch.equal(experts(x, index, weights), y)
+
+
+def test_tokens_of_experts_that_are_elsewhere_add_nothing() -> None:
+    """As expert parallelism of transformers marks them: by the index behind the last."""
+    experts = experts_of(lpq.convert(made(mixtral), "mxfp8"))[0]
+    x, weights = torch.randn(8, HIDDEN, dtype=torch.bfloat16), torch.ones(8, 2, dtype=torch.bfloat16)
+    index = torch.full((8, 2), COUNT)
+    assert not experts(x, index, weights).any()
+    index[:, 0] = 1
+    assert torch.equal(experts(x, index, weights), experts(x, index[:, :1], weights[:, :1]))
+
+
+def test_they_are_converted_again_copied_and_left_alone() -> None:
+    net = lpq.convert(made(mixtral), "mxfp8")
+    first = experts_of(net)[0]
+    assert isinstance(first, Experts)
+    assert type(copy.deepcopy(first)) is type(first)
+    assert copy.deepcopy(first).recipe == first.recipe
+    lpq.convert(
+        net, {"rules": [{"match": "*.0.mlp.experts", "recipe": "nvfp4"}, {"match": "*.self_attn.*", "recipe": "mxfp8"}]}
+    )
+    assert [e.recipe and e.recipe.title for e in experts_of(net)] == ["nvfp4", None]
+    left = {entry.name: entry.note for entry in lpq.report(net).left}
+    assert left["model.layers.1.mlp.experts"] == "the policy gives it no recipe"
+
+
+def test_a_recipe_with_memories_is_refused_before_anything_is_changed() -> None:
+    net = made(mixtral)
+    with pytest.raises(RecipeError, match=r"model\.layers\.0\.mlp\.experts cannot have the recipe fp8-delayed: it rem"):
+        lpq.convert(net, "fp8-delayed")
+    assert not any(isinstance(module, Experts | lpq.nn.Linear) for module in net.modules())
