@@ -1,8 +1,9 @@
 """Measure lpq beside bf16 and beside the other libraries that are installed.
 
-python -m benchmarks                                        all parts but llama, on one GPU
+python -m benchmarks                                        all parts but grouped and llama, on one GPU
 python -m benchmarks linear host --quick                    two parts, fewer rounds and shapes
 torchrun --nproc-per-node 2 -m benchmarks stack             the stack of blocks under FSDP2 on two GPUs
+python -m benchmarks grouped                                a linear layer for each expert, forward and backward
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
 python -m benchmarks show [PART ...]                        print stored results; needs no GPU
@@ -22,12 +23,24 @@ from typing import Any
 import torch
 
 import lpq
-from benchmarks import casts, contenders, environment, host, huggingface, linear, profiles, shapes, stack, stored
+from benchmarks import (
+    casts,
+    contenders,
+    environment,
+    grouped,
+    host,
+    huggingface,
+    linear,
+    profiles,
+    shapes,
+    stack,
+    stored,
+)
 from benchmarks.timing import QUICK, Effort
 from lpq.registry.errors import LpqError
 
 USUAL = ("casts", "linear", "host", "stack")
-PARTS = (*USUAL, "llama")
+PARTS = (*USUAL, "grouped", "llama")
 STORED = ("show", "page")
 SIZE = (16384, 8192)
 MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -141,6 +154,10 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         everyone = contenders.chosen(everyone, options.only)
         with stack.group():
             yield from stack.measure(everyone, shapes.Stack(), 6 if options.quick else stack.STEPS, device)
+        return
+    if part == "grouped":
+        experts = shapes.GROUPED[:1] if options.quick else shapes.GROUPED
+        yield from grouped.measure(tuple(options.recipe or grouped.RECIPES), experts, effort, device)
         return
     if part == "llama":
         everyone = contenders.of_models(tuple(options.recipe or contenders.MODELS), not options.no_compile)

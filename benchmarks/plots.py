@@ -23,7 +23,7 @@ def draw(part: str, result: Result, path: Path) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    count = len(result["shapes"]) if part == "linear" else 1
+    count = len(result["shapes"]) if part in ("linear", "grouped") else 1
     across = min(count, 2)  # more of them could not be read on a page
     down = -(-count // across)
     figure = Figure(figsize=(4.2 + 2.6 * across, down * (1.2 + 0.22 * _lines(part, result))), layout="constrained")
@@ -40,7 +40,7 @@ def draw(part: str, result: Result, path: Path) -> bool:
 def _lines(part: str, result: Result) -> int:
     if part == "casts":
         return len(_measured(result))
-    return len(result["shapes"][0]["results"] if part == "linear" else result["results"])
+    return len(result["shapes"][0]["results"] if part in ("linear", "grouped") else result["results"])
 
 
 def _bars(axes: Axes, rows: list[Result], values: list[float | None], digits: int = 2) -> None:
@@ -75,6 +75,16 @@ def _linear(all_axes: Any, result: Result) -> None:
         axes.set_xlabel("ms; dashed: floor of fp8-current", fontsize=7)
 
 
+def _grouped(all_axes: Any, result: Result) -> None:
+    for axes, shape in zip(all_axes, result["shapes"], strict=True):
+        rows = _named(shape["results"])
+        _bars(axes, rows, [row.get("ms") for row in rows])
+        if "ms" in shape["floor"]:
+            _goal(axes, shape["floor"]["ms"])
+        axes.set_title(f"{shape['experts']}x{shape['tokens']}x{shape['inputs']}x{shape['outputs']}", fontsize=9)
+        axes.set_xlabel("ms; dashed: floor of FP8, exact gradients", fontsize=7)
+
+
 def _host(all_axes: Any, result: Result) -> None:
     rows = _named(result["results"])
     _bars(all_axes[0], rows, [row.get("us") for row in rows], 0)
@@ -106,5 +116,5 @@ def _casts(all_axes: Any, result: Result) -> None:
 
 
 _OF: dict[str, Callable[[Any, Result], None]] = {
-    "casts": _casts, "linear": _linear, "host": _host, "stack": _stack, "llama": _stack,
+    "casts": _casts, "linear": _linear, "grouped": _grouped, "host": _host, "stack": _stack, "llama": _stack,
 }  # fmt: skip

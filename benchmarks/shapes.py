@@ -22,6 +22,27 @@ class Shape:
         return self.tokens * self.inputs, self.outputs * self.inputs, self.tokens * self.outputs
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A linear layer for each expert, which gets so many tokens."""
+
+    experts: int
+    tokens: int
+    inputs: int
+    outputs: int
+
+    def __str__(self) -> str:
+        return f"{self.experts}x{self.tokens}x{self.inputs}x{self.outputs}"
+
+    @property
+    def tensors(self) -> tuple[int, int, int]:
+        """The elements of x, w and dy: what a step quantizes."""
+        rows = self.experts * self.tokens
+        return rows * self.inputs, self.experts * self.outputs * self.inputs, rows * self.outputs
+
+
+GROUPED = (Experts(8, 2048, 4096, 14336), Experts(64, 512, 2048, 1408), Experts(8, 1024, 2048, 8192))
+"""Experts of Mixtral, of models with many small ones, and of some between."""
 LINEAR = (
     Shape(8192, 2048, 2048),
     Shape(8192, 4096, 4096),

@@ -138,6 +138,30 @@ def _memory(rows: Iterable[Result], columns: list[str], at: list[dict[str, Resul
     return Table("Linear: MiB held for backward (÷ bytes of the encoded operands)", columns, cells)
 
 
+def grouped(result: Result) -> dict[str, Table]:
+    """Milliseconds; ratios to bf16 in the same rounds, and to the floor of FP8 with exact gradients."""
+    shapes: list[Result] = result["shapes"]
+    columns = ["experts x tokens x inputs x outputs"]
+    columns += [f"{s['experts']}x{s['tokens']}x{s['inputs']}x{s['outputs']}" for s in shapes]
+    at = [{name(row): row for row in s["results"]} for s in shapes]
+
+    def lines(cell: Callable[[int, Result], str]) -> list[list[str]]:
+        return [[who, *(cell(i, of.get(who, {})) for i, of in enumerate(at))] for who in at[0]]
+
+    times = lines(lambda i, row: number(row.get("ms"), 2))
+    for reading, what in (("ms", "floor of FP8, exact gradients"), ("fast_ms", "floor of FP8, fast everywhere")):
+        times.append([what, *(number(s["floor"].get(reading), 2) for s in shapes)])
+    to_bf16 = lines(lambda i, row: ratio(row.get("ms"), row.get("bf16_ms")))
+    return {
+        "times": Table("Grouped linear, forward and backward: milliseconds", columns, times),
+        "bf16": Table("Grouped linear: ÷ bf16", columns, to_bf16),
+        "floor": Table(
+            "Grouped linear: ÷ floor of FP8, exact gradients", columns,
+            lines(lambda i, row: ratio(row.get("ms"), shapes[i]["floor"].get("ms"))),
+        ),
+    }  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------- the others
 
 
@@ -257,5 +281,5 @@ def _absent(result: Result, cells: int) -> list[list[str]]:
     return [[f"{library} (not installed)", *[NONE] * cells] for library, version in peers.items() if version is None]
 
 
-OF = {"casts": casts, "linear": linear, "host": host, "stack": stack, "llama": llama}
+OF = {"casts": casts, "linear": linear, "grouped": grouped, "host": host, "stack": stack, "llama": llama}
 """The tables of each part."""

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import contenders, environment
 from benchmarks.contenders import Contender, of_layers, of_models, of_stacks
 from benchmarks.floor import FLOORS
-from benchmarks.shapes import HOST, LINEAR, Decoder, Stack
+from benchmarks.shapes import GROUPED, HOST, LINEAR, Decoder, Stack
 from benchmarks.timing import Timing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
@@ -70,6 +70,17 @@ def casts(environment: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def grouped(environment: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {"library": library, "recipe": recipe, "compiled": False, "failure": None, "ms": ms, "bf16_ms": 8.0}
+        for library, recipe, ms in (("torch", "bf16", 8.0), ("lpq", "fp8-row", 6.0))
+    ]
+    floor = {"bytes": 1, "gemms_ms": 4.0, "fast_gemms_ms": 3.5, "ms": 5.0, "fast_ms": 4.5}
+    shapes = [{**asdict(shape), "floor": floor, "results": rows} for shape in GROUPED[:2]]
+    shapes[1] = {**shapes[1], "floor": {"bytes": 1, "failure": "no"}, "results": rows[:1]}
+    return {"part": "grouped", "environment": environment, "copy_speed": 4e12, "shapes": shapes}
+
+
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other library takes part, whether it is installed or not."""
@@ -81,4 +92,4 @@ def results() -> dict[str, dict[str, Any]]:
     """One file of each part."""
     record = {**environment.record(["linear"]), "peers": {"torchao": "0.17.0", "TransformerEngine": None}}
     made = {"linear": linear(record), "host": host(record), "stack-2": stack(record), "casts": casts(record)}
-    return {**made, "llama": llama(record)}
+    return {**made, "llama": llama(record), "grouped": grouped(record)}

@@ -106,6 +106,13 @@ def test_faster_than_bf16_is_above_one_for_tokens(results: Results) -> None:
     assert "2 GPUs" in made.title
 
 
+def test_grouped_layers_are_compared_with_bf16_and_the_floor(results: Results) -> None:
+    made = tables.grouped(results["grouped"])
+    assert row(made["bf16"], "lpq fp8-row") == ["0.75", tables.NONE], "which has not run at the second shape yet"
+    assert row(made["floor"], "lpq fp8-row") == ["1.20", tables.NONE]
+    assert row(made["times"], "floor of FP8, fast everywhere") == ["4.50", tables.NONE]
+
+
 def test_memory_of_a_model_is_compared_with_what_is_compiled_alike(results: Results) -> None:
     """Of bf16 20 GiB, 19 compiled; of fp8-current 18 and, compiled, 16; of torchao, compiled, 14."""
     made = tables.llama(results["llama"])
@@ -115,7 +122,7 @@ def test_memory_of_a_model_is_compared_with_what_is_compiled_alike(results: Resu
     assert row(made["peers"], "lpq fp8-current, compiled ÷ torchao tensorwise, compiled") == ["0.82"]
 
 
-@pytest.mark.parametrize("stem", ["linear", "host", "stack-2", "casts", "llama"])
+@pytest.mark.parametrize("stem", ["linear", "host", "stack-2", "casts", "llama", "grouped"])
 def test_every_part_prints_and_is_markdown(stem: str, results: Results, capsys: pytest.CaptureFixture[str]) -> None:
     stored.show(results[stem])
     assert "÷" in capsys.readouterr().out or stem == "casts"
@@ -128,7 +135,7 @@ def test_every_part_prints_and_is_markdown(stem: str, results: Results, capsys: 
 # ---------------------------------------------------------------------------------------------- plots, files, pages
 
 
-@pytest.mark.parametrize("stem", ["linear", "host", "stack-2", "casts", "llama"])
+@pytest.mark.parametrize("stem", ["linear", "host", "stack-2", "casts", "llama", "grouped"])
 def test_every_part_is_drawn_from_its_file(stem: str, results: Results, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     (tmp_path / f"{stem}.json").write_text(json.dumps(results[stem]))

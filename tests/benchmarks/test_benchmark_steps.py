@@ -11,14 +11,14 @@ import torch.distributed as dist
 from ranks import spawn
 from torch import nn
 
-from benchmarks import contenders, stack
+from benchmarks import contenders, grouped, stack
 from benchmarks.contenders import Contender, of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
 from benchmarks.host import measure
 from benchmarks.layers import Layers
 from benchmarks.llama import Llama, rotations
-from benchmarks.shapes import TINY, Shape
-from benchmarks.timing import WARM, Effort, Timing, on_host
+from benchmarks.shapes import TINY, Experts, Shape
+from benchmarks.timing import WARM, Effort, Step, Timing, on_host
 
 CPU = torch.device("cpu")
 SMALL = Shape(64, 32, 48)
@@ -164,3 +164,21 @@ def test_what_fails_in_one_rank_fails_in_all_and_the_others_go_on() -> None:
 def test_only_some_take_part_and_bf16_always() -> None:
     names = [c.name for c in contenders.chosen(of_layers(("fp8-current", "nvfp4")), ["lpq nvfp4"])]
     assert names == ["bf16", "lpq nvfp4", "lpq nvfp4, compiled"]
+
+
+def test_grouped_layers_are_handed_on_one_by_one() -> None:
+    def clock(steps: dict[str, Step], effort: Effort) -> dict[str, Timing]:
+        for step in steps.values():
+            step()
+        return dict.fromkeys(steps, Timing(1e-3, 1e-3, 1e-3))
+
+    seen = [
+        [row["recipe"] for row in found["shapes"][-1]["results"]]
+        for found in grouped.measure(("mxfp8", "nvfp4"), (Experts(2, 16, 32, 48),), Effort(), CPU, clock)
+    ]
+    assert seen == [["bf16"], ["bf16", "mxfp8"], ["bf16", "mxfp8", "nvfp4"]]
+    *_, last = grouped.measure(("mxfp8", "fp8-delayed"), (Experts(2, 16, 32, 48),), Effort(), CPU, clock)
+    (shape,) = last["shapes"]
+    assert "failure" in shape["floor"], "the CPU has no scaled product of groups"
+    assert [row["failure"] is None for row in shape["results"]] == [True, True, False]
+    assert shape["results"][1]["ms"] == shape["results"][1]["bf16_ms"] == 1.0
