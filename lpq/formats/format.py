@@ -119,7 +119,7 @@ class Quantizer(Options):
     @property
     def moves(self) -> bool:
         """Whether a step changes what is remembered."""
-        return bool(self.state) and not self.static
+        return len(self.state) > 0 and not self.static
 
     def recalls(self, stat: Stat) -> bool:
         """Whether ``recall`` gives this statistic."""

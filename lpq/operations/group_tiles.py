@@ -166,7 +166,8 @@ def _assembled(buffer: Buffer, made: Tensor, count: int, dim: int) -> Tensor:
         return made[count:]
     if buffer.block[dim] is None:
         return made[count:].select(1 + dim, 0) if dim == 0 else made[count:].select(2, 0).transpose(0, 1).contiguous()
-    return made[:count].flatten(0, 1) if dim == 0 else made[:count].movedim(0, 1).flatten(1, 2)
+    whole = made[:count].flatten(0, 1) if dim == 0 else made[:count].movedim(0, 1).flatten(1, 2)
+    return whole.contiguous()  # a kernel may leave tiles column by column, which the products do not take
 
 
 # ---------------------------------------------------------------------------------------------- decoding
