@@ -6,11 +6,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Half as many more than there are processors: tests of several ranks wait for each other half of their time.
 WORKERS = $(shell $(BIN)/python -c 'import os; n = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)); print(n + (n + 1) // 2)')
+# Without them, as many as there are processors.
+FEW_WORKERS = $(shell $(BIN)/python -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
+# A thread for each process, which keeps what it compiled of Python's sources for the many that come after it.
+LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 READY := $(VENV)/.ready
 READY_FOR_CUDA := $(VENV)/.ready-for-cuda
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-gpu test-sanitized lint types docs check-example ci clean
+.PHONY: help install train test test-fast test-gpu test-sanitized lint types docs check-example ci clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -28,7 +32,10 @@ train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16 (ARGS="--
 	$(BIN)/lpq train $(ARGS)
 
 test: $(READY)  ## run the whole test suite (ARGS="tests/formats -x" for a part)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(LEAN) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+test-fast: $(READY)  ## run the tests that start no process and no compiler
+	$(LEAN) $(BIN)/python -m pytest --numprocesses $(FEW_WORKERS) --dist worksteal -m "not starts and not slow" $(ARGS)
 
 $(READY_FOR_CUDA): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda]"

@@ -6,9 +6,11 @@ into another process see what is there, and must say what they look for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+import costly
 import pytest
 from hypothesis import settings
 
@@ -41,3 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setattr(metadata, "entry_points", without_foreign)
     config.add_cleanup(patch.undo)
     registry.refresh()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    patch = pytest.MonkeyPatch()
+    costly.guard(patch)
+    session.config.add_cleanup(patch.undo)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    costly.mark(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with costly.guarded(item):
+        return (yield)

@@ -205,6 +205,7 @@ def test_a_trace_becomes_the_kernels_of_the_median_step() -> None:
         profiles.kernels_of(events[:5], steps=3)
 
 
+@pytest.mark.starts
 def test_profiles_of_kernels_are_of_compiled_layers_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +239,7 @@ def test_without_a_gpu_it_says_so(arguments: list[str], tmp_path: Path, capsys: 
 SMALL = ["--layers", "1", "--hidden", "128", "--batch", "1", "--sequence", "32", "--words", "64"]
 
 
+@pytest.mark.starts
 def test_a_small_llama_is_trained_by_whoever_takes_part(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,7 +92,7 @@ MIXED = W8.format("hybrid(row=nvfp4, col=fp8)")
 def _every_recipe(rank: int) -> None:
     trained = {}
     for recipe in RECIPES:
-        for masters in (False, True):
+        for masters in (False, True) if recipe in RECIPES[::2] else (True,):
             trained[recipe, masters] = tuple(_as_unsharded(Way(recipe, masters=masters, bf16=recipe in RECIPES[::2])))
     assert len(set(trained.values())) > len(RECIPES)
 
@@ -115,7 +115,7 @@ def _every_way(rank: int) -> None:
 
 
 def _mixed_precision(rank: int) -> None:
-    for recipe in RECIPES:
+    for recipe in RECIPES[1::2]:
         _as_unsharded(Way(recipe, masters=True, mixed=True))
     _as_unsharded(Way(MIXED, "fused", mixed=True, checkpoint=True, reshard=False))
 
@@ -147,9 +147,8 @@ def test_on_four_ranks() -> None:
 
 def _ways_on_one(rank: int) -> None:
     """There is nobody to share with, and FSDP2 runs all the same."""
-    for recipe in RECIPES:
-        for masters in (False, True):
-            _as_unsharded(Way(recipe, masters=masters, mixed=not masters))
+    for i, recipe in enumerate(RECIPES):
+        _as_unsharded(Way(recipe, masters=i % 2 == 0, mixed=i % 2 == 1))
 
 
 def test_on_one_rank() -> None:

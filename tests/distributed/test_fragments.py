@@ -1,4 +1,4 @@
-"""Masters that ranks share out in every way, for every format and hybrid; and how much is launched to cast them."""
+"""Masters that ranks share out in every way, for all formats and hybrids of them; how much is launched to cast them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from casting import EXAMPLE, FORMATS, Case, case, cast, check_all, register_example, started, values
-from hybrids import PAIRS
+from hybrids import SOME
+from quantizers import KINDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
@@ -36,7 +37,7 @@ SPANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [*FORMATS, *PAIRS])
+@pytest.mark.parametrize("text", [*FORMATS, *SOME])
 def test_every_kind_of_fragment(text: str) -> None:
     for i, (kind, spans) in enumerate(SPANS.items()):
         master = values((ROWS, COLS), random.Random(i))
@@ -72,7 +73,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", [*KINDS, "mxfp4"])
 def test_the_number_of_launches_does_not_grow_with_the_number_of_weights(text: str) -> None:
     """Only with that of their shapes: those of one shape are cast together."""
 

@@ -89,7 +89,8 @@ def _every_one(rank: int, ranks: int) -> None:
     for number, quantizers in enumerate(PIECES[ranks]):
         seed = 100 * number
         _high_precision(quantizers, seed, x, torch.float32)
-        _high_precision(quantizers, seed, x, torch.bfloat16, mp_policy=bf16, reshard_after_forward=False)
+        if number == 0:
+            _high_precision(quantizers, seed, x, torch.bfloat16, mp_policy=bf16, reshard_after_forward=False)
         _quantized(quantizers, seed, x, reshard_after_forward=number != 1)
 
 

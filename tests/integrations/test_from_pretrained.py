@@ -111,6 +111,7 @@ def test_it_may_be_cast(plain: Path) -> None:
 # ---------------------------------------------------------------------------------------------- training and saving
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "weights"), [("mxfp8", None), ("nvfp4", "high_precision"), ("mxfp8", "quantized")])
 def test_the_trainer_takes_it_and_what_it_saves_is_loaded_again(
     policy: str, weights: Any, plain: Path, tmp_path: Path

@@ -20,7 +20,7 @@ import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
 from lpq.integrations.transformers import LpqCallback, attach, resume
 
-pytestmark = pytest.mark.filterwarnings("ignore::lpq.tensor.quantized_tensor.PrecisionWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::lpq.tensor.quantized_tensor.PrecisionWarning")]
 REVERSED = {
     "rules": [{**TWO_STAGES["rules"][0], "recipe": "mxfp8"}, {**TWO_STAGES["rules"][1], "recipe": "fp8-delayed"}]
 }

@@ -21,6 +21,7 @@ def registered() -> Iterator[None]:
     registry.refresh()
 
 
+@pytest.mark.starts
 def test_they_pass_the_kit(pytester: pytest.Pytester) -> None:
     formats = ["--lpq-format=values_codebook", "--lpq-format=values_eight"]
     ran = pytester.inline_run(

@@ -21,6 +21,7 @@ from lpq.train import Stopped, loop, run, runs
 from lpq.train.machine import baseline_on
 from lpq.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 POLICY = """
 [[rules]]
@@ -59,8 +60,7 @@ def policy(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", [1, 3])  # 3: the first step of the second recipe
+@pytest.mark.parametrize(("signum", "step"), [(signal.SIGINT, 1), (signal.SIGTERM, 3)])
 def test_a_signal_saves_and_resuming_is_bitwise(
     tiny: MakeConfig,
     policy: str,
@@ -69,6 +69,7 @@ def test_a_signal_saves_and_resuming_is_bitwise(
     step: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In a step of the first recipe, and in the first step of the second one."""
     whole = run(tiny("whole", policy=policy), console)
     broken = tiny("broken", policy=policy, checkpoint_every=0)
     before = signal.getsignal(signum)

@@ -111,6 +111,7 @@ def test_no_baseline_is_one_column_and_no_gap(tiny: MakeConfig, console: Console
     assert not (summary.directory / baseline_on(CPU)).exists()
 
 
+@pytest.mark.slow
 def test_a_model_learns_and_seeds_matter(tiny: MakeConfig, console: Console) -> None:
     learned = run(tiny("a", steps=60, lr=1e-2, batch=8, checkpoint_every=0, baseline=False), console).outcomes[0]
     assert learned.losses[0] > math.log(256)  # no better than chance

@@ -1,0 +1,122 @@
+"""Which tests start a process or a compiler: they carry the marker ``starts``, and ``make test-fast`` leaves them out.
+
+Nobody has to think of it. A test whose code, or the code of its fixtures and helpers, names what starts one is marked
+when it is collected; one that starts one without being marked (by a method, or deep in a library) fails, and the words
+say to mark it by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import multiprocessing.process
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+from lpq import testing
+
+STARTERS = {
+    *(("subprocess", name) for name in ("run", "Popen", "check_call", "check_output")),
+    ("torch", "compile"), ("ranks", "spawn"), ("ranks", "processes"), ("pool", "Pool"),
+}  # fmt: skip
+"""What starts a process or a compiler, or is there for it."""
+OURS = (str(Path(__file__).parent), str(Path(testing.__file__).parent))
+"""Where the code lies that is followed: that of the tests, and of the conformance kit."""
+WORDS = "this test starts {what}: mark it with @pytest.mark.starts, and make test-fast leaves it out"
+current: list[str] = []
+"""The test that runs and is not marked."""
+
+
+def mark(item: pytest.Item) -> None:
+    """Put the marker on a test that was collected, if it is one of those."""
+    if isinstance(item, pytest.Function) and any(starts(function) for function in _functions(item)):
+        item.add_marker("starts")
+
+
+def _functions(item: pytest.Function) -> Iterator[FunctionType]:
+    """The test, its fixtures, and the functions among its parameters."""
+    fixtures = (one.func for many in item._fixtureinfo.name2fixturedefs.values() for one in many)
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return (f for f in (item.function, *fixtures, *given) if isinstance(f, FunctionType))
+
+
+def starts(function: FunctionType) -> bool:
+    """Whether a function, or one of those that it names, starts a process or a compiler."""
+    seen, waiting = {function}, [function]
+    while waiting:
+        found = _named(waiting.pop())
+        if None in found:
+            return True
+        waiting += found - seen
+        seen |= found
+    return False
+
+
+@functools.cache
+def _named(function: FunctionType) -> frozenset[Any]:
+    """The functions of ours that a function names, and None for one that starts something."""
+    return frozenset(one for name in _names(function.__code__) for one in _meant(function.__globals__, *name))
+
+
+def _names(code: CodeType) -> Iterator[tuple[str, str | None]]:
+    """Each global name in a function, and the attribute that is taken of it."""
+    instructions = list(dis.get_instructions(code))
+    for one, after in zip(instructions, [*instructions[1:], None], strict=True):
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            attribute = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            yield one.argval, after.argval if after is not None and attribute else None
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _meant(names: dict[str, Any], name: str, attribute: str | None) -> Iterator[FunctionType | None]:
+    """None for a starter; the function of ours, or the methods of our class, that this is."""
+    value = names.get(name)
+    if isinstance(value, ModuleType):
+        value = getattr(value, attribute or "", None)
+    value = getattr(value, "__wrapped__", value)  # of a function that is cached, or makes a context
+    if not isinstance(value, FunctionType | type):
+        return
+    if (value.__module__, value.__name__) in STARTERS:
+        yield None
+    for function in [value] if isinstance(value, FunctionType) else vars(value).values():
+        if isinstance(function, FunctionType) and function.__code__.co_filename.startswith(OURS):
+            yield function
+
+
+def guard(patch: pytest.MonkeyPatch) -> None:
+    """From now on what starts a process or a compiler fails in a test that is not marked."""
+    import torch  # which the process that hands out tests has no need of
+
+    popen, process, compile_ = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start, torch.compile
+    patch.setattr(subprocess.Popen, "__init__", _refusing(popen, "a process"))
+    patch.setattr(multiprocessing.process.BaseProcess, "start", _refusing(process, "a process"))
+    patch.setattr(torch, "compile", _refusing(compile_, "a compiler"))
+
+
+def _refusing(function: Any, what: str) -> Any:
+    @functools.wraps(function)
+    def start(*args: Any, **kwargs: Any) -> Any:
+        if current:
+            pytest.fail(WORDS.format(what=what), pytrace=True)
+        return function(*args, **kwargs)
+
+    return start
+
+
+@contextlib.contextmanager
+def guarded(item: pytest.Item) -> Iterator[None]:
+    """While this test runs, what starts one fails if it is not marked."""
+    if item.get_closest_marker("starts") is None:
+        current.append(item.nodeid)
+    try:
+        yield
+    finally:
+        current.clear()

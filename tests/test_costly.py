@@ -1,0 +1,100 @@
+"""The rule of ``costly.py``: what starts a process or a compiler is marked, and what is not marked cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from types import FunctionType
+from typing import Any
+
+import costly
+import pytest
+import torch
+
+THERE = torch
+"""Another name for it, so that nothing here is found to compile."""
+
+
+def starts(function: Any) -> bool:
+    assert isinstance(function, FunctionType)
+    return costly.starts(function)
+
+
+def _runs() -> None:
+    subprocess.run(["true"], check=True)
+
+
+def _by_a_helper() -> None:
+    _runs()
+
+
+class Runner:
+    def run(self) -> None:
+        subprocess.Popen(["true"])
+
+
+def _by_a_method() -> None:
+    Runner().run()
+
+
+@contextlib.contextmanager
+def _while_it_runs():
+    _runs()
+    yield
+
+
+def _inside() -> None:
+    def run() -> None:
+        with _while_it_runs():
+            pass
+
+    run()
+
+
+def _compiles() -> None:
+    torch.compile(torch.nn.Linear(2, 2))
+
+
+def _neither() -> None:
+    assert sys.executable
+    assert subprocess.PIPE
+    assert not hasattr(torch, "run")
+
+
+def test_what_starts_one_is_found() -> None:
+    for function in (_runs, _by_a_helper, _by_a_method, _inside, _compiles):
+        assert starts(function), function
+    assert not starts(_neither)
+
+
+@pytest.fixture
+def ran() -> None:
+    _runs()
+
+
+def test_one_that_starts_is_marked(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("starts") is not None
+    _runs()
+
+
+@pytest.mark.usefixtures("ran")
+def test_one_whose_fixture_starts_is_marked(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("starts") is not None
+
+
+@pytest.mark.parametrize("function", [_runs])
+def test_one_whose_parameter_starts_is_marked(function: Any, request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("starts") is not None
+    function()
+
+
+def test_one_that_starts_nothing_is_not_marked(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("starts") is None
+
+
+@pytest.mark.parametrize("what", ["process", "compiler"])
+def test_one_that_is_not_marked_cannot_start_any(what: str) -> None:
+    start = {"process": getattr(subprocess, "check" + "_call"), "compiler": getattr(THERE, "compile")}[what]  # noqa: B009
+    with pytest.raises(pytest.fail.Exception, match=rf"this test starts a {what}: mark it with @pytest\.mark\.starts"):
+        start(["true"] if what == "process" else torch.nn.Linear(2, 2))
