@@ -101,7 +101,7 @@ def test_it_installs_is_listed_and_its_tests_are_the_kit(tmp_path: Path, capsys:
     listed = json.loads(run("lpq", "formats", "--json", PYTHONPATH=str(site)))
     assert "fresh" in json.dumps(listed)
     kit = ["pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull, "--rootdir", str(package)]
-    some = ["-v", "-k", "test_error_is_bounded or test_it_trains"]
+    some = ["-vv", "-k", "test_error_is_bounded or test_it_trains"]
     ran = run(*kit, *some, str(package / "tests"), PYTHONPATH=str(site), PYTEST_ADDOPTS="")
     assert "test_it_trains[fresh] PASSED" in ran
     assert "5 passed" in ran
