@@ -7,5 +7,6 @@ encoded.
 
 from lpq.calibration.calibrating import Calibrated, calibrate
 from lpq.calibration.errors import CalibrationError, CalibrationWarning
+from lpq.calibration.noise import Noise, layer_noise
 
-__all__ = ["Calibrated", "CalibrationError", "CalibrationWarning", "calibrate"]
+__all__ = ["Calibrated", "CalibrationError", "CalibrationWarning", "Noise", "calibrate", "layer_noise"]

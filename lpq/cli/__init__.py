@@ -33,6 +33,7 @@ COMMANDS = {
         "lpq.cli.memory",
         "Say what the weights of a model take: stored, gathered, in the optimizer.",
     ),
+    "calibrate": ("lpq.cli.calibrate", "Make the scales of a checkpoint static, and list its layers by their noise."),
     "export": ("lpq.cli.export", "Write a checkpoint of lpq for inference engines."),
     "check": ("lpq.cli.check", "Run the conformance kit on a format."),
     "new-plugin": ("lpq.cli.new_plugin", "Write a package with a new format, ready to install."),

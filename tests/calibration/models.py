@@ -56,7 +56,8 @@ def model(
     with torch.no_grad():
         for block in net:
             block.attn.q_proj.weight[5, 7] = 0.75
-            block.experts[-1].w3.weight[60, 3] = -1.25
+            for expert in [*block.experts][-1:]:
+                expert.w3.weight[60, 3] = -1.25
     return net
 
 

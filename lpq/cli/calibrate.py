@@ -1,0 +1,149 @@
+"""``lpq calibrate``: make the scales of a checkpoint static, and say how noisy each layer is."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from lpq.registry.errors import OptionError, suggestion
+
+METHODS = ("max", "percentile", "mse", "four_over_six")
+HELD_OUT = 4
+"""So many batches tell how noisy layers are."""
+
+Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of lpq, or the directory of a run.")]
+Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where the calibrated checkpoint is written.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        metavar="PATH",
+        help="Text files or directories (repeatable); with --model one file of batches that torch.save wrote. Default: "
+        "what the run was trained on.",
+    ),
+]
+Made = Annotated[
+    str,
+    typer.Option("--model", help="package.module:function that makes the model, for what `lpq train` did not train."),
+]
+Method = Annotated[str, typer.Option("--method", help=f"How scales are found: {', '.join(METHODS)}.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="How many samples go through the model.")]
+Percentile = Annotated[float, typer.Option("--percentile", help="The percentage of --method percentile.")]
+State = Annotated[Path | None, typer.Option("--state", help="A file in which statistics are kept, to go on from.")]
+
+
+class _Job(NamedTuple):
+    """A model, and what goes through it."""
+
+    model: Any
+    batches: Sequence[Any]
+    held_out: Sequence[Any]
+    forward: Callable[[Any, Any], object]
+
+
+def calibrate(
+    checkpoint: Source,
+    directory: Target,
+    data: Data = None,
+    model: Made = "",
+    method: Method = "max",
+    samples: Samples = 512,
+    percentile: Percentile = 99.9,
+    state: State = None,
+) -> None:
+    """Make the scales of a checkpoint static, write it anew, and list its layers, the noisiest first.
+
+    `lpq export` then writes the scales for inference engines.
+    """
+    if method not in METHODS:
+        raise OptionError(f"there is no method {method!r}: {suggestion(method, METHODS)}")
+    import lpq
+    from lpq import calibration
+    from lpq.cli.output import table
+    from lpq.nn.names import plain_name
+    from lpq.train.runs import CONFIG, RECIPE
+
+    if (checkpoint / CONFIG).is_file():  # the directory of a run of `lpq train`
+        checkpoint /= RECIPE
+    job = _of_function(checkpoint, model, data or ()) if model else _of_run(checkpoint, data, samples)
+    chosen: Any = method
+    made = lpq.calibrate(
+        job.model, job.batches, method=chosen, samples=samples, percentile=percentile, state=state, forward=job.forward
+    )
+    lpq.checkpoint.save(directory, job.model)
+    typer.echo(f"{directory}: {made}")
+    recipes: dict[str, Any] = {plain_name(n): getattr(m, "recipe", None) for n, m in job.model.named_modules()}
+    rows = []
+    for noise in calibration.layer_noise(job.model, job.held_out, forward=job.forward):
+        x, w = (quantizer.side("row") for quantizer in (recipes[noise.layer].x, recipes[noise.layer].w))
+        rows.append((noise.layer, f"{noise.output:.1f}", f"{noise.weight:.1f}", x, w))
+    table("Signal to noise, in dB", ("layer", "output", "weight", "x", "w"), rows)
+
+
+def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
+    """What ``lpq train`` trained, and pieces of its text."""
+    import torch
+
+    import lpq
+    from lpq.train.config import TrainConfig
+    from lpq.train.data import load
+    from lpq.train.machine import fast_bf16
+    from lpq.train.model import GPT, Shape
+
+    info = lpq.checkpoint.info(path)
+    settings = info.extra.get("config") if isinstance(info.extra, dict) else None
+    if not isinstance(settings, str):
+        raise OptionError(
+            f"{path} was not written by lpq train: name the function that makes its model, --model package.module:f"
+        )
+    given: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in tomllib.loads(settings).items()}
+    config = TrainConfig(**given)
+    model = _loaded(path, info, GPT(Shape(config.layers, config.heads, config.width)))
+    text = load(tuple(data) if data else config.data, config.seq)
+    count = -(-samples // config.batch)
+    fast = fast_bf16(torch.device("cpu"))
+
+    def forward(model: Any, tokens: Any) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            model(tokens)
+
+    return _Job(
+        model,
+        [text.batch(config.seed, step, config.batch, config.seq)[0] for step in range(count)],
+        [text.held_out_batch(i, config.batch, config.seq)[0] for i in range(HELD_OUT)],
+        forward,
+    )
+
+
+def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
+    """A model that a function makes, and the batches of a file."""
+    import torch
+
+    import lpq
+    from lpq import registry
+    from lpq.calibration.collecting import through
+
+    if len(data) != 1:
+        raise OptionError("--model needs --data FILE once: a list of batches that torch.save wrote")
+    model = _loaded(path, lpq.checkpoint.info(path), registry.resolve(name)())
+    try:
+        batches = torch.load(data[0], weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise OptionError(f"--data {data[0]} cannot be read as batches that torch.save wrote: {error}") from error
+    if not isinstance(batches, list):
+        raise OptionError(f"--data {data[0]} holds a {type(batches).__name__}, and a list of batches is wanted")
+    return _Job(model, batches, batches[:HELD_OUT], through)
+
+
+def _loaded(path: Path, info: Any, model: Any) -> Any:
+    import lpq
+
+    if info.policy is None:
+        raise OptionError(f"{path} is of a model that was not converted: there is no scale to calibrate")
+    lpq.convert(model, info.policy, steps=info.steps, weights="quantized" if info.description.quantized else None)
+    lpq.checkpoint.load(path, model)
+    return model
