@@ -19,11 +19,11 @@ from lpq.formats import Quantizer, Storage
 from lpq.formats.joined import cat
 from lpq.formats.layout import Buffer
 from lpq.operations.decoding import decode
-from lpq.operations.measuring import measure
+from lpq.operations.measuring import measure, measure_again
 from lpq.operations.operands import recall
 from lpq.operations.quantizing import quantize
-from lpq.operations.reduce_statistics import Declared, spans
-from lpq.operations.sides import declared
+from lpq.operations.reduce_statistics import Declared, as_counts, from_counts, spans
+from lpq.operations.sides import declared, measures_again
 from lpq.torch_private.collectives import all_gather, all_reduce
 
 State = Mapping[str, Tensor]
@@ -97,17 +97,53 @@ def measure_part(part: Part, x: Tensor, state: State | None) -> list[Tensor]:
     return measure(x, row, col)
 
 
-def reduce_parts(measured: Sequence[tuple[Part, list[Tensor]]], seeds: Tensor | None, group: str) -> Tensor | None:
-    """Make the statistics of parts those of the whole tensors, in place, and random seeds the same on all ranks: in one
-    collective, if there is anything to reduce. Return the seeds."""
-    found: list[tuple[list[Tensor], int]] = []
-    for part, stats in measured:
-        spanning = _spanning(part, *_first(part)) if stats else []
-        found += [(stats, i) for i, of_several in enumerate(spanning) if of_several]
-    made, seeds = reduce_together([stats[i] for stats, i in found], seeds, group)
-    for (stats, i), value in zip(found, made, strict=True):
-        stats[i] = value
+def reduce_parts(
+    measured: Sequence[tuple[Part, Tensor, list[Tensor]]], seeds: Tensor | None, group: str
+) -> Tensor | None:
+    """Make the statistics of parts, which stand behind what they were measured of, those of the whole tensors, in
+    place, and random seeds the same on all ranks. It takes a collective, if there is anything to reduce, one more for
+    counts, and the same again for a second round. Return the seeds."""
+    entries = [_Measured(part, x, *_first(part), stats) for part, x, stats in measured if stats]
+    return _reduce(entries, seeds, group)
+
+
+class _Measured(NamedTuple):
+    """Statistics of a part, for these operands."""
+
+    part: Part
+    x: Tensor
+    row: Quantizer | None
+    col: Quantizer | None
+    stats: list[Tensor]
+
+    def spanning(self, kind: str, number: int) -> list[tuple[list[Tensor], int]]:
+        """Where those stand that are of data of several ranks, are combined so, and are of this round."""
+        several, needed = _spanning(self.part, self.row, self.col), declared(self.row, self.col)
+        how = [(stat.reduce, stat.round) for stat, _ in needed]
+        return [(self.stats, i) for i, found in enumerate(how) if several[i] and found == (kind, number)]
+
+
+def _reduce(measured: Sequence[_Measured], seeds: Tensor | None, group: str) -> Tensor | None:
+    again = [m for m in measured if measures_again(m.row, m.col)]
+    for number, entries in ((1, measured), (2, again)):
+        for m in entries if number == 2 else ():
+            m.stats[:] = measure_again(m.x, m.row, m.col, m.stats)
+        largest = [at for m in entries for at in m.spanning("max", number)]
+        made, agreed = reduce_together([s[i] for s, i in largest], seeds if number == 1 else None, group)
+        seeds = agreed if number == 1 else seeds
+        counts = [at for m in entries for at in m.spanning("sum", number)]
+        made += _sums([s[i] for s, i in counts], group)
+        for (stats, i), value in zip([*largest, *counts], made, strict=True):
+            stats[i] = value
     return seeds
+
+
+def _sums(values: Sequence[Tensor], group: str) -> list[Tensor]:
+    """The sums over the ranks of counts, in one collective."""
+    if not values:
+        return []
+    sums = from_counts(all_reduce(as_counts(torch.cat([v.reshape(-1) for v in values])), "sum", group))
+    return [s.view(v.shape) for s, v in zip(torch.split(sums, [v.numel() for v in values]), values, strict=True)]
 
 
 def reduce_together(values: Sequence[Tensor], seeds: Tensor | None, group: str) -> tuple[list[Tensor], Tensor | None]:
@@ -162,9 +198,8 @@ def encode_part(
     assert first.row is not None
     decoded, side = decode(first.row, torch.float32), part.quantizer.side("col")
     found = measure(decoded, None, side) if state is not None or any(_spanning(part, None, side)) else []
-    spanning = [i for i, of_several in enumerate(_spanning(part, None, side)) if of_several and found]
-    for i, value in zip(spanning, reduce_together([found[i] for i in spanning], None, group)[0], strict=True):
-        found[i] = value
+    if found:
+        _reduce([_Measured(part, decoded, None, side, found)], None, group)
     second = _encoded(part, decoded, None, side, found, state, seed)
     assert second.col is not None
     return Encoded(first.row if part.row else None, second.col.astype(x.dtype), [*first.measured, *second.measured])

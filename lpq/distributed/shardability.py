@@ -13,6 +13,7 @@ import torch
 
 from lpq.formats import Quantizer
 from lpq.operations.derived_operands import derives_col, rounds_stochastically
+from lpq.operations.sides import measures_again
 
 
 @cache  # asked before every gather
@@ -24,6 +25,8 @@ def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) ->
         return f"{quantizer} rounds stochastically, and each rank would draw random bits of its own"
     if quantizer.col_source == "row" and col.state:
         return f"{col} would have to remember statistics of what the row operand decodes to"
+    if ranks > 1 and not stack and measures_again(quantizer.side("row"), col):
+        return f"{quantizer} measures in two rounds, and weights are gathered after one"
     return why_uncut(quantizer, rows, ranks, stack)
 
 

@@ -159,23 +159,25 @@ class Gather:
             self._measured = measured
 
         self._measured = None  # until then each rank has others
-        reductions.add(self._measure(local), self.site.group)
+        self._measure(local, reductions)
         reductions.afterwards(reduced)
 
-    def _measure(self, local: Tensor) -> list[Tensor]:
-        """Measure a shard into ``stats``; those of them that have yet to be reduced over the ranks."""
+    def _measure(self, local: Tensor, reductions: Reductions) -> None:
+        """Measure a shard into ``stats``."""
         self.stats, quantizer = [], self.quantizer
         if quantizer is None or not isinstance(local, WeightShard):
-            return []
+            return
         row, col, of = _sides(quantizer)
         needed = any(spans(d) and not known for d, known in zip(of, recalls(quantizer, row, col), strict=True))
         needed = needed and not is_stack(local.shape)  # of which no statistic is of several shards
         if not needed and not moves(quantizer, row, col):
             self.stats = [None] * len(of)
-            return []
+            return
         with torch.no_grad():
-            self.stats = [*measure(self._prepared(local), row, col, dtype=self.site.dtype)]
-        return [s for s, d in zip(self.stats, of, strict=True) if s is not None and spans(d)]
+            measured = measure(self._prepared(local), row, col, dtype=self.site.dtype)
+        self.stats = [*measured]
+        if not is_stack(local.shape):
+            reductions.add_stats(of, measured, self.site.group, 1)
 
     def _prepared(self, shard: Tensor) -> Tensor:
         """The shard where it is encoded. What is encoded is what FSDP2 would gather of an ordinary parameter, so it is

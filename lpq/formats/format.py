@@ -45,6 +45,10 @@ class Quantizer(Options):
         """The statistics of a matrix, by name. Pure, and local: the core reduces them over the ranks."""
         return {}
 
+    def measure_again(self, x: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The statistics of round 2, by name, from those of round 1, which are of all ranks. Pure, and local."""
+        raise NotImplementedError(f"{type(self).__name__} must define measure_again(self, x, stats)")
+
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         """The encoded matrix. Pure: whatever depends on a statistic is computed here, after the reduction."""
         raise NotImplementedError(f"{type(self).__name__} must define encode(self, x, stats)")
@@ -214,6 +218,19 @@ def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> 
             registry.format_of(type(quantizer)).name,
             f"{quantizer}: {method} makes a new quantizer whenever it is called",
             "make it once, in a functools.cached_property, and return that; torch.compile cannot make one",
+        )
+    again = [stat.name for stat in side.stats if stat.round == 2]
+    if again and type(side).measure_again is Quantizer.measure_again:
+        raise registry.at_fault(
+            registry.format_of(type(side)).name,
+            f"{side} measures {again[0]!r} in round 2, and {type(side).__name__} has no measure_again(self, x, stats)",
+            "define it: it returns the statistics of round 2",
+        )
+    if side.state and any(stat.round == 2 or stat.reduce == "sum" for stat in side.stats):
+        raise registry.at_fault(
+            registry.format_of(type(side)).name,
+            f"{side} remembers statistics across steps, and these are combined by MAX in one round",
+            "give it no state, or statistics of round 1 with reduce='max'",
         )
     if side.transposable and side.storage.transposed is Storage.transposed:
         storage = side.storage.__name__

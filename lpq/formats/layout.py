@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -141,6 +142,11 @@ class Stat(Covering):
     name: str
     block: Block = (None, None)
     """Logical rows and columns that one element covers; None: the whole dimension."""
+    reduce: Literal["max", "sum"] = "max"
+    """How the values of several ranks make one. ``"sum"`` is for counts: whole numbers, below 2^24 in all, of which
+    alone the sum is the same however a tensor is cut. That of others is NaN."""
+    round: Literal[1, 2] = 1
+    """2: it is measured by ``Quantizer.measure_again``, when those of round 1 are of all ranks."""
 
     def zeros(self, rows: int, cols: int, device: torch.device) -> Tensor:
         return torch.zeros(self.grid(rows, cols), dtype=torch.float32, device=device)

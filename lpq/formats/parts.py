@@ -46,6 +46,8 @@ def _unfit(part: Quantizer) -> str:
     sides = part.side("row"), part.side("col")
     if any(side.state for side in sides):
         return "remembers statistics across steps, and no state is kept for a part"
+    if any(stat.round == 2 for side in sides for stat in side.stats):
+        return "measures in two rounds, and a part is measured once"
     if any(side.stochastic for side in sides):
         return "rounds with random bits, and no part has any of its own"
     if any(buffer.dtype is None for side in sides for buffer in side.layout):

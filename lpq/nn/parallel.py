@@ -156,7 +156,8 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     with torch.no_grad(), on_device(x.device):
         if made is None:
             x_stats = measure_part(_sent(of_x), as_matrix(x), way.states.get("x"))
-        w_row, w_col, w_stats, seeds = _encoded_weight(way, of_w, weight, x, [] if made else [(_sent(of_x), x_stats)])
+        beside = [] if made is not None else [(_sent(of_x), as_matrix(x), x_stats)]
+        w_row, w_col, w_stats, seeds = _encoded_weight(way, of_w, weight, x, beside)
         encoded = None if made is not None else _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
     if encoded is not None:
         spread = _spread(x, cut, shape, way.group)
@@ -197,7 +198,7 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
         of_dy = of_dy._replace(cut=None)
     with torch.no_grad(), on_device(x.device):
         x_stats = measure_part(of_x, as_matrix(x), way.states.get("x"))
-        w_row, w_col, w_stats, seeds = _encoded_weight(way, of_w, weight, x, [(of_x, x_stats)])
+        w_row, w_col, w_stats, seeds = _encoded_weight(way, of_w, weight, x, [(of_x, as_matrix(x), x_stats)])
         row, kept, x_stats = _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
     call = Call(way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), way.states)
     operands = Operands(row, kept, w_row, w_col, x_stats, w_stats, seeds.get("dy"))
@@ -277,14 +278,14 @@ def _stream(x: Tensor) -> int:
 
 
 def _encoded_weight(
-    way: _Pass, part: Part, weight: DTensor, x: Tensor, beside: list[tuple[Part, list[Tensor]]]
+    way: _Pass, part: Part, weight: DTensor, x: Tensor, beside: list[tuple[Part, Tensor, list[Tensor]]]
 ) -> tuple[Given, Given | None, list[Tensor], dict[str, Tensor]]:
     """The operands of this rank's part of the weight, what was measured, and the seeds of the pass, with one reduction
     of what spans parts of the weight and of what lies ``beside``."""
     w = local_part(weight)
     stats = measure_part(part, w, way.states.get("w"))
     seeds = draw_seeds(x, w, len(TENSORS)) if way.plan.stochastic else None
-    seeds = reduce_parts([*beside, (part, stats)], seeds, way.group)
+    seeds = reduce_parts([*beside, (part, w, stats)], seeds, way.group)
     named = {} if seeds is None else dict(zip(TENSORS, seeds.unbind(), strict=True))
     row, col, stats = encode_part(part, w, stats, way.states.get("w"), named.get("w"), way.group)
     assert row is not None

@@ -147,7 +147,7 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
         part = part._replace(row=True, col=False)
     state = states.get("dy")
     dy_stats = measure_part(part, dy, state)
-    reduce_parts([(part, dy_stats)], None, group)
+    reduce_parts([(part, dy, dy_stats)], None, group)
     encoded = encode_part(part, dy, dy_stats, state, seed[0] if seed else None, group)
     row, col = encoded.row, encoded.col
     if cut is not None:

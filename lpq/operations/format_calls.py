@@ -31,14 +31,25 @@ AS_DECLARED = "return it as declared, or declare what is returned"
 
 
 def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
-    """What the format's ``measure`` finds, in the order of ``stats``."""
+    """What the format's ``measure`` finds, and its ``measure_again`` by that, in the order of ``stats``."""
     found = quantizer.measure(x) or {}
+    if any(stat.round == 2 for stat in quantizer.stats):
+        return measured_again_by(quantizer, x, found)
+    return _measured(quantizer, "measure", x, found)
+
+
+def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tensor]) -> list[Tensor]:
+    """What the format's ``measure_again`` finds by the statistics of round 1, with these, in the order of ``stats``."""
+    return _measured(quantizer, "measure_again", x, {**first, **(quantizer.measure_again(x, first) or {})})
+
+
+def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, Tensor]) -> list[Tensor]:
     try:
         measured = [found[stat.name] for stat in quantizer.stats]
     except KeyError as error:
-        raise _lacking(quantizer, "measure", error) from None
-    if not is_dynamo_compiling() and ("measure", x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY:
-        _check(quantizer, "measure", x, _unfit_stats(quantizer, found, x))
+        raise _lacking(quantizer, method, error) from None
+    if not is_dynamo_compiling() and (method, x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY:
+        _check(quantizer, method, x, _unfit_stats(quantizer, found, x))
     return measured
 
 

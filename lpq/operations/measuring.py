@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from lpq.formats.format import Quantizer
-from lpq.operations.format_calls import measured_by
+from lpq.operations.format_calls import measured_again_by, measured_by
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
-from lpq.operations.sides import declared, quantizer_of, serving, shared, text_of
+from lpq.operations.sides import declared, measures_again, quantizer_of, serving, shared, text_of
 
 
 def measure(
@@ -23,6 +24,20 @@ def measure(
     x = x if dtype is None else x.to(dtype)
     texts = text_of(row), text_of(col)
     return cast("list[Tensor]", torch.ops.lpq.measure(x, *texts, layout_hash(*texts)))
+
+
+def measure_again(x: Tensor, row: Quantizer | None, col: Quantizer | None, stats: Sequence[Tensor]) -> list[Tensor]:
+    """The same statistics, in the order of ``declared``, with those of round 2 measured by what those of round 1 now
+    are: the format's own lines, whoever watches."""
+    count = len(row.stats) if row is not None else 0
+    first = _again_side(row, x, stats[:count]) if row is not None else []
+    return first if col is None or shared(row, col) else first + _again_side(col, x.t(), stats[count:])
+
+
+def _again_side(side: Quantizer, x: Tensor, stats: Sequence[Tensor]) -> list[Tensor]:
+    if x.numel() == 0 or not measures_again(side, None):
+        return list(stats)
+    return measured_again_by(side, x, {s.name: t for s, t in zip(side.stats, stats, strict=True) if s.round == 1})
 
 
 def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:

@@ -17,11 +17,11 @@ from lpq.kernels import choose
 from lpq.operations import fused_pair
 from lpq.operations.decoding import decode
 from lpq.operations.format_calls import recalled_by
-from lpq.operations.measuring import measure
+from lpq.operations.measuring import measure, measure_again
 from lpq.operations.operators import ORDINARY, can_call_directly
 from lpq.operations.quantizing import quantize
 from lpq.operations.reduce_statistics import check_shard, reduce_stats, spans
-from lpq.operations.sides import declared
+from lpq.operations.sides import declared, measures_again
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,6 +97,9 @@ def _encode(
         if state is None or any(k is None and spans(d) for k, d in zip(known, needed, strict=True)):
             stats = measure(x, row, col)
             reduce_stats(needed, stats, group)
+            if measures_again(row, col):
+                stats = measure_again(x, row, col, stats)
+                reduce_stats(needed, stats, group, 2)
             use = [s if k is None else k for k, s in zip(known or [None] * len(stats), stats, strict=True)]
             row_operand, col_operand, _ = quantize(x, use, row, col, seed, offset)
             return Operands(row_operand, col_operand, stats)

@@ -1,4 +1,4 @@
-"""Combining statistics across ranks: one MAX over whatever covers data of more than one rank."""
+"""Combining statistics across ranks: one MAX over whatever covers data of more than one rank, and one sum of counts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from lpq.formats.format import Quantizer
 
+COUNTS = 2**24
+"""Whole numbers below this are exact in fp32."""
 Declared = tuple[Stat, int]
 """A statistic, and which dimension of its operand the ranks share out: 0 of a row operand, 1 of a column operand."""
 
@@ -26,11 +28,13 @@ def spans(declared: Declared) -> bool:
     return stat.block[dim] is None
 
 
-def reduce_stats(declared: Sequence[Declared], stats: list[Tensor], group: ProcessGroup) -> None:
-    """Reduce, in one collective, those statistics whose elements span ranks; ``stats`` is changed in place."""
-    spanning = [i for i, d in enumerate(declared) if spans(d)]
-    for i, reduced in zip(spanning, reduce_max([stats[i] for i in spanning], group), strict=True):
-        stats[i] = reduced
+def reduce_stats(declared: Sequence[Declared], stats: list[Tensor], group: ProcessGroup, number: int = 1) -> None:
+    """Reduce those statistics of a round whose elements span ranks, in one collective for all that are combined alike;
+    ``stats`` is changed in place."""
+    for kind, combine in (("max", reduce_max), ("sum", reduce_sum)):
+        of_kind = [i for i, d in enumerate(declared) if spans(d) and (d[0].reduce, d[0].round) == (kind, number)]
+        for i, reduced in zip(of_kind, combine([stats[i] for i in of_kind], group), strict=True):
+            stats[i] = reduced
 
 
 def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
@@ -49,12 +53,37 @@ def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
 
 
+def reduce_sum(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """The sum over the ranks of these tensors of counts in fp32, in one collective: NaN where they are no whole numbers
+    from 0, or 2^24 or more in all."""
+    import torch.distributed as dist
+
+    if not values:
+        return []
+    flat = as_counts(torch.cat([v.reshape(-1) for v in values]))
+    dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
+    parts = torch.split(from_counts(flat), [v.numel() for v in values])
+    return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
+
+
+def as_counts(values: Tensor) -> Tensor:
+    """Counts in fp32 as integers, whose sum is exact; what is none is so large that no sum of others hides it."""
+    return torch.where((values >= 0) & (values < COUNTS) & (values == values.floor()), values, 2 * COUNTS).long()
+
+
+def from_counts(sums: Tensor) -> Tensor:
+    """The sums of such integers in fp32, NaN where one is too large to be exact."""
+    return torch.where(sums < COUNTS, sums.float(), torch.nan)
+
+
 class Reductions:
-    """Tensors to be made the MAX over ranks: one collective for all of each set of ranks and each device."""
+    """Tensors to be made the MAX over ranks, or counts to be made their sum: one collective for all of each set of
+    ranks and each device that are combined alike."""
 
     def __init__(self) -> None:
         self._within: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
         self._across: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
+        self._sums: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
         self._afterwards: list[Callable[[], None]] = []
 
     def add(self, values: Sequence[Tensor], group: ProcessGroup, across: ProcessGroup | None = None) -> None:
@@ -65,6 +94,15 @@ class Reductions:
                 for value in values:
                     reduced.setdefault((ranks, value.device), (over, []))[1].append(value)
 
+    def add_stats(
+        self, declared: Sequence[Declared], stats: Sequence[Tensor], group: ProcessGroup, number: int
+    ) -> None:
+        """Reduce in place those statistics of a round whose elements span the ranks."""
+        found = [(d[0], s) for d, s in zip(declared, stats, strict=True) if spans(d) and d[0].round == number]
+        self.add([value for stat, value in found if stat.reduce == "max"], group)
+        for value in (value for stat, value in found if stat.reduce == "sum" and group.size() > 1):
+            self._sums.setdefault((same_ranks(group), value.device), (group, []))[1].append(value)
+
     def afterwards(self, call: Callable[[], None]) -> None:
         """Have this called when all are reduced, and not if something raises before."""
         self._afterwards.append(call)
@@ -73,6 +111,8 @@ class Reductions:
     def run(self) -> None:
         for group, values in [*self._within.values(), *self._across.values()]:
             copy_each(values, reduce_max(values, group))
+        for group, values in self._sums.values():
+            copy_each(values, reduce_sum(values, group))
         for call in self._afterwards:
             call()
 

@@ -33,6 +33,11 @@ def declared(row: Quantizer | None, col: Quantizer | None) -> list[tuple[Stat, i
     return first + [(stat, 1) for stat in col.stats]
 
 
+def measures_again(row: Quantizer | None, col: Quantizer | None) -> bool:
+    """Whether these operands need statistics of a second round."""
+    return any(stat.round == 2 for side in (row, col) if side is not None for stat in side.stats)
+
+
 def serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device) -> Choice | None:
     """The choice that serves these operands together; None: each has what serves it by itself.
 

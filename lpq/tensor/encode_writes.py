@@ -12,8 +12,10 @@ from lpq import operations
 from lpq.formats.format import Storage
 from lpq.formats.stacks import is_stack
 from lpq.operations.decoding import decode
+from lpq.operations.measuring import measure_again
 from lpq.operations.operands import check_input
 from lpq.operations.reduce_statistics import Reductions, check_shard, spans
+from lpq.operations.sides import measures_again
 from lpq.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -44,11 +46,17 @@ class _Part:
         group = cast("ProcessGroup", self.target.amax_group)
         return group if group.size() > 1 else None
 
-    def measure(self) -> list[Tensor]:
-        """Measure the value; those statistics that have yet to be reduced, in place, over the ranks of the group."""
+    def measure(self, group: ProcessGroup, reductions: Reductions) -> None:
+        """Measure the value into statistics that these reductions make those of the ranks of the group."""
         check_shard(self.row, self.col, self.declared, self.value.shape[0])
         self.stats = operations.measure(self.value, self.row, self.col)
-        return [s for s, d in zip(self.stats, self.declared, strict=True) if spans(d)]
+        reductions.add_stats(self.declared, self.stats, group, 1)
+
+    def measure_again(self, group: ProcessGroup, reductions: Reductions) -> None:
+        """The same for the statistics of a second round, if there are any."""
+        if measures_again(self.row, self.col):
+            self.stats = measure_again(self.value, self.row, self.col, self.stats)
+            reductions.add_stats(self.declared, self.stats, group, 2)
 
     def encode(self) -> tuple[Storage | None, Storage | None]:
         row, col, _ = operations.quantize(self.value, self.stats, self.row, self.col)
@@ -63,7 +71,8 @@ def write(
     beside: Reductions | None = None,
 ) -> None:
     """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
-    each device. A second one, where column operands encode decoded row operands and have statistics of the whole.
+    each device. A second one, where column operands encode decoded row operands and have statistics of the whole, or
+    where statistics are counts or of a second round.
 
     ``unless``: of each target a number, on its device, which leaves it as it is where it is not zero; or None.
     ``beside``: what else is reduced in the same collectives.
@@ -102,8 +111,12 @@ def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
     """Measure what has statistics that ranks share, and reduce them."""
     shared = [(part, group) for part in parts if (group := part.shared_with()) is not None]
     for part, group in shared:
-        reductions.add(part.measure(), group)
+        part.measure(group, reductions)
     reductions.run()
+    second = Reductions()
+    for part, group in shared:
+        part.measure_again(group, second)
+    second.run()
 
 
 def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None, unless: Tensor | None = None) -> None:

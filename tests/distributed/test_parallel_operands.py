@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import counted_format
 import pytest
 import residual_format
 import torch
@@ -37,7 +38,7 @@ largest elements, and codes that are gathered go with one rank's scale."""
 ROTATED = {"nvfp4(rht=true)": "nvfp4()", "nvfp4(rht=true, stochastic=true)": "nvfp4(block=16x16)",
            "hybrid(row=mxfp8, col=nvfp4(rht=true))": "mxfp8()"}  # fmt: skip
 """Quantizers of x and dy with which the weight is not rotated, and what it has."""
-THIRD_PARTIES = ["mxfp4", *value_formats.NAMES[1:], "residual(base=fp8, rest=mxfp8)"]
+THIRD_PARTIES = ["mxfp4", "counted", *value_formats.NAMES[1:], "residual(base=fp8, rest=mxfp8)"]
 
 
 def _style(mode: str) -> Any:
@@ -138,7 +139,7 @@ def _same_operands(rank: int, text: str, modes: Sequence[str]) -> None:
 
 
 def _register() -> None:
-    for formats in (value_formats, whole_formats, residual_format):
+    for formats in (counted_format, value_formats, whole_formats, residual_format):
         formats.register()
 
 

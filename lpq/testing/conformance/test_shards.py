@@ -1,4 +1,4 @@
-"""Sharding in miniature: with statistics combined by MAX, each shard encodes to its piece of the whole."""
+"""Sharding in miniature: with statistics that are combined, each shard encodes to its piece of the whole."""
 
 from __future__ import annotations
 
@@ -37,8 +37,21 @@ def sharded(side: Quantizer, dim: int) -> tuple[Tensor, list[Tensor], list[int]]
 
 
 def reduced(stat: Stat, dim: int, parts: list[Tensor]) -> Tensor:
-    """What the ranks know together: MAX where an element covers several shards, else side by side."""
-    return torch.stack(parts).amax(0) if stat.block[dim] is None else torch.cat(parts, dim)
+    """What the ranks know together: MAX, or the sum, where an element covers several shards, else side by side."""
+    if stat.block[dim] is not None:
+        return torch.cat(parts, dim)
+    return torch.stack(parts).sum(0) if stat.reduce == "sum" else torch.stack(parts).amax(0)
+
+
+def measured(side: Quantizer, dim: int, shards: list[Tensor]) -> list[dict[str, Tensor]]:
+    """The statistics of shards, not yet combined; those of round 2 by what the ranks know together of round 1."""
+    parts = [measure(side, shard) for shard in shards]
+    first = [stat for stat in side.stats if stat.round == 1]
+    if len(first) == len(side.stats):
+        return parts
+    known = {s.name: reduced(s, dim, [part[s.name] for part in parts]) for s in first if s.block[dim] is None}
+    own = [{s.name: part[s.name] for s in first} for part in parts]
+    return [stats | side.measure_again(shard, stats | known) for shard, stats in zip(shards, own, strict=True)]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -47,8 +60,12 @@ def test_statistics_of_shards_are_those_of_the_whole(side: Quantizer, direction:
     """Measured locally and reduced equals measured on the whole, for row and for column operands."""
     dim = DIRECTIONS.index(direction)
     x, shards, _ = sharded(side, dim)
-    whole, parts = measure(side, x), [measure(side, shard) for shard in shards]
+    whole, parts = measure(side, x), measured(side, dim, shards)
     for stat in side.stats:
+        found = torch.cat([part[stat.name].reshape(-1) for part in parts])
+        assert stat.reduce == "max" or bool((found == found.floor().abs()).all()), (
+            f"{side}: statistic {stat.name!r} is summed over ranks and must be a count, a whole number"
+        )
         what = (
             f"{side}: statistic {stat.name!r} of a {direction} operand, reduced over shards of {sizes(side, dim)} "
             f"(one value covers {stat.block}, as stats says)"
@@ -65,7 +82,7 @@ def test_a_shard_is_its_piece_of_the_whole(side: Quantizer, direction: Direction
     """
     dim = DIRECTIONS.index(direction)
     x, shards, starts = sharded(side, dim)
-    whole, parts = encode(side, x, direction=direction), [measure(side, shard) for shard in shards]
+    whole, parts = encode(side, x, direction=direction), measured(side, dim, shards)
     spanning = [stat for stat in side.stats if stat.block[dim] is None]
     alone = []
     for rank, (shard, start) in enumerate(zip(shards, starts, strict=True)):
@@ -84,7 +101,7 @@ def test_a_shard_is_its_piece_of_the_whole(side: Quantizer, direction: Direction
             "reduced statistics (take scales from stats, and let no value share one beyond its block)"
         )
         same_operand(encode(side, shard, stats, direction=direction, offset=offset), piece, what)
-        alone.append(encode(side, shard, parts[rank], direction=direction, offset=offset).decode())
+        alone.append(encode(side, shard, direction=direction, offset=offset).decode())
     if spanning:
         own = torch.cat(alone, dim)
         assert not torch.equal(own, whole.decode()), (

@@ -1,0 +1,78 @@
+"""A format with counts: it clips what few elements exceed, as many as all ranks together have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.core import Buffer, Quantizer, Stat, StateBuffer, Storage
+from lpq.formats.blocks import block_amax
+from lpq.registry import FormatSpec, hookimpl
+
+FEW = 0.02
+"""The part of the elements that are clipped at most."""
+
+
+def register() -> None:
+    """Make the format known in this process, as a plugin that is not packaged."""
+    registry.register(sys.modules[__name__], name="counted")
+
+
+@hookimpl
+def lpq_register_formats() -> list[FormatSpec]:
+    def spec(name: str, kind: str) -> FormatSpec:
+        storage = f"{__name__}:CountedStorage"
+        return FormatSpec(
+            name=name, summary="int8, clipped where few are larger", quantizer=f"{__name__}:{kind}", storage=storage,
+            effective_bits=None,
+        )  # fmt: skip
+
+    kinds = {"counted": "CountedQuantizer", "counted_once": "Once", "counted_kept": "Kept"}
+    return [spec(name, kind) for name, kind in kinds.items()]
+
+
+@dataclass(frozen=True)
+class CountedQuantizer(Quantizer):
+    """The scale is the amax's, or half of that if no more than a few of the elements that are not zero exceed it."""
+
+    stats = (Stat("amax"), Stat("nonzero", reduce="sum"), Stat("above", reduce="sum", round=2))
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": block_amax(x, (None, None)), "nonzero": (x != 0).sum().float()}
+
+    def measure_again(self, x: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"above": (x.float().abs() > stats["amax"] / 2).sum().float()}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        few = stats["above"] <= FEW * stats["nonzero"]
+        scale = (stats["amax"] * torch.where(few, 0.5, 1.0)).clamp(min=1e-30) / 127
+        data = (x.float() / scale).round().clamp(-127, 127).to(torch.int8)
+        return CountedStorage(data=data, scale=scale, above=stats["above"].clone())
+
+
+class CountedStorage(Storage):
+    layout = (
+        Buffer("data", torch.int8),
+        Buffer("scale", torch.float32, block=(None, None)),
+        Buffer("above", torch.float32, block=(None, None)),
+    )
+
+    def decode(self) -> Tensor:
+        return self.data.float() * self.scale
+
+
+class Once(CountedQuantizer):
+    """Wrongly has no second round."""
+
+    measure_again = Quantizer.measure_again
+
+
+class Kept(CountedQuantizer):
+    """Wrongly has a state."""
+
+    state = (StateBuffer("amax"),)
