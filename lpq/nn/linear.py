@@ -18,7 +18,7 @@ from lpq.nn import recomputed
 from lpq.nn.cached_weight import HeldWeight, as_it_is
 from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.exported import forward_of
-from lpq.nn.input_checks import check, check_accumulation, check_memories
+from lpq.nn.input_checks import check, check_accumulation, check_memories, check_static
 from lpq.nn.multiply import Call, Multiplication
 from lpq.nn.plan import Plan, Shapes, bind_few
 from lpq.nn.quantizer_state import check_names
@@ -34,6 +34,7 @@ from lpq.tensor import QuantizedTensor
 from lpq.tensor.quantized_tensor import operand_tensors
 from lpq.torch_private.compiling import is_exporting
 from lpq.torch_private.dispatch import autocasts
+from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.distributed.weight_gather import Gather
@@ -75,6 +76,8 @@ class Layer(Saved):
     _held: HeldWeight | None
     _calls: tuple[object, dict[object, Call]]
     """What was bound, by what it depends on; and the epoch of the registry in which it was."""
+    _static_checked: dict[object, Call] | None = None
+    """Of these calls the static values were found right, where none is bound."""
     schedule: Schedule | None
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     stages: Stages | None
@@ -189,6 +192,9 @@ class Layer(Saved):
         elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
             from lpq.nn.parallel import multiply_parts
 
+            if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
+                check_static(self, {name: local_part(value) for name, value in self.static_values().items()})
+                self._static_checked = self._calls[1]
             return multiply_parts(self, plan, input, weight, bias, dtype, self._states(), self._inputs)  # type: ignore[arg-type]
         else:
             check(self, input, weight)

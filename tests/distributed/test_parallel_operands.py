@@ -38,7 +38,7 @@ largest elements, and codes that are gathered go with one rank's scale."""
 ROTATED = {"nvfp4(rht=true)": "nvfp4()", "nvfp4(rht=true, stochastic=true)": "nvfp4(block=16x16)",
            "hybrid(row=mxfp8, col=nvfp4(rht=true))": "mxfp8()"}  # fmt: skip
 """Quantizers of x and dy with which the weight is not rotated, and what it has."""
-THIRD_PARTIES = ["mxfp4", "counted", *value_formats.NAMES[1:], "residual(base=fp8, rest=mxfp8)"]
+THIRD_PARTIES = ["mxfp4", "counted", "fp8(static=true)", *value_formats.NAMES[1:], "residual(base=fp8, rest=mxfp8)"]
 
 
 def _style(mode: str) -> Any:
@@ -67,6 +67,8 @@ def _layer(text: str) -> lpq.nn.Linear:
     layer = lpq.nn.Linear(COLS, ROWS, bias=False, dtype=torch.bfloat16, recipe=recipe)
     with torch.no_grad():
         layer.weight[-1, -1] = 100.0
+        for value in layer.static_values().values():
+            value.fill_(50.0)
     return layer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -167,6 +168,13 @@ def test_one_plan_serves_a_model_that_is_converted_in_part() -> None:
 
 def _refuses(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
+    static = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "x=fp8(static=true), w=fp8, dy=fp8")
+    parallelize_module(static, mesh, {"0": tp.ColwiseParallel()})
+    for value, refused in ((0.0, True), (2.0, False)):
+        static[0].x_amax.fill_(value)
+        static[0].forget_calls()
+        with pytest.raises(RuntimeError, match=r"layer 0, .*its recipe is static") if refused else nullcontext():
+            static(torch.ones(64, 64))
     for weights, size, style, error in (
         (None, 96, tp.RowwiseParallel(), "its weight cannot be shared out over 2 ranks: shards of 48 columns cut the"),
         (None, 97, tp.ColwiseParallel(), "the 97 rows of its weight over 2 ranks are uneven"),
