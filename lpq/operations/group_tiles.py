@@ -25,9 +25,10 @@ from lpq.formats.layout import Buffer, Covering
 from lpq.formats.random_bits import RandomBits, bytes_at
 from lpq.formats.stacks import matrices
 from lpq.operations.decoding import decode
-from lpq.operations.format_calls import encoded_by
+from lpq.operations.format_calls import encoded_by, transposed_by
 from lpq.operations.measuring import measure_reference
 from lpq.operations.quantizing import quantize
+from lpq.operations.sides import shared
 from lpq.operations.vmapped import vmapped
 
 ALIGNED = 8
@@ -82,7 +83,8 @@ def encode(x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, 
     if not col:
         return out
     if quantizer.col_source == "original":
-        return out + _side(of_col, x, offs, 1, seeds)
+        follows = row and shared(of_row, of_col)
+        return out + (_turned(of_row, out, x.shape, offs) if follows else _side(of_col, x, offs, 1, seeds))
     rows, cols = x.shape
     tensors = out if row else _side(of_row, x, offs, 0, seeds)
     decoded = dense(Grouped(of_row, tensors, (rows, cols), x.dtype, 0), offs, torch.float32, rotated=False)
@@ -119,6 +121,34 @@ def _side(side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | No
 
     made_of_tiles = vmapped(one, given, *stats, *drawn)
     return [_assembled(b, v, count, dim) for b, v in zip(side.layout, made_of_tiles, strict=True)]
+
+
+def _turned(side: Quantizer, row: Sequence[Tensor], shape: torch.Size, offs: Tensor) -> list[Tensor]:
+    """The buffers of the column operand that follows from this row operand."""
+    rows, cols = shape
+    t, of_row = tiles(offs, rows, unit(side, 1)), tiles(offs, rows, unit(side, 0))
+    size, count, own = t.row.shape[1], len(t.group) - len(offs), t.group.clamp(max=len(offs) - 1)
+    given = []
+    for buffer, tensor in zip(side.layout, row, strict=True):
+        step = buffer.block[0]
+        if step is None:
+            given.append(tensor[own] if buffer.block[1] is None else tensor[own].unsqueeze(1))
+            continue
+        at = ((of_row.padded[own] + t.place) // step)[:, None] + torch.arange(size // step, device=offs.device)
+        codes = bytes_of(tensor)
+        found = codes[at.clamp(max=len(codes) - 1)] if len(codes) else codes.new_zeros((*at.shape, *codes.shape[1:]))
+        inside = t.valid[:, ::step].reshape(at.shape + (1,) * (found.dim() - 2))
+        given.append(torch.where(inside, found, found.new_zeros(())).view(tensor.dtype))
+
+    def one(*each: Tensor) -> list[Tensor]:
+        return transposed_by(side.storage.wrap(each, side, (size, cols), torch.float32)).tensors()
+
+    return [_assembled(b, v, count, 1) for b, v in zip(side.layout, vmapped(one, *given), strict=True)]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The same where elements are single bytes, as those: torch has not every operation for 8-bit floats."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def spans(side: Quantizer, dim: int) -> bool:
