@@ -52,7 +52,12 @@ def _tensors(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     x, dy = (torch.randn(BATCH, TOKENS, size, generator=draw).bfloat16() for size in (COLS, ROWS))
     x[-1, -1, -1], dy[-1, -1, -1] = 300.0, -200.0
-    return x, dy
+    return x.to(_device()), dy.to(_device())
+
+
+def _device() -> str:
+    """Where this is tried: on GPUs, if the ranks have them."""
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
 
 
 def _own(tensor: Tensor, dim: int | None) -> Tensor:
@@ -64,7 +69,7 @@ def _layer(text: str) -> lpq.nn.Linear:
     torch.manual_seed(0)
     text = text if "(" in text else f"{text}()"
     recipe = f"x={text}, w={ROTATED.get(text, text)}, dy={text}"
-    layer = lpq.nn.Linear(COLS, ROWS, bias=False, dtype=torch.bfloat16, recipe=recipe)
+    layer = lpq.nn.Linear(COLS, ROWS, bias=False, dtype=torch.bfloat16, recipe=recipe).to(_device())
     with torch.no_grad():
         layer.weight[-1, -1] = 100.0
         for value in layer.static_values().values():
@@ -94,7 +99,7 @@ def different(text: str, mode: str) -> set[str]:
     """Which of x, w and dy this rank does not multiply as one process does."""
     ranks = dist.get_world_size()
     layer, whole = _layer(text), _layer(text)
-    parallelize_module(layer, init_device_mesh("cpu", (ranks,)), _style(mode))
+    parallelize_module(layer, init_device_mesh(_device(), (ranks,)), _style(mode))
     _step(layer, mode, 0)
     _step(whole, None, 0)
     states, recipe = whole._states(), whole.recipe
@@ -102,7 +107,7 @@ def different(text: str, mode: str) -> set[str]:
     (x, dy), expected = _tensors(1), {}
     for i, (name, tensor) in enumerate({"x": x, "w": whole.weight, "dy": dy}.items()):
         matrix, quantizer = tensor.detach().reshape(-1, tensor.shape[-1]), getattr(recipe, name)
-        seed = SEEDS[i] + ranks - 1  # the largest of the ranks'
+        seed = SEEDS[i].to(_device()) + ranks - 1  # the largest of the ranks'
         expected[name] = encode_operands(quantizer, matrix, state=states.get(name), seed=seed)
     multiplied: list[tuple[Storage, Storage]] = []
     gemm = parallel_multiply.gemm
@@ -131,9 +136,9 @@ def different(text: str, mode: str) -> set[str]:
     return wrong
 
 
-def _same_operands(rank: int, text: str, modes: Sequence[str]) -> None:
+def same_operands(rank: int, text: str, modes: Sequence[str]) -> None:
     _register()
-    draw, parallel.draw_seeds = parallel.draw_seeds, lambda *_: SEEDS + rank
+    draw, parallel.draw_seeds = parallel.draw_seeds, lambda *_: SEEDS.to(_device()) + rank
     try:
         assert {mode: different(text, mode) for mode in modes} == {mode: set() for mode in modes}
     finally:
@@ -147,12 +152,12 @@ def _register() -> None:
 
 @pytest.mark.parametrize("text", [*QUANTIZERS, *THIRD_PARTIES])
 def test_every_format_of_a_sequence(text: str, mxfp4: None) -> None:
-    spawn(_same_operands, 2, text, MODES[1::2])
+    spawn(same_operands, 2, text, MODES[1::2])
 
 
 @pytest.mark.parametrize("text", ["fp8(scaling=delayed)", "nvfp4(rht=true, stochastic=true)"])
 def test_without_a_sequence(text: str) -> None:
-    spawn(_same_operands, 2, text, MODES[::2])
+    spawn(same_operands, 2, text, MODES[::2])
 
 
 def _other_operands(rank: int, mode: str) -> None:
