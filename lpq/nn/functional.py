@@ -122,7 +122,10 @@ def as_offsets(title: str, offs: Tensor | Sequence[int], groups: int, x: Tensor)
         )
     if sum(counts) > x.shape[0]:
         raise ValueError(f"{title}: the counts sum to {sum(counts)}, and the input has {x.shape[0]} rows")
-    return torch.tensor([*sums(counts)], dtype=torch.int32, device=x.device)
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return torch.tensor([*sums(counts)], dtype=torch.int32, device=x.device)
+    ends = torch.tensor([*sums(counts)], dtype=torch.int32).pin_memory()
+    return ends.to(x.device, non_blocking=True)  # from other memory it would wait
 
 
 def _check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
