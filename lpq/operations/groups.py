@@ -136,6 +136,8 @@ def _why_no_tiles(text: str, dim: int) -> str | None:
         return None
     if (why := side.why_no_parts(dim)) is not None:
         return why
+    if group_tiles.spans(side, dim) and any(stat.reduce != "max" or stat.round > 1 for stat in side.stats):
+        return f"{side} counts, or measures a second time, and that is not done for groups at once"
     x = torch.randn(29, 40, generator=torch.Generator().manual_seed(0))
     offs, seeds = torch.tensor([5, 5, 26], dtype=torch.int32), torch.arange(3)
     row, col = dim == 0, dim == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import counted_format
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lpq
+from lpq import registry
 from lpq.formats.groups import Grouped, bounds, starts, unit
 from lpq.formats.layout import row_major
 from lpq.nn import GroupedLinear
@@ -117,3 +119,19 @@ def test_a_recipe_of_none_multiplies_in_its_own_precision(monkeypatch: pytest.Mo
         nn.functional.linear(part, w, b) for part, w, b in zip(x.split([5, 9]), module.weight, module.bias, strict=True)
     ]
     torch.testing.assert_close(module(x, offs), torch.cat(linear))
+
+
+def test_a_format_that_counts_is_encoded_a_group_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted_format.register()
+    try:
+        quantizer = lpq.quantizer("counted")
+        x, offs = rows([5, 9], behind=0)
+        usual, _ = groups.encode_groups(quantizer, x, offs, row=True, col=True)
+        monkeypatch.setattr(groups, "at_once", lambda *_: True)
+        with pytest.warns(UserWarning, match="the host waits for the device: counted counts"):
+            found, _ = groups.encode_groups(quantizer, x, offs, row=True, col=True)
+        assert usual is not None
+        assert found is not None
+        assert all(torch.equal(a, b) for a, b in zip(usual.tensors, found.tensors, strict=True))
+    finally:
+        registry.refresh()
