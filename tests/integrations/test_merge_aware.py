@@ -1,0 +1,129 @@
+"""Adapters over a frozen quantized base: they train, and merge-aware ones keep their effect when they are merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lpq
+from lpq.core import QuantizedTensor
+
+peft: Any = pytest.importorskip("peft", reason="needs peft, which `make install` brings")
+from lpq.integrations.peft import merge_aware  # noqa: E402  (where peft is)
+
+STEPS = 60
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+X = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+SHIFT = torch.randn(64, 3, generator=torch.Generator().manual_seed(2))
+SHIFT = (0.004 * X.float() @ SHIFT @ SHIFT.t()).bfloat16()
+
+
+def base(path: Path) -> Any:
+    """A frozen base from an engine's files: its codes, calibrated inputs, and nothing in high precision."""
+    if not path.exists():
+        net = lpq.convert(Net().bfloat16(), "nvfp4")
+        lpq.calibrate(net, [X])
+        lpq.export(net, path, layout="compressed-tensors")
+    return lpq.load_quantized(path, Net().bfloat16())
+
+
+def adapted(path: Path, aware: bool, **options: Any) -> Any:
+    torch.manual_seed(3)
+    made = peft.get_peft_model(base(path), peft.LoraConfig(r=4, target_modules=["up", "down"], **options))
+    return merge_aware(made) if aware else made
+
+
+def trained(path: Path, aware: bool) -> tuple[Any, Tensor, float]:
+    """A model whose adapters learned a small shift of the outputs; the target, and the error before."""
+    with torch.no_grad():
+        target = base(path)(X) + SHIFT
+    model = adapted(path, aware)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    assert all(p.dtype == torch.float32 or p.dtype == torch.bfloat16 for p in weights)
+    optimizer = torch.optim.Adam(weights, lr=4e-3)
+    before = error(model, target)
+    for _ in range(STEPS):
+        (model(X).float() - target.float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, target, before
+
+
+def error(model: nn.Module, target: Tensor) -> float:
+    with torch.no_grad():
+        return (model(X).float() - target.float()).square().mean().item()
+
+
+def test_merging_keeps_what_merge_aware_adapters_learned(tmp_path: Path) -> None:
+    """To the bit. Control: adapters that are added beside the product learn more, and lose all of it but a tenth."""
+    for aware in (True, False):
+        model, target, before = trained(tmp_path / "base", aware)
+        codes = [layer.weight.row.data.clone() for layer in base(tmp_path / "base").children()]
+        after = error(model, target)
+        with torch.no_grad():
+            expected = model(X)
+        merged = model.merge_and_unload()
+        assert all(isinstance(layer.weight, QuantizedTensor) for layer in merged.children())
+        assert not all(torch.equal(layer.weight.row.data, c) for layer, c in zip(merged.children(), codes, strict=True))
+        assert torch.equal(merged(X), expected) == aware
+        if aware:
+            assert error(merged, target) == after < 0.9 * before
+        else:
+            assert after < 0.5 * before < 0.9 * before < error(merged, target)
+
+
+def test_merged_models_are_exported(tmp_path: Path) -> None:
+    model, _, _ = trained(tmp_path / "base", True)
+    with torch.no_grad():
+        expected = model(X)
+    lpq.export(model.merge_and_unload(), tmp_path / "merged", layout="compressed-tensors")
+    with torch.no_grad():
+        assert torch.equal(lpq.load_quantized(tmp_path / "merged", Net().bfloat16())(X), expected)
+
+
+def test_a_base_in_high_precision_keeps_them_too() -> None:
+    torch.manual_seed(3)
+    model = merge_aware(
+        peft.get_peft_model(lpq.convert(Net(), "fp8-current"), peft.LoraConfig(r=4, target_modules=["up", "down"]))
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+        expected = model(X.float())
+        assert torch.equal(model.merge_and_unload()(X.float()), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lora_dropout": 0.1}, "has dropout"),
+        ({"lora_bias": True}, "has a bias of its own"),
+        ({"use_dora": True}, "is a Dora"),
+    ],
+)
+def test_what_cannot_be_merged_so_is_refused(options: Any, words: str, tmp_path: Path) -> None:
+    plain = lpq.convert(Net(), "mxfp8")
+    with pytest.raises(ValueError, match=words):
+        merge_aware(peft.get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["up"], **options)))
+    with pytest.raises(ValueError, match="no LoRA adapter of the model is over a layer"):
+        merge_aware(peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["up"])))
+    model = adapted(tmp_path / "base", True)
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match="load the base again"):
+        model.unmerge_adapter()
