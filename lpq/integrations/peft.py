@@ -84,7 +84,7 @@ def _check(name: str, module: Any, layer: Layer, adapter: str) -> None:
     why = None
     if module.lora_variant.get(adapter) is not None and not isinstance(module.lora_variant[adapter], MergeAware):
         why = f"is a {type(module.lora_variant[adapter]).__name__}, and plain LoRA is wanted"
-    elif not isinstance(module.lora_dropout[adapter], nn.Identity):
+    elif getattr(module.lora_dropout[adapter], "p", 0.0):
         why = "has dropout, which no merged weight has: use lora_dropout=0"
     elif module.lora_bias[adapter]:
         why = "has a bias of its own: use lora_bias=False"
