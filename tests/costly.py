@@ -25,7 +25,7 @@ STARTERS = {
     *(("subprocess", name) for name in ("run", "Popen", "check_call", "check_output")),
     ("torch", "compile"), ("ranks", "spawn"), ("ranks", "processes"), ("pool", "Pool"),
 }  # fmt: skip
-"""What starts a process or a compiler, or is there for it."""
+"""Functions and classes that start a process or a compiler, or are there for it."""
 OURS = (str(Path(__file__).parent), str(Path(testing.__file__).parent))
 """Where the code lies that is followed: that of the tests, and of the conformance kit."""
 WORDS = "this test starts {what}: mark it with @pytest.mark.starts, and make test-fast leaves it out"

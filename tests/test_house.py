@@ -1,4 +1,4 @@
-"""What holds for the whole house: imports point down, the core names no format, and the wheel is complete."""
+"""Rules of the whole house: imports point down, the core names no format, and the wheel is complete."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def short(path: Path) -> str:
 
 
 def found_in(paths: Iterable[Path], search: Callable[[Path], T]) -> dict[str, T]:
-    """What a search finds, by file, where it finds anything."""
+    """The findings of a search, by file, where there are any."""
     found = {short(path): search(path) for path in paths}
     assert found, "there is no file to search"
     return {path: what for path, what in found.items() if what}
@@ -112,7 +112,7 @@ def parts_used(source: str, package: str) -> set[str]:
 
 
 def wrong_imports(source: str, part: str) -> list[str]:
-    """What a module of this part imports and may not."""
+    """The imports of a module of this part that it may not have."""
     wrong = []
     for used in sorted(parts_used(source, f"lpq.{part}")):
         if used == "lpq":

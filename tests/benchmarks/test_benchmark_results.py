@@ -1,4 +1,4 @@
-"""What the benchmarks do with numbers: floors, tables, plots, files and pages. No GPU is needed for that."""
+"""Numbers in the hands of the benchmarks: floors, tables, plots, files and pages. No GPU is needed for that."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_ratios_divide_by_what_their_title_names(results: Results) -> None:
 
 
 def test_host_time_has_a_reading_in_one_thread_and_one_as_graphs(results: Results) -> None:
-    """What is recorded as a graph is compared to ``nn.Linear`` as it is."""
+    """A recipe that is recorded as a graph is compared to ``nn.Linear`` as it is."""
     made = tables.host(results["host"])["times"]
     assert row(made, "bf16") == ["100", "1.00", "50", "1.00", "90", "0.90"]
     assert row(made, "bf16, compiled") == ["200", "2.00", "75", "1.50", tables.NONE, tables.NONE]
@@ -114,7 +114,7 @@ def test_grouped_layers_are_compared_with_bf16_and_the_floor(results: Results) -
 
 
 def test_memory_of_a_model_is_compared_with_what_is_compiled_alike(results: Results) -> None:
-    """Of bf16 20 GiB, 19 compiled; of fp8-current 18 and, compiled, 16; of torchao, compiled, 14."""
+    """Peaks: bf16 20 GiB, 19 compiled; fp8-current 18 and, compiled, 16; torchao, compiled, 14."""
     made = tables.llama(results["llama"])
     assert row(made["memory"], "lpq fp8-current") == ["18.0", "0.90", tables.NONE]
     assert row(made["memory"], "lpq fp8-current, compiled") == ["16.0", "0.84", "1.14"]

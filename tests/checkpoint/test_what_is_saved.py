@@ -1,4 +1,4 @@
-"""What a checkpoint holds and brings back: the policy, the recipes of the step, memories, options, and the rest."""
+"""The contents of a checkpoint, saved and loaded: the policy, recipes of the step, memories, options, and the rest."""
 
 from __future__ import annotations
 

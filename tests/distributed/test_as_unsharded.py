@@ -22,7 +22,7 @@ from lpq.tensor.encode_writes import overwrite
 
 
 class Mixed(nn.Sequential):
-    """What ``MixedPrecisionPolicy`` means: a model in fp32, and one in bf16 which computes in its place."""
+    """The meaning of ``MixedPrecisionPolicy``: a model in fp32, and one in bf16 which computes in its place."""
 
     def __init__(self, net: nn.Sequential, recipe: str) -> None:
         super().__init__(*net)

@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 MEMORY = ("aten.empty.memory_format", "aten.new_empty.default")
 """Operators that launch nothing."""
 BY_KERNELS = [*SERVED, "hybrid(row=nvfp4(rht=true), col=mxfp8)"]
-"""Of a rotated format, too, if not the side that is rotated."""
+"""Also a rotated format, on the side that is not rotated."""
 
 
 @pytest.fixture(scope="module", autouse=True)

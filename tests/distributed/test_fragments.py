@@ -28,7 +28,7 @@ def third_party() -> Iterator[None]:
 
 
 ROWS, COLS = 40, 130
-"""Of a weight all of whose blocks are ragged."""
+"""The shape of a weight all of whose blocks are ragged."""
 SPANS = {
     "pieces of one element, odd starts, bytes and blocks that are cut, some without anything": [
         (17, 131), (0, 1), (1, 1), (2600, 5199), (1, 2), (2, 17), (131, 2600), (5200, 5200), (5199, 5200),
@@ -46,7 +46,7 @@ def test_every_kind_of_fragment(text: str) -> None:
 
 
 def test_fragments_that_are_drawn_are_of_every_kind() -> None:
-    """What the tests with random fragments try."""
+    """The tests with random fragments try them all."""
     odd = cut_blocks = empty = left_out = everything = 0
     for seed in range(25):
         rng = random.Random(seed)

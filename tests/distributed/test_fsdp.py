@@ -56,7 +56,7 @@ def _trains_as_with_ordinary_gathers(how: How) -> None:
 
 
 def _every_way(rank: int, recipe: str, ways: list[str]) -> None:
-    """What is the same for several ways is trained once."""
+    """Train once where several ways have the same reference."""
     size = {} if "block" in recipe else {"width": 128, "inner": 256}  # whole blocks for each of four ranks
     for way in ways:
         _trains_as_with_ordinary_gathers(How(recipe, **size, **WAYS[way]))

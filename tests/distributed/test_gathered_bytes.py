@@ -52,7 +52,7 @@ def _check(net: Side, quantizers: list[str], values: list[Tensor], states: list[
 
 
 def _states(net: Side) -> list[Any]:
-    """What each layer remembers of its weight, before it moves."""
+    """Each layer's memory of its weight, before it moves."""
     states = [layer.weight_state() for layer in net.layers]
     return [{name: tensor.clone() for name, tensor in state.items()} if state else None for state in states]
 

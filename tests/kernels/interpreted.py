@@ -224,13 +224,17 @@ def check(
     check_order(got, expected, what)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("text", QUANTIZERS)
-def test_quantize_equals_the_reference(text: str, dtype: torch.dtype) -> None:
-    """Both operands at once, of numbers of all kinds; their statistics measured on the way, and not."""
+@pytest.mark.parametrize(("first", "text"), enumerate(QUANTIZERS), ids=lambda value: str(value))
+def test_quantize_equals_the_reference(first: int, text: str) -> None:
+    """Both operands at once, of numbers of all kinds; their statistics measured on the way, and not.
+
+    Dtypes take turns, and each quantizer begins with another one: kernels widen what they read, every number exactly,
+    before they do anything.
+    """
     quantizer = lpq.quantizer(text)
     row, col = quantizer.side("row"), quantizer.side("col")
-    for i, (name, x) in enumerate(values(quantizer, dtype).items()):
+    for i, name in enumerate(("all sizes", "nan", "infinity", "grid")):
+        x = values(quantizer, DTYPES[(first + i) % len(DTYPES)])[name]
         check(x, [], row, col, 16 * i, i % 2 == 0, name)
 
 

@@ -1,4 +1,4 @@
-"""What the host does around CUDA kernels, with a driver that is imitated: which device, which code, how many blocks."""
+"""The host around CUDA kernels, with a driver that is imitated: which device, which code, how many blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled layer keeps for backward: torch's partitioner decides, as it does between PyTorch's own operators."""
+"""Tensors that a compiled layer keeps for backward: torch's partitioner decides, as between PyTorch's own operators."""
 
 from __future__ import annotations
 
