@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.reducing import Axes, everywhere
@@ -16,6 +15,7 @@ from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
 from lpq.registry.errors import words
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.pytree import tree_leaves
 
 Forward = Callable[[nn.Module, Any], object]
 NO_BATCH = object()

@@ -165,7 +165,7 @@ def test_a_wrapped_error_keeps_its_cause() -> None:
     assert isinstance(error.value.__cause__, UnknownRecipe)
 
 
-def test_recipes_import_no_plugin_and_name_no_format_but_the_hybrid() -> None:
+def test_recipes_import_no_plugin_and_name_no_format_but_the_hybrid_and_the_identity() -> None:
     strings: list[str] = []
     for path in Path(recipes.__file__).parent.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -177,8 +177,8 @@ def test_recipes_import_no_plugin_and_name_no_format_but_the_hybrid() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
                 strings.append(node.value)
     formats = set(lpq.registry.formats())
-    assert {"hybrid"} <= formats
-    assert [s for s in strings if s in formats] == ["hybrid"]
+    assert {"hybrid", "identity"} <= formats
+    assert sorted(s for s in strings if s in formats) == ["hybrid", "identity"]
 
 
 def test_a_file_of_another_suffix_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

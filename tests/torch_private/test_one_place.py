@@ -12,7 +12,7 @@ from test_house import files, imports, short
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 FOR_MODULES = {"_parameters", "_apply", "_save_to_state_dict", "_load_from_state_dict"}
 """Names that ``nn.Module`` has for its subclasses."""
-OF_OTHERS = {"_replace", "_asdict", "_fields", "_name_or_path"}
+OF_OTHERS = {"_replace", "_asdict", "_fields", "_name_or_path", "_apply_gate"}
 """Names of Python's tuples, and of Hugging Face's models."""
 
 
