@@ -135,6 +135,39 @@ def _torchs_styles(rank: int, sequence: bool, bias: bool) -> None:
     _agrees(rank, "fp8-delayed", sequence, bias, torch_styles)
 
 
+def _in_other_ways(rank: int) -> None:
+    """Tokens without a batch, in evaluation, with a frozen layer, under autocast."""
+    net, whole_net, sequence = model(), model(), Shard(0)
+    styles = {
+        "left": tp.ColwiseParallel(input_layouts=sequence),
+        "right": tp.ColwiseParallel(input_layouts=sequence),
+        "down": tp.RowwiseParallel(output_layouts=sequence),
+    }
+    x = data()[0][0]
+    mine = x.chunk(2)[rank].contiguous()
+    for made in (net, whole_net):
+        lpq.convert(made, "nvfp4-fwd-mxfp8-bwd")
+        made.left.weight.requires_grad_(False)
+        made.norm = nn.Identity()
+    parallelize_module(net, init_device_mesh("cpu", (2,)), styles)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode(), torch.autocast("cpu", torch.bfloat16):
+            y, expected = net(mine), whole_net(x)
+        assert y.dtype == torch.bfloat16
+        expected = expected.chunk(2)[rank]
+        assert (y - expected).norm() < 1e-2 * expected.norm(), mode
+    y.float().square().sum().backward()
+    whole_net(x).square().sum().backward()
+    assert net.left.weight.grad is None
+    for name in ("right", "down"):
+        found, wanted = (whole(n.get_submodule(name).weight.grad) for n in (net, whole_net))
+        assert (found - wanted).norm() < 5e-2 * wanted.norm(), name
+
+
+def test_tokens_without_a_batch_in_evaluation_with_a_frozen_layer_under_autocast() -> None:
+    spawn(_in_other_ways, 2)
+
+
 def _one_plan_for_all(rank: int) -> None:
     """A model of which one layer and the embedding are not converted."""
 
