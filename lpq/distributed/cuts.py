@@ -82,7 +82,7 @@ def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None
     reason = cut.why_not(quantizer, row, col)
     if reason is not None:
         return reason
-    share = operand_bytes(quantizer, rows, cols, dtype, row, col) / (rows * cols * dtype.itemsize)
+    share = operand_bytes(quantizer, rows, cols, dtype, row, col) / max(rows * cols * dtype.itemsize, 1)
     return None if share <= 1 else f"the operands that are wanted together would be {share:.2f} of that"
 
 
@@ -281,6 +281,8 @@ def _joined(operand: Storage, dim: int, cut: Cut, arrived: Iterator[Tensor]) -> 
 
 def _in_place(arrived: Tensor, lines: int, cut: Cut) -> Tensor:
     """The bytes that arrived rank by rank, in the order of the whole: lines along which the stretches lie."""
+    if not arrived.numel():
+        return arrived
     size = arrived.numel() // (cut.ranks * lines * cut.stretches)
     pieces = arrived.view(torch.int64) if size % WORD == 0 else arrived
     by_rank = pieces.view(cut.ranks, lines, cut.stretches, -1)

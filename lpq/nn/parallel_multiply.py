@@ -204,7 +204,7 @@ def _whole_operands(
 
 def _own_rows(y: Tensor, cut: Cut, group: str) -> Tensor:
     """This rank's rows of the sum of all y."""
-    by_rank = y.view(cut.stretches, cut.ranks, cut.size, -1).transpose(0, 1).reshape(y.shape)
+    by_rank = y.view(cut.stretches, cut.ranks, cut.size, y.shape[-1]).transpose(0, 1).reshape(y.shape)
     return reduce_scatter(by_rank, cut.ranks, group)
 
 

@@ -136,7 +136,7 @@ def _torchs_styles(rank: int, sequence: bool, bias: bool) -> None:
 
 
 def _in_other_ways(rank: int) -> None:
-    """Tokens without a batch, in evaluation, with a frozen layer, under autocast."""
+    """Tokens without a batch, in evaluation, with a frozen layer, under autocast; and no tokens."""
     net, whole_net, sequence = model(), model(), Shard(0)
     styles = {
         "left": tp.ColwiseParallel(input_layouts=sequence),
@@ -162,6 +162,9 @@ def _in_other_ways(rank: int) -> None:
     for name in ("right", "down"):
         found, wanted = (whole(n.get_submodule(name).weight.grad) for n in (net, whole_net))
         assert (found - wanted).norm() < 5e-2 * wanted.norm(), name
+    net.right.weight.grad = None
+    net(mine[:0]).sum().backward()
+    assert not whole(net.right.weight.grad).any()
 
 
 def test_tokens_without_a_batch_in_evaluation_with_a_frozen_layer_under_autocast() -> None:
