@@ -57,6 +57,8 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
     recipe = layer.recipe
     if recipe is None or (recipe.w.side("row").plain and not isinstance(local, QuantizedTensor)):
         return None
+    if local.dim() > 2:  # experts in one tensor, for which layouts have no place
+        return None
     if layer.transposed:
         raise CheckpointError(
             f"{name} ({layer.kind}) holds its weight as [in, out], and engines read quantized weights as [out, in]: "
@@ -73,6 +75,11 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
 def _stored(name: str, local: Tensor) -> Stored | None:
     if not isinstance(local, QuantizedTensor):
         return None
+    if local.dim() > 2:
+        raise CheckpointError(
+            f"{name} is a stack of experts that is stored as {local.quantizer}, and layouts have no place for it: load "
+            "a checkpoint of it into a model that was not converted with weights='quantized', and export that"
+        )
     row = local.settled(together=True).stored[0]
     if row is None:
         raise CheckpointError(f"{name} is stored without its row operand, and that is what engines multiply")
