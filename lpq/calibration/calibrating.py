@@ -20,6 +20,7 @@ from lpq.calibration.reducing import Axes, axes_of, reduce
 from lpq.calibration.saved import Saved
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target, searches, targets
+from lpq.checkpoint.model import Model
 from lpq.engines.siblings import FUSED
 from lpq.registry.errors import suggestion
 
@@ -46,11 +47,15 @@ class Calibrated:
     layers: tuple[str, ...]
     searched: tuple[str, ...]
     """The layers in which scales of blocks of the weight are searched."""
+    left: tuple[str, ...] = ()
+    """The layers with a recipe that measure all as before: they have no scale of a whole tensor, or, as grouped layers,
+    no place for static ones."""
 
     def __str__(self) -> str:
         """A line to read."""
         text = f"{len(self.layers)} layers have static scales by {self.method}, from {self.samples} samples"
-        return f"{text}; {len(self.searched)} search those of blocks" if self.searched else text
+        text += f"; {len(self.searched)} search those of blocks" if self.searched else ""
+        return f"{text}; {len(self.left)} layers measure all as before" if self.left else text
 
 
 def calibrate(
@@ -117,7 +122,9 @@ def calibrate(
         found = _with_weights(found, chosen, axes)
         values = frozen_values(found, chosen, siblings, unseen)
     freeze(model, chosen, values)
-    return Calibrated(method, seen.samples, seen.batches, values, tuple(t.name for t in chosen), searched)
+    names = tuple(target.name for target in chosen)
+    left = tuple(n for n, layer in Model(model).layers() if layer.recipe is not None and n not in names)
+    return Calibrated(method, seen.samples, seen.batches, values, names, searched, left)
 
 
 def _run(

@@ -18,6 +18,7 @@ from lpq.distributed.shard import plain
 from lpq.engines.models import gathered_dtypes
 from lpq.formats import Quantizer
 from lpq.nn import Layer
+from lpq.nn.plan import Plan
 from lpq.operations.measuring import measure
 from lpq.operations.operands import as_matrix
 from lpq.recipes import Recipe
@@ -100,6 +101,13 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
         weight = state.get(f"{PREFIX}{name}.weight", layer.weight)
         stored = isinstance(held(weight), QuantizedTensor)
         made = _static(layer.recipe, search, weights=not stored)
+        if isinstance(weight, DTensor) and id(layer) not in dtypes:
+            raise CalibrationError(
+                f"{name}: tensor parallelism shares out its weight, over which calibration is not built: calibrate the "
+                "model before parallelize_module; its layers then have the same scales on any number of ranks"
+            )
+        if layer.why_unfit(Plan.of(made)) is not None:
+            continue  # it has no place for static values
         target = Target(
             name, layer, made, _with(layer.recipe, lambda q, _: q.frozen(static=False)),
             None if stored else weight, dtypes.get(id(layer)),

@@ -268,6 +268,26 @@ def test_models_with_nothing_to_calibrate_are_refused() -> None:
         lpq.calibrate(lpq.convert(model(), staged), data())
 
 
+def test_layers_without_a_place_for_static_scales_are_listed() -> None:
+    """Grouped layers keep what they measure; so do those whose formats have no scale of a whole tensor."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.grouped = lpq.nn.GroupedLinear(2, 64, 64, recipe="fp8-current")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.grouped(self.second(self.first(x)), [4, 4])  # type: ignore[no-any-return]
+
+    policy = {"rules": [{"match": "first", "recipe": "mxfp8"}, {"match": "*", "recipe": "fp8-current"}]}
+    net = lpq.convert(Net(), policy)
+    made = lpq.calibrate(net, [torch.randn(8, 64)])
+    assert (made.layers, made.left) == (("second",), ("first", "grouped"))
+    assert "2 layers measure all as before" in str(made)
+    assert list(statics(net)) == ["second.x_amax", "second.w_amax"]
+
+
 def test_a_statistic_of_blocks_is_never_static() -> None:
     assert not lpq.quantizer("nvfp4(static=true)").recalls(Stat("block_amax", (1, 16)))
     assert str(lpq.quantizer("mxfp8").frozen()) == "mxfp8"

@@ -13,11 +13,13 @@ from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq import calibration
 from lpq.calibration import CalibrationError, calibrating, reducing
 from lpq.core import QuantizedTensor
+from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 RECIPES = {
     "fp8-current": "max",
@@ -147,6 +149,24 @@ def _what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
         assert list(layer.static_values()) == ["x_amax"]
 
 
+def _tensor_parallelism_takes_what_was_calibrated_before(rank: int) -> None:
+    """With the scales that one process found; sums over ranks differ in their order alone."""
+    net = lpq.convert(model(experts=0)[0].attn, "fp8-current")
+    x = data(1)[0]
+    lpq.calibrate(net, [x], process_group=_of_one())
+    with torch.no_grad():
+        expected = net(x)
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": RowwiseParallel()}
+    parallel = parallelize_module(net, init_device_mesh("cpu", (4,)), plan)
+    with torch.no_grad():
+        assert torch.allclose(parallel(x), expected, atol=1e-5)
+        assert not torch.allclose(parallel(x * 8), parallel(x) * 8, atol=1e-2), "control: larger inputs are clamped"
+    with pytest.raises(
+        CalibrationError, match=r"q_proj: tensor parallelism shares out its weight.*calibrate the model before"
+    ):
+        lpq.calibrate(parallel, [x])
+
+
 @pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
 def test_fsdp_over_1_2_and_4_ranks(recipe: str, method: str) -> None:
     spawn(_the_same, 4, recipe, method)
@@ -166,6 +186,10 @@ def test_a_state_goes_on_in_another_layout(tmp_path: Path) -> None:
 
 def test_what_one_rank_cannot_do_is_an_error_on_all() -> None:
     spawn(_what_one_rank_cannot_do_is_an_error_on_all, 4)
+
+
+def test_tensor_parallelism_takes_what_was_calibrated_before() -> None:
+    spawn(_tensor_parallelism_takes_what_was_calibrated_before, 4)
 
 
 def test_the_public_name_is_the_function() -> None:
