@@ -6,8 +6,8 @@ encoded as shards of their group, all by one run of what the format wrote, and s
 each group as they are over ranks. Where no statistic is of several tiles, the tiles are one matrix, which kernels
 encode.
 
-Products are of decoded operands in bf16. Rows of no group, and the matrices of empty groups, are set to zero: torch's
-grouped product leaves whatever lies there.
+Products are of decoded operands in bf16. Rows of no group, and the matrices of empty groups, are set to zero in them:
+torch's grouped product leaves whatever lies there.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def _side(side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | No
     count = len(t.group) - len(offs)
     seeds = seeds if side.stochastic else None
     if seeds is None and not spans(side, dim):
-        flat = _gathered(x, t, count).flatten(0, 1)
+        whole_rows = t.row.shape[1] == 1  # each is a tile where it lies, and those of no group are read by nobody
+        flat = x if whole_rows else _gathered(x, t, count).flatten(0, 1)
         whole = quantize(flat, None, side, None)[0] if dim == 0 else quantize(flat, None, None, side)[1]
         assert whole is not None
         return whole.tensors()
@@ -204,20 +205,20 @@ def _assembled(buffer: Buffer, made: Tensor, count: int, dim: int) -> Tensor:
 
 
 def dense(a: Grouped, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Tensor:
-    """The rows that an operand stands for, ``[rows, cols]``, zero where no group has one. ``rotated``: columns of a
-    row operand are left in the basis in which they are stored; in a column operand, rows are."""
-    rows = a.shape[a.dim]
-    inside = (torch.arange(rows, device=offs.device) < offs[-1])[:, None]
-    side = a.quantizer
+    """The rows that an operand stands for, ``[rows, cols]``, whatever they are where no group has one. ``rotated``:
+    columns of a row operand are left in the basis in which they are stored; in a column operand, rows are."""
+    rows, side = a.shape[a.dim], a.quantizer
     if side.plain:
         values = a.tensors[0] if a.dim == 0 else a.tensors[0].t()
-        return torch.where(inside, values.to(dtype), values.new_zeros((), dtype=dtype))
+        return values.to(dtype).contiguous()
     t = tiles(offs, rows, unit(side, a.dim))
     values = _decoded(a, t, dtype, rotated)
+    if t.row.shape[1] == 1:  # each row is a tile, where it lies
+        return values.contiguous()
     ends, index = t.ends, torch.arange(rows, device=offs.device)
     group = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
     at = (t.padded[group] + index - t.begins[group]).clamp(max=max(len(values) - 1, 0))
-    return torch.where(inside, values[at], values.new_zeros(()))
+    return values[at] if len(values) else values.new_zeros((rows, values.shape[1]))
 
 
 def _decoded(a: Grouped, t: Tiles, dtype: torch.dtype, rotated: bool) -> Tensor:
