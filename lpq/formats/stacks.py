@@ -32,6 +32,17 @@ def part(stack: Storage, start: int, stop: int) -> Storage:
     return stack.wrap(tensors, stack.quantizer, (stop - start, *stack.shape[1:]), stack.dtype)
 
 
+def joined(stack: Storage) -> Storage | None:
+    """The operand of all matrices below each other as one, over views of the buffers; None where that would join blocks
+    of two of them, or values of whole matrices."""
+    (count, rows, cols), side = stack.shape, stack.quantizer
+    heights = [buffer.block[0] for buffer in side.layout]
+    if not count or any(height is None or rows % height for height in heights) or side.why_no_parts(0) is not None:
+        return None
+    tensors = [tensor.flatten(0, 1) for tensor in stack.tensors()]
+    return stack.wrap(tensors, side, (count * rows, cols), stack.dtype)
+
+
 def stacked(operands: Sequence[Storage]) -> Storage:
     """The stack of these operands of matrices, of one size and one quantizer, of which there is one at least."""
     first = operands[0]

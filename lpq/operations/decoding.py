@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage, check_there
-from lpq.formats.stacks import is_stack, matrices
+from lpq.formats.stacks import is_stack, joined, matrices
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
 from lpq.operations.format_calls import decoded_by
@@ -41,6 +41,8 @@ def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
 def _decoded(operand: Storage, dtype: torch.dtype) -> Tensor:
     if is_stack(operand.shape):
         first = operand.tensors()[0]
+        if (whole := joined(operand)) is not None:
+            return _decoded(whole, dtype).view(operand.shape)
         decoded_each = [_decoded(matrix, dtype) for matrix in matrices(operand)]
         return torch.stack(decoded_each) if decoded_each else first.new_empty(operand.shape, dtype=dtype)
     impl = choose("decode", (operand.quantizer.text,), operand.device).impl
