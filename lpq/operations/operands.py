@@ -148,14 +148,12 @@ def remember(
 ) -> None:
     """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
     sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
-    if not moves(quantizer, *sides):
-        return
-    if group is not None:
+    if group is not None and moves(quantizer, *sides):
         reduce_stats(declared(*sides), measured, group)
     rest = iter(measured)
     for prefix, branch in _branches(quantizer, *sides):
         stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere
-        if branch.moves:
+        if branch.state and not branch.static:  # it moves, with fewer calls: this is in every step
             named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
             _remember(branch, {s.name: state[prefix + s.name] for s in branch.state}, named)
 
