@@ -31,6 +31,8 @@ class GroupedLinear(Layer):
     """
 
     kind: ClassVar[str] = "lpq.nn.GroupedLinear"
+    experts_elsewhere: bool = False
+    """Whether other ranks have some of the groups, as ``lpq.distributed.expert_parallel`` shares them out."""
 
     def __init__(
         self,
@@ -85,8 +87,12 @@ class GroupedLinear(Layer):
         if self.stages is not None:
             self.stages.check(self)
         check_rows(self.title, input, self.in_features)
-        ends = as_offsets(self.title, offs, self.num_groups, input)
         weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.experts_elsewhere:
+            weight = self._own(weight)
+            bias = None if bias is None else self._own(bias)
+        ends = as_offsets(self.title, offs, weight.shape[0], input)
         held = self.held_weight() if self._held is not None else None
         if self.accumulate is not None:
             check_accumulation(self, weight)
@@ -94,7 +100,17 @@ class GroupedLinear(Layer):
         col = torch.is_grad_enabled() and input.requires_grad
         plan = self._plan if self._plan is not None else high_precision()
         operands = weight_operands(plan, weight, held, col)
-        return grouped_linear_of(self.title, plan, input, weight, self.bias, ends, operands, self.accumulate)
+        return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate)
+
+    def _own(self, parameter: Any) -> Tensor:
+        """The groups of this rank, of a parameter that ranks share out."""
+        if parameter.device_mesh.ndim != 1:
+            raise RuntimeError(
+                f"{self.title}: its weight lies over {parameter.device_mesh} and was not gathered; call the module "
+                "that fully_shard was called on, whose forward gathers it"
+            )
+        part: Tensor = parameter.to_local()
+        return part
 
     def extra_repr(self) -> str:
         return (

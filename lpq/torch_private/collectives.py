@@ -27,3 +27,9 @@ def reduce_scatter(tensor: Tensor, ranks: int, group: str) -> Tensor:
     """The sum over the ranks of the part that is this rank's: one of as many equal ones along the first dimension."""
     made: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", ranks, group)
     return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]
+
+
+def all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    """Send rank 0 the first ``sent[0]`` parts along the first dimension, and so on; ``received`` says how many come."""
+    made = torch.ops._c10d_functional.all_to_all_single(tensor.contiguous(), list(received), list(sent), group)
+    return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]

@@ -63,6 +63,8 @@ def _behaves(rank: int) -> None:
     assert collectives.all_reduce(mine, "max", name).max() == 1
     assert mine.max() == rank
     assert collectives.reduce_scatter(mine + 1, 2, name).tolist() == [[3.0] * 3]
+    swapped = [2 * rank, 2 - 2 * rank]  # nothing to itself, both rows to the other
+    assert torch.equal(collectives.all_to_all(mine, swapped, swapped, name), 1 - mine)
     other = mine + 1
     alike = dtensor.dtensor_as(whole, other)
     assert local_part(alike) is other

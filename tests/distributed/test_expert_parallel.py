@@ -1,0 +1,155 @@
+"""Expert parallelism on several ranks: bit for bit what one process computes of the rows of all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from ranks import spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import lpq
+from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.nn import GroupedLinear
+from lpq.torch_private.tensors import local_part
+
+EXPERTS, WIDTH, INNER, BEHIND = 8, 64, 96, 3
+
+
+class Experts(nn.Module):
+    """Two layers for each expert, with biases."""
+
+    def __init__(self, recipe: str | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = GroupedLinear(EXPERTS, WIDTH, INNER, recipe=recipe)
+        self.down = GroupedLinear(EXPERTS, INNER, WIDTH, recipe=recipe)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(rows, ends).relu(), ends)
+        return y
+
+
+def counts(rank: int) -> list[int]:
+    """How many rows of a rank go to each expert: none of any to the last but one."""
+    return [(3 * rank + 5 * i) % 11 if i != EXPERTS - 2 else 0 for i in range(EXPERTS)]
+
+
+def rows(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's rows, of which some go nowhere, the gradients of what becomes of them, and where experts end."""
+    draw = torch.Generator().manual_seed(rank)
+    each = counts(rank)
+    x, dy = (torch.randn(sum(each) + BEHIND, WIDTH, generator=draw) for _ in range(2))
+    return x, dy, torch.tensor(each).cumsum(0, dtype=torch.int32)
+
+
+def of_all(ranks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of all ranks: of each expert those of one rank behind those of the other."""
+    x, dy = ([], [])  # type: tuple[list[Tensor], list[Tensor]]
+    parts = [[t.split([*counts(r), BEHIND])[:-1] for t in rows(r)[:2]] for r in ranks]
+    for expert in range(EXPERTS):
+        for mine in parts:
+            x.append(mine[0][expert])
+            dy.append(mine[1][expert])
+    ends = torch.tensor([sum(counts(r)[e] for r in ranks) for e in range(EXPERTS)])
+    return torch.cat(x), torch.cat(dy), ends.cumsum(0, dtype=torch.int32)
+
+
+def mine_of(whole: Tensor, ends: Tensor, rank: int, ranks: int) -> Tensor:
+    """This rank's rows among those of all."""
+    each = whole.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    return torch.cat([part.split([counts(r)[e] for r in range(ranks)])[rank] for e, part in enumerate(each)])
+
+
+def _as_one(rank: int, ranks: int, recipe: str | None) -> None:
+    alone = Experts(recipe)
+    x, dy, ends = of_all(range(ranks))
+    x.requires_grad_()
+    expected = alone(x, ends)
+    expected.backward(dy)
+    model = parallelize_module(Experts(recipe), init_device_mesh("cpu", (ranks,)), ExpertParallel())
+    own, gradient, offs = rows(rank)
+    own.requires_grad_()
+    for _ in range(2):  # as of two micro-batches
+        y = model(own, offs)
+    y.backward(gradient)
+    count = len(own) - BEHIND
+    assert torch.equal(y[:count], mine_of(expected, ends, rank, ranks))
+    assert not y[count:].any()
+    assert own.grad is not None
+    assert x.grad is not None
+    assert torch.equal(own.grad[:count], mine_of(x.grad, ends, rank, ranks))
+    assert not own.grad[count:].any()
+    for (name, whole), part in zip(alone.named_parameters(), model.parameters(), strict=True):
+        assert local_part(part.grad).shape[0] == EXPERTS // ranks
+        assert torch.equal(local_part(part.grad), whole.grad.chunk(ranks)[rank]), name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recipe"),
+    [(2, "fp8-current"), (2, "x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()"), (2, None), (4, "mxfp8")],
+)
+def test_ranks_compute_what_one_process_does(ranks: int, recipe: str | None) -> None:
+    spawn(_as_one, ranks, ranks, recipe)
+
+
+def _confused(rank: int) -> None:
+    """With rows left rank by rank, and not expert by expert."""
+    original = Tensor.argsort
+    Tensor.argsort = lambda self, **how: torch.arange(len(self))  # type: ignore[assignment,method-assign]
+    try:
+        _as_one(rank, 2, "fp8-current")
+    finally:
+        Tensor.argsort = original  # type: ignore[method-assign]
+
+
+def test_rows_that_meet_other_experts_are_noticed() -> None:
+    with pytest.raises(Exception, match="AssertionError"):
+        spawn(_confused, 2)
+
+
+def _sharded(rank: int) -> None:
+    """Experts over two ranks, and FSDP2 over two replicas of them, which see other rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model: Any = parallelize_module(Experts("mxfp8"), mesh["ep"], ExpertParallel())
+    fully_shard(model, mesh=mesh["dp"])
+    alone = Experts("mxfp8")
+    own, gradient, offs = rows(rank)
+    model(own, offs).backward(gradient)
+    for replica in ((0, 1), (2, 3)):
+        x, dy, ends = of_all(replica)
+        alone(x, ends).backward(dy)
+    for (name, whole), part in zip(alone.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(part.grad.full_tensor(), whole.grad / 2), name
+
+
+def test_experts_and_fsdp() -> None:
+    spawn(_sharded, 4)
+
+
+def _refused(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    odd = nn.ModuleDict({"up": GroupedLinear(3, WIDTH, WIDTH, recipe=None)})
+    with pytest.raises(ValueError, match="3 experts of ModuleDict over 2 ranks"):
+        parallelize_module(odd, mesh, ExpertParallel())
+    with pytest.raises(
+        ValueError, match=r"router\.weight of ModuleDict is \[8, 64\]|norm\.weight of ModuleDict is \[64\]"
+    ):
+        parallelize_module(
+            nn.ModuleDict({"up": GroupedLinear(EXPERTS, WIDTH, WIDTH, recipe=None), "norm": nn.LayerNorm(WIDTH)}),
+            mesh,
+            ExpertParallel(),
+        )
+    prepared = lpq.convert(copy.deepcopy(Experts(None)), "mxfp8", weights="high_precision")
+    with pytest.raises(ValueError, match="was prepared by lpq"):
+        parallelize_module(prepared, mesh, ExpertParallel())
+
+
+def test_what_ranks_cannot_share_out_is_refused() -> None:
+    spawn(_refused, 2)
