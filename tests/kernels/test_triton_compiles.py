@@ -58,6 +58,7 @@ def compiled(
 
 
 @pytest.mark.slow
+@pytest.mark.starts
 def test_they_compile_to_what_the_references_compute(compiled: tuple[list[str], list[Any]]) -> None:
     texts, found = compiled
     x, seed = torch.randn(256, 384).bfloat16(), torch.tensor(1)
