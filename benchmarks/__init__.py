@@ -2,6 +2,6 @@
 
     python -m benchmarks            # all parts; --help lists them
 
-Each part measures into a plain dictionary, ``tables`` prints it, ``plots`` draws it, and it is written as JSON with a
+Each part measures into a plain dictionary; ``tables`` prints it, ``plots`` draws it, and it is written as JSON with a
 record of the machine.
 """

@@ -7,7 +7,7 @@ python -m benchmarks grouped                                a linear layer for e
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
 python -m benchmarks show [PART ...]                        print stored results; needs no GPU
-python -m benchmarks page                                   put stored results into docs/performance.md
+python -m benchmarks page                                   put stored results into docs and benchmarks/NOTES.md
 """
 
 from __future__ import annotations
@@ -196,9 +196,10 @@ def _stored(options: argparse.Namespace) -> int:
 
 
 def _page(found: dict[str, dict[str, Any]]) -> int:
-    stored.PAGE.write_text(stored.filled(stored.PAGE.read_text(), found))
-    for stem, result in found.items():
-        stored.plot(stored.PAGE.parent / "assets", stem, result, prefix="performance-")
+    for page in stored.PAGES:
+        page.write_text(stored.filled(page.read_text(), found))
+        for stem in found.keys() & stored.charted(page.read_text()):
+            stored.plot(stored.CHARTS, stem, found[stem], prefix="performance-")
     return 0
 
 

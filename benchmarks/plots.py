@@ -1,120 +1,185 @@
-"""Plots of results, PNG by matplotlib, from stored numbers alone."""
+"""Charts of results, as SVG that a light and a dark page can show, from stored numbers alone."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import BASELINE
 from benchmarks.tables import Result, name
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+CLASSES = {"torch": "torch", "lpq": "lpq", "torchao": "torchao", "TransformerEngine": "te"}
+STYLE = """
+svg { --back: #ffffff; --edge: #d8dde6; --ink: #1f2937; --soft: #5b6675; --mark: #b3261e;
+  --torch: #9aa3b0; --lpq: #2563a8; --torchao: #d98a4b; --te: #6a9f58; }
+@media (prefers-color-scheme: dark) {
+  svg { --back: #1e2430; --edge: #3a4252; --ink: #e6e9ef; --soft: #a9b2c0; --mark: #ff8a80;
+    --torch: #6d7687; --lpq: #7fb2ee; --torchao: #d98a4b; --te: #7fb56c; }
+}
+text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: var(--ink); }
+.soft { fill: var(--soft); } .back { fill: var(--back); stroke: var(--edge); } .axis { stroke: var(--edge); }
+.mark { stroke: var(--mark); stroke-dasharray: 4 3; }
+.torch { fill: var(--torch); } .lpq { fill: var(--lpq); } .torchao { fill: var(--torchao); } .te { fill: var(--te); }
+"""
+WIDTH, MARGIN, LINE, BAR = 780, 16, 21, 15
 
-COLORS = {"torch": "#8a8f98", "lpq": "#3f51b5", "torchao": "#e07a3f", "TransformerEngine": "#5b9a4b"}
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a chart: its name, whose colour it has, and under which heading it stands."""
+
+    name: str
+    library: str = "lpq"
+    group: str = ""
 
 
-def draw(part: str, result: Result, path: Path) -> bool:
-    """Draw a part into a file; False, and nothing drawn, where matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+@dataclass(frozen=True)
+class Panel:
+    """A column of a chart: one value for each bar, None for what was not measured."""
 
-    count = len(result["shapes"]) if part in ("linear", "grouped") else 1
-    across = min(count, 2)  # more of them could not be read on a page
-    down = -(-count // across)
-    figure = Figure(figsize=(4.2 + 2.6 * across, down * (1.2 + 0.22 * _lines(part, result))), layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
-    for axes in all_axes[count:]:
-        axes.remove()
-    _OF[part](all_axes[:count], result)
+    heading: str
+    values: Sequence[float | None]
+    digits: int = 0
+    mark: float | None = None
+    """Where a dashed line stands."""
+
+
+def draw(result: Result, path: Path) -> None:
+    """Draw a result into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    return True
+    path.write_text(svg(*of(result)), encoding="utf-8")
 
 
-def _lines(part: str, result: Result) -> int:
-    if part == "casts":
-        return len(_measured(result))
-    return len(result["shapes"][0]["results"] if part in ("linear", "grouped") else result["results"])
+def of(result: Result) -> tuple[list[Bar], list[Panel]]:
+    """What is drawn of a result."""
+    return _OF[result["part"]](result)
 
 
-def _bars(axes: Axes, rows: list[Result], values: list[float | None], digits: int = 2) -> None:
-    """One bar a contender, with its value; compiled ones are hatched."""
-    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        hatch = "//" if row.get("compiled") else None
-        color = COLORS[row.get("library", "lpq")]
-        axes.barh(place, value or 0, color=color, hatch=hatch, edgecolor="white", height=0.78)
-        text = f"{value:,.{digits}f}" if value is not None else "failed"
-        axes.annotate(text, (value or 0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.margins(x=0.18)
-    axes.tick_params(axis="x", labelsize=7)
-    axes.spines[["top", "right"]].set_visible(False)
+def svg(bars: Sequence[Bar], panels: Sequence[Panel]) -> str:
+    """The chart: names at the left, and two panels at most beside each other."""
+    ordered = sorted(range(len(bars)), key=lambda i: [b.group for b in bars].index(bars[i].group))
+    label = 10 + 7.0 * max(len(text) for bar in bars for text in (bar.name, bar.group))
+    across = min(len(panels), 2)
+    wide = (WIDTH - 2 * MARGIN - label) / across
+    parts: list[str] = []
+    top = float(MARGIN)
+    for first in range(0, len(panels), across):
+        beside = panels[first : first + across]
+        for i, panel in enumerate(beside):
+            parts.append(_text(MARGIN + label + i * wide, top + 12, panel.heading, "soft"))
+        y = top + 24
+        started = y
+        group = ""
+        for place in ordered:
+            bar = bars[place]
+            if bar.group != group:
+                group = bar.group
+                y += 4 if y > started else 0
+                parts.append(_text(MARGIN, y + 12, group, "soft"))
+                y += LINE
+            parts.append(_text(MARGIN + label - 8, y + 12, bar.name, "", "end"))
+            for i, panel in enumerate(beside):
+                parts.append(_bar(MARGIN + label + i * wide, y, wide - 78, bar, panel, panel.values[place]))
+            y += LINE
+        for i, panel in enumerate(beside):
+            parts += _lines(MARGIN + label + i * wide, started, y, wide - 78, panel)
+        top = y + 14
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" width="{WIDTH}" role="img">'
+    back = f'<rect class="back" x="0.5" y="0.5" width="{WIDTH - 1}" height="{top - 1:.0f}" rx="8"/>'
+    return "\n".join([head, f"<style>{STYLE}</style>", back, *parts, "</svg>"]) + "\n"
 
 
-def _named(rows: list[Result]) -> list[Result]:
-    return [{**row, "name": name(row)} for row in rows]
+def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" font-size="12.5" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _goal(axes: Axes, value: float) -> None:
-    axes.axvline(value, color="#c62828", linewidth=0.9, linestyle="--")
+def _scale(panel: Panel, wide: float) -> float:
+    """Pixels for a unit."""
+    return wide / max([1e-9, panel.mark or 0, *(value or 0 for value in panel.values)])
 
 
-def _linear(all_axes: Any, result: Result) -> None:
-    for axes, shape in zip(all_axes, result["shapes"], strict=True):
-        rows = _named(shape["results"])
-        _bars(axes, rows, [row.get("ms") for row in rows])
-        _goal(axes, shape["floors"]["fp8-current"]["ms"])
-        axes.set_title(f"{shape['tokens']}x{shape['inputs']}x{shape['outputs']}", fontsize=9)
-        axes.set_xlabel("ms; dashed: floor of fp8-current", fontsize=7)
+def _bar(x: float, y: float, wide: float, bar: Bar, panel: Panel, value: float | None) -> str:
+    if value is None:
+        return _text(x + 5, y + 12, "–", "soft")
+    long = value * _scale(panel, wide)
+    shape = f'<rect class="{CLASSES[bar.library]}" x="{x:.1f}" y="{y:.1f}" width="{long:.1f}" height="{BAR}" rx="2"/>'
+    return shape + _text(x + long + 5, y + 12, f"{value:,.{panel.digits}f}", "")
 
 
-def _grouped(all_axes: Any, result: Result) -> None:
-    for axes, shape in zip(all_axes, result["shapes"], strict=True):
-        rows = _named(shape["results"])
-        _bars(axes, rows, [row.get("ms") for row in rows])
-        if "ms" in shape["floor"]:
-            _goal(axes, shape["floor"]["ms"])
-        axes.set_title(f"{shape['experts']}x{shape['tokens']}x{shape['inputs']}x{shape['outputs']}", fontsize=9)
-        axes.set_xlabel("ms; dashed: floor of FP8, exact gradients", fontsize=7)
+def _lines(x: float, top: float, bottom: float, wide: float, panel: Panel) -> list[str]:
+    places = [("axis", x)] + ([("mark", x + panel.mark * _scale(panel, wide))] if panel.mark else [])
+    return [f'<path class="{kind}" d="M{at:.1f} {top - 3:.1f} V{bottom:.1f}"/>' for kind, at in places]
 
 
-def _host(all_axes: Any, result: Result) -> None:
-    rows = _named(result["results"])
-    _bars(all_axes[0], rows, [row.get("us") for row in rows], 0)
-    base = next((row.get("us") for row in rows if row["name"] == BASELINE), None)
-    if base:
-        _goal(all_axes[0], base)
-    all_axes[0].set_xlabel(f"µs of a step at {result['shape']}; dashed: nn.Linear", fontsize=8)
-
-
-def _stack(all_axes: Any, result: Result) -> None:
-    rows = _named(result["results"])
-    _bars(all_axes[0], rows, [row.get("tokens_per_second") for row in rows], 0)
-    all_axes[0].set_xlabel(f"tokens/s and GPU, {result['ranks']} rank(s)", fontsize=8)
-
-
-def _measured(result: Result) -> list[Result]:
-    """The casts that have a time."""
-    return [case for case in [*result["cases"], *result.get("peers", [])] if "share" in case]
-
-
-def _casts(all_axes: Any, result: Result) -> None:
-    rows = [
-        {**case, "name": f"{case.get('library', '')} {case['name']}, {case['sides']}".strip()}
-        for case in _measured(result)
+def _bars(rows: Sequence[Result]) -> list[Bar]:
+    """A bar for each contender; those that are compiled stand by themselves, if others are not."""
+    both = len({row["compiled"] for row in rows}) == 2
+    return [
+        Bar(
+            name({**row, "compiled": False}) if both else name(row),
+            row["library"],
+            ("with torch.compile" if row["compiled"] else "without torch.compile") if both else "",
+        )
+        for row in rows
     ]
-    _bars(all_axes[0], rows, [100 * row["share"] for row in rows], 0)
-    _goal(all_axes[0], 100)
-    all_axes[0].set_xlabel("% of copy speed", fontsize=8)
 
 
-_OF: dict[str, Callable[[Any, Result], None]] = {
-    "casts": _casts, "linear": _linear, "grouped": _grouped, "host": _host, "stack": _stack, "llama": _stack,
+def _times(result: Result, shape: Result) -> list[float | None]:
+    """The times at a shape, in the order of the first one; a run that was ended early has fewer."""
+    found = {name(row): row.get("ms") for row in shape["results"]}
+    return [found.get(name(row)) for row in result["shapes"][0]["results"]]
+
+
+def _linear(result: Result) -> tuple[list[Bar], list[Panel]]:
+    panels = [
+        Panel(
+            f"{shape['tokens']}x{shape['inputs']}x{shape['outputs']}: ms (dashed: floor)",
+            _times(result, shape), 2, shape["floors"]["fp8-current"]["ms"],
+        )
+        for shape in result["shapes"]
+    ]  # fmt: skip
+    return _bars(result["shapes"][0]["results"]), panels
+
+
+def _grouped(result: Result) -> tuple[list[Bar], list[Panel]]:
+    panels = [
+        Panel(
+            f"{shape['experts']}x{shape['tokens']}x{shape['inputs']}x{shape['outputs']}: ms (dashed: floor)",
+            _times(result, shape), 2, shape["floor"].get("ms"),
+        )
+        for shape in result["shapes"]
+    ]  # fmt: skip
+    return _bars(result["shapes"][0]["results"]), panels
+
+
+def _host(result: Result) -> tuple[list[Bar], list[Panel]]:
+    rows = result["results"]
+    base = next((row.get("us") for row in rows if name(row) == BASELINE), None)
+    heading = f"µs of a step at {result['shape']}; dashed: nn.Linear"
+    return _bars(rows), [Panel(heading, [row.get("us") for row in rows], 0, base)]
+
+
+def _training(result: Result) -> tuple[list[Bar], list[Panel]]:
+    rows = result["results"]
+    gib = [row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None for row in rows]
+    each = " and GPU" if result["ranks"] > 1 else ""
+    return _bars(rows), [
+        Panel(f"tokens per second{each}: more is better", [row.get("tokens_per_second") for row in rows]),
+        Panel("peak memory in GiB: less is better", gib, 1),
+    ]
+
+
+def _casts(result: Result) -> tuple[list[Bar], list[Panel]]:
+    cases = [case for case in [*result["cases"], *result.get("peers", [])] if "share" in case]
+    bars = [
+        Bar(f"{case.get('library', '')} {case['name']}, {case['sides']}".strip(), case.get("library", "lpq"))
+        for case in cases
+    ]
+    return bars, [Panel("% of copy speed", [100 * case["share"] for case in cases], 0, 100)]
+
+
+_OF = {
+    "casts": _casts, "linear": _linear, "grouped": _grouped, "host": _host, "stack": _training, "llama": _training,
 }  # fmt: skip

@@ -10,9 +10,13 @@ from typing import Any
 from benchmarks import environment, plots, tables
 
 FOLDER = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = (DOCS / "performance.md",)
+"""The pages that show results."""
+CHARTS = DOCS / "assets"
 MARK = re.compile(r"(<!-- benchmarks: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 """``<!-- benchmarks: FILE WHAT -->`` … ``<!-- end -->``: WHAT is a table of that file, or ``environment``."""
+CHART = re.compile(r"assets/performance-([\w-]+)\.svg")
 
 
 class StoredError(Exception):
@@ -64,10 +68,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def plot(folder: Path, stem: str, result: dict[str, Any], prefix: str = "") -> None:
-    """Draw it into a folder, or say why not."""
-    path = folder / f"{prefix}{stem}.png"
-    if not plots.draw(result["part"], result, path):
-        print(f"{path.name} is not drawn: matplotlib is not installed (pip install matplotlib)")
+    """Draw it into a folder."""
+    plots.draw(result, folder / f"{prefix}{stem}.svg")
+
+
+def charted(page: str) -> list[str]:
+    """The results whose charts a page has."""
+    return CHART.findall(page)
 
 
 def filled(page: str, results: dict[str, dict[str, Any]]) -> str:
