@@ -1,8 +1,10 @@
 """Measure lpq beside bf16 and beside the other libraries that are installed.
 
-python -m benchmarks                                        all parts but grouped and llama, on one GPU
+python -m benchmarks                                        casts, linear, host and stack, on one GPU
 python -m benchmarks linear host --quick                    two parts, fewer rounds and shapes
 torchrun --nproc-per-node 2 -m benchmarks stack             the stack of blocks under FSDP2 on two GPUs
+torchrun --nproc-per-node 2 -m benchmarks parallel          two layers that GPUs share out, with their sequence
+torchrun --nproc-per-node 2 -m benchmarks llama             Hugging Face's Llama, which accelerate shards
 python -m benchmarks grouped                                a linear layer for each expert, forward and backward
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks host --profile --recipe fp8-current    where the host's time goes
@@ -16,6 +18,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from benchmarks import (
     host,
     huggingface,
     linear,
+    parallel,
     profiles,
     shapes,
     stack,
@@ -40,7 +44,8 @@ from benchmarks.timing import QUICK, Effort
 from lpq.registry.errors import LpqError
 
 USUAL = ("casts", "linear", "host", "stack")
-PARTS = (*USUAL, "grouped", "llama")
+PARTS = (*USUAL, "grouped", "llama", "parallel")
+SHARED_OUT = ("stack", "llama", "parallel")
 STORED = ("show", "page")
 SIZE = (16384, 8192)
 MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -56,11 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if (lack := environment.lacking(ranks)) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
         return 2
-    if "llama" in options.parts and (lack := huggingface.lacking()) is not None:
+    if "llama" in options.parts and (lack := huggingface.lacking(ranks)) is not None:
         print(f"benchmarks: {lack}", file=sys.stderr)
         return 2
-    if ranks > 1 and options.parts != ["stack"]:
-        print("benchmarks: under torchrun there is one part, stack", file=sys.stderr)
+    if ranks > 1 and (len(options.parts) > 1 or options.parts[0] not in SHARED_OUT):
+        print(f"benchmarks: under torchrun there is one part at a time: {', '.join(SHARED_OUT)}", file=sys.stderr)
+        return 2
+    if ranks == 1 and "parallel" in options.parts:
+        print("benchmarks: parallel is for several GPUs: start it by torchrun --nproc-per-node 2", file=sys.stderr)
         return 2
     record = environment.record(_without_out(arguments), ranks)
     first = int(os.environ.get("RANK", "0")) == 0
@@ -159,10 +167,17 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         experts = shapes.GROUPED[:1] if options.quick else shapes.GROUPED
         yield from grouped.measure(tuple(options.recipe or grouped.RECIPES), experts, effort, device)
         return
+    if part == "parallel":
+        everyone = contenders.chosen(parallel.contenders(tuple(options.recipe or parallel.RECIPES)), options.only)
+        with stack.group():
+            yield from parallel.measure(everyone, shapes.Pair(), effort, device)
+        return
     if part == "llama":
-        everyone = contenders.of_models(tuple(options.recipe or contenders.MODELS), not options.no_compile)
+        sharded = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        everyone = contenders.of_models(tuple(options.recipe or contenders.MODELS), not options.no_compile, sharded)
         everyone = contenders.chosen(everyone, options.only)
-        yield from huggingface.measure(everyone, _decoder(options), 6 if options.quick else stack.STEPS, device)
+        with stack.group() if sharded else nullcontext():
+            yield from huggingface.measure(everyone, _decoder(options), 6 if options.quick else stack.STEPS, device)
         return
     everyone = contenders.of_layers(recipes, not options.no_compile)
     everyone = contenders.chosen(everyone, options.only)

@@ -93,10 +93,12 @@ def of_stacks(recipes: tuple[str, ...] = RECIPES, compiled: bool = True) -> list
     return [*_bf16(compiled), *others, *_lpq(recipes, compiled, weights="high_precision")]
 
 
-def of_models(recipes: tuple[str, ...] = MODELS, compiled: bool = True) -> list[Contender]:
-    """All that can run a whole model of Hugging Face's on one GPU, without and with ``torch.compile``."""
+def of_models(recipes: tuple[str, ...] = MODELS, compiled: bool = True, sharded: bool = False) -> list[Contender]:
+    """All that can run a whole model of Hugging Face's, without and with ``torch.compile``; of one that is sharded lpq
+    gathers the weights quantized."""
     others = [one for one in _torchao(sharded=False) if one.recipe == "tensorwise" and (compiled or not one.compiled)]
-    return [*_bf16(compiled), *sorted(others, key=lambda one: one.compiled), *_lpq(recipes, compiled)]
+    weights = {"weights": "high_precision"} if sharded else {}
+    return [*_bf16(compiled), *sorted(others, key=lambda one: one.compiled), *_lpq(recipes, compiled, **weights)]
 
 
 def chosen(everyone: list[Contender], only: list[str] | None) -> list[Contender]:

@@ -171,6 +171,13 @@ def _training(result: Result) -> tuple[list[Bar], list[Panel]]:
     ]
 
 
+def _parallel(result: Result) -> tuple[list[Bar], list[Panel]]:
+    rows = result["results"]
+    heading = f"ms of a step on {result['ranks']} GPUs; dashed: bf16"
+    base = next((row.get("ms") for row in rows if name(row) == BASELINE), None)
+    return _bars(rows), [Panel(heading, [row.get("ms") for row in rows], 2, base)]
+
+
 def _casts(result: Result) -> tuple[list[Bar], list[Panel]]:
     cases = [case for case in [*result["cases"], *result.get("peers", [])] if "share" in case]
     bars = [
@@ -182,4 +189,5 @@ def _casts(result: Result) -> tuple[list[Bar], list[Panel]]:
 
 _OF = {
     "casts": _casts, "linear": _linear, "grouped": _grouped, "host": _host, "stack": _training, "llama": _training,
+    "parallel": _parallel,
 }  # fmt: skip

@@ -83,6 +83,19 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """A layer whose outputs ranks share out, and one behind it whose inputs they do."""
+
+    tokens: int = 8192
+    """In a step of all ranks."""
+    hidden: int = 4096
+    ffn: int = 14336
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens, {self.hidden} to {self.ffn} to {self.hidden}"
+
+
+@dataclass(frozen=True)
 class Decoder:
     """A whole language model, with embedding and head."""
 

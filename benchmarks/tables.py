@@ -218,7 +218,7 @@ def stack(result: Result) -> dict[str, Table]:
 
 
 def llama(result: Result) -> dict[str, Table]:
-    """The same of a whole model on one GPU, and ratios of the memory."""
+    """The same of a whole model, and ratios of the memory."""
     rows: list[Result] = result["results"]
     peaks = {name(row): row.get("peak_bytes") for row in rows}
     size = f"{result['layers']} layers, hidden {result['hidden']}, batch {result['batch']} x {result['sequence']}"
@@ -231,7 +231,8 @@ def llama(result: Result) -> dict[str, Table]:
         for row in rows
     ]  # fmt: skip
     columns = ["", "GiB at most", "÷ bf16, compiled as it is", "÷ torchao tensorwise, compiled as it is"]
-    made = _training(result, f"Hugging Face's Llama, {size}: tokens/s")
+    shared = f" and GPU, on {result['ranks']} GPUs by accelerate" if result["ranks"] > 1 else ""
+    made = _training(result, f"Hugging Face's Llama, {size}: tokens/s{shared}")
     return {**made, "memory": Table("Llama: memory (below 1 is better)", columns, memory)}
 
 
@@ -281,5 +282,31 @@ def _absent(result: Result, cells: int) -> list[list[str]]:
     return [[f"{library} (not installed)", *[NONE] * cells] for library, version in peers.items() if version is None]
 
 
-OF = {"casts": casts, "linear": linear, "grouped": grouped, "host": host, "stack": stack, "llama": llama}
+def parallel(result: Result) -> dict[str, Table]:
+    """Milliseconds, their ratio to bf16 and to bf16 overlapped (below 1 is better), and the bytes that are gathered."""
+    rows: list[Result] = result["results"]
+    base = {name(row): row for row in rows}
+    plain, overlapped = base[BASELINE], base.get(label("torch", "bf16, overlapped", True), {})
+    cells = [
+        [
+            name(row), number(row.get("ms"), 2), ratio(row.get("ms"), plain.get("ms")),
+            ratio(row.get("ms"), overlapped.get("ms")),
+            number(row["gathered_bytes"] / 2**20 if row.get("gathered_bytes") else None, 0),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    columns = ["", "ms", "÷ bf16", "÷ bf16, overlapped", "MiB gathered"]
+    title = f"{result['tokens']} tokens, {result['hidden']} to {result['ffn']} to {result['hidden']}"
+    return {"times": Table(f"{title}, over {result['ranks']} GPUs", columns, cells)}
+
+
+OF = {
+    "parallel": parallel,
+    "casts": casts,
+    "linear": linear,
+    "grouped": grouped,
+    "host": host,
+    "stack": stack,
+    "llama": llama,
+}
 """The tables of each part."""

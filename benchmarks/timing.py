@@ -69,9 +69,12 @@ def between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def on_gpu(steps: Mapping[str, Step], effort: Effort) -> dict[str, Timing]:
-    """The time from one step to the next in a long queue, by CUDA events: of host and GPU the slower one."""
-    counts = {name: max(2, min(effort.steps, round(effort.sample / _roughly(step)))) for name, step in steps.items()}
+def on_gpu(steps: Mapping[str, Step], effort: Effort, count: int | None = None) -> dict[str, Timing]:
+    """The time from one step to the next in a long queue, by CUDA events: of host and GPU the slower one.
+
+    ``count``: the steps in a sample, which ranks that meet in a step must have in common; None: by how long they take.
+    """
+    counts = {name: count or _fitting(step, effort) for name, step in steps.items()}
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for name in _turns(steps, effort):
         step = steps[name]
@@ -159,6 +162,11 @@ def _turns(names: Mapping[str, Step], effort: Effort) -> Iterator[str]:
     order = random.Random(0)
     for _ in range(effort.rounds):
         yield from order.sample(list(names), len(names))
+
+
+def _fitting(step: Step, effort: Effort) -> int:
+    """The steps that fill a sample."""
+    return max(2, min(effort.steps, round(effort.sample / _roughly(step))))
 
 
 def _roughly(step: Step) -> float:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import contenders, environment
+from benchmarks import contenders, environment, parallel
 from benchmarks.contenders import Contender, of_layers, of_models, of_stacks
 from benchmarks.floor import FLOORS
-from benchmarks.shapes import GROUPED, HOST, LINEAR, Decoder, Stack
+from benchmarks.shapes import GROUPED, HOST, LINEAR, Decoder, Pair, Stack
 from benchmarks.timing import Timing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
@@ -62,6 +62,14 @@ def llama(environment: dict[str, Any]) -> dict[str, Any]:
     return {"part": "llama", "environment": environment, **asdict(Decoder()), "ranks": 1, "results": rows}
 
 
+def pair(environment: dict[str, Any]) -> dict[str, Any]:
+    rows = [
+        {**c.record(), "ms": 4.0 - 0.5 * i, "gathered_bytes": None if c.compiled else 2**27 >> i, "failure": None}
+        for i, c in enumerate(parallel.contenders(RECIPES))
+    ]
+    return {"part": "parallel", "environment": environment, **asdict(Pair()), "ranks": 2, "results": rows}
+
+
 def casts(environment: dict[str, Any]) -> dict[str, Any]:
     case = {"name": "mxfp8", "sides": "row", "target": 0.92, "microseconds": 104.0, "speed": 3.9e12, "share": 0.93}
     return {
@@ -92,4 +100,4 @@ def results() -> dict[str, dict[str, Any]]:
     """One file of each part."""
     record = {**environment.record(["linear"]), "peers": {"torchao": "0.17.0", "TransformerEngine": None}}
     made = {"linear": linear(record), "host": host(record), "stack-2": stack(record), "casts": casts(record)}
-    return {**made, "llama": llama(record), "grouped": grouped(record)}
+    return {**made, "llama": llama(record), "grouped": grouped(record), "parallel-2": pair(record)}

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from ranks import spawn
 from torch import nn
 
-from benchmarks import contenders, grouped, stack
+from benchmarks import contenders, grouped, parallel, stack
 from benchmarks.contenders import Contender, of_layers, of_stacks
 from benchmarks.floor import FLOORS, Bare
 from benchmarks.host import measure
 from benchmarks.layers import Layers
 from benchmarks.llama import Llama, rotations
-from benchmarks.shapes import TINY, Experts, Shape
+from benchmarks.shapes import TINY, Experts, Pair, Shape
 from benchmarks.timing import WARM, Effort, Step, Timing, on_host
 
 CPU = torch.device("cpu")
@@ -182,3 +182,21 @@ def test_grouped_layers_are_handed_on_one_by_one() -> None:
     assert "failure" in shape["floor"], "the CPU has no scaled product of groups"
     assert [row["failure"] is None for row in shape["results"]] == [True, True, False]
     assert shape["results"][1]["ms"] == shape["results"][1]["bf16_ms"] == 1.0
+
+
+def _pair(rank: int) -> None:
+    def clock(steps: dict[str, Step], effort: Effort, count: int) -> dict[str, Timing]:
+        return dict.fromkeys(steps, Timing(1e-3, 1e-3, 1e-3))
+
+    parallel.on_gpu = clock  # type: ignore[assignment]
+    everyone = [one for one in parallel.contenders(("mxfp8",)) if not one.compiled]
+    (result,) = parallel.measure(everyone, Pair(256, 128, 256), Effort(), CPU)
+    plain, quantized = result["results"]
+    assert (plain["failure"], quantized["failure"]) == (None, None)
+    assert plain["gathered_bytes"] == 2 * 256 * 128 * 2  # x in forward and dy in backward, in bf16
+    operand = 256 * (128 + 128 // 32)  # codes and scales
+    assert quantized["gathered_bytes"] == 2 * operand + 256 * 128 * 2  # dy as it is: both of its operands are more
+
+
+def test_a_pair_of_layers_gathers_the_operands_of_its_sequence() -> None:
+    spawn(_pair, 2, fresh=True)

@@ -25,15 +25,21 @@ EXPERTS, WIDTH, INNER, BEHIND = 8, 64, 96, 3
 class Experts(nn.Module):
     """Two layers for each expert, with biases."""
 
-    def __init__(self, recipe: str | None) -> None:
+    def __init__(self, recipe: str | None, device: str = "cpu") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up = GroupedLinear(EXPERTS, WIDTH, INNER, recipe=recipe)
         self.down = GroupedLinear(EXPERTS, INNER, WIDTH, recipe=recipe)
+        self.to(device, kind(device))
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         y: Tensor = self.down(self.up(rows, ends).relu(), ends)
         return y
+
+
+def kind(device: str) -> torch.dtype:
+    """The dtype of rows and weights: that of training on GPUs."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def counts(rank: int) -> list[int]:
@@ -67,14 +73,15 @@ def mine_of(whole: Tensor, ends: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat([part.split([counts(r)[e] for r in range(ranks)])[rank] for e, part in enumerate(each)])
 
 
-def _as_one(rank: int, ranks: int, recipe: str | None) -> None:
-    alone = Experts(recipe)
-    x, dy, ends = of_all(range(ranks))
+def as_one(rank: int, ranks: int, recipe: str | None, device: str = "cpu") -> None:
+    """Each rank has its rows of what one process makes of those of all, and the same gradients of its experts."""
+    alone = Experts(recipe, device)
+    x, dy, ends = (_on(device, tensor) for tensor in of_all(range(ranks)))
     x.requires_grad_()
     expected = alone(x, ends)
     expected.backward(dy)
-    model = parallelize_module(Experts(recipe), init_device_mesh("cpu", (ranks,)), ExpertParallel())
-    own, gradient, offs = rows(rank)
+    model = parallelize_module(Experts(recipe, device), init_device_mesh(device, (ranks,)), ExpertParallel())
+    own, gradient, offs = (_on(device, tensor) for tensor in rows(rank))
     own.requires_grad_()
     for _ in range(2):  # as of two micro-batches
         y = model(own, offs)
@@ -91,12 +98,16 @@ def _as_one(rank: int, ranks: int, recipe: str | None) -> None:
         assert torch.equal(local_part(part.grad), whole.grad.chunk(ranks)[rank]), name
 
 
+def _on(device: str, tensor: Tensor) -> Tensor:
+    return tensor.to(device, kind(device) if tensor.is_floating_point() else tensor.dtype)
+
+
 @pytest.mark.parametrize(
     ("ranks", "recipe"),
     [(2, "fp8-current"), (2, "x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()"), (2, None), (4, "mxfp8")],
 )
 def test_ranks_compute_what_one_process_does(ranks: int, recipe: str | None) -> None:
-    spawn(_as_one, ranks, ranks, recipe)
+    spawn(as_one, ranks, ranks, recipe)
 
 
 def _confused(rank: int) -> None:
@@ -104,7 +115,7 @@ def _confused(rank: int) -> None:
     original = Tensor.argsort
     Tensor.argsort = lambda self, **how: torch.arange(len(self))  # type: ignore[assignment,method-assign]
     try:
-        _as_one(rank, 2, "fp8-current")
+        as_one(rank, 2, "fp8-current")
     finally:
         Tensor.argsort = original  # type: ignore[method-assign]
 

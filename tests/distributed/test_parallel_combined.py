@@ -43,19 +43,20 @@ def test_checkpointed(reentrant: bool) -> None:
     spawn(_checkpointed, 2, "fp8-delayed", reentrant)
 
 
-def _trained(recipe: str, shape: tuple[int, int] | None, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+def _trained(
+    recipe: str, shape: tuple[int, int] | None, device: str, steps: int = 2
+) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of some steps and the weights after them; ``shape``: of the mesh, with FSDP2 along the first axis."""
-    net = model()
+    net = model().to(device)
     lpq.convert(net, recipe)
     if shape is not None:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "tp"))
         parallelize_module(net, mesh["tp"], plan(sequence=False))
-        if shape[0] > 1:
-            fully_shard(net, mesh=mesh["dp"])
+        fully_shard(net, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
-        x = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
         loss = (net(x) - x.roll(1, 1)).square().mean()
         loss.backward()
         optimizer.step()
@@ -64,16 +65,17 @@ def _trained(recipe: str, shape: tuple[int, int] | None, steps: int = 2) -> tupl
     return losses, {name: whole(p.detach()) for name, p in net.named_parameters()}
 
 
-def _with_fsdp(rank: int, recipe: str) -> None:
-    losses, weights = _trained(recipe, (2, 2))
-    expected, whole_weights = _trained(recipe, None)
+def with_fsdp(rank: int, recipe: str, shape: tuple[int, int], device: str = "cpu") -> None:
+    """FSDP2 and tensor parallelism on a mesh of this shape train as one process does."""
+    losses, weights = _trained(recipe, shape, device)
+    expected, whole_weights = _trained(recipe, None, device)
     assert losses == pytest.approx(expected, rel=1e-4)
     agree(weights, whole_weights, 1e-3)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
 def test_with_fsdp2(recipe: str) -> None:
-    spawn(_with_fsdp, 4, recipe)
+    spawn(with_fsdp, 4, recipe, (2, 2))
 
 
 class Attention(nn.Module):

@@ -1,0 +1,110 @@
+"""A column-parallel layer and a row-parallel one behind it, on a sequence that ranks share out: a step of both.
+
+``y = down(up(x))``: each rank has its part of the sequence, forward gathers the input of ``up`` and scatters the sum of
+what ``down`` returns; backward gathers and scatters the other way round. Contenders take turns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor import parallel as styles
+from torch.distributed.tensor.parallel import parallelize_module
+
+import lpq
+from benchmarks.contenders import Contender, compile_afresh, in_words
+from benchmarks.shapes import Pair
+from benchmarks.timing import Effort, on_gpu
+from lpq.distributed import tensor_parallel
+from lpq.observe.collectives import collectives, gathered_bytes
+
+COUNT = 12
+"""Steps in a sample: the same on all ranks, as they meet in each."""
+RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4")
+
+
+def contenders(recipes: tuple[str, ...]) -> list[Contender]:
+    """PyTorch in bf16, without and with the overlap that its compiler makes, and lpq's recipes."""
+    made = [Contender("torch", "bf16", False), Contender("torch", "bf16, overlapped", True)]
+    return made + [
+        Contender("lpq", recipe, False, partial(lpq.convert, policy=recipe, include="all")) for recipe in recipes
+    ]
+
+
+class Both(nn.Module):
+    """The two layers."""
+
+    def __init__(self, shape: Pair) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x))
+        return y
+
+
+def measure(everyone: list[Contender], shape: Pair, effort: Effort, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a step of each contender and the bytes that a rank gathers in it; the whole at the end."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    steps: dict[str, Callable[[], None]] = {}
+    rows: list[dict[str, Any]] = []
+    compile_afresh()
+    for contender in everyone:
+        row = contender.record() | {"failure": None}
+        try:
+            step = _step(contender, shape, mesh)
+            step()
+            if not contender.compiled:  # what a compiler makes of a step gathers where nobody sees it
+                with collectives() as seen:
+                    step()
+                row["gathered_bytes"] = gathered_bytes(seen)
+            steps[contender.name] = step
+        except Exception as error:  # what one cannot do is a result, and the others go on
+            row["failure"] = in_words(error)
+        if dist.get_rank() == 0:
+            print(f"{contender.name}: {row['failure'] or 'runs'}", file=sys.stderr)
+        rows.append(row)
+    taken = on_gpu(steps, effort, COUNT)
+    for row, contender in zip(rows, everyone, strict=True):
+        if contender.name in taken:
+            row.update(taken[contender.name].record("ms"))
+    yield {**asdict(shape), "ranks": dist.get_world_size(), "results": rows}
+
+
+def _step(contender: Contender, shape: Pair, mesh: DeviceMesh) -> Callable[[], None]:
+    """Forward and backward of both layers; the gradients are dropped."""
+    torch.manual_seed(0)
+    with torch.device(mesh.device_type):
+        model: nn.Module = contender.convert(Both(shape).bfloat16())
+    made = styles if contender.library == "torch" else tensor_parallel
+    sequence = Shard(0)
+    plan = {
+        "up": made.ColwiseParallel(input_layouts=sequence),
+        "down": made.RowwiseParallel(output_layouts=sequence),
+    }
+    parallelize_module(model, mesh, plan)
+    if contender.compiled:
+        torch._inductor.config._micro_pipeline_tp = True
+        enable = torch.distributed._symmetric_memory.enable_symm_mem_for_group
+        enable(mesh.get_group().group_name)
+        model.compile(fullgraph=True, dynamic=False)
+    torch.manual_seed(1 + mesh.get_local_rank())
+    mine = shape.tokens // mesh.size()
+    x = torch.randn(mine, shape.hidden, device=mesh.device_type, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(mine, shape.hidden, device=mesh.device_type, dtype=torch.bfloat16)
+    wanted = [x, *model.parameters()]
+
+    def step() -> None:
+        torch.autograd.grad(model(x), wanted, dy)
+
+    return step

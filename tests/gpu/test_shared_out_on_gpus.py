@@ -1,0 +1,32 @@
+"""Layers and experts that two GPUs share out, over NCCL: operands, results and training are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import spawn
+from test_expert_parallel import as_one
+from test_parallel_combined import with_fsdp
+from test_parallel_operands import MODES, same_operands
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+BACKEND = "cpu:gloo,cuda:nccl"
+TEXTS = ["fp8", "fp8(scaling=delayed)", "fp8(scaling=block)", "mxfp8", "nvfp4", "nvfp4(rht=true, stochastic=true)"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_operands_are_those_of_one_process(text: str) -> None:
+    spawn(same_operands, 2, text, MODES, backend=BACKEND)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+def test_training_with_fsdp2(shape: tuple[int, int]) -> None:
+    spawn(with_fsdp, 2, "mxfp8", shape, "cuda", backend=BACKEND)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", None])
+def test_experts(recipe: str | None) -> None:
+    spawn(as_one, 2, 2, recipe, "cuda", backend=BACKEND)
