@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as styles
@@ -95,8 +96,7 @@ def _step(contender: Contender, shape: Pair, mesh: DeviceMesh) -> Callable[[], N
     parallelize_module(model, mesh, plan)
     if contender.compiled:
         torch._inductor.config._micro_pipeline_tp = True
-        enable = torch.distributed._symmetric_memory.enable_symm_mem_for_group
-        enable(mesh.get_group().group_name)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
         model.compile(fullgraph=True, dynamic=False)
     torch.manual_seed(1 + mesh.get_local_rank())
     mine = shape.tokens // mesh.size()
