@@ -16,6 +16,7 @@ from lpq.calibration import collecting
 from lpq.calibration.collecting import MAGNITUDES, Forward, Pass, Progress, collect, histogram, tokens
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.freezing import Unseen, clipped, freeze, frozen_values
+from lpq.calibration.parallel import Team
 from lpq.calibration.reducing import Axes, axes_of, reduce
 from lpq.calibration.saved import Saved
 from lpq.calibration.statistics import Statistics
@@ -23,6 +24,7 @@ from lpq.calibration.targets import Target, searches, targets
 from lpq.checkpoint.model import Model
 from lpq.engines.siblings import FUSED
 from lpq.registry.errors import suggestion
+from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,9 +78,10 @@ def calibrate(
     """Make the scales of inputs and weights static, in place, from what goes through ``model``; say what was done.
 
     ``model`` was converted by ``lpq.convert`` and may be sharded; then all ranks call this, each with ``batches`` of
-    its own. Its layers get static recipes, for training, evaluation and ``lpq.export``.
-    What is found is the same to the bit however weights are sharded and whichever rank has which batch. It runs in
-    evaluation, without gradients, under the recipes that the model has, but for scales that are static already.
+    its own, or those that share out layers by tensor parallelism with the same ones. Its layers get static recipes, for
+    training, evaluation and ``lpq.export``. What is found is the same to the bit however weights are sharded and
+    whichever rank has which batch. It runs in evaluation, without gradients, under the recipes that the model has, but
+    for scales that are static already.
 
     ``batches``: tensors, sequences of arguments or mappings of them, each with samples along the first dimension of its
     first tensor; ``forward(model, batch)`` may call the model otherwise. It ends with the batch that makes ``samples``
@@ -107,7 +110,8 @@ def calibrate(
             'with an option search, and weights that are not stored quantized. Use method="max"'
         )
     saved = Saved(state, {"method": method, "percentile": percentile, "samples": samples}, axes)
-    with _as_collected(model, chosen):
+    team = Team(model)
+    with _as_collected(model, chosen), team.whole():
         found, seen = Statistics(), Progress()
         clips: dict[str, Tensor] = {}
         if any(target.names("x") for target in chosen):
@@ -115,7 +119,7 @@ def calibrate(
             for name in passes:
                 how = MAGNITUDES if name == "magnitudes" else collecting.take_statistics(clips)
                 own = _zeros(chosen, how, model)
-                seen = _run(model, chosen, batches, how, own, samples, forward, axes, saved, every, progress)
+                seen = _run(model, chosen, batches, how, own, samples, forward, axes, team, saved, every, progress)
                 found = reduce(own, axes)
                 if name == "magnitudes":
                     clips = clipped(found, chosen, percentile)
@@ -129,7 +133,7 @@ def calibrate(
 
 def _run(
     model: nn.Module, chosen: Sequence[Target], batches: Iterable[Any], how: Pass, own: Statistics, samples: int,
-    forward: Forward, axes: Axes, saved: Saved, every: int, progress: bool,
+    forward: Forward, axes: Axes, team: Team, saved: Saved, every: int, progress: bool,
 ) -> Progress:  # fmt: skip
     """One pass over the batches, which goes on where an earlier one was kept."""
     done = saved.restore(how.name, own)
@@ -144,8 +148,9 @@ def _run(
                 saved.keep(how.name, own, seen.batches)
 
         seen = collect(
-            model, chosen, batches, how, samples=samples, forward=forward, axes=axes, found=own, done=done, after=after
-        )
+            model, chosen, batches, how,
+            samples=samples, forward=forward, axes=axes, team=team, found=own, done=done, after=after,
+        )  # fmt: skip
     saved.keep(how.name, own, seen.batches)
     return seen
 
@@ -181,7 +186,7 @@ def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
     """Within, the model evaluates, is not compiled, and no scale is static; where this fails it is as it was before."""
     training = [module for module in model.modules() if module.training]
     before = [
-        (t.layer, t.layer.recipe, {name: value.clone() for name, value in t.layer.static_values().items()})
+        (t.layer, t.layer.recipe, {name: local_part(value).clone() for name, value in t.layer.static_values().items()})
         for t in chosen
     ]
     stance = torch.compiler.set_stance("force_eager")
@@ -195,7 +200,7 @@ def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
         for layer, recipe, values in before:
             layer.recipe = recipe
             for name, buffer in layer.static_values().items():
-                buffer.copy_(values[name])
+                local_part(buffer).copy_(values[name])
         raise
     finally:
         for module in training:

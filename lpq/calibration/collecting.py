@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.reducing import Axes, everywhere
+from lpq.calibration.parallel import Team
+from lpq.calibration.reducing import Axes, Place, everywhere
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
 from lpq.registry.errors import words
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.pytree import tree_leaves
+from lpq.torch_private.tensors import local_part
 
 Forward = Callable[[nn.Module, Any], object]
 NO_BATCH = object()
@@ -84,6 +86,8 @@ class _Told(NamedTuple):
     samples: int | None
     """Those of its next batch; None: it has no more."""
     error: str | None
+    team: tuple[int, ...] = ()
+    """The ranks that are given the same batches, as they share out layers."""
 
 
 @torch.no_grad()
@@ -96,6 +100,7 @@ def collect(
     samples: int,
     forward: Forward,
     axes: Axes,
+    team: Team,
     found: Statistics,
     done: int,
     after: Callable[[Progress], None],
@@ -103,8 +108,9 @@ def collect(
     """Have batches go through the model, one on each rank at a time, and take statistics until there are ``samples``.
 
     Batches are counted in the order of ranks: the first of each, the second of each. Those that are counted do not
-    depend on how many ranks share them out, if they are dealt out in turn. A rank that has none left goes through the
-    model with its last one, of which nothing is taken: others may wait for it there. ``done``: so many batches are in
+    depend on how many ranks share them out, if they are dealt out in turn; ranks of a ``team`` have one together. A
+    rank that has none left goes through the model with its last one, of which nothing is taken: others may wait for it
+    there. ``done``: so many batches are in
     ``found`` already. ``after`` is called after each round, on all ranks alike.
     """
     mine, progress, last = iter(batches), Progress(), NO_BATCH
@@ -120,15 +126,16 @@ def collect(
                 if not axes:
                     raise
                 error = words(raised)
-        told = everywhere(_Told(None if error else count, error), axes)
+        told = everywhere(_Told(None if error else count, error, team.ranks), axes)
         _check_errors(told)
+        heads = _heads(told)
         if all(one.samples is None for one in told.values()):
             if not progress.batches:
                 raise CalibrationError("there is no batch: pass some, and a list or a DataLoader if it is used again")
             break
         start, counted = progress, False
         for other, one in told.items():
-            if one.samples is not None and progress.samples < samples:
+            if one.samples is not None and progress.samples < samples and heads[one.team] == other:
                 counted = counted or (other == place and progress.batches >= done)
                 progress = Progress(progress.batches + 1, progress.samples + one.samples)
         last = batch if batch is not NO_BATCH else last
@@ -136,7 +143,7 @@ def collect(
         if progress.batches <= done:
             continue  # all of this round are in the statistics
         try:
-            with _taking(targets, how, found) if counted else _nothing():
+            with _taking(targets, how, found) if counted else nullcontext():
                 forward(model, last)
         except Exception as raised:
             if not axes:
@@ -169,14 +176,9 @@ def _taking(targets: Sequence[Target], how: Pass, found: Statistics) -> Iterator
             hook.remove()
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def _hook(target: Target, how: Pass, found: Statistics) -> Callable[..., None]:
     def take(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["input"]
+        x = local_part(args[0] if args else kwargs["input"])
         x = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
         rows = x.numel() // max(x.shape[-1], 1)
         if rows and target.names("x"):
@@ -200,6 +202,19 @@ def _check_errors(told: Mapping[Any, _Told]) -> None:
         if one.error is not None:
             who = f"rank {place[0]}: " if len(place) == 1 else f"rank {place}: " if place else ""
             raise CalibrationError(f"{who}{one.error}")
+
+
+def _heads(told: Mapping[Place, _Told]) -> dict[tuple[int, ...], Place]:
+    """The rank of each team that counts its batches, of which all its ranks must have the same samples."""
+    heads: dict[tuple[int, ...], Place] = {}
+    for place, one in told.items():
+        first = heads.setdefault(one.team, place)
+        if told[first].samples != one.samples:
+            raise CalibrationError(
+                f"the ranks {[*one.team]} share out layers by tensor parallelism, and rank {first[0]} has a batch of "
+                f"{told[first].samples} samples where rank {place[0]} has {one.samples}: give them the same batches"
+            )
+    return heads
 
 
 def _check_some(start: Progress, told: Mapping[Any, _Told]) -> None:

@@ -19,6 +19,7 @@ from lpq.engines.siblings import fused
 from lpq.nn import Layer, convert
 from lpq.nn.names import plain_name
 from lpq.recipes import Recipe
+from lpq.torch_private.tensors import local_part
 
 Unseen = Literal["siblings", "error"]
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -132,7 +133,7 @@ def freeze(model: nn.Module, targets: Sequence[Target], values: Mapping[str, Ten
     _give_recipes(model, {target.layer: target.recipe for target in targets})
     for target in targets:
         for name, buffer in target.layer.static_values().items():
-            buffer.copy_(values[f"{target.name}.{name}"])
+            local_part(buffer).copy_(values[f"{target.name}.{name}"])
         target.layer.forget_calls()
 
 

@@ -101,11 +101,6 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
         weight = state.get(f"{PREFIX}{name}.weight", layer.weight)
         stored = isinstance(held(weight), QuantizedTensor)
         made = _static(layer.recipe, search, weights=not stored)
-        if isinstance(weight, DTensor) and id(layer) not in dtypes:
-            raise CalibrationError(
-                f"{name}: tensor parallelism shares out its weight, over which calibration is not built: calibrate the "
-                "model before parallelize_module; its layers then have the same scales on any number of ranks"
-            )
         if layer.why_unfit(Plan.of(made)) is not None:
             continue  # it has no place for static values
         target = Target(
@@ -157,13 +152,16 @@ def _matrix(weight: Tensor, layer: Layer, quantizer: Quantizer) -> Tensor:
 
 def _is_cut(weight: DTensor, quantizer: Quantizer) -> bool:
     """Whether shards cut what the statistics of an operand are measured in, the same on all ranks."""
-    for placement, ranks in zip(weight.placements, weight.device_mesh.shape, strict=True):
-        if isinstance(placement, Replicate) or ranks == 1:
+    ranks = [1, 1]  # that share out its rows, and its columns
+    for placement, size in zip(weight.placements, weight.device_mesh.shape, strict=True):
+        if isinstance(placement, Replicate) or size == 1:
             continue
         if not isinstance(placement, Shard) or placement.dim > 1:
             return True
-        each = math.ceil(weight.shape[placement.dim] / ranks)
-        for side, dim in ((quantizer.side("row"), placement.dim), (quantizer.side("col"), 1 - placement.dim)):
+        ranks[placement.dim] *= size
+    for cut, size in enumerate(ranks):
+        each = math.ceil(weight.shape[cut] / size)
+        for side, dim in ((quantizer.side("row"), cut), (quantizer.side("col"), 1 - cut)) if size > 1 else ():
             units = [buffer.unit(dim) for buffer in side.layout]
             if side.why_no_parts(dim) is not None or any(unit is not None and each % unit for unit in units):
                 return True

@@ -17,6 +17,7 @@ from lpq.engines.inputs import RECORD
 from lpq.nn import Layer
 from lpq.nn.names import plain_name
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
 
 
 def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
@@ -67,7 +68,7 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
     memories: dict[str, dict[str, Tensor]] = {}
     for buffer, value in layer.memories().items():
         tensor, _, key = buffer.partition("_")
-        memories.setdefault(tensor, {})[key] = value
+        memories.setdefault(tensor, {})[key] = local_part(value)  # all ranks have the same
     x = recipe.x
     return Multiplied(name, recipe.w, None if x.side("row").plain else x, memories, known.get(name))
 

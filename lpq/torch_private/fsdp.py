@@ -63,6 +63,11 @@ class Site:
         return cast("DeviceMesh", self._param.shard_mesh).get_group()
 
     @property
+    def is_parallel(self) -> bool:
+        """Whether tensor parallelism shares it out, too."""
+        return bool(self._param.is_dtensor)
+
+    @property
     def replicas(self) -> ProcessGroup | None:
         """The ranks that hold the same shard, if there are several."""
         mesh = self._param.mesh_info.mesh
@@ -76,7 +81,7 @@ class Site:
         placement = self._param.fsdp_placement
         if placement != Shard(0):
             return f"it is sharded by {placement}, and quantized weights are sharded along dimension 0"
-        if self._param.is_dtensor:
+        if self.is_parallel:
             return "it is sharded by tensor parallelism too, which quantized gathers do not support yet"
         return None
 

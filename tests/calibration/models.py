@@ -61,9 +61,11 @@ def model(
     return net
 
 
-def data(count: int = 8, width: int = 64, samples: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Batches of some samples of 3 tokens; the largest element is in the middle one."""
-    found = [torch.randn(samples, 3, width, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+def data(
+    count: int = 8, width: int = 64, samples: int = 4, dtype: torch.dtype = torch.float32, tokens: int = 3
+) -> list[Tensor]:
+    """Batches of some samples of some tokens; the largest element is in the middle one."""
+    found = [torch.randn(samples, tokens, width, generator=torch.Generator().manual_seed(i)) for i in range(count)]
     found[len(found) // 2][0, 1, 5] = 11.0
     return [batch.to(dtype) for batch in found]
 

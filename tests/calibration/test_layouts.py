@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import lpq
 from lpq import calibration
 from lpq.calibration import CalibrationError, calibrating, reducing
+from lpq.calibration.parallel import Team
 from lpq.core import QuantizedTensor
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+from lpq.torch_private.tensors import local_part
 
 RECIPES = {
     "fp8-current": "max",
@@ -28,9 +32,9 @@ RECIPES = {
 }
 
 
-def exported(net: nn.Module) -> dict[str, Tensor]:
+def exported(net: nn.Module, group: Any = None) -> dict[str, Tensor]:
     """The codes and scales of a model as engines get them, with those of inputs."""
-    found = dict(lpq.export.stream(net, "compressed-tensors"))
+    found = dict(lpq.export.stream(net, "compressed-tensors", process_group=group))
     assert any(name.endswith(("input_scale", "input_global_scale")) for name in found)
     return {name: value.view(torch.uint8) if value.itemsize == 1 else value for name, value in found.items()}
 
@@ -46,10 +50,10 @@ def sharded(recipe: str, ranks: int, weights: Any = None) -> Any:
     return net
 
 
-def alone(recipe: str, method: Any) -> nn.Module:
+def alone(recipe: str, method: Any, tokens: int = 3) -> nn.Module:
     """The same in one process, with all batches."""
     net = lpq.convert(model(experts=1), recipe)
-    lpq.calibrate(net, data(7), method=method, process_group=_of_one())
+    lpq.calibrate(net, data(7, tokens=tokens), method=method, process_group=_of_one())
     return net
 
 
@@ -111,6 +115,22 @@ def _resharded(rank: int, folder: str) -> None:
         assert same(exported(net), expected), ranks
 
 
+def _reshared(rank: int, folder: str) -> None:
+    """Tensor parallelism over 4 → 2 → 4 ranks by checkpoints, calibrated anew or not."""
+    net = parallel(lpq.convert(model(experts=1), "nvfp4"), 1, 4)
+    lpq.calibrate(net, data(7))
+    expected, static = exported(net), statics(net)
+    policy = net.__dict__["lpq_conversion"].policy
+    for step, tp in enumerate((2, 4)):
+        lpq.checkpoint.save(Path(folder) / str(step), net)
+        net = parallel(lpq.convert(model(experts=1), policy), 4 // tp, tp, fsdp=tp == 2)
+        lpq.checkpoint.load(Path(folder) / str(step), net)
+        assert same({name: local_part(value) for name, value in statics(net).items()}, static), tp
+        assert same(exported(net), expected), tp
+        lpq.calibrate(net, data(7)[rank // tp :: 4 // tp])
+        assert same(exported(net), expected), tp
+
+
 def _a_state_goes_on_in_another_layout(rank: int, folder: str) -> None:
     file = Path(folder) / "state.pt"
     expected = alone("fp8-current", "percentile")
@@ -149,6 +169,60 @@ def _what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
         assert list(layer.static_values()) == ["x_amax"]
 
 
+def parallel(net: Any, dp: int, tp: int, sequence: bool = False, fsdp: bool = False) -> Any:
+    """The layers of a model shared out over ``tp`` of 4 ranks, for each of ``dp``: replicated there, or sharded."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    cut = Shard(1) if sequence else Replicate()
+    column, row = ColwiseParallel(input_layouts=cut), RowwiseParallel(output_layouts=cut)
+    plan: dict[str, Any] = {"norm": SequenceParallel(use_local_output=True)} if sequence else {}
+    plan |= {f"attn.{name}": column for name in ("q_proj", "k_proj", "v_proj")} | {"attn.o_proj": row}
+    plan |= {f"experts.0.{name}": style for name, style in (("w1", column), ("w3", column), ("w2", row))}
+    for block in net:
+        parallelize_module(block, mesh["tp"], plan)
+        if fsdp:
+            fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(net, mesh=mesh["dp"]) if fsdp else net
+
+
+TP = [(1, 4, True, False), (1, 4, False, False), (2, 2, False, False), (2, 2, False, True)]
+"""Of data, of tensor parallelism, whether sequences are shared out, whether FSDP2 shards as well."""
+
+
+def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
+    expected = alone(recipe, method, tokens=4)
+    for dp, tp, sequence, fsdp in TP:
+        net = parallel(lpq.convert(model(experts=1), recipe), dp, tp, sequence, fsdp)
+        mine = data(7, tokens=4)[rank // tp :: dp]
+        mine = [batch.chunk(tp, 1)[rank % tp] for batch in mine] if sequence else mine
+        made = lpq.calibrate(net, mine, method=method)
+        assert (made.samples, made.batches) == (28, 7)
+        assert same(statics(net), statics(expected)), (dp, tp, sequence, fsdp)
+        group = None if fsdp or dp == 1 else net[0].attn.q_proj.weight.device_mesh.get_group()
+        assert same(exported(net, group), exported(expected)), (dp, tp, sequence, fsdp)
+        net(mine[0]).square().sum().backward()
+
+
+def _controls_of_tensor_parallelism(rank: int) -> None:
+    """Where layers are multiplied in parts, what later ones are given differs. Teams must have the same batches."""
+    expected: Any = alone("fp8-current", "max", tokens=4)
+
+    def calibrated(mine: list[Tensor]) -> tuple[Any, Any]:
+        net = parallel(lpq.convert(model(experts=1), "fp8-current"), 2, 2)
+        return net, lpq.calibrate(net, mine)
+
+    mine = data(7, tokens=4)[rank // 2 :: 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Team, "whole", lambda self: nullcontext())
+        net, _ = calibrated(mine)
+        assert not same(statics(net), statics(expected))
+        assert same(statics(net[0].attn.q_proj), statics(expected[0].attn.q_proj)), "whose input no layer made"
+    with pytest.raises(CalibrationError, match=r"ranks \[2, 3\] share out.*rank 2 has a batch of 4 .* rank 3 has 3:"):
+        calibrated([batch[: 3 if rank == 3 else 4] for batch in mine])
+    narrow = lpq.convert(model(width=96, experts=1), "nvfp4")
+    with pytest.raises(CalibrationError, match=r"0\.attn\.q_proj.*cannot be shared out over 4 ranks"):
+        lpq.calibrate(parallel(narrow, 1, 4), data(1, width=96))
+
+
 def _tensor_parallelism_takes_what_was_calibrated_before(rank: int) -> None:
     """With the scales that one process found; sums over ranks differ in their order alone."""
     net = lpq.convert(model(experts=0)[0].attn, "fp8-current")
@@ -157,14 +231,13 @@ def _tensor_parallelism_takes_what_was_calibrated_before(rank: int) -> None:
     with torch.no_grad():
         expected = net(x)
     plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")} | {"o_proj": RowwiseParallel()}
-    parallel = parallelize_module(net, init_device_mesh("cpu", (4,)), plan)
+    shared_out = parallelize_module(net, init_device_mesh("cpu", (4,)), plan)
     with torch.no_grad():
-        assert torch.allclose(parallel(x), expected, atol=1e-5)
-        assert not torch.allclose(parallel(x * 8), parallel(x) * 8, atol=1e-2), "control: larger inputs are clamped"
-    with pytest.raises(
-        CalibrationError, match=r"q_proj: tensor parallelism shares out its weight.*calibrate the model before"
-    ):
-        lpq.calibrate(parallel, [x])
+        assert torch.allclose(shared_out(x), expected, atol=1e-5)
+        assert not torch.allclose(shared_out(x * 8), shared_out(x) * 8, atol=1e-2), "control: they are clamped"
+    found = statics(shared_out)
+    lpq.calibrate(shared_out, [x])
+    assert same(statics(shared_out), {name: local_part(value) for name, value in found.items()})
 
 
 @pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
@@ -180,12 +253,25 @@ def test_resharding_changes_no_byte(tmp_path: Path) -> None:
     spawn(_resharded, 4, str(tmp_path))
 
 
+def test_sharing_out_over_other_ranks_changes_no_byte(tmp_path: Path) -> None:
+    spawn(_reshared, 4, str(tmp_path))
+
+
 def test_a_state_goes_on_in_another_layout(tmp_path: Path) -> None:
     spawn(_a_state_goes_on_in_another_layout, 4, str(tmp_path))
 
 
 def test_what_one_rank_cannot_do_is_an_error_on_all() -> None:
     spawn(_what_one_rank_cannot_do_is_an_error_on_all, 4)
+
+
+@pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
+def test_tensor_parallelism_over_2_and_4_ranks(recipe: str, method: str) -> None:
+    spawn(_tensor_parallel, 4, recipe, method)
+
+
+def test_multiplied_in_parts_it_would_differ() -> None:
+    spawn(_controls_of_tensor_parallelism, 4)
 
 
 def test_tensor_parallelism_takes_what_was_calibrated_before() -> None:

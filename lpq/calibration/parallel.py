@@ -1,0 +1,119 @@
+"""Tensor parallelism while statistics are collected: ranks that share out layers go through a batch together.
+
+A row-wise layer adds what its ranks computed, in an order that depends on how many there are; the last bits of what
+later layers are given would, too, and with them their scales. So a layer that is shared out is gathered when its turn
+comes, and multiplied whole on each rank, as one process multiplies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from lpq.calibration.errors import CalibrationError
+from lpq.distributed.cuts import Cut
+from lpq.nn import Layer
+from lpq.torch_private.tensors import local_part
+
+
+class Team:
+    """The ranks that share out layers of a model with this one, and are therefore given the same batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = tuple(_shared_out(model))
+        """The layers that they share out."""
+        for layer in self.layers:
+            _refuse_cut_blocks(layer)
+        here = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.ranks = tuple(sorted({here, *(rank for layer in self.layers for rank in _ranks(layer))}))
+        self.leads = here == self.ranks[0]
+        """Whether this rank takes the statistics of the team's inputs, which all of them have whole."""
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, each rank multiplies whole matrices, to the bit as one process does."""
+        with ExitStack() as stack:
+            for layer in self.layers:
+                stack.callback(layer.register_forward_pre_hook(_gather_input, with_kwargs=True).remove)
+                layer.__dict__["forward"] = partial(_multiply_whole, layer)
+                stack.callback(layer.__dict__.pop, "forward")
+            yield
+
+
+def _shared_out(model: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers whose weights tensor parallelism shares out, whether FSDP2 shards them as well or not."""
+    with_weights = [m for m in model.modules() if isinstance(m, nn.Linear | Layer) and m.weight.dim() == 2]
+    if not any(isinstance(module.weight, DTensor) for module in with_weights):
+        return
+    from lpq.torch_private.fsdp import outermost, sites
+
+    sharded = sites(outermost(model), "weight")
+    for module in with_weights:
+        over = isinstance(module.weight, DTensor)
+        if over and (sharded[module].is_parallel if module in sharded else True):
+            yield module
+
+
+def _ranks(layer: nn.Module) -> list[int]:
+    """Those of tensor parallelism are the last dimension of its mesh: FSDP2 puts its own before."""
+    weight: Any = layer.weight
+    return dist.get_process_group_ranks(weight.device_mesh.get_group(weight.device_mesh.ndim - 1))
+
+
+def _refuse_cut_blocks(layer: nn.Module) -> None:
+    """An error where the ranks' parts of a weight, which are not multiplied here, would cut what cannot be cut."""
+    if not isinstance(layer, Layer) or (quantizer := layer.weight_quantizer()) is None:
+        return
+    weight: Any = layer.weight
+    dim, ranks = weight.placements[-1].dim, weight.device_mesh.size(weight.device_mesh.ndim - 1)
+    whole = weight.shape[dim]
+    reason = Cut(dim, 0, ranks, whole // ranks).why_not(quantizer, row=True, col=True)
+    if whole % ranks:
+        reason = f"it has {whole} {'columns' if dim else 'rows'}"
+    if reason is not None:
+        raise CalibrationError(
+            f"{layer.title}: its weight cannot be shared out over {ranks} ranks: {reason}. Use fewer ranks, give the "
+            "layer a recipe with smaller blocks, or leave it out of the plan"
+        )
+
+
+def _gather_input(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The input of a layer, whole on each rank of its mesh, however it is shared out."""
+    x, *others = args if args else (kwargs.pop("input"),)
+    mesh = layer.weight.device_mesh
+    if not isinstance(x, DTensor):
+        said = getattr(layer, "layouts", None)
+        given: Placement = said.input if said is not None else Replicate()
+        x = DTensor.from_local(x, mesh, [given], run_check=False)
+    return (x.redistribute(placements=[Replicate()]), *others), kwargs
+
+
+def _multiply_whole(layer: nn.Module, x: Any) -> Tensor:
+    """What the layer's own forward makes of whole matrices. The style of the layer shares its output out again."""
+    weight: Any = layer.weight
+    forward: Callable[..., Tensor] = type(layer).forward
+    with _held_whole(layer):
+        y = forward(layer, local_part(x))
+    return DTensor.from_local(y, weight.device_mesh, [Replicate()], run_check=False)
+
+
+@contextmanager
+def _held_whole(layer: nn.Module) -> Iterator[None]:
+    """Within, the layer has its whole parameters, and its buffers, which all ranks have alike, as plain tensors."""
+    parameters, buffers = dict(layer._parameters), dict(layer._buffers)
+    try:
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                whole = nn.Parameter(parameter.detach().full_tensor(), requires_grad=False)
+                layer._parameters[name] = whole
+        layer._buffers.update({n: None if b is None else local_part(b) for n, b in buffers.items()})
+        yield
+    finally:
+        layer._parameters.update(parameters)
+        layer._buffers.update(buffers)
