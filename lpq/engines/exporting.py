@@ -191,11 +191,13 @@ def _write(plan: Plan, directory: Directory | None, ranks: Ranks) -> None:
     for tensor in plan.tensors:
         pieces = tensor.entry.gather()
         if directory is None or failed:
+            del pieces
             continue
         try:
             made = tensor.tensors(pieces)
             directory.add(tensor, made)
             values.update(_values(tensor, made))
+            del made, pieces  # before the next is gathered
         except Exception as error:
             failed.append(error)
 

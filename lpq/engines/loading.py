@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lpq import recipes, registry
 from lpq.checkpoint.background import ranks_of
-from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, touched
 from lpq.engines.inputs import RECORD
@@ -26,6 +28,9 @@ from lpq.operations.operands import DTYPES
 from lpq.operations.quantizing import quantize
 from lpq.recipes import Recipe
 from lpq.tensor import QuantizedTensor
+
+CACHE = re.compile(r".*\.(k|v|q|kv)_scale|.*\.(k|v)_proj\.output_scale")
+"""The names of scales of a KV cache, as others write them."""
 
 if TYPE_CHECKING:
     from lpq.nn.sharded_weights import Weights
@@ -133,8 +138,16 @@ class _Job:
         ]
         if lacking:
             raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(lacking)}")
-        if left := [name for name in self.files.tensors if name not in used]:
-            raise CheckpointError(f"the files have tensors for which the model has no place: {listed(left)}")
+        left = [name for name in self.files.tensors if name not in used]
+        if strange := [name for name in left if not CACHE.fullmatch(name)]:
+            raise CheckpointError(f"the files have tensors for which the model has no place: {listed(strange)}")
+        if left:
+            warnings.warn(
+                f"the files have scales of a KV cache ({listed(left)}), for which lpq has no place: they are left out, "
+                "and an export of this model has none",
+                CheckpointWarning,
+                stacklevel=4,
+            )
 
     def _judge_layer(self, said: Quantized, weight: Tensor, layer: Layer | None) -> None:
         rows, cols = weight.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import warnings
 from pathlib import Path
@@ -236,6 +237,27 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content) if content is not None else torch.save({"version": 0}, file)
         with pytest.raises(CalibrationError, match=r"state\.pt (cannot be read|is not) "):
             lpq.calibrate(converted("fp8-current"), data(), state=file)
+
+
+# ---------------------------------------------------------------------------------------------- the bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_shows_how_far_it_is_in_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(stream: io.StringIO, **options: Any) -> str:
+        monkeypatch.setattr("sys.stderr", stream)
+        lpq.calibrate(converted("fp8-current"), data(), **options)
+        return stream.getvalue()
+
+    found = shown(Terminal(), samples=32, method="percentile")
+    assert all(f"calibrating: {name}" in found for name in ("magnitudes", "statistics"))
+    assert "100%" in found
+    assert not shown(Terminal(), progress=False)
+    assert not shown(io.StringIO())
 
 
 # ---------------------------------------------------------------------------------------------- refusals

@@ -146,6 +146,32 @@ def test_each_statistic_is_reduced_over_its_own_axes(mesh: dict[str, int], data:
         assert count.tolist() == [len(beside), sum(map(sum, beside))]
 
 
+def test_one_packed_reduction_serves_all_statistics_of_the_same_axes_and_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[int, str, int]] = []
+    combine = VirtualAxis.combine
+
+    def counted(self: VirtualAxis, packed: Tensor, how: str) -> Tensor:
+        calls.append((self.rank, how, packed.numel()))
+        return combine(self, packed, how)
+
+    monkeypatch.setattr(VirtualAxis, "combine", counted)
+
+    def rank(axes: dict[str, Any]) -> None:
+        own = Statistics()
+        for i in range(5):
+            own.take(f"{i}.w_amax", torch.ones(()), "max", ("tp",))
+            own.take(f"{i}.x_amax", torch.ones(()), "max")
+            own.take(f"{i}.x_rows", torch.tensor([1, 2]), "sum")
+        reduce(own, axes)
+
+    on_mesh({"dp": 2, "tp": 2}, rank)
+    # over dp and tp those of inputs, over tp alone those of weights
+    expected = 2 * [("max", 5), ("sum", 10)] + [("max", 5)]
+    assert sorted(calls) == sorted((rank, *call) for _ in range(2) for rank in range(2) for call in expected)
+
+
 def test_ranks_with_other_statistics_all_raise_and_say_which() -> None:
     def rank(axes: dict[str, Any]) -> None:
         own = Statistics()

@@ -13,7 +13,7 @@ from tiny import Case, Net, decoded, layers, operand, same, tensors
 from torch import Tensor, nn
 
 import lpq
-from lpq.checkpoint import CheckpointError
+from lpq.checkpoint import CheckpointError, CheckpointWarning
 from lpq.core import QuantizedTensor
 from lpq.engines.tensorfile import Shown, Writer
 from lpq.formats.inverse import preimage
@@ -211,3 +211,22 @@ def test_scales_in_bf16_and_exponents_by_another_name_are_read(tmp_path: Path) -
     by_others(tmp_path / "b", found, config)
     read = lpq.load_quantized(tmp_path / "b", nn.Sequential(nn.Linear(64, 32, bias=False)))
     assert torch.equal(read[0].weight.dequantize(), weight.float() * scale.float())
+
+
+def test_scales_of_a_kv_cache_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    """As others write them; a parameter that the model has by such a name is read as any other."""
+    lpq.export(lpq.convert(Net(), "mxfp8"), tmp_path / "x", layout="modelopt")
+    found = tensors(tmp_path / "x")
+    config_json = (tmp_path / "x" / "config.json").read_text()
+    for name in ("k_proj.k_scale", "v_proj.v_scale", "k_scale"):
+        found[f"blocks.0.self_attn.{name}"] = torch.ones(())
+    by_others(tmp_path / "y", found, {})
+    (tmp_path / "y" / "config.json").write_text(config_json)
+    with pytest.warns(CheckpointWarning, match=r"KV cache \(blocks\.0\.self_attn\.k_proj\.k_scale, .*left out"):
+        read: Any = lpq.load_quantized(tmp_path / "y", Net())
+    assert not [name for name, _ in lpq.export.stream(read, "modelopt") if name.endswith("k_scale")]
+    owner: Any = Net()
+    owner.blocks[0].self_attn.k_scale = nn.Parameter(torch.zeros(()))
+    with pytest.warns(CheckpointWarning, match=r"k_proj\.k_scale, blocks\.0\.self_attn\.v_proj\.v_scale\)"):
+        lpq.load_quantized(tmp_path / "y", owner)
+    assert owner.blocks[0].self_attn.k_scale == 1

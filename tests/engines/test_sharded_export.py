@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class Alive(TorchDispatchMode):
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is Tensor}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if type(tensor) is not Tensor:
+            if type(tensor) is not Tensor or tensor.is_meta:
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata in known or storage._cdata in self._seen:
@@ -130,3 +131,33 @@ def test_streaming_stored_weights_makes_no_copy_in_high_precision(recipe: str, l
     gc.collect()
     assert control.most > 2 * largest
     assert control.largest_float >= largest
+
+
+def _holds_a_shard_and_a_layer(rank: int, folder: str) -> None:
+    """Beside its shards: the largest weight, gathered, and what is made of it. Control: all that is gathered at once."""
+    for weights in (None, "quantized"):
+        model: Any = lpq.convert(Net(width=256, blocks=6), "mxfp8", weights=weights, ranks=2)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        whole = sum(math.prod(p.shape) for p in model.parameters()) * 4
+        largest = 512 * 256 * (4 if weights is None else 1)
+        held = Alive()
+        with held:
+            lpq.export(model, Path(folder) / str(weights), layout=LAYOUT)
+        assert held.most <= 4 * largest, (held.most, largest)
+        assert 4 * largest < whole / 3
+        streamed = Alive()
+        with streamed:
+            for _name, tensor in lpq.export.stream(model, LAYOUT):
+                del tensor
+        assert streamed.most <= 4 * largest
+    model = sharded("mxfp8", None)
+    control = Alive()
+    with control:
+        kept = [p.detach().full_tensor() for p in model.parameters()]
+    assert control.most > sum(t.nbytes for t in kept) / 2
+
+
+def test_no_rank_holds_more_than_a_shard_and_a_layer(tmp_path: Path) -> None:
+    spawn(_holds_a_shard_and_a_layer, 2, str(tmp_path))
