@@ -65,6 +65,9 @@ class Entry:
     """The layer whose weight it is; None: it is in high precision."""
     stored: Stored | None = None
     """The quantizer that it is stored with; None: in high precision."""
+    part: tuple[int, int, int] | None = None
+    """Its first row, the one behind its last one, and how many there are, of the matrix that is encoded as one; None:
+    it is the whole."""
 
     @property
     def side(self) -> Quantizer:
@@ -76,7 +79,18 @@ class Entry:
 
     def operand(self, pieces: Pieces) -> Storage:
         """The row operand: as it is stored, or as the layer encodes it, once."""
-        rows, cols = self.shape
+        whole = self._whole(pieces)
+        found = whole if self.part is None else whole.narrow(0, *self.part[:2])
+        if found is None:
+            assert self.part is not None
+            raise CheckpointError(
+                f"{self.name} is rows {self.part[0]} to {self.part[1]} of a matrix that is encoded as one, and they "
+                f"cut blocks of {whole.quantizer}: keep the layer in high precision, leave=[…]"
+            )
+        return found
+
+    def _whole(self, pieces: Pieces) -> Storage:
+        rows, cols = self.shape if self.part is None else (self.part[2], self.shape[1])
         if self.stored is not None:
             side, dtype = self.stored
             return side.storage.wrap([pieces[name] for name in side.names], side, (rows, cols), dtype)
@@ -90,7 +104,8 @@ class Entry:
     def values(self, pieces: Pieces) -> Tensor:
         """The tensor in high precision."""
         if self.stored is None:
-            return pieces[""].to(self.dtype)
+            rows = slice(None) if self.part is None else slice(*self.part[:2])
+            return pieces[""][rows].to(self.dtype)
         operand = self.operand(pieces)
         return QuantizedTensor(operand, None, operand.quantizer, self.shape, self.dtype).dequantize()
 

@@ -19,6 +19,7 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.engines.beside import as_json, base_of, beside, configuration
+from lpq.engines.experts import left_stacks
 from lpq.engines.models import entries, unquantized
 from lpq.engines.names import CONFIG
 from lpq.engines.plan import Assigned, Plan, planned
@@ -114,7 +115,7 @@ class Export:
             with directory[0].discarded_on_error() if directory else nullcontext():
                 _write(plan, next(iter(directory), None), ranks)
         layers = {_title(group.scheme.title, group.inputs): group.layers for group in plan.groups}
-        return Exported(target, layout, layers, plan.left, plan.notes)
+        return Exported(target, layout, layers, plan.left, (*plan.notes, *source.notes))
 
     def stream(
         self,
@@ -153,6 +154,8 @@ class _Source:
     entries: Sequence[Any]
     linear: Callable[[set[str]], Iterator[str]]
     model: nn.Module | None
+    notes: tuple[str, ...] = ()
+    """Remarks for the user."""
 
 
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None) -> _Source:
@@ -160,7 +163,14 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None) -> _Source
         saved = Saved(Path(model))
         return _Source(saved.entries(dtype), saved.unquantized, None)
     seen = Model(model)
-    return _Source(entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module)
+    stay = [name for name, trained in left_stacks(seen.module) if trained]
+    notes = (
+        f"the experts of {listed(stay)} are in high precision, in one tensor: engines have no layers for experts that "
+        "are transposed, interleaved or with biases",
+    )
+    return _Source(
+        entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module, notes if stay else ()
+    )
 
 
 def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
+from lpq.engines.experts import left_stacks, split, split_rows, stacks
 from lpq.engines.inputs import RECORD
 from lpq.nn import Layer
 from lpq.nn.names import plain_name
@@ -29,24 +31,42 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
     layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
     owners = Counter(id(p) for m in model.module.modules() for p in m.parameters(recurse=False))
     memories, gathered = model.memories(), gathered_dtypes(model.module)
-    known = model.module.__dict__.get(RECORD, {})
-    found: dict[int, Entry] = {}
+    known, experts = model.module.__dict__.get(RECORD, {}), stacks(model.module)
+    found: dict[int, list[Entry]] = {}
     for key, tensor in state.items():
         if id(tensor) in found or key in memories:
             continue  # tied: an engine ties it, too
         name, local = key.removeprefix(PREFIX), here(key, tensor)
         layer = layers.get(key)
         shared = owners[id(tensor)] > 1
+        stack = experts.get(name) if not shared else None
         used = _multiplied(*layer, local, known) if layer is not None and not shared else None
         stored = _stored(name, local)
         kept = dtype or (gathered.get(id(layer[1])) if layer is not None else None) or local.dtype
         kept = kept if local.is_floating_point() else local.dtype
-        found[id(tensor)] = Entry(name, tuple(tensor.shape), kept, lambda k=key, t=tensor: _gather(k, t), used, stored)  # type: ignore[misc]
-    return [*found.values()]
+        gather = partial(_gather, key, tensor)
+        entry = Entry(name, tuple(tensor.shape), kept, gather, used, stored if stack is None else None)
+        biases = experts.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
+        if stack is not None:
+            x = None if stack.recipe.x.side("row").plain else stack.recipe.x
+            how = partial(Multiplied, w=stack.recipe.w, x=x)
+            found[id(tensor)] = [*split(stack.names, tensor.shape, entry, gather, how, stored)]
+        elif biases is not None and tensor.dim() == 2:
+            found[id(tensor)] = [*split_rows(biases.names, entry, gather)]
+        elif stored is not None and local.dim() > 2:
+            raise CheckpointError(
+                f"{name} is a stack that is stored as {stored.side}, and engines have no names for its matrices: load "
+                "a checkpoint of it into a model that was not converted with weights='quantized', and export that"
+            )
+        else:
+            found[id(tensor)] = [entry]
+    return [entry for own in found.values() for entry in own]
 
 
 def unquantized(model: nn.Module, quantized: set[str]) -> Iterator[str]:
-    """The modules that an engine takes for linear layers, and that are not in this set: all with a matrix as weight."""
+    """The modules that an engine takes for linear layers, and that are not in this set: all with a matrix as weight,
+    and modules with experts that are no layers to engines."""
+    yield from (name for name, _ in left_stacks(model))  # experts that stay in one tensor
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         matrix = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
@@ -58,7 +78,7 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
     recipe = layer.recipe
     if recipe is None or (recipe.w.side("row").plain and not isinstance(local, QuantizedTensor)):
         return None
-    if local.dim() > 2:  # experts in one tensor, for which layouts have no place
+    if local.dim() > 2:  # experts in one tensor, see lpq.engines.experts
         return None
     if layer.transposed:
         raise CheckpointError(
@@ -76,11 +96,6 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
 def _stored(name: str, local: Tensor) -> Stored | None:
     if not isinstance(local, QuantizedTensor):
         return None
-    if local.dim() > 2:
-        raise CheckpointError(
-            f"{name} is a stack of experts that is stored as {local.quantizer}, and layouts have no place for it: load "
-            "a checkpoint of it into a model that was not converted with weights='quantized', and export that"
-        )
     row = local.settled(together=True).stored[0]
     if row is None:
         raise CheckpointError(f"{name} is stored without its row operand, and that is what engines multiply")

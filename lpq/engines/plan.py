@@ -95,7 +95,9 @@ def planned(
     if not places:
         raise CheckpointError("no layer has a quantized weight: convert the model with a recipe first, lpq.convert")
     groups = tuple(Group(*kinds[key], tuple(layers)) for key, layers in places.items())
-    left = tuple(linear({layer for group in groups for layer in group.layers}))
+    layers = {layer for group in groups for layer in group.layers}
+    apart = [t.layer for t in found if t.entry.layer is not None and t.scheme is None]  # which a name of none has yet
+    left = tuple(dict.fromkeys([*linear(layers), *apart]))
     high = {t.layer: t.entry.layer.x for t in found if t.scheme is not None and t.inputs is None and t.entry.layer}
     changed = [layer for layer, x in high.items() if x is not None]
     notes = [_note(changed)] if changed else []
@@ -126,12 +128,12 @@ def _assigned(
         return Assigned(entry)
     known = schemes_for(entry.side, layout)
     scheme = next((scheme for scheme in known if scheme.serves(entry.side)), None)
-    keep = f"or keep the layer in high precision, leave=[{layer.name!r}]"
+    keep = f"keep the layer in high precision, leave=[{layer.name!r}]"
     if scheme is None:
         others = ", ".join(s.quantizer for s in known) or "none of this format"
         raise CheckpointError(
             f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place; it has one for: "
-            f"{others}. Export to another layout, {keep}"
+            f"{others}. Export to another layout, or {keep}"
         )
     check_fixed(entry)
     rows, cols = entry.shape

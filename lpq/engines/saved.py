@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lpq.checkpoint.model import PREFIX
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.reading import Planner, Reader
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
+from lpq.engines.experts import FUSED_EXPERTS, counted, split, split_rows
 
 
 class Saved:
@@ -33,28 +35,51 @@ class Saved:
 
     def entries(self, dtype: torch.dtype | None) -> list[Entry]:
         """Its tensors, without what quantizers remember; ``dtype`` as in ``lpq.engines.models``."""
-        said, made = self._said, []
+        said = self._said
+        made: list[Entry] = []
         for name in self._names():
             quantized = said.quantized.get(name)
             if quantized is not None:
                 if "row" not in quantized["operands"]:
                     raise CheckpointError(f"{shown(name)} was saved without its row operand, which engines multiply")
-                shape, own = tuple(quantized["shape"]), getattr(torch, quantized["dtype"])
+                shape, own = self._shape(name), getattr(torch, quantized["dtype"])
                 stored = Stored(registry.quantizer(quantized["operands"]["row"]), own)
             else:
-                (size, own), stored = self._saved[name], None
-                shape = tuple(size)
+                shape, own, stored = self._shape(name), self._saved[name][1], None
             kept = dtype if dtype is not None and own.is_floating_point else own
-            gather = partial(self._gather, name, stored)
-            made.append(Entry(name.removeprefix(PREFIX), shape, kept, gather, self._layer(name), stored))
+            gather, own_name = partial(self._gather, name, stored), name.removeprefix(PREFIX)
+            made += self._entries(Entry(own_name, shape, kept, gather, self._layer(name), stored), name)
         return made
+
+    def _entries(self, entry: Entry, name: str) -> Iterator[Entry]:
+        """The tensor, or those of a layer for each expert."""
+        layer, _, leaf = entry.name.rpartition(".")
+        used = self._layer(f"{PREFIX}{layer}.weight") if leaf in ("weight", "bias") else None
+        shape = self._shape(f"{PREFIX}{layer}.weight")
+        if used is None or len(shape) != 3:
+            yield entry
+            return
+        names, plain = counted(layer, shape[0]), replace(entry, layer=None, stored=None)
+        if leaf == "bias":
+            yield from split_rows(names, plain, entry.gather)
+        else:
+            yield from split(names, shape, plain, entry.gather, lambda own: replace(used, name=own), entry.stored)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """That of a tensor of the model; empty if there is none."""
+        if name in self._said.quantized:
+            return tuple(self._said.quantized[name]["shape"])
+        return tuple(self._saved[name][0]) if name in self._saved else ()
 
     def unquantized(self, quantized: set[str]) -> Iterator[str]:
         """The modules with a matrix as weight, but for this set. An embedding is none that engines quantize, but a
         checkpoint does not tell which these are, and to ignore one changes nothing."""
         for name, (shape, _) in self._saved.items():
             layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
-            if name.startswith(PREFIX) and leaf == "weight" and len(shape) == 2 and layer not in quantized:
+            stack = len(shape) == 3 and (leaf in FUSED_EXPERTS or (leaf == "weight" and layer in self._said.recipes))
+            apart = stack and self._layer(name) is not None  # as a layer for each expert
+            matrix = leaf == "weight" and len(shape) == 2
+            if name.startswith(PREFIX) and (matrix or stack) and not apart and layer not in quantized:
                 yield layer
 
     def _names(self) -> list[str]:

@@ -1,0 +1,162 @@
+"""Experts that a model holds in stacks are layers in the files of engines: with the bytes of separate layers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import spawn
+from tiny import same, tensors
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import lpq
+from lpq.checkpoint import CheckpointError
+from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.nn import GroupedLinear
+
+COUNT, WIDTH, INNER = 4, 64, 128
+LAYOUT = "compressed-tensors"
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up_proj = GroupedLinear(COUNT, WIDTH, INNER, recipe=None)
+        self.down_proj = GroupedLinear(COUNT, INNER, WIDTH, bias=False, recipe=None)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(self.up_proj(rows, ends).relu(), ends)
+        return y
+
+
+class Model(nn.Module):
+    """Experts in stacks, or the same ones as layers; and a router."""
+
+    def __init__(self, apart: bool = False) -> None:
+        super().__init__()
+        stacked = Stacked()
+        self.router = nn.Linear(WIDTH, COUNT)
+        self.experts: Any = stacked if not apart else nn.ModuleList(nn.Module() for _ in range(COUNT))
+        for name, stack in stacked.named_children() if apart else ():
+            for i, expert in enumerate(self.experts):
+                layer = nn.Linear(stack.in_features, stack.out_features, bias=stack.bias is not None)
+                layer.load_state_dict({key: value[i] for key, value in stack.state_dict().items()})
+                setattr(expert, name, layer)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-block", "fp8-current"])
+def test_each_expert_has_the_bytes_of_a_layer(recipe: str, tmp_path: Path) -> None:
+    """However the stack is kept, and of a checkpoint too; with the scales of inputs where they are given."""
+    apart = lpq.convert(Model(apart=True), recipe)
+    amax = {name: 2.0 + i for i, name in enumerate(tiny.layers(apart))}
+    lpq.export(apart, tmp_path / "apart", layout=LAYOUT, input_amax=amax)
+    expected = tensors(tmp_path / "apart")
+    assert len(amax) == 2 * COUNT
+    for weights in (None, "quantized"):
+        model = lpq.convert(Model(), recipe, weights=weights)
+        lpq.export(model, tmp_path / f"{weights}", layout=LAYOUT, input_amax=amax)
+        assert same(tensors(tmp_path / f"{weights}"), expected)
+        assert tiny.config(tmp_path / f"{weights}")["ignore"] == ["router"]
+        lpq.checkpoint.save(tmp_path / f"run-{weights}", model)
+        lpq.export(tmp_path / f"run-{weights}", tmp_path / f"of-{weights}", layout=LAYOUT, input_amax=amax)
+        assert same(tensors(tmp_path / f"of-{weights}"), expected)
+        assert tiny.config(tmp_path / f"of-{weights}")["ignore"] == ["router"]
+    read: Any = lpq.load_quantized(tmp_path / "None", Model(apart=True))
+    with torch.no_grad():
+        x = torch.randn(8, WIDTH)
+        assert torch.equal(
+            read.experts[1].down_proj.weight.row.decode(), tiny.operand(apart.experts[1].down_proj).decode()
+        )
+        assert read.experts[1].up_proj(x).isfinite().all()
+    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj.*no such linear layers"):
+        lpq.load_quantized(tmp_path / "None", Model())
+
+
+def test_experts_that_are_left_are_ignored_by_name(tmp_path: Path) -> None:
+    model = lpq.convert(Model(), "mxfp8")
+    lpq.export(model, tmp_path / "x", layout=LAYOUT, leave=["experts.1.*"])
+    assert tiny.config(tmp_path / "x")["ignore"] == ["router", "experts.1.up_proj", "experts.1.down_proj"]
+    assert torch.equal(tensors(tmp_path / "x")["experts.1.up_proj.weight"], model.experts.up_proj.weight[1])
+    lpq.convert(model, {"rules": [{"match": "*down_proj", "recipe": "mxfp8"}]})
+    lpq.export(model, tmp_path / "y", layout=LAYOUT)
+    assert tiny.config(tmp_path / "y")["ignore"] == ["experts.up_proj", "router"]
+    assert torch.equal(tensors(tmp_path / "y")["experts.up_proj.weight"], model.experts.up_proj.weight)
+
+
+def _shared_out(rank: int, ranks: int) -> None:
+    expected = dict(lpq.export.stream(lpq.convert(Model(), "nvfp4"), LAYOUT))
+    model: Any = lpq.convert(Model(), "nvfp4")
+    parallelize_module(model.experts, init_device_mesh("cpu", (ranks,)), ExpertParallel())
+    assert same(dict(lpq.export.stream(model, LAYOUT)), expected)
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_experts_of_several_ranks_are_exported_as_of_one(ranks: int) -> None:
+    spawn(_shared_out, ranks, ranks)
+
+
+# ---------------------------------------------------------------------------------------------- Hugging Face's
+
+
+def fused(name: str, **sizes: int) -> Any:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+    torch.manual_seed(0)
+    small: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 128, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    count = {"num_experts": COUNT} if name == "Qwen3Moe" else {"num_local_experts": COUNT}
+    config = getattr(transformers, f"{name}Config")(**{**small, **count, **sizes})
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+
+
+POLICY = {"rules": [{"match": ["*mlp.gate", "lm_head"], "recipe": None}, {"match": "*"}]}
+"""Routers and the head stay as they are."""
+
+
+def policy(recipe: str) -> Any:
+    (left, every) = POLICY["rules"]
+    return {"rules": [left, {**every, "recipe": recipe}]}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("Qwen3Moe", "fp8-block"), ("Qwen3Moe", "mxfp8"), ("Qwen3Moe", "fp8-current"), ("Mixtral", "mxfp8")],
+)
+def test_transformers_reads_the_experts_that_lpq_decodes(name: str, recipe: str, tmp_path: Path) -> None:
+    """By the names that it has in files, from which it fuses them again."""
+    import transformers
+
+    sizes = {"moe_intermediate_size": 128} if name == "Qwen3Moe" else {}
+    model = lpq.convert(fused(name, **sizes), policy(recipe))
+    assert not lpq.export(model, tmp_path / "x", layout="fp8-block").notes
+    one = "mlp.experts.2.up_proj" if name == "Qwen3Moe" else "block_sparse_moe.experts.2.w3"
+    assert f"model.layers.0.{one}.weight_scale_inv" in tensors(tmp_path / "x")
+    with contextlib.redirect_stderr(io.StringIO()):
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.bfloat16).state_dict()
+    experts: Any = model.get_submodule("model.layers.0.mlp.experts")
+    for key in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts, key).detach()
+        expected = experts.recipe.w.quantize(weight, col=False, stack=True).dequantize()
+        assert torch.equal(read[f"model.layers.0.mlp.experts.{key}"], expected)
+        assert not torch.equal(expected, weight)
+
+
+def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_said(tmp_path: Path) -> None:
+    model = lpq.convert(fused("GptOss"), policy("mxfp8"))
+    done = lpq.export(model, tmp_path / "x", layout=LAYOUT)
+    assert any("experts of model.layers.0.mlp.experts are in high precision, in one tensor" in n for n in done.notes)
+    assert "model.layers.0.mlp.experts" in done.left
+    assert "model.layers.0.mlp.experts.gate_up_proj" in tensors(tmp_path / "x")
+    narrow = lpq.convert(fused("Qwen3Moe", moe_intermediate_size=96), policy("fp8-block"))
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight is rows 0 to 96 .* cut blocks of fp8"):
+        lpq.export(narrow, tmp_path / "y", layout="fp8-block")
