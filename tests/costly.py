@@ -8,7 +8,6 @@ say to mark it by hand.
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import multiprocessing.process
 import subprocess
@@ -61,26 +60,28 @@ def starts(function: FunctionType) -> bool:
 @functools.cache
 def _named(function: FunctionType) -> frozenset[Any]:
     """The functions of ours that a function names, and None for one that starts something."""
-    return frozenset(one for name in _names(function.__code__) for one in _meant(function.__globals__, *name))
+    return frozenset(one for value in _values(function.__code__, function.__globals__) for one in _meant(value))
 
 
-def _names(code: CodeType) -> Iterator[tuple[str, str | None]]:
-    """Each global name in a function, and the attribute that is taken of it."""
-    instructions = list(dis.get_instructions(code))
-    for one, after in zip(instructions, [*instructions[1:], None], strict=True):
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            attribute = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            yield one.argval, after.argval if after is not None and attribute else None
+def _values(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
+    """What each name in a function stands for; for a module, what each other name stands for in it.
+
+    A name may be another object's attribute, and a module's may be another one's: then a test is marked in vain, which
+    seldom happens, and to read the instructions of all functions would take seconds in each process that runs tests.
+    """
+    for name in code.co_names:
+        value = names.get(name)
+        if isinstance(value, ModuleType):
+            yield from (vars(value)[other] for other in code.co_names if other in vars(value))
+        else:
+            yield value
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _values(constant, names)
 
 
-def _meant(names: dict[str, Any], name: str, attribute: str | None) -> Iterator[FunctionType | None]:
+def _meant(value: Any) -> Iterator[FunctionType | None]:
     """None for a starter; the function of ours, or the methods of our class, that this is."""
-    value = names.get(name)
-    if isinstance(value, ModuleType):
-        value = getattr(value, attribute or "", None)
     value = getattr(value, "__wrapped__", value)  # of a function that is cached, or makes a context
     if not isinstance(value, FunctionType | type):
         return

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from operands import as_bytes, same
 from ranks import fully_shard
-from sharded import model
+from sharded import enough, model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -89,7 +89,7 @@ def step(net: nn.Sequential, optimizer: Optimizer, number: int, way: Way) -> flo
     return total
 
 
-def train(net: nn.Sequential, way: Way, steps: int = 3) -> tuple[list[float], Optimizer]:
+def train(net: nn.Sequential, way: Way) -> tuple[list[float], Optimizer]:
     if way.checkpoint:
         for i, block in enumerate(net):
             net[i] = checkpoint_wrapper(block)
@@ -99,7 +99,7 @@ def train(net: nn.Sequential, way: Way, steps: int = 3) -> tuple[list[float], Op
     optimizer = optimizer_of(net, way)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if way.scheduled else None
     losses = []
-    for number in range(steps):
+    for number in range(3 if way.scheduled else enough(way.recipe)):  # the third has a rate that the schedule lowered
         losses.append(step(net, optimizer, number, way))
         if scheduler is not None:
             scheduler.step()

@@ -89,7 +89,7 @@ def _trained(rank: int, mesh: DeviceMesh, recipe: str, weights: str, masters: bo
     optimizer = MasterWeights(optimizer) if masters else optimizer
     replicas, shards = mesh.get_group("replicate"), mesh.get_group("shard")
     before = _local_bytes(net)
-    for step in range(4):
+    for step in range(3):
         with _reductions() as seen:
             bytes_here = _step(net, optimizer, 10 * step + rank)
         everywhere, among = tuple(range(4)), tuple(dist.get_process_group_ranks(shards))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,18 +72,18 @@ def _in_parts(net: nn.Sequential, recipe: str, weights: Any) -> None:
 
 
 def _as_converted_at_once(rank: int) -> None:
-    for recipe in RECIPES:
-        for weights in ("high_precision", "quantized"):
-            for shard in (_whole_only, _each_block_and_the_whole, _each_block):
-                about = (recipe, weights, shard.__name__)
-                losses, a, expected = _run(recipe, weights, shard, _at_once)
-                found, b, seen = _run(recipe, weights, shard, _in_parts)
-                assert losses == found, about
-                assert len(set(losses)) == 3
-                assert seen == expected, about
-                assert [c.kind for c in seen[-1]] == ["all_reduce"], about
-                for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-                    assert torch.equal(whole(p.detach()), whole(q.detach())), (about, name)
+    """With every two of these that go together."""
+    ways = itertools.product(RECIPES, (_whole_only, _each_block_and_the_whole, _each_block))
+    for (recipe, shard), weights in zip(ways, itertools.cycle(("high_precision", "quantized"))):
+        about = (recipe, weights, shard.__name__)
+        losses, a, expected = _run(recipe, weights, shard, _at_once)
+        found, b, seen = _run(recipe, weights, shard, _in_parts)
+        assert losses == found, about
+        assert len(set(losses)) == 3
+        assert seen == expected, about
+        assert [c.kind for c in seen[-1]] == ["all_reduce"], about
+        for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+            assert torch.equal(whole(p.detach()), whole(q.detach())), (about, name)
 
 
 def _the_report_has_all_parts(rank: int) -> None:

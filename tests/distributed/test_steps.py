@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from operands import same
 from ranks import spawn
-from sharded import How, batch, built, model
+from sharded import How, batch, built, enough, model
 from steps import WRITERS, Does, bytes_of, equal, give_gradients, reductions, step_apart, stored_weights
 from stored import RECIPES, W8, Way, converted, local, parts, same_parts, sharded, step
 from test_optimizers import Muon
@@ -38,7 +38,7 @@ def _one_reduction(rank: int) -> None:
         for kind, make in WRITERS.items():
             alone, ours = converted(recipe), sharded(converted(recipe))
             its, optimizer = make(alone.parameters()), make(ours.parameters())
-            for number in range(3):
+            for number in range(enough(recipe)):
                 give_gradients(alone, number)
                 give_gradients(ours, number)
                 assert reductions(its) == 0
