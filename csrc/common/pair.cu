@@ -1,21 +1,33 @@
 // Both operands of a tile from one read, each in a format of its own: LPQ_ROW and LPQ_COL are sides (see side.cuh), which
 // come from the headers LPQ_ROW_HEADER and LPQ_COL_HEADER.
 //
-// A block of threads takes several of `count` tiles one after the other, so that what a side does once pays.
+// A block of threads takes several of `count` tiles one after the other, so that what a side does once pays. In sections it
+// takes one, as a side does once what is of a section; some of the last ones have none.
 #include LPQ_ROW_HEADER
 #include LPQ_COL_HEADER
 
 typedef LPQ_ROW RowSide;
 typedef LPQ_COL ColSide;
 constexpr bool SCALES = RowSide::SCALES || ColSide::SCALES;
-constexpr int NEEDS = RowSide::NEEDS > ColSide::NEEDS ? RowSide::NEEDS : ColSide::NEEDS;
+constexpr int BOTH_NEED = RowSide::NEEDS > ColSide::NEEDS ? RowSide::NEEDS : ColSide::NEEDS;
+// Where a tile lies in its section takes registers, too.
+constexpr int NEEDS = IN_SECTIONS && !WHOLE && BOTH_NEED < 80 && TALL <= UNIT ? 80 : BOTH_NEED;
 
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
-    const void* x, const RowSide::Parameters of_row, const ColSide::Parameters of_col, u32 count, i64 rows, i64 cols
+    const void* x, const RowSide::Parameters of_row, const ColSide::Parameters of_col,
+#ifdef LPQ_SECTIONS
+    const Sections sections,
+#endif
+    u32 count, i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
     // Backwards: what was read last to measure the tensor may still be in the cache.
+#ifdef LPQ_SECTIONS
+    Tile t(sections, rows, cols, count - 1 - blockIdx.x);
+    if (t.section() == sections.count) return;
+#else
     Tile t(rows, cols, count - 1 - blockIdx.x);
+#endif
     u32 w[ROWS][WORDS];
     load(t, x, w);
     struct Shared {
@@ -41,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<NEEDS>) pair(
         col.encode(t, w);
         __syncthreads();
         col.store(t), row.store(t);
+        if (IN_SECTIONS) break;
         index += gridDim.x;
         if (index >= count) break;
         if (!RowSide::WAITS) __syncthreads();  // the next encode writes what this store reads

@@ -7,6 +7,9 @@
 // does, and that lines begin at multiples of 16 bytes, which saves many instructions.
 #pragma once
 #include "numbers.cuh"
+#ifdef LPQ_SECTIONS
+#include "sections.cuh"
+#endif
 
 #ifndef LPQ_TALL
 #define LPQ_TALL 128
@@ -40,9 +43,15 @@ typedef Element Source;
 constexpr int REGISTERS = LPQ_INPUT == LPQ_FP32 ? 128 : 64;
 #endif
 
+#ifdef LPQ_SECTIONS
+constexpr bool IN_SECTIONS = true;
+#else
+constexpr bool IN_SECTIONS = false;
+#endif
+
 struct Tile {
     i64 rows, cols;            // of the matrix
-    u32 across, down;          // the place of this tile among the tiles
+    u32 across, down;          // the place of this tile among the tiles, of its section if there are sections
     int lane_row, lane_col;    // this thread's first row and column in the tile
     i64 row, col;              // the same in the matrix
     int high, wide;            // how many of this thread's rows and columns lie in the matrix
@@ -63,6 +72,48 @@ struct Tile {
         high = !WHOLE && rows - row < ROWS ? max((int)(rows - row), 0) : ROWS;
         wide = !WHOLE && cols - col < 8 ? max((int)(cols - col), 0) : 8;
     }
+
+#ifdef LPQ_SECTIONS
+    Section of;
+    i64 line_, lines_, all_lines_;
+
+    __device__ __forceinline__ Tile(const Sections& sections, i64 rows, i64 cols, u32 index) : Tile(rows, cols, index) {
+        const u32 in_a_row = (u32)((cols + WIDE - 1) / WIDE);
+        const u32 whole = index / in_a_row;
+        across = index - whole * in_a_row;
+        of = section_of(sections, whole, TALL);
+        down = of.part;
+        row = of.begin + (i64)down * TALL + lane_row;
+        col = (i64)across * WIDE + lane_col;
+        high = WHOLE ? ROWS : (int)max(min(of.end - row, (i64)ROWS), (i64)0);
+        wide = !WHOLE && cols - col < 8 ? max((int)(cols - col), 0) : 8;
+        line_ = sections.line, lines_ = sections.ends ? 0 : of.number * cols;
+        all_lines_ = sections.ends ? cols : sections.count * cols;
+    }
+#endif
+
+    // The section that this tile is of: without sections, the matrix.
+#ifdef LPQ_SECTIONS
+    __device__ __forceinline__ u32 section() const { return of.number; }
+    __device__ __forceinline__ i64 begin() const { return of.begin; }          // its first row,
+    __device__ __forceinline__ i64 end() const { return of.end; }              // and the one behind its last
+    __device__ __forceinline__ i64 top() const { return of.top; }              // its place along lines of the column operand
+    __device__ __forceinline__ i64 bottom() const { return of.bottom; }
+    __device__ __forceinline__ i64 line() const { return line_; }              // how long such a line is,
+    __device__ __forceinline__ i64 lines() const { return lines_; }            // how many there are before those of the section
+    __device__ __forceinline__ i64 all_lines() const { return all_lines_; }    // and in all
+#else
+    __device__ __forceinline__ u32 section() const { return 0; }
+    __device__ __forceinline__ i64 begin() const { return 0; }
+    __device__ __forceinline__ i64 end() const { return rows; }
+    __device__ __forceinline__ i64 top() const { return 0; }
+    __device__ __forceinline__ i64 bottom() const { return rows; }
+    __device__ __forceinline__ i64 line() const { return rows; }
+    __device__ __forceinline__ i64 lines() const { return 0; }
+    __device__ __forceinline__ i64 all_lines() const { return cols; }
+#endif
+    // This thread's first row among those of the section.
+    __device__ __forceinline__ i64 place() const { return (i64)down * TALL + lane_row; }
 };
 
 // Memory that the threads of a block share, for all that is in T. What is more than 48 KiB the host must ask for.
@@ -351,120 +402,3 @@ __device__ __forceinline__ u32 largest_of(const u32* values, u32 count, Largest&
     for (u32 i = threadIdx.x; i < count; i += THREADS) bits = max(bits, values[i]);
     return block_max(bits, largest);
 }
-
-// ------------------------------------------------------------------------------------------ bytes out
-
-// Eight elements, some of them infinite, times a factor, in E5M2: two words. To keep an infinity takes several instructions,
-// and registers that all other elements would miss: so this is not inlined.
-__device__ __noinline__ uint2 scale_infinite(float4 first, float4 last, float factor) {
-    const u32 a = scale_pair<E5M2>(first.x, factor, first.y, factor), b = scale_pair<E5M2>(first.z, factor, first.w, factor);
-    const u32 c = scale_pair<E5M2>(last.x, factor, last.y, factor), d = scale_pair<E5M2>(last.z, factor, last.w, factor);
-    return make_uint2(a | b << 16, c | d << 16);
-}
-
-// The elements of a row of this thread, times a factor, as 8-bit floats: two words. FINITE: none is infinite, which saves an
-// instruction in ten. Where that is not known E4M3 makes NaN of those on the way, and E5M2 looks whether there are any.
-template <class F, bool FINITE = false>
-__device__ __forceinline__ void scale_row(const u32 (&row)[WORDS], float factor, u32& low, u32& high) {
-    if (!FINITE && F::infinities) {
-        if (are_finite(row)) return scale_row<F, true>(row, factor, low, high);
-        const uint2 codes = scale_infinite(make_float4(value(row, 0), value(row, 1), value(row, 2), value(row, 3)),
-                                           make_float4(value(row, 4), value(row, 5), value(row, 6), value(row, 7)), factor);
-        low = codes.x, high = codes.y;
-        return;
-    }
-    u32 w[WORDS], pair[4];
-#pragma unroll
-    for (int j = 0; j < WORDS; ++j) w[j] = row[j];
-    if (!FINITE) keep_apart(w);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-        pair[j] = scale_pair<F, FINITE>(value(w, 2 * j), factor, value(w, 2 * j + 1), factor);
-    low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
-}
-
-// Those of column j, likewise.
-template <class F, bool FINITE = false>
-__device__ __forceinline__ void scale_col(const u32 (&w)[ROWS][WORDS], int j, float factor, u32& low, u32& high) {
-    if (!FINITE && F::infinities) {
-        u32 words[ROWS];
-        float v[8];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const u32 a[1] = {words[i] = w[i][j / PER_WORD]};
-            v[i] = value(a, j % PER_WORD);
-        }
-        if (are_finite(words)) return scale_col<F, true>(w, j, factor, low, high);
-        const uint2 codes = scale_infinite(make_float4(v[0], v[1], v[2], v[3]), make_float4(v[4], v[5], v[6], v[7]), factor);
-        low = codes.x, high = codes.y;
-        return;
-    }
-    u32 pair[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        u32 a[1] = {w[2 * i][j / PER_WORD]}, b[1] = {w[2 * i + 1][j / PER_WORD]};
-        if (!FINITE) keep_apart(a), keep_apart(b);
-        pair[i] = scale_pair<F, FINITE>(value(a, j % PER_WORD), factor, value(b, j % PER_WORD), factor);
-    }
-    low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
-}
-
-// Row i of this thread's bytes: 8 columns as two words.
-__device__ __forceinline__ void store_row(const Tile& t, u8* out, int i, u32 low, u32 high) {
-    if (i >= t.high) return;
-    u8* to = out + (t.row + i) * t.cols + t.col;
-    if (WHOLE || t.cols % 8 == 0) {
-        if (t.wide) stream(to, make_uint2(low, high));
-    } else {
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-            if (j < t.wide) to[j] = (u8)((j < 4 ? low : high) >> (8 * (j % 4)));
-    }
-}
-
-// Rows of N bytes for LINES_ lines, of which lanes write every eighth: a word is left out for that after eight of them.
-template <int LINES_, int N>
-struct Skewed {
-    alignas(4) u8 bytes[LINES_ * N + LINES_ / 2];
-
-    __device__ __forceinline__ u8* operator[](int line) { return bytes + line * N + line / 8 * 4; }
-    __device__ __forceinline__ const u8* operator[](int line) const { return bytes + line * N + line / 8 * 4; }
-};
-
-// N bytes of shared memory that belong to consecutive places of a row of `count` bytes, from `first` on.
-template <int N>
-__device__ __forceinline__ void store_bytes(void* row, i64 first, i64 count, const void* bytes) {
-    u8* to = (u8*)row + first;
-    if (WHOLE || count % N == 0) {
-        if (!WHOLE && first >= count) return;
-        const u32* words = (const u32*)bytes;  // which may begin at any multiple of 4
-        if (N == 8) store_piece(to, make_uint2(words[0], words[1]));
-        if (N == 16) store_piece(to, make_uint4(words[0], words[1], words[2], words[3]));
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i)
-            if (first + i < count) to[i] = ((const u8*)bytes)[i];
-    }
-}
-
-// A byte for each of LINES_ lines and each of BLOCKS blocks along them, on their way to a matrix that lies column by
-// column: of a block, those of all lines are next to each other.
-template <int BLOCKS, int LINES_>
-struct ByColumns {
-    static constexpr int PIECES = LINES_ / 16, TAKEN = BLOCKS * PIECES;  // threads that store
-    alignas(16) u8 bytes[BLOCKS][LINES_ + 16];  // lanes that hold blocks side by side do not meet in a bank
-
-    // Those of eight lines.
-    __device__ __forceinline__ void put(int block, int line, u32 low, u32 high) {
-        *(uint2*)&bytes[block][line] = make_uint2(low, high);
-    }
-
-    // After __syncthreads, by threads that count from 0: to the column of each block, of `lines` bytes.
-    __device__ __forceinline__ void store(
-        int thread, u8* out, i64 first_line, i64 lines, i64 first_block, i64 blocks
-    ) const {
-        const int block = thread / PIECES, at = thread % PIECES * 16;
-        if (thread >= 0 && block < BLOCKS && (WHOLE || first_block + block < blocks))
-            store_bytes<16>(out + (first_block + block) * lines, first_line + at, lines, &bytes[block][at]);
-    }
-};

@@ -1,6 +1,6 @@
 // Transposes: of small squares in registers, and of a tile on its way to memory.
 #pragma once
-#include "tile.cuh"
+#include "bytes.cuh"
 
 // Bytes of a 4 x 4 square, one word for each row, as one word for each column.
 __device__ __forceinline__ void transpose_4x4(u32& a, u32& b, u32& c, u32& d) {
@@ -45,20 +45,20 @@ struct Transposed {
     __device__ __forceinline__ void store(const Tile& t, u8* out) const {
         constexpr int STEP = THREADS / (TALL / 16);
         const int first = threadIdx.x / (TALL / 16), at = threadIdx.x % (TALL / 16);
-        const i64 row = (i64)t.down * TALL + at * 16, col = (i64)t.across * WIDE + first;
-        u8* to = out + col * t.rows + row;
+        const i64 row = t.top() + (i64)t.down * TALL + at * 16, col = (i64)t.across * WIDE + first;
+        u8* to = out + (t.lines() + col) * t.line() + row;
 #pragma unroll
-        for (int k = 0; k < WIDE / STEP; ++k, to += STEP * t.rows) {
+        for (int k = 0; k < WIDE / STEP; ++k, to += STEP * t.line()) {
             const int line = first + k * STEP;
-            if (!WHOLE && (col + k * STEP >= t.cols || row >= t.rows)) continue;
+            if (!WHOLE && (col + k * STEP >= t.cols || row >= t.bottom())) continue;
             const uint4 bytes = piece[line][at ^ (line / 8 % 8)];
-            if (WHOLE || t.rows % 16 == 0) {
+            if (WHOLE || t.line() % 16 == 0) {
                 stream(to, bytes);
             } else {
                 const u32 word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
                 for (int i = 0; i < 16; ++i)
-                    if (row + i < t.rows) to[i] = (u8)(word[i / 4] >> (8 * (i % 4)));
+                    if (row + i < t.bottom()) to[i] = (u8)(word[i / 4] >> (8 * (i % 4)));
             }
         }
     }
@@ -78,12 +78,18 @@ struct TransposedValues {
     __device__ __forceinline__ void store(const Tile& t, void* out) const {
         constexpr int STEP = THREADS / (TALL / 8);
         const int first = threadIdx.x / (TALL / 8), at = threadIdx.x % (TALL / 8);
-        const i64 row = (i64)t.down * TALL + at * 8, col = (i64)t.across * WIDE + first;
-        u16* to = (u16*)out + col * t.rows + row;
+        const i64 row = t.top() + (i64)t.down * TALL + at * 8, col = (i64)t.across * WIDE + first;
+        u16* to = (u16*)out + (t.lines() + col) * t.line() + row;
 #pragma unroll
-        for (int k = 0; k < WIDE / STEP; ++k, to += STEP * t.rows) {
+        for (int k = 0; k < WIDE / STEP; ++k, to += STEP * t.line()) {
             const int line = first + k * STEP;
-            if (WHOLE || (col + k * STEP < t.cols && row < t.rows)) stream(to, piece[line][at ^ line / 8 % 8]);
+            if (WHOLE || (col + k * STEP < t.cols && row < t.bottom())) stream(to, piece[line][at ^ line / 8 % 8]);
         }
     }
 };
+
+// What a column operand has on its way: codes, or what they stand for.
+template <bool DECODED>
+struct OnItsWay : Transposed {};
+template <>
+struct OnItsWay<true> : TransposedValues {};

@@ -1,7 +1,10 @@
 // FP8 with a scale for each line of an operand, or for each 128 elements of one: the row and the column operand of a
 // tile. Amaxes that are given take the place of those measured, which are written where asked: of blocks LPQ_STATS
 // allows for both. The scales of blocks lie column by column, as products read them.
+//
+// DECODED: what the operand stands for goes out in place of it, rounded to bf16, of a matrix whose sizes are multiples of 8.
 #pragma once
+#include "decode.cuh"
 #include "scale.cuh"
 #include "side.cuh"
 #include "transposed.cuh"
@@ -52,7 +55,7 @@ __device__ __forceinline__ void find_cols(const Tile& t, const u32 (&w)[ROWS][WO
 
 // BLOCKS: scales are for 128 elements of a line. POW2: and they are powers of two. Every thread finds those of its rows by
 // itself, as a warp holds all that they are for.
-template <class F, bool BLOCKS, bool POW2 = false>
+template <class F, bool BLOCKS, bool POW2 = false, bool DECODED = false>
 struct RowLines : Side {
     typedef Lines Parameters;
     static constexpr bool SCALES = !POW2, WAITS = !POW2;
@@ -73,13 +76,13 @@ struct RowLines : Side {
     __device__ __forceinline__ void scale(const Tile& t) {
         if constexpr (!POW2) {
             const int unit = threadIdx.x / TALL, line = threadIdx.x % TALL;
-            const i64 row = (i64)t.down * TALL + line, across = (i64)t.across * UNITS_ACROSS + unit;
+            const i64 row = t.begin() + (i64)t.down * TALL + line, across = (i64)t.across * UNITS_ACROSS + unit;
             const i64 place = BLOCKS ? row * ((t.cols + UNIT - 1) / UNIT) + across : row;
-            if (unit >= UNITS_ACROSS || row >= t.rows || across * UNIT >= t.cols) return;
+            if (unit >= UNITS_ACROSS || row >= t.end() || across * UNIT >= t.cols) return;
             const u32 own = BLOCKS ? shared.amaxes[unit][line] : 0;
             const float scale = scale_from_amax(p.amax<BLOCKS>(own, place), largest_value<F>(), p.largest_scale, p.pow2);
             shared.scales[unit][line] = scale;
-            if (BLOCKS || across == 0) p.scale[BLOCKS ? across * t.rows + row : row] = __frcp_rn(scale);
+            if (!DECODED && (BLOCKS || across == 0)) p.scale[BLOCKS ? across * t.rows + row : row] = __frcp_rn(scale);
             p.measure<BLOCKS>(own, place);
         }
     }
@@ -93,7 +96,7 @@ struct RowLines : Side {
             reduce_lanes<1, 8>(amax);
             finite = all_finite(amax);
             const i64 across = t.col / UNIT, blocks = (t.cols + UNIT - 1) / UNIT;
-            const bool writes = t.lane_col % UNIT == 0;
+            const bool writes = !DECODED && t.lane_col % UNIT == 0;
             float* to = p.scale + across * t.rows + t.row;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
@@ -128,19 +131,22 @@ struct RowLines : Side {
         for (int i = 0; i < ROWS; ++i) {
             u32 low, high;
             scale_row<F, FINITE>(w[i], scales[i], low, high);
-            store_row(t, p.data, i, low, high);
+            if (DECODED)
+                store_decoded(t, p.data, i, decoded<F>(low, high, POW2 ? one_over_pow2(scales[i]) : __frcp_rn(scales[i])));
+            else
+                store_row(t, p.data, i, low, high);
         }
     }
 };
 
-template <class F, bool BLOCKS, bool POW2 = false>
+template <class F, bool BLOCKS, bool POW2 = false, bool DECODED = false>
 struct ColLines : Side {
     typedef Lines Parameters;
     static constexpr bool SCALES = true;
     struct Shared {
         Columns columns;
         alignas(16) float scales[UNITS_DOWN][WIDE];
-        Transposed transposed;
+        OnItsWay<DECODED> transposed;
     };
     const Lines p;
     Shared& shared;
@@ -153,21 +159,21 @@ struct ColLines : Side {
 
     __device__ __forceinline__ void scale(const Tile& t) {
         const int index = (int)threadIdx.x - (THREADS - UNITS_DOWN * WIDE), unit = index / WIDE, line = index % WIDE;
-        const i64 col = (i64)t.across * WIDE + line, down = (i64)t.down * UNITS_DOWN + unit;
-        const i64 place = BLOCKS ? col * ((t.rows + UNIT - 1) / UNIT) + down : col;
+        const i64 col = (i64)t.across * WIDE + line, down = t.top() / UNIT + (i64)t.down * UNITS_DOWN + unit;
+        const i64 place = BLOCKS ? col * ((t.rows + UNIT - 1) / UNIT) + down : t.section() * t.cols + col;
         constexpr int IN_UNIT = WARPS / UNITS_DOWN;  // warps
-        if (index < 0 || col >= t.cols || down * UNIT >= t.rows) return;
+        if (index < 0 || col >= t.cols || (BLOCKS && down * UNIT >= t.bottom())) return;
         const u32 own = BLOCKS ? shared.columns.largest(line, unit * IN_UNIT, IN_UNIT) : 0, amax = p.amax<BLOCKS>(own, place);
-        float* to = p.scale + (BLOCKS ? down * t.cols + col : col);
+        float* to = p.scale + (BLOCKS ? down * t.all_lines() + t.lines() + col : place);
         p.measure<BLOCKS>(own, place);
         if (POW2) {
             const float scale = pow2_from_amax<F>(amax, p.largest_scale);
             shared.scales[unit][line] = own < INF ? scale : -scale;  // which says that an element may be infinite
-            store_piece(to, __float_as_uint(one_over_pow2(scale)));
+            if (!DECODED) store_piece(to, __float_as_uint(one_over_pow2(scale)));
         } else {
             const float scale = scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2);
             shared.scales[unit][line] = scale;
-            if (BLOCKS || down == 0) *to = __frcp_rn(scale);
+            if (!DECODED && (BLOCKS || (t.down == 0 && unit == 0))) *to = __frcp_rn(scale);
         }
     }
 
@@ -187,8 +193,12 @@ struct ColLines : Side {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             u32 low, high;
-            scale_col<F, FINITE>(w, j, POW2 && !FINITE ? fabsf(scales[j]) : scales[j], low, high);
-            shared.transposed.put(t, j, low, high);
+            const float scale = POW2 && !FINITE ? fabsf(scales[j]) : scales[j];
+            scale_col<F, FINITE>(w, j, scale, low, high);
+            if constexpr (DECODED)
+                shared.transposed.put(t, j, decoded<F>(low, high, POW2 ? one_over_pow2(scale) : __frcp_rn(scale)));
+            else
+                shared.transposed.put(t, j, low, high);
         }
     }
 

@@ -3,7 +3,10 @@
 // Without SQUARE the amax is the largest of `amaxes` (count of them), which goes to `known` if that is wanted, and
 // `measured`, which must be 0 before, gets the amax of the matrix. With it, `amaxes` are those of the blocks, or null
 // to use the blocks' own, which go to `measured` if that is wanted.
+//
+// DECODED: as in lines.cuh.
 #pragma once
+#include "decode.cuh"
 #include "scale.cuh"
 #include "side.cuh"
 #include "transposed.cuh"
@@ -27,11 +30,13 @@ struct Place {
     bool inside, writes;
 
     __device__ __forceinline__ Place(const Tile& t) {
-        const i64 down = t.row / UNIT, across = t.col / UNIT;
-        in_row = SQUARE ? down * ((t.cols + UNIT - 1) / UNIT) + across : 0;
-        in_col = SQUARE ? across * ((t.rows + UNIT - 1) / UNIT) + down : 0;
-        inside = !SQUARE || (down * UNIT < t.rows && across * UNIT < t.cols);
-        writes = SQUARE ? inside && t.lane_row % UNIT == 0 && t.lane_col % UNIT == 0 : blockIdx.x + threadIdx.x == 0;
+        const i64 down = t.place() / UNIT, across = t.col / UNIT, tall = t.end() - t.begin();
+        const i64 in_a_line = (tall + UNIT - 1) / UNIT, in_a_row = (t.cols + UNIT - 1) / UNIT;
+        in_row = SQUARE ? (t.section() * in_a_line + down) * in_a_row + across : t.section();
+        in_col = SQUARE ? (t.section() * in_a_row + across) * in_a_line + down : t.section();
+        inside = !SQUARE || (down * UNIT < tall && across * UNIT < t.cols);
+        const bool first = IN_SECTIONS ? t.down + t.across + threadIdx.x == 0 : blockIdx.x + threadIdx.x == 0;
+        writes = SQUARE ? inside && t.lane_row % UNIT == 0 && t.lane_col % UNIT == 0 : first;
     }
 };
 
@@ -62,7 +67,7 @@ __device__ __forceinline__ Factor tile_factor(
         if (p.measured && at.writes) p.measured[place] = amax;
         if (p.amaxes) amax = at.inside ? p.amaxes[place] : 0;
     } else {
-        amax = largest_of(p.amaxes, p.count, shared.amax);
+        amax = largest_of(p.amaxes + (IN_SECTIONS ? place : 0), p.count, shared.amax);
         if (at.writes && p.known) *p.known = amax;
     }
     return {scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2), finite};
@@ -94,7 +99,7 @@ __device__ __forceinline__ void scale_rows(
         for (int i = 0; i < ROWS; ++i) scale_row<F>(w[i], factor.of, low[i], high[i]);
 }
 
-template <class F, bool SQUARE>
+template <class F, bool SQUARE, bool DECODED = false>
 struct RowMatrix : Side {
     typedef Matrix Parameters;
     static constexpr bool WAITS = false;
@@ -108,7 +113,7 @@ struct RowMatrix : Side {
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const Place<SQUARE> at(t);
         factor = tile_factor<F>(p, w, at, at.in_row, shared);
-        if (at.writes) p.scale[at.in_row] = __frcp_rn(factor.of);
+        if (at.writes && !DECODED) p.scale[at.in_row] = __frcp_rn(factor.of);
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
@@ -116,17 +121,21 @@ struct RowMatrix : Side {
         tell_amax<SQUARE>(p, w, shared);
         scale_rows<F, SQUARE>(w, factor, low, high);
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) store_row(t, p.data, i, low[i], high[i]);
+        for (int i = 0; i < ROWS; ++i)
+            if (DECODED)
+                store_decoded(t, p.data, i, decoded<F>(low[i], high[i], __frcp_rn(factor.of)));
+            else
+                store_row(t, p.data, i, low[i], high[i]);
     }
 
     __device__ __forceinline__ void store(const Tile&) { raise_amax<SQUARE>(p, shared); }
 };
 
-template <class F, bool SQUARE>
+template <class F, bool SQUARE, bool DECODED = false>
 struct ColMatrix : Side {
     typedef Matrix Parameters;
     struct Shared {
-        Transposed transposed;
+        OnItsWay<DECODED> transposed;
         InBlock in_block;
     };
     const Matrix p;
@@ -138,14 +147,22 @@ struct ColMatrix : Side {
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const Place<SQUARE> at(t);
         factor = tile_factor<F>(p, w, at, at.in_col, shared.in_block);
-        if (at.writes) p.scale[at.in_col] = __frcp_rn(factor.of);
+        if (at.writes && !DECODED) p.scale[at.in_col] = __frcp_rn(factor.of);
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         u32 low[ROWS], high[ROWS];
         tell_amax<SQUARE>(p, w, shared.in_block);
-        scale_rows<F, SQUARE>(w, factor, low, high);
-        shared.transposed.put_rows(t, low, high);
+        if constexpr (DECODED) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                scale_col<F>(w, j, factor.of, low[j], high[j]);
+                shared.transposed.put(t, j, decoded<F>(low[j], high[j], __frcp_rn(factor.of)));
+            }
+        } else {
+            scale_rows<F, SQUARE>(w, factor, low, high);
+            shared.transposed.put_rows(t, low, high);
+        }
     }
 
     __device__ __forceinline__ void store(const Tile& t) {

@@ -13,23 +13,33 @@ constexpr bool POW2 = true;
 constexpr bool POW2 = false;
 #endif
 
-// The amax of each row and of each column of a matrix; null leaves one out. They must be 0 before.
+// The amax of each row and of each column of a matrix, or of each section; null leaves one out. They must be 0 before.
 extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
-    const void* x, u32* row_amaxes, u32* col_amaxes, i64 rows, i64 cols
+    const void* x, u32* row_amaxes, u32* col_amaxes,
+#ifdef LPQ_SECTIONS
+    const Sections sections,
+#endif
+    i64 rows, i64 cols
 ) {
     wait_for_the_one_before();
     __shared__ u32 of_rows[UNITS_ACROSS][TALL];
     __shared__ Columns columns;
+#ifdef LPQ_SECTIONS
+    const Tile t(sections, rows, cols, blockIdx.x);
+    if (t.section() == sections.count) return;
+#else
     const Tile t(rows, cols, blockIdx.x);
+#endif
     u32 w[ROWS][WORDS];
     load(t, x, w);
     if (row_amaxes) fp8::find_rows(t, w, of_rows);
     if (col_amaxes) fp8::find_cols(t, w, columns);
     __syncthreads();
     const int line = (int)threadIdx.x - (THREADS - WIDE), unit = threadIdx.x / TALL, in_unit = threadIdx.x % TALL;
-    const i64 row = (i64)t.down * TALL + in_unit, col = (i64)t.across * WIDE + line;
-    if (row_amaxes && unit < UNITS_ACROSS && row < rows) atomicMax(row_amaxes + row, of_rows[unit][in_unit]);
-    if (col_amaxes && line >= 0 && col < cols) atomicMax(col_amaxes + col, columns.largest(line, 0, WARPS));
+    const i64 row = t.begin() + (i64)t.down * TALL + in_unit, col = (i64)t.across * WIDE + line;
+    if (row_amaxes && unit < UNITS_ACROSS && row < t.end()) atomicMax(row_amaxes + row, of_rows[unit][in_unit]);
+    if (col_amaxes && line >= 0 && col < cols)
+        atomicMax(col_amaxes + t.section() * cols + col, columns.largest(line, 0, WARPS));
 }
 
 // Registers of a thread: fewer threads at a time are faster than threads that run short of them.

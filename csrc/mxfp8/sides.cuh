@@ -53,16 +53,6 @@ __device__ __forceinline__ float power_of(float inverse) {
     return __uint_as_float(bits == 0x200000u ? NAN_BITS : exponent ? exponent << 23 : 0x400000u);
 }
 
-// Eight elements times a power of two, in bf16.
-template <class F>
-__device__ __forceinline__ uint4 exact(u32 low, u32 high, float power) {
-    float v[8];
-    decode_pairs<F>(low, v[0], v[1], v[2], v[3]), decode_pairs<F>(high, v[4], v[5], v[6], v[7]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], power);
-    return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
-}
-
 // Scales of blocks in eight lines: their exponents go to shared memory, to a block and a line of the tile, and where the
 // statistics live is read or written.
 template <class F, bool PLAIN, int WORDS_OF_8, class Exponents>
@@ -123,22 +113,17 @@ struct Row : Side {
             scale_row<F, PLAIN>(w[i], inverse[i], low, high);
             if (!EXACT)
                 store_row(t, p.data, i, low, high);
-            else if (i < t.high && t.wide)
-                stream((u16*)p.data + (t.row + i) * t.cols + t.col, exact<F>(low, high, power_of(inverse[i])));
+            else
+                store_decoded(t, p.data, i, decoded<F>(low, high, power_of(inverse[i])));
         }
     }
 
     __device__ __forceinline__ void store(const Tile& t) {
         if (EXACT || !p.data) return;
-        shared.exponents.store(threadIdx.x, p.scale, (i64)t.down * TALL, t.rows, (i64)t.across * ACROSS, blocks);
+        shared.exponents.store(
+            threadIdx.x, p.scale, t.begin() + (i64)t.down * TALL, t.end(), t.rows, (i64)t.across * ACROSS, blocks);
     }
 };
-
-// What a column operand has on its way.
-template <bool EXACT>
-struct Values : Transposed {};
-template <>
-struct Values<true> : TransposedValues {};
 
 template <class F, bool EXACT = false>
 struct Col : Side {
@@ -146,7 +131,7 @@ struct Col : Side {
     static constexpr int DOWN = TALL / 32;
     struct Shared {
         ByColumns<DOWN, WIDE> exponents;
-        Values<EXACT> transposed;
+        OnItsWay<EXACT> transposed;
         Columns columns;
     };
     const Parameters p;
@@ -155,7 +140,7 @@ struct Col : Side {
     u32 amax[WORDS];
 
     __device__ __forceinline__ Col(const Parameters& p, Shared& shared, const Tile& t)
-        : p(p), shared(shared), blocks((t.rows + 31) / 32) {}
+        : p(p), shared(shared), blocks((t.bottom() + 31) / 32) {}
 
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         col_amax(w, amax);
@@ -176,7 +161,7 @@ struct Col : Side {
     template <bool PLAIN>
     __device__ __forceinline__ void write(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         float inverse[8];
-        scales<F, PLAIN>(amax, p, t.lane_row % 32 == 0, t.wide, t.col, t.row / 32, blocks,
+        scales<F, PLAIN>(amax, p, t.lane_row % 32 == 0, t.wide, t.col, t.place() / 32, blocks,
                          shared.exponents, t.lane_row / 32, t.lane_col, inverse);
         if (!p.data) return;
 #pragma unroll
@@ -184,7 +169,7 @@ struct Col : Side {
             u32 low, high;
             scale_col<F, PLAIN>(w, j, inverse[j], low, high);
             if constexpr (EXACT)
-                shared.transposed.put(t, j, exact<F>(low, high, power_of(inverse[j])));
+                shared.transposed.put(t, j, decoded<F>(low, high, power_of(inverse[j])));
             else
                 shared.transposed.put(t, j, low, high);
         }
@@ -195,7 +180,8 @@ struct Col : Side {
         shared.transposed.store(t, p.data);
         if (EXACT) return;
         const int thread = (int)threadIdx.x - (THREADS - shared.exponents.TAKEN);
-        shared.exponents.store(thread, p.scale, (i64)t.across * WIDE, t.cols, (i64)t.down * DOWN, blocks);
+        shared.exponents.store(thread, p.scale + t.lines(), (i64)t.across * WIDE, t.cols, t.all_lines(),
+                               t.top() / 32 + (i64)t.down * DOWN, blocks);
     }
 };
 

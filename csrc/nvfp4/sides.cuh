@@ -2,7 +2,8 @@
 // blocks of 1x16 lie column by column: those of a block of all lines together.
 //
 // EXACT: elements times the scales of their blocks times 2^-11 go out in place of an operand, in bf16, which holds them
-// exactly; of a matrix whose sizes are multiples of 8.
+// exactly; of a matrix whose sizes are multiples of 8. In sections, what an operand decodes to, rounded to bf16, in the basis in
+// which it is stored: each section has an amax and a seed, and is zero behind its last row.
 #pragma once
 #include "decode.cuh"
 #include "e2m1.cuh"
@@ -95,10 +96,14 @@ template <int BITS>
 struct Scales {
     float sixth;
     bool roomy;  // no factor is below 2^-112: times 2^-14 it is exact
+    float decoding[2];  // of what is exact times 2^-11, one after the other
 
-    __device__ __forceinline__ Scales(const Parameters& p, Factors& factors, Largest& shared) {
-        const u32 bits = largest_of(p.amaxes, p.count, shared);
-        if (blockIdx.x == 0 && threadIdx.x == 0 && p.data) *p.amax = bits;
+    __device__ __forceinline__ Scales(const Parameters& p, const Tile& t, Factors& factors, Largest& shared) {
+        const u32 bits = largest_of(p.amaxes + t.section(), p.count, shared);
+        const bool first = IN_SECTIONS ? t.down + t.across == 0 && p.amax : blockIdx.x == 0;
+        if (first && threadIdx.x == 0 && p.data) p.amax[t.section()] = bits;
+        const float amax = __uint_as_float(bits), shift = amax > 1.0f ? 4096.0f : 1.0f;
+        decoding[0] = __fdiv_rn(amax, shift) * 2048.0f, decoding[1] = __fmul_rn(shift, (float)(1.0 / 2688.0));
         const float overall = tensor_scale(bits);
         sixth = __fmul_rn(overall, 1.0f / 6.0f);
         roomy = overall > 9.8607613e-32f;  // 2^-103; the largest scale is below 2^9
@@ -158,13 +163,33 @@ struct Codes<true, LINES_, BLOCKS> : Skewed<LINES_, BLOCKS> {
     static constexpr int TAKEN = LINES_;
 
     __device__ __forceinline__ void store(
-        int thread, u8* out, i64 first_line, i64 lines, i64 first_block, i64 blocks
+        int thread, u8* out, i64 first_line, i64 end, i64, i64 first_block, i64 blocks
     ) const {
         const i64 line = first_line + thread;
-        if (thread >= 0 && thread < LINES_ && (WHOLE || line < lines))
+        if (thread >= 0 && thread < LINES_ && (WHOLE || line < end))
             store_bytes<BLOCKS>(out + line * blocks, first_block, blocks, (*this)[thread]);
     }
 };
+
+// Eight exact values of which two are in a word, as what is decoded.
+__device__ __forceinline__ void decode_exact(const uint4& values, const float (&decoding)[2], float (&v)[8]) {
+    const u32 words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float exact = __uint_as_float(i & 1 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+        v[i] = __fmul_rn(__fmul_rn(exact, decoding[0]), decoding[1]);
+    }
+}
+__device__ __forceinline__ uint4 narrowed(const float (&v)[8]) {
+    return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
+}
+
+// H / 4 times a column of 16 rows, half of which is in this lane and half in the one 16 lanes apart.
+__device__ __forceinline__ void hadamard16(bool upper, float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = 0.25f * fmaf(v[i], upper ? -1.0f : 1.0f, __shfl_xor_sync(~0u, v[i], 16));
+    hadamard8(v);
+}
 
 // Whether the two halves of a block of 16 rows are in lanes 16 apart. Sides that look for it there ask; what they ask is a
 // template, so that tiles of rows alone can be wider.
@@ -196,10 +221,11 @@ struct Row : Side {
     u32 kept[ROWS];
 
     __device__ __forceinline__ Row(const Parameters& p, Shared& shared, const Tile& t)
-        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors, shared.largest) {}
+        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.end() - t.begin() + 15) / 16),
+          scales(p, t, shared.factors, shared.largest) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
-        const i64 row_block = t.row / 16, col_block = t.col / 16;
+        const i64 row_block = t.place() / 16, col_block = t.col / 16;
         float factor[ROWS];
         u32 code_of[ROWS];
         How how;
@@ -242,7 +268,7 @@ struct Row : Side {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i, to += apart) {
             if (STOCHASTIC && i % (2 * DRAWN) == 0)
-                draw((u32)(t.col / 16), (u32)(p.offset + t.row) + i, 0, *p.seed, t.lane_col & 8, 1, bits);
+                draw((u32)(t.col / 16), (u32)(p.offset + t.place()) + i, 0, p.seed[t.section()], t.lane_col & 8, 1, bits);
             const uint2 drawn = bits[i % (2 * DRAWN)];
             u32 words[WORDS];
 #pragma unroll
@@ -253,7 +279,11 @@ struct Row : Side {
             for (int j = 0; j < 8; ++j) v[j] = value(words, j);
             if (EXACT) {
                 const float scale = decode<E4M3>(code_of[i]);
-                const uint4 values = exact<STOCHASTIC, HOW>(v, factor[i], drawn, scale);
+                uint4 values = exact<STOCHASTIC, HOW>(v, factor[i], drawn, scale);
+                if (IN_SECTIONS) {
+                    decode_exact(values, scales.decoding, v);
+                    values = narrowed(v);
+                }
                 if (i < t.high && inside) stream(to, values);
             } else {
                 const u32 codes = ::encode<STOCHASTIC, HOW>(v, factor[i], drawn) & mask;
@@ -265,7 +295,9 @@ struct Row : Side {
 
     __device__ __forceinline__ void store(const Tile& t) {
         if (EXACT || !p.data) return;
-        shared.codes.store(threadIdx.x, p.scale, (i64)t.down * HIGH, SQUARE ? down : t.rows, (i64)t.across * ACROSS, across);
+        const i64 begin = SQUARE ? t.section() * down : t.begin(), end = SQUARE ? begin + down : t.end();
+        shared.codes.store(
+            threadIdx.x, p.scale, begin + (i64)t.down * HIGH, end, t.rows, (i64)t.across * ACROSS, across);
     }
 };
 
@@ -284,14 +316,16 @@ struct Columns16 {
     __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down) {
         if (!data) return;
         const int thread = (int)threadIdx.x - (THREADS - codes.TAKEN);
-        codes.store(thread, scale, (i64)t.across * HIGH, SQUARE ? across : t.cols, (i64)t.down * DOWN, down);
+        const i64 begin = SQUARE ? t.section() * across : t.lines(), end = begin + (SQUARE ? across : t.cols);
+        const i64 block_0 = t.top() / 16 + (i64)t.down * DOWN, blocks = (t.bottom() + 15) / 16;
+        codes.store(thread, scale, begin + (i64)t.across * HIGH, end, t.all_lines(), block_0, SQUARE ? down : blocks);
         constexpr int STEP = THREADS / DOWN;
         const int first = threadIdx.x / DOWN, at = threadIdx.x % DOWN;
-        const i64 col = (i64)t.across * WIDE + first, block = (i64)t.down * DOWN + at;
-        u8* to = data + (col * down + block) * 8;
+        const i64 col = (i64)t.across * WIDE + first, block = block_0 + at;
+        u8* to = data + ((t.lines() + col) * down + block) * 8;
 #pragma unroll
         for (int k = 0; k < WIDE / STEP; ++k, to += STEP * 8 * down)
-            if (WHOLE || (col + k * STEP < t.cols && block < down))
+            if (WHOLE || (col + k * STEP < t.cols && block < blocks))
                 stream(to, ((const uint2*)transposed[first + k * STEP])[at ^ ((first + k * STEP) / 8 % DOWN)]);
     }
 };
@@ -326,10 +360,11 @@ struct Col : Side {
     const Scales<BITS> scales;
 
     __device__ __forceinline__ Col(const Parameters& p, Shared& shared, const Tile& t)
-        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.rows + 15) / 16), scales(p, shared.factors, shared.largest) {}
+        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.line() + 15) / 16),
+          scales(p, t, shared.factors, shared.largest) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
-        const i64 row_block = t.row / 16, col_block = t.col / 16;
+        const i64 row_block = t.place() / 16, col_block = t.col / 16;
         float factor[8], amaxes[8];
         u32 code_of[8], y[8][4];
         if (ROTATED) {
@@ -378,11 +413,12 @@ struct Col : Side {
         const u32 (&code_of)[8]
     ) {
         const u32 mask = ROTATED ? ~0u : nibbles(t.high);  // what pads the rows was rotated with them
+        const bool cut = IN_SECTIONS && t.place() / 16 * 16 + 16 > t.end() - t.begin();  // of a whole warp
         uint2 bits[2 * DRAWN] = {};
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             if (STOCHASTIC && j % (2 * DRAWN) == 0)
-                draw((u32)((p.offset + t.row) / 16), (u32)t.col + j, 1, *p.seed, t.lane_row & 8, 16, bits);
+                draw((u32)((p.offset + t.place()) / 16), (u32)t.col + j, 1, p.seed[t.section()], t.lane_row & 8, 16, bits);
             const uint2 drawn = bits[j % (2 * DRAWN)];
             float v[8];
 #pragma unroll
@@ -395,11 +431,21 @@ struct Col : Side {
                     v[i] = value(word, j % PER_WORD);
             }
             if constexpr (EXACT) {
-                const uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
+                uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
+                if (IN_SECTIONS) {
+                    decode_exact(values, scales.decoding, v);
+                    if (ROTATED && cut) {
+                        hadamard16(t.lane_row & 8, v);
+#pragma unroll
+                        for (int i = 0; i < 8; ++i) v[i] = i < t.high ? v[i] : 0.0f;
+                        hadamard16(t.lane_row & 8, v);
+                    }
+                    values = narrowed(v);
+                }
                 if constexpr (!STOCHASTIC)
                     shared.out.put(t, j, values);
-                else if (j < t.wide && (WHOLE || t.row < t.rows))
-                    stream((u16*)p.data + (t.col + j) * t.rows + t.row, values);
+                else if (j < t.wide && (WHOLE || t.top() + t.place() < t.bottom()))
+                    stream((u16*)p.data + (t.lines() + t.col + j) * t.line() + t.top() + t.place(), values);
             } else {
                 shared.out.put(t, j, ::encode<STOCHASTIC, HOW>(v, factor[j], drawn) & mask);
             }

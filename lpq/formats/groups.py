@@ -33,6 +33,9 @@ class Grouped(NamedTuple):
     dtype: torch.dtype
     dim: int
     """Along which dimension the groups lie."""
+    decoded: bool = False
+    """Whether only what it decodes to was made, for a product: a matrix in bf16, in the basis in which the operand is
+    stored, with the groups where they are in the operand."""
 
     def matrix(self, group: int, start: int, stop: int, at: int) -> Storage:
         """The operand of one group, rows or columns ``[start, stop)`` of the whole, which begins at ``at``."""

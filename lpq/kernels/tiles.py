@@ -60,6 +60,8 @@ BYTES, NIBBLES = (
     for name, arguments in (("transpose_bytes", "PPPPIqq"), ("transpose_nibbles", "PPPPPPqq"))
 )
 """Transposes, by tiles of 256 rows of so many bytes, or of twice as many rows of 256 nibbles."""
+MANY_BLOCKS = 264
+"""Blocks of threads that share out a piece of memory of any size, on a GPU of any size."""
 PER_PART = 1 << 15
 PARTS_AT_ONCE = 2
 """Elements for each block of threads that looks for an amax, and how many of these a multiprocessor runs."""

@@ -80,7 +80,10 @@ def grouped_linear_of(
     """The same of a plan; ``operands`` are the buffers of a weight that is encoded already."""
     _check_tensors(title, x, weight, bias)
     grad, dtype = torch.is_grad_enabled(), x.dtype
-    seeds = draw_seeds(x, weight, weight.shape[0] * len(TENSORS)).view(-1, len(TENSORS)) if plan.stochastic else None
+    seeds = None
+    if plan.stochastic:
+        drawn = draw_seeds(x, weight, weight.shape[0] * len(TENSORS))
+        seeds = drawn.view(-1, len(TENSORS)).t().contiguous()  # by tensors, and drawn by groups
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
     multiply: Any = GroupedMultiplication.apply
     device = x.device.type

@@ -11,15 +11,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Storage, check_there
+from lpq import registry
+from lpq.formats.format import Direction, Quantizer, Storage, check_there
 from lpq.formats.groups import Grouped
+from lpq.kernels.table import kernels_allowed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is
 from lpq.nn.plan import Plan
+from lpq.operations.encoded_stacks import encode_stack
+from lpq.operations.group_choice import OfProduct, decoded_at_once
+from lpq.operations.group_tiles import spans
 from lpq.operations.groups import encode_groups, multiply_columns, multiply_rows, sum_rows
-from lpq.operations.operands import encode_operands
+from lpq.operations.operators import can_call_directly
 from lpq.tensor import QuantizedTensor
 
+DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Those of the row operand and of the column operand."""
 
@@ -45,11 +51,19 @@ class GroupedMultiplication(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, seeds: Tensor | None, call: GroupedCall
     ) -> Tensor:
         plan, dtype, needs_dx, needs_dw, encoded, accumulate = call
-        keeps_input, keeps_weight = plan.keeps_input and needs_dw, plan.keeps_weight and needs_dx and encoded is None
-        x_row, x_col = encode_groups(plan.x, x, offs, row=True, col=needs_dw and not keeps_input, seeds=_of(seeds, 0))
+        fprop, dgrad, wgrad = _decoded(plan, x, weight)
+        keeps_input = plan.keeps_input and needs_dw
+        # To decode the weight's column operand takes backward as long as to make it anew of the weight, which is there.
+        keeps_weight = (plan.keeps_weight or (dgrad and not _finds_lines(plan.w))) and needs_dx and encoded is None
+        # A scale of a whole group is not decoded along lines: what such an operand decodes to is made now.
+        made = fprop, wgrad and spans(plan.x.side("col"), 1)
+        x_row, x_col = encode_groups(
+            plan.x, x, offs, row=True, col=needs_dw and not keeps_input, seeds=_of(seeds, 0), decoded=made
+        )
         assert x_row is not None
         if encoded is None:
-            w_row, w_col = _operands(plan, weight, seeds, col=needs_dx and not keeps_weight)
+            col = needs_dx and not keeps_weight
+            w_row, w_col = encode_stack(plan.w, weight, row=True, col=col, seeds=_of(seeds, 1), decoded=(fprop, False))
             assert w_row is not None
         else:
             w_row, w_col = _wrapped(plan, weight, encoded)
@@ -60,6 +74,7 @@ class GroupedMultiplication(torch.autograd.Function):
         of_w = [weight] if keeps_weight else [] if w_col is None else w_col.tensors()
         ctx.save_for_backward(offs, *([] if seeds is None else [seeds]), *of_x, *of_w)
         ctx.call, ctx.count, ctx.keeps = call, len(of_x), (keeps_input, keeps_weight)
+        ctx.decoded = dgrad, wgrad, x_col is not None and x_col.decoded
         ctx.shapes = tuple(x.shape), tuple(weight.shape), x.dtype, weight.dtype
         ctx.bias = None if bias is None else bias.dtype
         watched = isinstance(weight, QuantizedTensor) and needs_dx and not torch.compiler.is_compiling()
@@ -85,11 +100,17 @@ class GroupedMultiplication(torch.autograd.Function):
         seeds = saved.pop(0) if plan.stochastic else None
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        dy_row, dy_col = encode_groups(plan.dy, dy, offs, row=needs_dx, col=needs_dw, seeds=_of(seeds, 2))
+        dgrad, wgrad, x_decoded = ctx.decoded
+        if not can_call_directly(dy):  # but what is decoded is multiplied by what is decoded
+            dgrad, wgrad = False, x_decoded
+        dy_row, dy_col = encode_groups(
+            plan.dy, dy, offs, row=needs_dx, col=needs_dw, seeds=_of(seeds, 2), decoded=(dgrad, wgrad)
+        )
         if dy_row is not None:
             of_w, side = saved[ctx.count :], plan.w.side("col")
             if ctx.keeps[1]:
-                _, w_col = _operands(plan, of_w[0], seeds, col=True)
+                row = not dgrad  # random bits of its own may be in both
+                _, w_col = encode_stack(plan.w, of_w[0], row=row, col=True, seeds=_of(seeds, 1), decoded=(False, dgrad))
                 assert w_col is not None
             else:
                 w_col = side.storage.wrap(of_w, side, (groups, features, outputs), w_dtype)
@@ -97,10 +118,12 @@ class GroupedMultiplication(torch.autograd.Function):
         if dy_col is not None:
             of_x, side = saved[: ctx.count], plan.x.side("col")
             if ctx.keeps[0]:  # the row operand, too: random bits of its own may be in both
-                _, x_col = encode_groups(plan.x, of_x[0], offs, row=True, col=True, seeds=_of(seeds, 0))
+                _, x_col = encode_groups(
+                    plan.x, of_x[0], offs, row=not wgrad, col=True, seeds=_of(seeds, 0), decoded=(False, wgrad)
+                )
                 assert x_col is not None
             else:
-                x_col = Grouped(side, of_x, (features, rows), x_dtype, 1)
+                x_col = Grouped(side, of_x, (features, rows), x_dtype, 1, x_decoded)
             into = None
             if ctx.weight is not None and is_summed(ctx.next_functions[1][0]):
                 into = sum_in_place(ctx.weight, ctx.call.accumulate)
@@ -113,14 +136,39 @@ class GroupedMultiplication(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
+def _finds_lines(quantizer: Quantizer) -> bool:
+    """Whether the column operand needs amaxes of whole lines, and so one more read, but can be decoded at once."""
+    side = quantizer.side("col")
+    whole = any(buffer.block[0] is None for buffer in side.layout)
+    return not whole and any(stat.block[1] is None for stat in side.stats)
+
+
 def _of(seeds: Tensor | None, tensor: int) -> Tensor | None:
     """The seed of each group, for x, w or dy."""
-    return None if seeds is None else seeds[:, tensor]
+    return None if seeds is None else seeds[tensor]
 
 
-def _operands(plan: Plan, weight: Tensor, seeds: Tensor | None, col: bool) -> tuple[Storage | None, Storage | None]:
-    made = encode_operands(plan.w, weight, row=True, col=col, seed=_of(seeds, 1))
-    return made.row, made.col
+def _decoded(plan: Plan, x: Tensor, weight: Tensor) -> tuple[bool, bool, bool]:
+    """Whether operands of fprop, dgrad and wgrad are made as what they decode to."""
+    if not x.is_cuda or not can_call_directly(x):
+        return False, False, False
+    return _decisions(plan, x.shape[0], tuple(weight.shape), x.device, kernels_allowed())
+
+
+@registry.cached_few
+def _decisions(
+    plan: Plan, rows: int, weight: tuple[int, ...], device: torch.device, kernels: object
+) -> tuple[bool, bool, bool]:
+    x, w, dy, fast = plan.x, plan.w, plan.dy, plan.fast
+    if "row" in (x.col_source, w.col_source, dy.col_source):
+        return False, False, False
+    of_x, of_dy = ([OfProduct(q.side(d), d) for d in DIRECTIONS] for q in (x, dy))
+    of_w = [OfProduct(w.side(d), d, stack=True) for d in DIRECTIONS]
+    return (
+        decoded_at_once(of_x[0], of_w[0], rows, weight, fast[0], device),
+        decoded_at_once(of_dy[0], of_w[1], rows, weight, fast[1], device),
+        decoded_at_once(of_dy[1], of_x[1], rows, weight, fast[2], device),
+    )
 
 
 def _wrapped(plan: Plan, weight: Tensor, encoded: Buffers) -> tuple[Storage, Storage | None]:

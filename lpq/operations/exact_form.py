@@ -44,7 +44,7 @@ class Multiplicand(Storage):
 
     @classmethod
     def over(
-        cls, tensors: Sequence[Tensor], constant: float, quantizer: Quantizer, shape: tuple[int, int],
+        cls, tensors: Sequence[Tensor], constant: float, quantizer: Quantizer, shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> Self:  # fmt: skip
         """The operand over its matrix and, if it has one, its factor."""

@@ -20,6 +20,7 @@ from lpq import registry
 from lpq.formats.format import Storage
 from lpq.kernels import KernelError, choose
 from lpq.kernels.fresh import allocator
+from lpq.kernels.sections import Find, Sections
 from lpq.kernels.tiles import INPUTS, SQUARE, Shape, amax_parts, bind_amax_parts, covering, divides, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Encode, Encoded, Encoding, Operand, on_device, unbound
@@ -50,6 +51,9 @@ class Job(NamedTuple):
     seed: Tensor | None
     offset: int
     measure: bool
+    into: Sequence[Tensor] | None = None
+    """The buffers, where they are there already: those of sections, each of which has an amax and a seed; of an operand
+    that is decoded, its matrix alone."""
 
 
 class Made(NamedTuple):
@@ -61,6 +65,11 @@ class Made(NamedTuple):
     """The statistics, if they were asked for."""
     parameters: Sequence[float]
     """The fields of the struct's ``Parameters``, pointers as integers. What they point to is held by others."""
+
+
+Finder = Callable[[Sections, "Direction", bool, bool], tuple[Find, bool]]
+"""``finder(sections, direction, amax, both)`` binds what finds what an operand needs before it is encoded, and says if
+it finds what the other one needs: the ``amax`` of sections or, if ``both`` have the same finder, what that finds."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,11 @@ class TileSide:
     """How many tiles a block of threads should take in turn; of two sides the smaller number."""
     aligned: int = 1
     """Only shards whose first row is a multiple of this are encoded so."""
+    finder: Finder | None = None
+    """It needs what this finds, of sections; see ``Finder``. None: their amaxes, or nothing."""
+    decoded: tuple[str, Shape] | None = None
+    """The struct that makes, in sections, what the operand decodes to in bf16, in the basis in which it is stored, and
+    the shape of its tiles."""
     exact: Form | None = None
     """For ``exact_tile``: the buffers are the matrix of such an exact form and, if it has one, the factor. Rows and
     columns are multiples of ``ALIGNED`` then."""

@@ -24,7 +24,9 @@ from lpq.formats.groups import Grouped, capacity, unit
 from lpq.formats.layout import Buffer, Covering
 from lpq.formats.random_bits import RandomBits, bytes_at
 from lpq.formats.stacks import matrices
+from lpq.kernels.sections import clear_matrices, clear_rows, pad_ends, there_are_kernels
 from lpq.operations.decoding import decode
+from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by, transposed_by
 from lpq.operations.measuring import measure_reference
 from lpq.operations.quantizing import quantize
@@ -208,13 +210,15 @@ def dense(a: Grouped, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Ten
     """The rows that an operand stands for, ``[rows, cols]``, whatever they are where no group has one. ``rotated``:
     columns of a row operand are left in the basis in which they are stored; in a column operand, rows are."""
     rows, side = a.shape[a.dim], a.quantizer
+    if a.decoded and a.dim == 0:
+        return a.tensors[0]
     if side.plain:
         values = a.tensors[0] if a.dim == 0 else a.tensors[0].t()
         return values.to(dtype).contiguous()
+    if a.dim == 0 and unit(side, 0) == 1 and not spans(side, 0) and not rotated:  # each row where it lies
+        return decode(side.storage.wrap(a.tensors, side, a.shape, a.dtype), dtype)
     t = tiles(offs, rows, unit(side, a.dim))
     values = _decoded(a, t, dtype, rotated)
-    if t.row.shape[1] == 1:  # each row is a tile, where it lies
-        return values.contiguous()
     ends, index = t.ends, torch.arange(rows, device=offs.device)
     group = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
     at = (t.padded[group] + index - t.begins[group]).clamp(max=max(len(values) - 1, 0))
@@ -254,7 +258,11 @@ def _of_tiles(buffer: Buffer, tensor: Tensor, own: Tensor, count: int, dim: int)
 
 def _stack_in_bf16(stack: Storage, rotated: bool) -> Tensor:
     """The matrices of a stack."""
-    if stack.quantizer.plain or not rotated:
+    if isinstance(stack, Multiplicand):
+        return stack.form.matrix
+    if stack.quantizer.plain:
+        return stack.tensors()[0].to(torch.bfloat16)
+    if not rotated:
         return decode(stack, torch.bfloat16)
     return torch.stack([matrix.decode_rotated().bfloat16() for matrix in matrices(stack)])
 
@@ -282,8 +290,11 @@ def multiply_rows(a: Grouped, b: Storage, offs: Tensor) -> Tensor:
 
 def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """A product as a layer returns it: with the bias, and with zeros behind the last group."""
-    row = torch.arange(len(product), device=offs.device)
     product = product.to(dtype)
+    if bias is None and there_are_kernels(product.device):
+        clear_rows(product, offs)
+        return product
+    row = torch.arange(len(product), device=offs.device)
     if bias is not None:
         group = torch.searchsorted(offs, row, right=True).clamp(max=len(offs) - 1)
         product = (product.float() + bias[group].float()).to(dtype)
@@ -292,6 +303,9 @@ def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None, dtype: torch.dty
 
 def multiply_columns(a: Grouped, b: Grouped, offs: Tensor) -> Tensor:
     """The product of each group's rows, likewise."""
+    lines = _lines_in_bf16(a), _lines_in_bf16(b)
+    if lines[0] is not None and lines[1] is not None and unit(a.quantizer, 1) == unit(b.quantizer, 1):
+        return grouped_mm(lines[0], lines[1].t(), offs=padded_ends(offs, unit(a.quantizer, 1)))
     common = torch.bfloat16
     if a.quantizer.plain and b.quantizer.plain:
         common = torch.promote_types(a.tensors[0].dtype, b.tensors[0].dtype)
@@ -299,8 +313,30 @@ def multiply_columns(a: Grouped, b: Grouped, offs: Tensor) -> Tensor:
     return grouped_mm(left.t(), right, offs=offs)
 
 
+def padded_ends(offs: Tensor, unit: int) -> Tensor:
+    """Where each group ends along a contraction, in which they are padded to multiples of ``unit``."""
+    if there_are_kernels(offs.device):
+        return pad_ends(offs, unit)
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
+    return ((sizes + (unit - 1)) // unit * unit).cumsum(0, dtype=torch.int32)
+
+
+def _lines_in_bf16(a: Grouped) -> Tensor | None:
+    """What a column operand decodes to as it lies, ``[cols, padded rows]``; None if it is decoded group by group."""
+    side = a.quantizer
+    if a.decoded:
+        return a.tensors[0]
+    if side.plain or spans(side, 1) or side.rotation is not None:
+        return None
+    count = next(t.shape[1] * b.block[1] for b, t in zip(side.layout, a.tensors, strict=True) if b.block[1])
+    return decode(side.storage.wrap(a.tensors, side, (a.shape[0], count), a.dtype), torch.bfloat16)
+
+
 def of_groups(product: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
     """The products of groups as a layer returns them: zero for empty ones."""
+    if there_are_kernels(product.device):
+        clear_matrices(product, offs)
+        return product.to(dtype)
     begins = torch.cat([offs.new_zeros(1), offs[:-1]])
     return torch.where((offs > begins)[:, None, None], product, product.new_zeros(())).to(dtype)
 

@@ -19,9 +19,10 @@ from lpq.formats.format import Quantizer, Storage, check_there
 from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
 from lpq.formats.layout import row_major
 from lpq.formats.stacks import matrices
-from lpq.kernels import choose
-from lpq.operations import group_tiles
+from lpq.operations import group_tiles, sectioned
+from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by
+from lpq.operations.group_choice import kernel_of
 from lpq.operations.multiplying import gemm
 from lpq.operations.operands import encode_operands
 from lpq.operations.operators import can_call_directly, define, layout_hash
@@ -32,10 +33,18 @@ from lpq.registry.errors import words
 
 
 def encode_groups(
-    quantizer: Quantizer, x: Tensor, offs: Tensor, *, row: bool, col: bool, seeds: Tensor | None = None
+    quantizer: Quantizer,
+    x: Tensor,
+    offs: Tensor,
+    *,
+    row: bool,
+    col: bool,
+    seeds: Tensor | None = None,
+    decoded: tuple[bool, bool] = (False, False),
 ) -> tuple[Grouped | None, Grouped | None]:
     """The wanted operands of the rows ``x`` in groups: the bytes of each group are those of its rows alone. ``seeds``
-    has one for each group. An operand that is an ordinary matrix is a view or a cast of ``x``."""
+    has one for each group. An operand that is an ordinary matrix is a view or a cast of ``x``. ``decoded``: whether of
+    the row operand, and of the column operand, only what it decodes to is wanted (``decoded_at_once``)."""
     of_row, of_col = quantizer.side("row"), quantizer.side("col")
     first = _plain(of_row, x, 0) if row and of_row.plain else None
     from_x = quantizer.col_source == "original"
@@ -43,6 +52,14 @@ def encode_groups(
     row, col = row and first is None, col and second is None
     if not row and not col:
         return first, second
+    decoded = decoded[0] and row, decoded[1] and col
+    if True in decoded and quantizer.col_source == "original":
+        sides = of_row if row else None, of_col if col else None
+        if (made := sectioned.encode(x, offs, *sides, seeds, decoded)) is not None:
+            return (
+                Grouped(of_row, made[0], (x.shape[0], x.shape[1]), x.dtype, 0, decoded[0]) if row else first,
+                Grouped(of_col, made[1], (x.shape[1], x.shape[0]), x.dtype, 1, decoded[1]) if col else second,
+            )
     if can_call_directly(x):
         out = _encoded(x, offs, quantizer, row, col, seeds)
     else:
@@ -110,9 +127,24 @@ def _empty(x: Tensor, groups: int, quantizer: Quantizer, row: bool, col: bool) -
     return out
 
 
-def _encoded(x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None) -> list[Tensor]:
-    if at_once(x, offs) and _without_the_host(_why_not(quantizer, row, col)):
-        return group_tiles.encode(x, offs, quantizer, row, col, seeds)
+def _encoded(
+    x: Tensor,
+    offs: Tensor,
+    quantizer: Quantizer,
+    row: bool,
+    col: bool,
+    seeds: Tensor | None,
+    *,
+    operator: bool = False,
+) -> list[Tensor]:
+    if at_once(x, offs):
+        if quantizer.col_source == "original":
+            sides = quantizer.side("row") if row else None, quantizer.side("col") if col else None
+            made = sectioned.encode(x, offs, *sides, seeds, operator=operator)
+            if made is not None:
+                return [*made[0], *made[1]]
+        if _without_the_host(_why_not(quantizer, row, col)):
+            return group_tiles.encode(x, offs, quantizer, row, col, seeds)
     return encode_groups_reference(x, offs, quantizer, row, col, seeds)
 
 
@@ -169,7 +201,8 @@ def _without_the_host(why_not: str | None) -> bool:
 def _encode(
     x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, layouts: str = ""
 ) -> list[Tensor]:
-    return _encoded(x, offs, cast("Quantizer", quantizer_of(quantizer)), row, col, seeds)
+    made = _encoded(x, offs, cast("Quantizer", quantizer_of(quantizer)), row, col, seeds, operator=True)
+    return [row_major(t) for t in made]
 
 
 def _encode_fake(
@@ -219,9 +252,9 @@ def _rows_product(
 
 def _by_kernel(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
     """What a kernel of these formats makes; None if there is none, or it does not take these sizes."""
-    if a.quantizer.plain or b.quantizer.plain:
+    if a.decoded or isinstance(b, Multiplicand) or (isinstance(b, Grouped) and b.decoded):
         return None
-    impl = choose("grouped_gemm", (a.quantizer.text, b.quantizer.text), offs.device).impl
+    impl = kernel_of(a.quantizer, b.quantizer, a.shape[a.dim], len(offs), fast_accumulate, offs.device)
     made: Tensor | None = impl(a, b, offs, fast_accumulate) if impl is not None else None
     return made
 
@@ -254,7 +287,7 @@ def multiply_columns(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, f
     """For each group the product of its columns of ``a``, ``[N, rows]``, and of ``b``, ``[K, rows]``: a stack
     ``[groups, N, K]``. That of an empty group is zero."""
     first, second = list(a.tensors), list(b.tensors)
-    if can_call_directly(first[0]):
+    if a.decoded or b.decoded or can_call_directly(first[0]):
         return _columns_product(a, b, offs, dtype, fast_accumulate)
     return cast(
         "Tensor",

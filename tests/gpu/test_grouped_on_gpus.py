@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -30,6 +30,10 @@ COUNTS = [0, 5, 130, 0, 16, 257, 0]
 BEHIND = 7
 
 
+def by_tiles(x: Tensor, offs: Tensor, quantizer: lpq.Quantizer, row: bool, col: bool, seeds: Tensor) -> list[Tensor]:
+    return group_tiles.encode(x, offs, quantizer, row, col, seeds)
+
+
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
@@ -50,16 +54,20 @@ def ends(counts: list[int] = COUNTS) -> Tensor:
     return torch.tensor(counts).cumsum(0, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("encode", [groups._encoded, by_tiles], ids=["kernels", "tiles"])
 @pytest.mark.parametrize("quantizer", EVERY, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_groups_have_the_bytes_of_the_reference(quantizer: lpq.Quantizer, dtype: torch.dtype) -> None:
+def test_groups_have_the_bytes_of_the_reference(
+    quantizer: lpq.Quantizer, dtype: torch.dtype, encode: Callable[..., list[Tensor]]
+) -> None:
+    """By kernels where there are any, and by torch's operations."""
     x, offs, seeds = rows(96, dtype), ends(), torch.arange(len(COUNTS)) - 3
     row, col = (not quantizer.side(d).plain or quantizer.col_source == "row" for d in ("row", "col"))
     wanted = groups.encode_groups_reference(x, offs, quantizer, row, col, seeds)
     there = x.cuda(), offs.cuda(), seeds.cuda()
-    group_tiles.encode(there[0], there[1], quantizer, row, col, there[2])  # kernels are compiled at first
+    encode(there[0], there[1], quantizer, row, col, there[2])  # kernels are compiled at first
     with waiting_is_an_error():
-        found = group_tiles.encode(there[0], there[1], quantizer, row, col, there[2])
+        found = encode(there[0], there[1], quantizer, row, col, there[2])
     at = 0
     for is_wanted, direction, dim in ((row, "row", 0), (col, "col", 1)):
         if not is_wanted:

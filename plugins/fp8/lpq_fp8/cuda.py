@@ -9,7 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lpq.formats.format import Direction
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
+from lpq.kernels.sections import SECTIONS, Find, Sections, bind_zeros
 from lpq.kernels.tiles import (
     LOW,
     SQUARE,
@@ -41,6 +43,7 @@ from lpq_fp8.reference import ELEMENTS
 ONE_SCALE = tile_kernels("fp8/square.cu", "quantize", "PPPPPPIPPfI")
 VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPfII")
 LINES = tile_kernels("fp8/vector.cu", "amax", "PPP")
+LINES_IN_SECTIONS = tile_kernels("fp8/vector.cu", "amax", f"PPP{SECTIONS}")[TALL]
 BLOCKS = tile_kernels("fp8/blocks.cu", "amax", "PPP")
 BLOCK = 128
 
@@ -236,6 +239,23 @@ def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None,
         tiles(rows, cols, TALL), x.data_ptr(), pointer(of_rows), pointer(of_cols), rows, cols,
     )  # fmt: skip
     return found
+
+
+def find_in_sections(sections: Sections, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
+    """What finds the amaxes of the rows of an operand, or of both, of each section."""
+    sizes = {"row": sections.rows, "col": sections.number * sections.cols}
+    other: Direction = "col" if direction == "row" else "row"
+    wanted = (direction, other) if both else (direction,)
+    zeros = bind_zeros(sections, *(sizes[d] for d in wanted))
+    launch = LINES_IN_SECTIONS.bind(sections.device.index or 0, sections.macros(TALL), sections.tiles(TALL))
+
+    def find(at: int, ends: int) -> tuple[Tensor, Tensor | None]:
+        found = dict(zip(wanted, zeros(), strict=True))
+        to = pointer(found.get("row")), pointer(found.get("col"))
+        launch(at, *to, *sections.arguments(ends), sections.rows, sections.cols)
+        return found[direction], found.get(other)
+
+    return find, both
 
 
 # ---------------------------------------------------------------------------------- measuring alone

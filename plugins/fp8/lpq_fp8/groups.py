@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lpq.core import Storage
 from lpq.formats.groups import Grouped, unit
+from lpq.operations.group_tiles import padded_ends
 from lpq.torch_private.operators import scaled_grouped_matmul
 from lpq_fp8.quantizer import FP8Quantizer
 
 ALIGNED = 16
 """All sizes but the number of rows must be multiples of this."""
-FEW = 1024
-"""Rows of a group on average, below which exact sums take this longer than a product in bf16."""
 
 
 def why_not(*quantizers: FP8Quantizer) -> str | None:
@@ -34,37 +33,38 @@ def why_not(*quantizers: FP8Quantizer) -> str | None:
 
 def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
     """The rows of each group of ``a`` times its matrix of the stack ``b``; or for each group the product of its columns
-    of both. None where torch does not take such sizes, or takes longer than in bf16."""
+    of both. None where torch does not take such sizes."""
     rows = a.shape[a.dim]
-    if rows == 0 or (not fast_accumulate and rows < FEW * len(offs)):
-        return None
     if isinstance(b, Grouped):
         return _columns(a, b, offs, fast_accumulate)
     groups, cols, inner = b.shape
     if cols % ALIGNED or inner % ALIGNED:
         return None
     data, scale = a.tensors
-    group = torch.searchsorted(offs, torch.arange(rows, device=offs.device), right=True).clamp(max=groups - 1)
-    of_a = scale[:, 0].contiguous() if scale.dim() == 2 else scale[group]
+    of_a = scale.flatten() if scale.dim() == 2 else _of_rows(scale, offs, rows)
     matrices, scales = b.tensors()
-    of_b = scales[..., 0] if scales.dim() == 3 else scales[:, None].expand(groups, cols)
+    of_b = scales.squeeze(2) if scales.dim() == 3 else scales[:, None].expand(groups, cols)
     return scaled_grouped_matmul(
         data, matrices.transpose(-2, -1), of_a, of_b.contiguous(), offs, None, None, torch.bfloat16, fast_accumulate
     )
+
+
+def _of_rows(scale: Tensor, offs: Tensor, rows: int) -> Tensor:
+    """The scale of each row's group."""
+    group = torch.searchsorted(offs, torch.arange(rows, device=offs.device, dtype=offs.dtype), right=True)
+    return scale[group.clamp_(max=len(offs) - 1)]
 
 
 def _columns(a: Grouped, b: Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
     """For each group the product of its columns, which begin and end at multiples of what it is padded to."""
     if a.shape[0] % ALIGNED or b.shape[0] % ALIGNED:
         return None
-    begins = torch.cat([offs.new_zeros(1), offs[:-1]])
-    step = unit(a.quantizer, 1)
-    ends = ((offs - begins + step - 1) // step * step).cumsum(0, dtype=torch.int32)
+    ends = padded_ends(offs, unit(a.quantizer, 1))
     scales = []
     for operand in (a, b):
         scale = operand.tensors[1]
         of_rows = scale.t() if scale.dim() == 2 else scale[:, None].expand(len(offs), operand.shape[0])
-        scales.append(of_rows.reshape(-1))
+        scales.append(of_rows.reshape(-1))  # which lie so where kernels made them
     return scaled_grouped_matmul(
         a.tensors[0], b.tensors[0].t(), scales[0], scales[1], ends, None, None, torch.bfloat16, fast_accumulate
     )

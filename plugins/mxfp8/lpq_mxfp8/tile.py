@@ -9,7 +9,7 @@ import torch
 
 from lpq.formats.format import Direction
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.tiles import SQUARE, TALL, by_columns
+from lpq.kernels.tiles import SQUARE, TALL, by_columns, pointer
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import Job, Made, TileSide
 from lpq_mxfp8.cuda import BLOCK
@@ -22,6 +22,8 @@ def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
 
     def make(job: Job) -> Made:
         high, wide = job.shape
+        if job.into is not None:
+            return Made(job.into, (), (*map(pointer, job.into), 0, 0, 0)[:4])
         data = job.x.new_empty(job.shape, dtype=ELEMENTS[quantizer.dtype])
         scale = by_columns(job.x, high, -(-wide // BLOCK), torch.uint8)
         amaxes = job.x.new_empty(scale.shape, dtype=torch.float32) if job.measure else None
@@ -32,7 +34,8 @@ def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
         )  # fmt: skip
         return Made((data, scale), () if amaxes is None else (amaxes,), parameters)
 
-    return _side(quantizer, direction, make, shape=TALL)
+    exact = exact_tile(quantizer, direction)  # which is what it decodes to
+    return _side(quantizer, direction, make, shape=TALL, decoded=(exact.struct, exact.shape))
 
 
 def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:

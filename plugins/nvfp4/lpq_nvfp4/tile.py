@@ -10,13 +10,16 @@ from torch import Tensor
 
 from lpq.formats.format import Direction
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.tiles import amax_finish
+from lpq.kernels.sections import SECTIONS, Find, Sections, bind_zeros
+from lpq.kernels.tiles import SQUARE, amax_finish, pointer, tile_kernels
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import Job, Made, TileSide
 from lpq_nvfp4.cuda import fresh, parts_of
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
+
+AMAXES = tile_kernels("nvfp4/section_amaxes.cu", "section_amaxes", f"PPP{SECTIONS}")[SQUARE]
 
 
 def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
@@ -26,6 +29,11 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
 
     def make(job: Job) -> Made:
         amax, given = job.stats
+        if job.into is not None:
+            assert job.found is not None
+            at = (*map(pointer, job.into), 0, 0)[:3]  # there are no scales of what is decoded
+            rest = job.found.data_ptr(), 1, 0, 0, pointer(job.seed), 0
+            return Made(job.into, (), (*at, *rest))
         buffers = fresh(job.x, quantizer, *job.shape)
         measured: tuple[Tensor, ...] = ()
         if job.measure:
@@ -40,7 +48,7 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
         )  # fmt: skip
         return Made(buffers, measured, parameters)
 
-    return _side(quantizer, direction, make)
+    return _side(quantizer, direction, make, decoded=(_struct(quantizer, direction, True), SQUARE))
 
 
 def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
@@ -60,14 +68,18 @@ def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | No
     return _side(quantizer, direction, make, exact=Form(factor=True, constant=CONSTANT))
 
 
+def _struct(quantizer: NVFP4Quantizer, direction: Direction, exact: bool) -> str:
+    flags = quantizer.stochastic, quantizer.block == "16x16", direction == "col" and quantizer.rht, exact
+    return f"nvfp4::{direction.capitalize()}<{','.join(str(flag).lower() for flag in flags)}>"
+
+
 def _side(quantizer: NVFP4Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:
-    flags = [quantizer.stochastic, quantizer.block == "16x16", direction == "col" and quantizer.rht, "exact" in rest]
-    struct = f"nvfp4::{direction.capitalize()}<{','.join(str(flag).lower() for flag in flags)}>"
     aligned = GROUP if quantizer.stochastic and direction == "col" else 1
     find = _rotated if quantizer.rht else None
     return TileSide(
-        csrc() / "nvfp4/sides.cuh", struct, "PPPPIPPPq", make, amax=find is None, find=find, turns=2,
-        aligned=aligned, **rest,
+        csrc() / "nvfp4/sides.cuh", _struct(quantizer, direction, "exact" in rest), "PPPPIPPPq", make,
+        amax=find is None, find=find, finder=None if find is None else find_in_sections, turns=2, aligned=aligned,
+        **rest,
     )  # fmt: skip
 
 
@@ -76,3 +88,19 @@ def _rotated(x: Tensor, plain: bool) -> tuple[Tensor, Tensor | None]:
     of_plain, rotated = parts_of(x, x.dtype, plain, True)
     assert rotated is not None
     return rotated, of_plain
+
+
+def find_in_sections(sections: Sections, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
+    """What finds the amax of the rotated columns of each section; and its amax, if that is wanted."""
+    zeros = bind_zeros(sections, *[sections.number] * (1 + amax))
+    launch = AMAXES.bind(sections.device.index or 0, sections.macros(SQUARE), sections.tiles(SQUARE))
+
+    def find(at: int, ends: int) -> tuple[Tensor, Tensor | None]:
+        rotated, *plain = zeros()
+        launch(
+            at, plain[0].data_ptr() if plain else 0, rotated.data_ptr(), *sections.arguments(ends), sections.rows,
+            sections.cols,
+        )  # fmt: skip
+        return rotated, plain[0] if plain else None
+
+    return find, amax

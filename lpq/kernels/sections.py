@@ -1,0 +1,135 @@
+"""Sections on the host (``csrc/common/sections.cuh``): rows that are encoded by themselves, in one launch.
+
+They are groups of rows, which end where a tensor on the device says, or the matrices of a stack.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.fresh import allocator, fresh
+from lpq.kernels.table import allowed_by, kernels_allowed, why_not
+from lpq.kernels.tiles import INPUTS, MANY_BLOCKS, TALL, ZERO, Shape, covering, tile_kernels
+from lpq.registry import KernelSpec
+
+SECTIONS = "(PIqIq)"
+"""The letters of the kernels' argument ``Sections``."""
+MACRO = "LPQ_SECTIONS"
+AMAXES = tile_kernels("common/sections.cu", "section_amaxes", f"PP{SECTIONS}")
+PAD_ENDS = CudaKernel("common/sections.cu", "pad_ends", "PPqq", threads=32, waits=True)
+CLEAR_ROWS = CudaKernel("common/sections.cu", "clear_rows", "PPqqq", threads=256, waits=True)
+CLEAR_MATRICES = CudaKernel("common/sections.cu", "clear_matrices", "PPqq", threads=256, waits=True)
+
+Find = Callable[[int, int], tuple[Tensor, Tensor | None]]
+"""``find(x, ends)``, of addresses: what is found for one operand and, if that was asked for, for the other."""
+
+
+class Sections(NamedTuple):
+    """A matrix in sections, for kernels of one shape."""
+
+    rows: int
+    cols: int
+    number: int
+    tall: int | None
+    """The rows of each matrix of a stack; None: groups of any sizes, which may leave rows behind them."""
+    unit: int
+    """To a multiple of how many rows a group is padded in a column operand."""
+    line: int
+    """How long a line of the column operand is."""
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool = True
+    """Whether the matrix begins at a multiple of 16 bytes."""
+
+    def arguments(self, ends: int) -> tuple[int, ...]:
+        """What kernels are told; ``ends``: where the ends of the groups lie, 0 for a stack."""
+        return ends, self.number, self.tall or 0, self.unit, self.line
+
+    def tiles(self, shape: Shape) -> int:
+        """How many tiles suffice, whatever the groups' sizes are: each has one at least."""
+        if self.tall is None:
+            down = self.rows // shape.tall + self.number
+        else:
+            down = self.number * max(-(-self.tall // shape.tall), 1)
+        return down * -(-self.cols // shape.wide)
+
+    def macros(self, shape: Shape) -> tuple[str, ...]:
+        """Those of the input and of tiles of this shape."""
+        whole = self.tall is not None and not (self.tall % shape.tall or self.cols % shape.wide) and self.aligned
+        return INPUTS[self.dtype], MACRO, *covering(shape, whole)
+
+
+def bind_zeros(sections: Sections, *counts: int) -> Callable[[], list[Tensor]]:
+    """Binds what makes one or two vectors of zeros (fp32), in which a kernel finds largest magnitudes."""
+    index, empty = sections.device.index or 0, allocator(sections.device)
+    memory = [fresh((count,), torch.float32) for count in counts]
+    launch = ZERO.bind(index, (), -(-max(counts) // ZERO.threads))
+
+    def make() -> list[Tensor]:
+        out = [empty(*m) for m in memory]
+        launch(out[0].data_ptr(), counts[0], out[-1].data_ptr(), counts[-1])
+        return out
+
+    return make
+
+
+def bind_amaxes(sections: Sections) -> Find:
+    """Binds what finds the amax of each section."""
+    zeros = bind_zeros(sections, sections.number)
+    shape, index = TALL, sections.device.index or 0
+    launch = AMAXES[shape].bind(index, sections.macros(shape), sections.tiles(shape))
+
+    def find(at: int, ends: int) -> tuple[Tensor, Tensor | None]:
+        (found,) = zeros()
+        launch(at, found.data_ptr(), *sections.arguments(ends), sections.rows, sections.cols)
+        return found, None
+
+    return find
+
+
+NEEDS = KernelSpec.cuda("tile", "lpq.kernels.sections:clear_rows")
+"""What the functions below need, as a kernel's."""
+
+
+def there_are_kernels(device: torch.device) -> bool:
+    """Whether the functions below have kernels."""
+    return device.type == "cuda" and _are_kernels(device, kernels_allowed())
+
+
+@registry.cached
+def _are_kernels(device: torch.device, encoded: Any) -> bool:
+    forced = os.environ.decodevalue(encoded) if encoded is not None else None
+    return why_not(NEEDS, (), device, allowed_by(forced)) is None
+
+
+def pad_ends(offs: Tensor, unit: int) -> Tensor:
+    """Where each group ends along lines in which it is padded to a multiple of ``unit``."""
+    out = torch.empty_like(offs)
+    _launch(PAD_ENDS, offs.device.index or 0, 1)(offs.data_ptr(), out.data_ptr(), len(offs), unit)
+    return out
+
+
+def clear_rows(out: Tensor, offs: Tensor) -> None:
+    """Set the rows behind the last group to zero."""
+    rows, row = out.shape[0], out.stride(0) * out.itemsize
+    launch = _launch(CLEAR_ROWS, out.device.index or 0, MANY_BLOCKS)
+    launch(out.data_ptr(), offs.data_ptr(), len(offs), rows, row)
+
+
+def clear_matrices(out: Tensor, offs: Tensor) -> None:
+    """Set the matrices of groups without rows to zero."""
+    size = out.stride(0) * out.itemsize
+    launch = _launch(CLEAR_MATRICES, out.device.index or 0, MANY_BLOCKS)
+    launch(out.data_ptr(), offs.data_ptr(), len(offs), size)
+
+
+@registry.cached
+def _launch(kernel: CudaKernel, index: int, blocks: int) -> Callable[..., None]:
+    return kernel.bind(index, (), blocks)

@@ -1,0 +1,49 @@
+"""Stacks encoded for a step: each matrix by itself, all in one launch where kernels make the operands."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lpq.formats.format import Quantizer, Storage
+from lpq.operations import sectioned
+from lpq.operations.exact_form import Multiplicand
+from lpq.operations.operands import encode_operands
+from lpq.operations.operators import can_call_directly
+from lpq.operations.quantizing import quantize
+
+
+def encode_stack(
+    quantizer: Quantizer,
+    w: Tensor,
+    *,
+    row: bool,
+    col: bool,
+    seeds: Tensor | None = None,
+    decoded: tuple[bool, bool] = (False, False),
+) -> tuple[Storage | None, Storage | None]:
+    """The wanted operands of the stack ``w``, of each matrix by itself; ``decoded`` as of ``encode_groups``."""
+    sides = quantizer.side("row") if row else None, quantizer.side("col") if col else None
+    encoded = [None if side is None or side.plain else side for side in sides]
+    made = None
+    if encoded != [None, None] and w.is_cuda and quantizer.col_source == "original" and can_call_directly(w):
+        made = sectioned.encode(w, None, encoded[0], encoded[1], seeds, decoded)
+    if made is not None:
+        first, second = (side if e is None else None for e, side in zip(encoded, sides, strict=True))
+        none = first is None and second is None
+        plain = (None, None) if none else quantize(w, None, first, second)[:2]
+        row_operand, col_operand = (
+            _made(side, tensors, dim, w, is_decoded) if side is not None else other
+            for dim, (side, tensors, is_decoded, other) in enumerate(zip(encoded, made, decoded, plain, strict=True))
+        )
+        return row_operand, col_operand
+    both = encode_operands(quantizer, w, row=row, col=col, seed=seeds)
+    return both.row, both.col
+
+
+def _made(side: Quantizer, tensors: list[Tensor], dim: int, w: Tensor, decoded: bool) -> Storage:
+    """An operand of the stack ``w``, over its buffers."""
+    count, high, wide = w.shape
+    shape = (count, high, wide) if dim == 0 else (count, wide, high)
+    if decoded:
+        return Multiplicand.over(tensors, 1.0, side, shape, w.dtype)
+    return side.storage.wrap(tensors, side, shape, w.dtype)

@@ -1,0 +1,239 @@
+"""Encoding in sections, by kernels: groups of rows, or the matrices of a stack, each by itself and all in one launch.
+
+The kernel is the one that writes operands of any two formats from one read (``fused_pair``), compiled for sections.
+An operand may also be made as what it decodes to in bf16, in the basis in which it is stored, for a product that takes
+that. What cannot be made so is encoded otherwise, to the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.formats.groups import capacity, grid, unit
+from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
+from lpq.kernels.nvrtc_cache import csrc
+from lpq.kernels.sections import SECTIONS, Find, Sections, bind_amaxes
+from lpq.kernels.table import kernels_allowed
+from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
+from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
+from lpq.operations.binding import on_device
+from lpq.operations.fused_pair import ALIGNED, Job, TileSide, side_of
+
+if TYPE_CHECKING:
+    from lpq.formats.format import Direction, Quantizer
+
+NOTHING = "common/nothing.cuh"
+LARGEST = Shape(256, BROAD)
+Buffers = list[Tensor]
+Encode = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Buffers, Buffers]]
+"""``encode(x, offs, seeds)``: the buffers of the row operand and of the column operand."""
+
+
+class InSections(NamedTuple):
+    """How matrices of one shape are encoded in sections."""
+
+    row: Quantizer | None
+    col: Quantizer | None
+    """The quantizers of the operands that are wanted."""
+    rows: int
+    cols: int
+    number: int
+    stack: bool
+    """Whether the sections are the matrices of a stack, and the rows those of all."""
+    decoded: tuple[bool, bool]
+    """Whether the row operand, and the column operand, is made as what it decodes to."""
+    dtype: torch.dtype
+    device: torch.device
+    aligned: bool
+    """Whether the matrix begins at a multiple of 16 bytes."""
+    operator: bool = False
+    """Whether an operator returns the results."""
+
+
+def encode(
+    x: Tensor,
+    offs: Tensor | None,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seeds: Tensor | None,
+    decoded: tuple[bool, bool] = (False, False),
+    *,
+    operator: bool = False,
+) -> tuple[Buffers, Buffers] | None:
+    """The buffers of the wanted operands of rows in groups that end at ``offs``, or of a stack ``x`` if that is None.
+    An operand that is ``decoded`` has one, its matrix. None where kernels do not make them. ``operator``: an operator
+    returns them, so that modes are to see them allocated."""
+    x = x.contiguous()
+    *count, rows, cols = x.shape
+    groups = len(offs) if offs is not None else count[0]
+    if (x.numel() == 0 and not (offs is not None and cols)) or not groups:
+        return None
+    e = InSections(
+        row, col, rows if offs is not None else groups * rows, cols, groups, offs is None, decoded, x.dtype, x.device,
+        x.data_ptr() % ALIGNED_BYTES == 0, operator,
+    )  # fmt: skip
+    run = _bound(e, kernels_allowed())
+    if run is None:
+        return None
+    with on_device(x.device):
+        return run(x, offs, seeds)
+
+
+def bind(e: InSections) -> Encode | None:
+    """How matrices of one shape are encoded; None where kernels do not."""
+    if why_not(e) is not None:
+        return None
+    sides: list[TileSide | None] = []
+    for quantizer, direction in ((e.row, "row"), (e.col, "col")):
+        side = None if quantizer is None else side_of(quantizer, cast("Direction", direction), e.device)
+        if isinstance(side, str):
+            return None
+        sides.append(side)
+    return bind_sides(e, sides[0], sides[1])
+
+
+_bound = registry.cached_few(lambda e, kernels: bind(e))
+
+
+def why_not(e: InSections) -> str | None:
+    """Why no kernel makes such operands, whatever the formats' sides are; None if one may."""
+    for quantizer, dim in ((e.row, 0), (e.col, 1)):
+        if quantizer is None:
+            continue
+        if quantizer.plain:
+            return "an ordinary matrix is not encoded"
+        if _tall(quantizer) and not e.stack:
+            return f"{quantizer} has blocks of several rows: kernels cut them from a stack's matrices, not from groups"
+        if e.decoded[dim] and (e.cols % ALIGNED or (e.stack and (e.rows // e.number) % ALIGNED)):
+            return f"what operands decode to is made for sizes in multiples of {ALIGNED}"
+    return None
+
+
+@registry.cached
+def decodable(text: str, direction: Direction, device: torch.device, stack: bool, kernels: object) -> bool:
+    """Whether an operand of rows in groups, or of a stack, is made as what it decodes to. ``kernels``: what may run."""
+    quantizer = cast("Quantizer", registry.quantizer(text))
+    side = side_of(quantizer, direction, device)
+    return not isinstance(side, str) and side.decoded is not None and (stack or not _tall(quantizer))
+
+
+def _tall(quantizer: Quantizer) -> bool:
+    """Whether blocks have several rows."""
+    return any(buffer.block[0] not in (1, None) for buffer in quantizer.layout)
+
+
+def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Encode | None:
+    """The same of these sides, None of an operand that is not wanted."""
+    tall = e.rows // e.number if e.stack else None
+    step = 1 if e.stack or e.col is None else unit(e.col, 1)
+    line = tall if tall is not None else capacity(e.rows, e.number, step)
+    sections = Sections(e.rows, e.cols, e.number, tall, step, line, e.dtype, e.device, e.aligned)
+    empty = allocator(e.device, dispatched=e.operator)
+    both = row, col
+    hows = [_how(side, decoded) for side, decoded in zip(both, e.decoded, strict=True)]
+    if None in hows:
+        return None
+    structs, shapes = zip(*cast("list[tuple[str, Shape]]", hows), strict=True)
+    memories = [_memory(e, quantizer, dim, sections) for dim, quantizer in enumerate((e.row, e.col))]
+    not_given = [(None,) * len(quantizer.stats) if quantizer else () for quantizer in (e.row, e.col)]
+    shape = min(*shapes, LARGEST if e.stack else SQUARE)
+    arguments = f"P({row.parameters if row else 'P'})({col.parameters if col else 'P'}){SECTIONS}I"
+    kernel = tile_kernels("common/pair.cu", "pair", arguments)[shape]
+    macros = tuple(
+        text
+        for name, side, struct in zip(("LPQ_ROW", "LPQ_COL"), both, structs, strict=True)
+        for text in (f"{name}={struct}", f'{name}_HEADER="{side.header if side else csrc() / NOTHING}"')
+    )
+    count = sections.tiles(shape)
+    launch = kernel.bind(e.device.index or 0, (*sections.macros(shape), *macros), count)
+    find = _bind_finding(sections, row, col)
+    tail = count, e.rows, e.cols
+
+    def encode(x: Tensor, offs: Tensor | None, seeds: Tensor | None) -> tuple[Buffers, Buffers]:
+        at, ends = x.data_ptr(), 0 if offs is None else offs.data_ptr()
+        found = find(at, ends)
+        seeds = None if seeds is None else seeds.contiguous()
+        parameters: list[float] = []
+        out: list[Buffers] = []
+        for side, memory, stats, stat in zip(both, memories, not_given, found, strict=True):
+            buffers = [empty(*m) for m in memory]
+            out.append(buffers)
+            if side is None:
+                parameters.append(0)
+            else:
+                parameters += side.make(Job(x, (0, 0), stats, stat, seeds, 0, False, buffers)).parameters
+        launch(at, *parameters, *sections.arguments(ends), *tail)
+        return out[0], out[1]
+
+    return encode
+
+
+def _how(side: TileSide | None, decoded: bool) -> tuple[str, Shape] | None:
+    """The struct that makes an operand, and the shape of its tiles; None if it is not made so."""
+    if side is None:
+        return "Nothing", LARGEST
+    return side.decoded if decoded else (side.struct, side.shape)
+
+
+def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Sections) -> list[Fresh]:
+    """Where the buffers of an operand go. In a stack they lie as those of one matrix, all of whose lines are below each
+    other; a value for each line of a column operand lies group by group."""
+    if quantizer is None:
+        return []
+    tall, line = sections.tall, sections.line
+    if e.decoded[dim]:
+        shape: tuple[int, ...] = (e.rows, e.cols) if dim == 0 else (e.cols, line)
+        if tall is not None:
+            shape = (e.number, tall, e.cols) if dim == 0 else (e.number, e.cols, tall)
+        return [fresh(shape, torch.bfloat16)]
+    out = []
+    for buffer in quantizer.layout:
+        dtype = buffer.dtype or e.dtype
+        if tall is not None:
+            size = buffer.grid(*((tall, e.cols) if dim == 0 else (e.cols, tall)))
+            strides = (size[0], 1, e.number * size[0]) if buffer.column_major else None
+            out.append(fresh((e.number, *size), dtype) if strides is None else ((e.number, *size), strides, dtype))
+            continue
+        rows, cols = (e.rows, e.cols) if dim == 0 else (e.cols, e.rows)
+        size = grid(buffer, rows, cols, e.number, dim, 1 if dim == 0 else sections.unit)
+        by_columns = buffer.column_major or (dim == 1 and buffer.block == (1, None))
+        out.append(fresh_by_columns(size[0], size[1], dtype) if by_columns else fresh(size, dtype))
+    return out
+
+
+def _bind_finding(
+    sections: Sections, row: TileSide | None, col: TileSide | None
+) -> Callable[[int, int], tuple[Tensor | None, Tensor | None]]:
+    """What finds, before the first element is encoded, what both operands need, in as few reads as can be."""
+    finds: list[Find | None] = [None, None]
+    shared: int | None = None  # the operand whose find serves both
+    both = row, col
+    order = (1, 0) if col is not None and col.finder is not None else (0, 1)
+    for i in order:
+        side, other = both[i], both[1 - i]
+        if side is None or shared is not None:
+            continue
+        if side.finder is not None:
+            same = other is not None and other.finder is side.finder
+            direction: Direction = "row" if i == 0 else "col"
+            finds[i], serves = side.finder(sections, direction, other is not None and other.amax, same)
+            shared = i if serves else None
+        elif side.amax:
+            finds[i] = bind_amaxes(sections)
+            shared = i if other is not None and other.amax else None
+
+    def find(at: int, ends: int) -> tuple[Tensor | None, Tensor | None]:
+        found: list[Tensor | None] = [None, None]
+        for i, run in enumerate(finds):
+            if run is not None:
+                found[i], beside = run(at, ends)
+                if shared == i:
+                    found[1 - i] = beside if beside is not None else found[i]
+        return found[0], found[1]
+
+    return find

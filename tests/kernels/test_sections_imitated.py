@@ -1,0 +1,168 @@
+"""Groups of rows and stacks that CUDA kernels encode in one launch have the bytes of the reference, or its values in
+bf16. A CPU imitates the GPU (``imitated``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import imitated
+import pytest
+import torch
+from torch import Tensor
+
+import lpq
+from lpq import registry
+from lpq.core import Quantizer, Storage
+from lpq.formats.format import Direction
+from lpq.formats.groups import Grouped, bounds, starts, unit
+from lpq.formats.layout import row_major
+from lpq.formats.stacks import matrices
+from lpq.kernels import sections, tiles
+from lpq.kernels.cuda import CudaKernel
+from lpq.operations import groups, sectioned
+from lpq.operations.fused_pair import TileSide
+from lpq.operations.quantizing import quantize
+from lpq.testing.conformance.test_kernels import Poisoned
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not imitated.found(), reason="needs g++, which compiles CUDA sources for a CPU"),
+]
+COUNTS = [0, 5, 130, 0, 16, 257, 0]
+SIZES = (3, 160, 96)
+OF_GROUPS = ("fp8", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true, stochastic=true)")
+OF_STACKS = ("fp8", "fp8(scaling=row)", "mxfp8", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)")
+EITHER = [(False, False), (True, True)]
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    turns = 0
+
+    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
+        nonlocal turns
+        turns += 1
+        imitated.launch(self, macros, blocks, arguments, backwards=turns % 2 == 0)
+
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 2)
+    with imitated.in_place_of_launches(launch):
+        yield
+
+
+def side_of(quantizer: Quantizer | None, direction: Direction) -> TileSide | None:
+    if quantizer is None:
+        return None
+    (kernel,) = (k for k in registry.kernels("tile", (registry.format_of(type(quantizer)).name,)))
+    return cast("TileSide", registry.resolve(kernel.impl)(quantizer, direction))
+
+
+def made(
+    x: Tensor,
+    offs: Tensor | None,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    seeds: Tensor,
+    decoded: tuple[bool, bool],
+) -> tuple[list[Tensor], list[Tensor]]:
+    *count, high, cols = x.shape
+    number = len(offs) if offs is not None else count[0]
+    rows = high if offs is not None else number * high
+    e = sectioned.InSections(row, col, rows, cols, number, offs is None, decoded, x.dtype, x.device, True)
+    assert sectioned.why_not(e) is None
+    run = sectioned.bind_sides(e, side_of(row, "row"), side_of(col, "col"))
+    assert run is not None
+    with Poisoned():  # type: ignore[no-untyped-call]
+        return run(x, offs, seeds)
+
+
+def same_bytes(first: Tensor, second: Tensor) -> bool:
+    a, b = (row_major(t).view(-1).view(torch.uint8) for t in (first, second))
+    return first.shape == second.shape and torch.equal(a, b)
+
+
+def decoded_by(operand: Storage) -> Tensor:
+    return operand.decode_rotated().bfloat16()
+
+
+def check_groups(
+    row: str | None, col: str | None, decoded: tuple[bool, bool], counts: list[int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    cols = 96
+    x = torch.cat([*(3.0**i * torch.randn(n, cols) for i, n in enumerate(counts)), torch.full((7, cols), torch.nan)])
+    x, offs, seeds = x.to(dtype), torch.tensor(counts).cumsum(0, dtype=torch.int32), torch.arange(len(counts)) - 3
+    sides = [None if t is None else lpq.quantizer(t).side(d) for t, d in ((row, "row"), (col, "col"))]  # type: ignore[arg-type]
+    found = made(x, offs, *sides, seeds, decoded)
+    for dim, side in enumerate(sides):
+        if side is None:
+            continue
+        wanted = groups.encode_groups_reference(x, offs, side, dim == 0, dim == 1, seeds)
+        shape, at = (len(x), cols) if dim == 0 else (cols, len(x)), starts(offs.tolist(), unit(side, dim))
+        for i, (start, stop) in enumerate(bounds(offs.tolist())):
+            one = Grouped(side, wanted, shape, dtype, dim).matrix(i, start, stop, at[i])
+            if not decoded[dim]:
+                other = Grouped(side, found[dim], shape, dtype, dim).matrix(i, start, stop, at[i])
+                assert all(map(same_bytes, other.tensors(), one.tensors())), (side, dim, i)
+                continue
+            values = decoded_by(one)
+            piece = found[dim][0][start:stop] if dim == 0 else found[dim][0][:, at[i] : at[i] + values.shape[1]]
+            if side.rotation is not None and values.shape[1] % 16 == 0 and (stop - start) % 16:
+                # The reference rotates all of such a group back and forth: the last bit may be another.
+                assert (piece - values).abs().max() <= 2**-7 * values.abs().max(), (side, dim, i)
+            else:
+                assert same_bytes(piece, values), (side, dim, i)
+
+
+@pytest.mark.parametrize("decoded", EITHER, ids=["encoded", "decoded"])
+@pytest.mark.parametrize("text", OF_GROUPS)
+def test_groups(text: str, decoded: tuple[bool, bool]) -> None:
+    check_groups(text, text, decoded, COUNTS, torch.bfloat16)
+
+
+def test_many_groups() -> None:
+    """More than the lanes of a warp, of whose ends each takes one; and no rows at all."""
+    check_groups("fp8(scaling=row)", "fp8(scaling=row)", (False, False), [n % 5 * 9 for n in range(70)], torch.bfloat16)
+    check_groups("fp8(scaling=row)", "fp8(scaling=row)", (False, False), [0] * 40, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("row", "col", "decoded"),
+    [
+        ("fp8(scaling=row)", None, (False, False)), (None, "fp8", (False, True)), ("fp8", "mxfp8", (True, False)),
+        ("mxfp8", "nvfp4(rht=true, stochastic=true)", (True, True)),
+    ],
+)  # fmt: skip
+def test_one_operand_and_two_formats(row: str | None, col: str | None, decoded: tuple[bool, bool]) -> None:
+    check_groups(row, col, decoded, [33, 0, 150], torch.float32)
+
+
+@pytest.mark.parametrize("decoded", EITHER, ids=["encoded", "decoded"])
+@pytest.mark.parametrize("text", OF_STACKS)
+def test_stacks(text: str, decoded: tuple[bool, bool]) -> None:
+    torch.manual_seed(1)
+    x = (torch.randn(SIZES) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]).bfloat16()
+    seeds, quantizer = torch.arange(len(x)) - 3, lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    found = made(x, None, row, col, seeds, decoded)
+    wanted = [quantize(x, None, row, None, seeds)[0], quantize(x, None, None, col, seeds)[1]]
+    for tensors, operand, is_decoded in zip(found, wanted, decoded, strict=True):
+        assert operand is not None
+        if is_decoded:
+            assert same_bytes(tensors[0], torch.stack([decoded_by(m) for m in matrices(operand)]))
+        else:
+            assert all(map(same_bytes, tensors, operand.tensors())), operand
+
+
+def test_what_products_leave_is_cleared() -> None:
+    """What no group has, and no byte more."""
+    out, offs = torch.full((40, 24), 7.0, dtype=torch.bfloat16), torch.tensor([0, 16, 33], dtype=torch.int32)
+    sections.clear_rows(out, offs)
+    assert (out[:33] == 7).all()
+    assert not out[33:].any()
+    stack, ends = torch.full((4, 5, 3), 7.0, dtype=torch.bfloat16), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    sections.clear_matrices(stack, ends)
+    assert not stack[0].any()
+    assert not stack[2].any()
+    assert (stack[[1, 3]] == 7).all()
