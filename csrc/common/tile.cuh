@@ -95,6 +95,7 @@ struct Tile {
     // The section that this tile is of: without sections, the matrix.
 #ifdef LPQ_SECTIONS
     __device__ __forceinline__ u32 section() const { return of.number; }
+    __device__ __forceinline__ i64 place() const { return row - of.begin; }    // this thread's first row among its rows
     __device__ __forceinline__ i64 begin() const { return of.begin; }          // its first row,
     __device__ __forceinline__ i64 end() const { return of.end; }              // and the one behind its last
     __device__ __forceinline__ i64 top() const { return of.top; }              // its place along lines of the column operand
@@ -104,6 +105,7 @@ struct Tile {
     __device__ __forceinline__ i64 all_lines() const { return all_lines_; }    // and in all
 #else
     __device__ __forceinline__ u32 section() const { return 0; }
+    __device__ __forceinline__ i64 place() const { return row; }
     __device__ __forceinline__ i64 begin() const { return 0; }
     __device__ __forceinline__ i64 end() const { return rows; }
     __device__ __forceinline__ i64 top() const { return 0; }
@@ -112,8 +114,6 @@ struct Tile {
     __device__ __forceinline__ i64 lines() const { return 0; }
     __device__ __forceinline__ i64 all_lines() const { return cols; }
 #endif
-    // This thread's first row among those of the section.
-    __device__ __forceinline__ i64 place() const { return (i64)down * TALL + lane_row; }
 };
 
 // Memory that the threads of a block share, for all that is in T. What is more than 48 KiB the host must ask for.

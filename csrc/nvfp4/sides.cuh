@@ -96,14 +96,16 @@ template <int BITS>
 struct Scales {
     float sixth;
     bool roomy;  // no factor is below 2^-112: times 2^-14 it is exact
-    float decoding[2];  // of what is exact times 2^-11, one after the other
 
     __device__ __forceinline__ Scales(const Parameters& p, const Tile& t, Factors& factors, Largest& shared) {
-        const u32 bits = largest_of(p.amaxes + t.section(), p.count, shared);
-        const bool first = IN_SECTIONS ? t.down + t.across == 0 && p.amax : blockIdx.x == 0;
-        if (first && threadIdx.x == 0 && p.data) p.amax[t.section()] = bits;
-        const float amax = __uint_as_float(bits), shift = amax > 1.0f ? 4096.0f : 1.0f;
-        decoding[0] = __fdiv_rn(amax, shift) * 2048.0f, decoding[1] = __fmul_rn(shift, (float)(1.0 / 2688.0));
+        u32 bits;
+        if constexpr (IN_SECTIONS) {
+            bits = p.amaxes[t.section()];
+            if (t.down + t.across + threadIdx.x == 0 && p.amax) p.amax[t.section()] = bits;
+        } else {
+            bits = largest_of(p.amaxes, p.count, shared);
+            if (blockIdx.x == 0 && threadIdx.x == 0 && p.data) *p.amax = bits;
+        }
         const float overall = tensor_scale(bits);
         sixth = __fmul_rn(overall, 1.0f / 6.0f);
         roomy = overall > 9.8607613e-32f;  // 2^-103; the largest scale is below 2^9
@@ -171,13 +173,15 @@ struct Codes<true, LINES_, BLOCKS> : Skewed<LINES_, BLOCKS> {
     }
 };
 
-// Eight exact values of which two are in a word, as what is decoded.
-__device__ __forceinline__ void decode_exact(const uint4& values, const float (&decoding)[2], float (&v)[8]) {
+// Eight exact values of which two are in a word, as what is decoded in a section.
+__device__ __forceinline__ void decode_exact(const uint4& values, const Parameters& p, const Tile& t, float (&v)[8]) {
+    const float amax = __uint_as_float(p.amaxes[t.section()]), shift = amax > 1.0f ? 4096.0f : 1.0f;
+    const float first = __fdiv_rn(amax, shift) * 2048.0f, last = __fmul_rn(shift, (float)(1.0 / 2688.0));
     const u32 words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float exact = __uint_as_float(i & 1 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-        v[i] = __fmul_rn(__fmul_rn(exact, decoding[0]), decoding[1]);
+        v[i] = __fmul_rn(__fmul_rn(exact, first), last);
     }
 }
 __device__ __forceinline__ uint4 narrowed(const float (&v)[8]) {
@@ -221,7 +225,7 @@ struct Row : Side {
     u32 kept[ROWS];
 
     __device__ __forceinline__ Row(const Parameters& p, Shared& shared, const Tile& t)
-        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.end() - t.begin() + 15) / 16),
+        : p(p), shared(shared), across((t.cols + 15) / 16), down(((IN_SECTIONS ? t.end() - t.begin() : t.rows) + 15) / 16),
           scales(p, t, shared.factors, shared.largest) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
@@ -277,11 +281,11 @@ struct Row : Side {
             float v[8];
 #pragma unroll
             for (int j = 0; j < 8; ++j) v[j] = value(words, j);
-            if (EXACT) {
+            if constexpr (EXACT) {
                 const float scale = decode<E4M3>(code_of[i]);
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[i], drawn, scale);
-                if (IN_SECTIONS) {
-                    decode_exact(values, scales.decoding, v);
+                if constexpr (IN_SECTIONS) {
+                    decode_exact(values, p, t, v);
                     values = narrowed(v);
                 }
                 if (i < t.high && inside) stream(to, values);
@@ -295,9 +299,13 @@ struct Row : Side {
 
     __device__ __forceinline__ void store(const Tile& t) {
         if (EXACT || !p.data) return;
-        const i64 begin = SQUARE ? t.section() * down : t.begin(), end = SQUARE ? begin + down : t.end();
-        shared.codes.store(
-            threadIdx.x, p.scale, begin + (i64)t.down * HIGH, end, t.rows, (i64)t.across * ACROSS, across);
+        const i64 tile = (i64)t.down * HIGH, first_block = (i64)t.across * ACROSS;
+        if constexpr (IN_SECTIONS) {
+            const i64 begin = SQUARE ? t.section() * down : t.begin(), end = SQUARE ? begin + down : t.end();
+            shared.codes.store(threadIdx.x, p.scale, begin + tile, end, t.rows, first_block, across);
+        } else {
+            shared.codes.store(threadIdx.x, p.scale, tile, SQUARE ? down : t.rows, t.rows, first_block, across);
+        }
     }
 };
 
@@ -316,13 +324,19 @@ struct Columns16 {
     __device__ __forceinline__ void store(const Tile& t, u8* data, u8* scale, i64 across, i64 down) {
         if (!data) return;
         const int thread = (int)threadIdx.x - (THREADS - codes.TAKEN);
-        const i64 begin = SQUARE ? t.section() * across : t.lines(), end = begin + (SQUARE ? across : t.cols);
-        const i64 block_0 = t.top() / 16 + (i64)t.down * DOWN, blocks = (t.bottom() + 15) / 16;
-        codes.store(thread, scale, begin + (i64)t.across * HIGH, end, t.all_lines(), block_0, SQUARE ? down : blocks);
+        if constexpr (IN_SECTIONS) {
+            const i64 begin = SQUARE ? t.section() * across : t.lines(), end = begin + (SQUARE ? across : t.cols);
+            codes.store(thread, scale, begin + (i64)t.across * HIGH, end, t.all_lines(), t.top() / 16 + (i64)t.down * DOWN,
+                        SQUARE ? down : (t.bottom() + 15) / 16);
+            data += (t.lines() * down + t.top() / 16) * 8;
+        } else {
+            codes.store(thread, scale, (i64)t.across * HIGH, SQUARE ? across : t.cols, t.cols, (i64)t.down * DOWN, down);
+        }
+        const i64 blocks = IN_SECTIONS ? (t.bottom() - t.top() + 15) / 16 : down;
         constexpr int STEP = THREADS / DOWN;
         const int first = threadIdx.x / DOWN, at = threadIdx.x % DOWN;
-        const i64 col = (i64)t.across * WIDE + first, block = block_0 + at;
-        u8* to = data + ((t.lines() + col) * down + block) * 8;
+        const i64 col = (i64)t.across * WIDE + first, block = (i64)t.down * DOWN + at;
+        u8* to = data + (col * down + block) * 8;
 #pragma unroll
         for (int k = 0; k < WIDE / STEP; ++k, to += STEP * 8 * down)
             if (WHOLE || (col + k * STEP < t.cols && block < blocks))
@@ -360,7 +374,7 @@ struct Col : Side {
     const Scales<BITS> scales;
 
     __device__ __forceinline__ Col(const Parameters& p, Shared& shared, const Tile& t)
-        : p(p), shared(shared), across((t.cols + 15) / 16), down((t.line() + 15) / 16),
+        : p(p), shared(shared), across((t.cols + 15) / 16), down(((IN_SECTIONS ? t.line() : t.rows) + 15) / 16),
           scales(p, t, shared.factors, shared.largest) {}
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
@@ -432,8 +446,8 @@ struct Col : Side {
             }
             if constexpr (EXACT) {
                 uint4 values = exact<STOCHASTIC, HOW>(v, factor[j], drawn, decode<E4M3>(code_of[j]));
-                if (IN_SECTIONS) {
-                    decode_exact(values, scales.decoding, v);
+                if constexpr (IN_SECTIONS) {
+                    decode_exact(values, p, t, v);
                     if (ROTATED && cut) {
                         hadamard16(t.lane_row & 8, v);
 #pragma unroll

@@ -12,12 +12,15 @@ from lpq.cli.doctor import Device
 from lpq.cli.kernels import Served, check_environment, pick_device, served, show
 from lpq.cli.output import Json, as_json, table
 from lpq.formats.format import Direction, Quantizer
+from lpq.nn.expert_notes import expert_note
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS
 from lpq.train.sources import refuse_rules
 
 SIDES: tuple[Direction, Direction] = ("row", "col")
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
+EXPERTS = [(14336, 4096), (1408, 2048)]
+"""Outputs and features of large and of small experts, as models have them."""
 Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, the grammar, or a TOML file.")]
 
 
@@ -51,6 +54,7 @@ def tell(
                 "device": str(where),
                 "gemms": gemms,
                 "runs": {name: s.plain() for name, s in runs.items()},
+                "experts": expert_note(made, EXPERTS),
             }
         )
         return
@@ -60,6 +64,7 @@ def tell(
         ((gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values()) for gemm, operands in gemms.items()),
     )
     show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()])
+    typer.echo(f"Of experts: {expert_note(made, EXPERTS)}")
 
 
 def described(recipe: Recipe, gemm: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lpq import recipes, registry
 from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
 from lpq.nn.coverage import coverage
+from lpq.nn.expert_notes import expert_notes
 from lpq.nn.experts import Experts, adopt_experts, check_experts, holds_experts
 from lpq.nn.left_out import convertible, left_out
 from lpq.nn.linear import Layer, Linear
@@ -342,6 +343,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),
         weights=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in notes),
         parallel=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in parallel_notes(model)),
+        experts=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in expert_notes(model)),
         coverage=coverage(model, {entry.name for entry in converted if _is_converted(modules.get(entry.name))}),
         full=full,
     )

@@ -34,6 +34,8 @@ class Report:
     """With ``convert(…, weights=…)``: how each weight is stored and gathered, and why it is not quantized."""
     parallel: tuple[Entry, ...] = ()
     """Under tensor parallelism: how each layer is shared out, and in what form its sequences are gathered."""
+    experts: tuple[Entry, ...] = ()
+    """How the products of experts are computed, and from how many rows on that takes less time than bf16."""
     coverage: Coverage = field(default_factory=Coverage)
     """How much of the model's matrices is converted."""
     full: bool = field(default=False, compare=False)
@@ -46,6 +48,7 @@ class Report:
             ("left alone", self.left),
             ("weight", self.weights),
             ("parallel", self.parallel),
+            ("experts", self.experts),
         ):
             lines += [f"{title:>10}  {line}" for line in self._lines(entries)]
         lines += [f"no layer matches the pattern {p!r}" for p in self.unmatched]

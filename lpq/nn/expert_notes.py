@@ -1,0 +1,50 @@
+"""What a report says of experts: how their products are computed, and from how many rows on they beat bf16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lpq.nn.experts import Experts, is_dense, stacks
+from lpq.nn.grouped_linear import GroupedLinear
+from lpq.operations.group_choice import pays_from, why_decoded
+
+if TYPE_CHECKING:
+    from lpq.recipes import Recipe
+
+
+def expert_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Of each module that holds experts and has a recipe."""
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear) and module.recipe is not None:
+            yield name, expert_note(module.recipe, [(module.out_features, module.in_features)])
+        elif isinstance(module, Experts) and module.recipe is not None:
+            turned = is_dense(module) or bool(getattr(module, "is_transposed", False))
+            shapes = [tuple(weight.shape[1:]) for weight in stacks(module).values()]
+            yield name, expert_note(module.recipe, [(n, k) if turned else (k, n) for k, n in shapes])
+
+
+def expert_note(recipe: Recipe, sizes: list[tuple[int, int]]) -> str:
+    """How experts of these ``(outputs, features)`` are multiplied."""
+    reasons = {gemm: why_decoded(*pair) for gemm, pair in recipe.products.items()}
+    codes = [gemm for gemm, reason in reasons.items() if reason is None]
+    slower: dict[str, list[str]] = {}
+    for gemm, reason in reasons.items():
+        if reason is not None:
+            slower.setdefault(reason, []).append(gemm)
+    parts = [f"{', '.join(codes)} of codes"] if codes else []
+    parts += [f"{', '.join(gemms)} in bf16: {reason}" for reason, gemms in slower.items()]
+    if not codes:
+        return "; ".join([*parts, "slower than a layer without a recipe"])
+    return "; ".join([*parts, *dict.fromkeys(_pays(len(codes), *size) for size in sizes)])
+
+
+def _pays(products: int, outputs: int, features: int) -> str:
+    rows = pays_from(products, outputs, features)
+    if rows is None:
+        return f"{features} x {outputs} is slower than in bf16, however many rows an expert has"
+    step = 10 ** max(len(str(rows)) - 2, 0)  # two figures are enough
+    return f"{features} x {outputs} is faster than in bf16 from about {math.ceil(rows / step) * step} rows an expert on"
