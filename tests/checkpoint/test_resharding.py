@@ -79,7 +79,6 @@ def _on_four(rank: int, folder: Path) -> None:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _save(folder / "hsdp", shard(_net(TRUTH), hybrid, (Replicate(), Shard(0))))
     _save_tiles(folder / "tiles", init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")))
-    trained.uninterrupted(folder / "runs", "four")
 
 
 def _on_two(rank: int, folder: Path) -> None:
@@ -93,7 +92,6 @@ def _on_two(rank: int, folder: Path) -> None:
     _loaded(folder / "hybrids", net, formats=HYBRIDS)
     _save(folder / "hybrids-two", net)
     _loaded(folder / "odd", shard(Net(OTHER, 510, ODD), mesh), 510, ODD)
-    trained.resumed(folder / "runs", "four", "two", used=True)
 
 
 def _on_four_again(rank: int, folder: Path) -> None:
@@ -105,7 +103,14 @@ def _on_four_again(rank: int, folder: Path) -> None:
     net = shard(_net(OTHER), mesh)
     checkpoint.import_file(folder / "one.pt", net)
     assert model_differences(net, _net(TRUTH)) == {}
-    trained.resumed(folder / "runs", "one", used=True)
+
+
+def _trains(rank: int, folder: Path) -> None:
+    trained.uninterrupted(folder, "four")
+
+
+def _goes_on(rank: int, folder: Path, *saved: str) -> None:
+    trained.resumed(folder, *saved, used=True)
 
 
 @pytest.fixture
@@ -131,7 +136,6 @@ def test_four_two_one_four(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "tiles", tiles)
     assert model_differences(tiles, _weight(1.0)) == {}
     _loaded(tmp_path / "odd", Net(OTHER, 510, ODD), 510, ODD)
-    trained.resumed(tmp_path / "runs", "two", "one", shard=False)
     _save(tmp_path / "one", net)
     checkpoint.export_file(tmp_path / "one.pt", net)
     one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "two.pt"))
@@ -140,6 +144,14 @@ def test_four_two_one_four(tmp_path: Path) -> None:
     for name, tensor in one["model"].items():
         assert torch.equal(as_bytes(tensor), as_bytes(two["model"][name])), name
     spawn(_on_four_again, 4, tmp_path)
+
+
+@pytest.mark.usefixtures("mxfp4", "one_thread")
+def test_training_goes_on_from_four_on_two_one_and_four(tmp_path: Path) -> None:
+    spawn(_trains, 4, tmp_path)
+    spawn(_goes_on, 2, tmp_path, "four", "two")
+    trained.resumed(tmp_path, "two", "one", shard=False)
+    spawn(_goes_on, 4, tmp_path, "one")
 
 
 def test_a_checkpoint_of_a_later_step_gives_layers_the_recipe_of_that_step(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ WEIGHTS = [
     "hybrid(row=fp8, col=nvfp4)", "mxfp4()", "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
     "hybrid(row=fp8(scaling=delayed, history=4), col=mxfp4)",
 ]  # fmt: skip
-"""Of the layers of a model: the first, and every other, has rows for the largest blocks on each of four ranks."""
+"""Formats of a model's layers: the first, and every other, has rows for the largest blocks on each of four ranks."""
 LAYERS = [f"{block}.{layer}" for block in range(4) for layer in ("up", "down")]
 MANY = {
     "blocks": 4,
@@ -44,7 +44,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "masters": {**MANY, "weights": "quantized"},
 }
 """Runs in which ranks compute alike whatever their number: they see the same data."""
-SAVED, LAST = 2, 4
+SAVED, LAST = 2, 3
 Runs = Mapping[str, dict[str, Any]]
 
 
@@ -62,7 +62,7 @@ def _values(net: nn.Module) -> dict[str, Tensor]:
 
 
 def _state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What an optimizer keeps of each parameter, masters included."""
+    """Return an optimizer's state of each parameter, masters included."""
     kept = optimizer.state_dict()["state"]
     return {f"{i}.{name}": tensor for i, state in kept.items() for name, tensor in state.items()}
 

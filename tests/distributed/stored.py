@@ -51,6 +51,7 @@ class Way:
     bf16: bool = False
     mixed: bool = False
     compile: str | None = None
+    blocks: int = 2
 
 
 def converted(recipe: str, bf16: bool = False, blocks: int = 2) -> nn.Sequential:
@@ -117,7 +118,7 @@ def parts(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def same_parts(ours: nn.Module, theirs: nn.Module, about: Any) -> None:
-    """What this rank holds is its piece of what the unsharded model holds."""
+    """This rank holds its piece of the unsharded model."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         rows = q.shape[0] // ranks

@@ -26,7 +26,7 @@ class Mixed(nn.Sequential):
 
     def __init__(self, net: nn.Sequential, recipe: str) -> None:
         super().__init__(*net)
-        self._in_bf16 = [converted(recipe, bf16=True)]  # not a part of it
+        self._in_bf16 = [converted(recipe, bf16=True, blocks=len(net))]  # not a part of it
         for own, other in zip(self.parameters(), self._in_bf16[0].parameters(), strict=True):
             other.register_post_accumulate_grad_hook(lambda other, own=own: self._take_gradient(own, other))
 
@@ -51,7 +51,7 @@ class Mixed(nn.Sequential):
 @functools.cache
 def _alone(way: Way) -> tuple[nn.Sequential, nn.Sequential, list[float], Optimizer]:
     """A model before and after it was trained unsharded, its losses and its optimizer."""
-    net = converted(way.recipe, way.bf16)
+    net = converted(way.recipe, way.bf16, way.blocks)
     before = copy.deepcopy(net)
     losses, optimizer = train(Mixed(net, way.recipe) if way.mixed else net, way)
     return before, net, losses, optimizer
@@ -64,7 +64,7 @@ def _as_unsharded(way: Way) -> list[float]:
     if way.compile == "aot_eager":  # it only traces
         same_numbers = replace(same_numbers, compile=None)
     before, alone, losses, their = _alone(same_numbers)
-    ours = converted(way.recipe, way.bf16)
+    ours = converted(way.recipe, way.bf16, way.blocks)
     if way.checkpoint:
         for i, block in enumerate(ours):
             ours[i] = checkpoint_wrapper(block)
@@ -79,7 +79,7 @@ def _as_unsharded(way: Way) -> list[float]:
     if way.masters:
         assert isinstance(optimizer, MasterWeights)
         assert isinstance(their, MasterWeights)
-        assert len(optimizer.masters) == len(their.masters) == 4
+        assert len(optimizer.masters) == len(their.masters) == 2 * way.blocks
         for a, b in zip(optimizer.masters.values(), their.masters.values(), strict=True):
             assert a.dtype == torch.float32
             assert torch.equal(a.full_tensor(), b), way
@@ -121,7 +121,7 @@ def _mixed_precision(rank: int) -> None:
 
 
 def _compiled(rank: int) -> None:
-    _as_unsharded(Way(MIXED, masters=True, compile="inductor"))
+    _as_unsharded(Way(MIXED, masters=True, compile="inductor", blocks=1))
 
 
 @pytest.mark.parametrize("check", [_every_recipe, _every_optimizer, _every_way, _mixed_precision, _compiled])

@@ -135,11 +135,15 @@ ONE, OTHER = "fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 
 @pytest.mark.parametrize(
     ("recipe", "backend", "way"),
-    [(OTHER, "inductor", {}), (ONE, "aot_eager", {"checkpoint": True}), (OTHER, "aot_eager", {"reshard": False})],
+    [
+        (OTHER, "inductor", {"blocks": 1}),
+        (ONE, "aot_eager", {"checkpoint": True}),
+        (OTHER, "aot_eager", {"reshard": False}),
+    ],
     ids=["plain", "checkpoint", "reshard"],
 )
 def test_compiled(recipe: str, backend: str, way: dict[str, Any]) -> None:
-    """Inductor takes ten seconds for a model, and what comes before it one. Below it has a checkpointed one, too."""
+    """Inductor takes ten seconds for a block, and what comes before it one. Below it has a checkpointed one, too."""
     spawn(_compiled, 2, recipe, backend, way)
 
 
@@ -152,7 +156,10 @@ STORED = [
         {"compile": True, "backend": "aot_eager"},
         {"compile": True, "backend": "aot_eager", "reshard": False},
     ),
-    ({"compile": True, "checkpoint": True}, {"compile": True, "checkpoint": True, "reshard": False}),
+    (
+        {"compile": True, "checkpoint": True, "blocks": 1},
+        {"compile": True, "checkpoint": True, "blocks": 1, "reshard": False},
+    ),
 ]
 """Ways of running a model whose weights are stored quantized that train alike."""
 

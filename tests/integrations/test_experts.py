@@ -68,7 +68,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def losses(model: Any) -> list[float]:
-    """Of a run that learns the same words again and again."""
+    """Return the losses of a run that learns the same words again and again."""
     words = torch.randint(WORDS, (2, 24), generator=torch.Generator().manual_seed(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     found = []
@@ -81,6 +81,7 @@ def losses(model: Any) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_models_with_experts_train_as_in_high_precision(model: Any) -> None:
     plain = made(model)
@@ -97,7 +98,7 @@ def test_models_with_experts_train_as_in_high_precision(model: Any) -> None:
 
 
 def apart(experts: Any, recipe: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What separate layers make of the tokens of each expert."""
+    """Compute the tokens of each expert by separate layers."""
     rows = torch.zeros(index.numel(), HIDDEN, dtype=x.dtype)
     for expert in range(experts.num_experts):
         places = (index.reshape(-1) == expert).nonzero()[:, 0]

@@ -34,7 +34,7 @@ def first_line(model: nn.Module) -> str:
 
 
 def said(model: nn.Module, policy: Any, **how: Any) -> list[str]:
-    """What convert warns of."""
+    """Return the warnings of convert."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         lpq.convert(model, policy, **how)
@@ -120,6 +120,7 @@ def test_matrices_that_are_not_there_yet_or_are_computed() -> None:
     assert first_line(pruned).startswith("50 % of the matrix parameters are converted (4,096 of 8,192), 50 % of the")
 
 
+@pytest.mark.slow
 def test_models_of_hugging_face() -> None:
     small: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
     with torch.device("meta"):

@@ -105,6 +105,7 @@ def test_bytes_equal_an_independent_implementation(options: str, dtype: torch.dt
 
 
 @every_block
+@pytest.mark.slow
 def test_every_amax_has_the_right_scales(block: str) -> None:
     exponents = torch.exp2(torch.arange(-149.0, 128.0))
     for factor in (1, 1.3125, 1.9999999):

@@ -83,7 +83,7 @@ def registered() -> Iterator[None]:
 
 
 def reports(pytester: pytest.Pytester, select: str, *quantizers: type[Quantizer]) -> list[pytest.TestReport]:
-    """What those tests of the kit that an expression selects report of some formats."""
+    """Return the reports on some formats of those tests of the kit that an expression selects."""
     asked = [f"--lpq-format={subtle.name_of(quantizer)}" for quantizer in quantizers]
     options = ["--pyargs", "lpq.testing.conformance", *asked, "-k", select, "--tb=short"]
     ran = pytester.inline_run("-p", "no:cacheprovider", "-p", "no:xdist", *options)
@@ -92,6 +92,7 @@ def reports(pytester: pytest.Pytester, select: str, *quantizers: type[Quantizer]
 
 
 @pytest.mark.usefixtures("registered")
+@pytest.mark.slow
 def test_each_mistake_is_found_by_the_test_about_it(pytester: pytest.Pytester) -> None:
     """One run for all of them; the right formats beside them pass."""
     tests = {test for test, _ in MISTAKES.values()}
