@@ -64,7 +64,7 @@ def _named(function: FunctionType) -> frozenset[Any]:
 
 
 def _values(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """What each name in a function stands for; for a module, what each other name stands for in it.
+    """Yield the value of each name in a function; for a module, its values of the other names.
 
     A name may be another object's attribute, and a module's may be another one's: then a test is marked in vain, which
     seldom happens, and to read the instructions of all functions would take seconds in each process that runs tests.

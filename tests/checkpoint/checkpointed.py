@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 def share(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-    """What this rank has of a tensor; a quantized one is cut by the layouts that the formats declare."""
+    """Return this rank's part of a tensor; a quantized one is cut by the layouts that the formats declare."""
     for i, placement in enumerate(placements):
         if isinstance(placement, Shard):
             size = whole.shape[placement.dim]

@@ -39,7 +39,7 @@ class FrozenStorage(Storage):
 
 @dataclass(frozen=True)
 class FrozenQuantizer(Quantizer):
-    """What it remembers is never moved: ``remember`` is the one of ``Quantizer``, which does nothing."""
+    """Its memory never moves: ``remember`` is the one of ``Quantizer``, which does nothing."""
 
     stats = (Stat("amax"),)
     state = (StateBuffer("amax"),)

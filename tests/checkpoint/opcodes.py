@@ -53,7 +53,7 @@ def changed(target: Any, **entries: bytes) -> bytes:
 
 
 class Evil:
-    """What is called where this is unpickled."""
+    """A call that is made where this is unpickled."""
 
     def __init__(self, call: Any, *arguments: Any) -> None:
         self.reduced = call, arguments
@@ -63,7 +63,7 @@ class Evil:
 
 
 def saved_evil(marker: Path) -> bytes:
-    """What ``torch.load(…, weights_only=False)`` makes this file of."""
+    """Return a file for which ``torch.load(…, weights_only=False)`` makes a call."""
     buffer = io.BytesIO()
     torch.save(Evil(Path.touch, marker), buffer)
     return buffer.getvalue()

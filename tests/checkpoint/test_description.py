@@ -15,7 +15,7 @@ Data = dict[str, Any]
 
 
 def written() -> Data:
-    """What a checkpoint says that has a layer of a format of another package."""
+    """The description of a checkpoint that has a layer of a format of another package."""
     data = Description(
         step=3,
         conversions={"": {"policy": {"rules": [{"match": ["*"], "recipe": "mxfp8"}]}, "steps": "later"}},

@@ -62,7 +62,7 @@ def _states(layer: nn.Module, tensor: str) -> dict[str, Tensor]:
 
 
 def _weights_follow_them(path: Path) -> None:
-    """What FSDP2 gathers is encoded with the frozen amax of each operand."""
+    """Gathered weights are encoded with the frozen amax of each operand."""
     net = built(How(**RUNS["gathered"], width=128))
     checkpoint.load(path / "gathered", net)
     _check_frozen(net)
@@ -178,7 +178,7 @@ def test_every_operand_follows_its_own_amax() -> None:
 
 @pytest.mark.usefixtures("frozen")
 def test_a_stored_weight_is_encoded_with_its_own_statistics() -> None:
-    """What its format remembers is kept, and is for what is quantized at every step: x, dy and gathered weights."""
+    """The format's memory is kept, and serves x, dy and gathered weights, which are quantized at every step."""
     net = lpq.convert(nn.Sequential(nn.Linear(64, 48)), RECIPE, weights="quantized")
     for buffer in _frozen(net).values():
         buffer.fill_(0.5)

@@ -31,7 +31,7 @@ CLASSES = [
     *(getattr(metadata, name) for name in index.KNOWN[index.METADATA]), filesystem._StorageInfo, index.Record,
     rebuild, nn.Parameter,
 ]  # fmt: skip
-"""What a file refers to, or could."""
+"""Modules that a file refers to, or could."""
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_an_index_that_would_run_code_is_refused(path: Path, tmp_path: Path) -> 
 
 
 def test_no_other_file_of_a_checkpoint_does_either(path: Path, tmp_path: Path) -> None:
-    """What ``torch.load(…, weights_only=True)`` reads: beside the tensors, the tensors, and a whole model in a file."""
+    """Files that ``torch.load(…, weights_only=True)`` reads: beside the tensors, the tensors, and a whole model."""
     marker = tmp_path / "ran"
     beside = torch.load(path / "extra.pt", weights_only=True)
     for evil in (

@@ -23,7 +23,7 @@ def _there_and_back(rank: int, folder: Path) -> None:
 
 
 def _offloaded(rank: int, folder: Path) -> None:
-    """What is offloaded is on the CPU, and its mesh is not."""
+    """Offloaded parameters are on the CPU, and their mesh is not."""
     trained.uninterrupted(folder, "offloaded", device="cuda", offload=True)
     trained.resumed(folder, "offloaded", used=True, device="cuda", offload=True)
 

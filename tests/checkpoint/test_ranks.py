@@ -98,7 +98,7 @@ def _ranks_disagree(rank: int, folder: Path) -> None:
 
 
 def _one_rank_finds_damage(rank: int, folder: Path) -> None:
-    """Of the files each rank reads a share only."""
+    """Each rank reads a share of the files only."""
     path = folder / "damaged"
     checkpoint.save(path, _net(1))
     dist.barrier()
@@ -121,7 +121,7 @@ def _one_rank_finds_damage(rank: int, folder: Path) -> None:
 
 
 def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
-    """Of its records each rank reads a share only."""
+    """Each rank reads a share of its records only."""
     path = checkpoint.export_file(folder / "one.pt", _net(1))
     raw = path.read_bytes()
     content = torch.load(path, weights_only=True)["model"]
@@ -218,7 +218,7 @@ def _ranks_remember_differently(rank: int, folder: Path) -> None:
 
 
 def _quantized_of_a_checkpoint_in_high_precision(rank: int, folder: Path) -> None:
-    """What was saved unquantized is encoded with the statistics of the whole weight, found from the mesh."""
+    """Weights saved unquantized are encoded with the statistics of the whole weight, found from the mesh."""
     layer = nn.Sequential(nn.Linear(64, 128, bias=False, dtype=torch.bfloat16))
     values = torch.randn(128, 64, generator=torch.Generator().manual_seed(3))
     values[100, 5] = 1000.0  # on the last rank
@@ -297,7 +297,7 @@ def _one_rank_lacks_a_file(rank: int, folder: Path) -> None:
 
 
 def _one_rank_encodes(rank: int, folder: Path) -> None:
-    """What it loads, and the other does not: its file or its model is another one. That would take a reduction."""
+    """The first rank loads, and the other does not: its file or its model is another. That would take a reduction."""
     mesh = init_device_mesh("cpu", (2,))
 
     def plain() -> nn.Module:

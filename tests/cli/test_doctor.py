@@ -96,7 +96,7 @@ def test_a_kernel_for_two_formats_is_shown(install: Callable, lpq: Callable) -> 
 
 
 def test_the_portable_kernels_come_after_the_cuda_kernels(lpq: Callable) -> None:
-    """Of what each format can do with a tensor of its own; on a CPU neither runs."""
+    """The verdict on each format with a tensor of its own; on a CPU neither runs."""
     for kernel in doctor(lpq, "--device", "cpu")["kernels"]:
         if kernel["format"] not in ("fp8", "mxfp8", "nvfp4") or kernel["op"] not in ("measure", "quantize", "decode"):
             continue

@@ -1,4 +1,4 @@
-"""What the tests of master weights share: how masters are shared out, cast, gathered and compared."""
+"""Helpers of the tests of master weights: how masters are shared out, cast, gathered and compared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SERVED = [
 ]
 """Those whose weights kernels cast all at once, whatever their shapes."""
 Spans = Sequence[tuple[int, int]]
-"""What each rank owns of one flattened weight."""
+"""The part of one flattened weight that each rank owns."""
 
 
 def register_example() -> None:
@@ -195,7 +195,7 @@ def started(cases: Sequence[Case], weights: Sequence[QuantizedTensor], rank: int
 
 
 def gather(cases: Sequence[Case], made: Sequence[Pieces]) -> None:
-    """What a caller does: every rank gets the pieces of all, and finishes."""
+    """Act as a caller: every rank gets the pieces of all, and finishes."""
     for same in zip(*made, strict=True):
         assert len({(piece.weight, piece.name) for piece in same}) == 1
         sent = [piece.own.clone() for piece in same]

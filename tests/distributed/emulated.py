@@ -23,7 +23,7 @@ FIRST = {Fragment: 3, Told: 1, Turned: 1}
 
 
 def memory(pointer: int, count: int, dtype: torch.dtype) -> Tensor:
-    """What lies there, and can be written."""
+    """The memory there, which can be written."""
     if not count:
         return torch.empty(0, dtype=dtype)
     assert pointer
@@ -66,7 +66,7 @@ def real(side: Quantizer) -> CastKernels | None:
 
 
 def emulated(side: Quantizer, launches: list[str]) -> CastKernels | None:
-    """What runs in place of them."""
+    """Return kernels that run on the CPU in place of a format's own."""
     kernels = real(side)
     if kernels is None:
         return None
@@ -141,7 +141,7 @@ def _codes(side: Quantizer, f: Fragment, col: bool) -> None:
 
 
 def _others(f: Fragment) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """What all ranks said of their fragments."""
+    """Yield the notes of all ranks on their fragments."""
     size = HEAD + 2 * f.reach
     for said in memory(f.ends, f.ranks * size if f.ends else 0, torch.int32).view(-1, size):
         a, b, c, d = said[:4].tolist()

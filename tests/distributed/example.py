@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mxfp4"
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``pip install`` would leave of it: one folder for all tests, so that ranks find one ``sys.path``."""
+    """Write what ``pip install`` would leave of it: one folder for all tests, so that ranks find one ``sys.path``."""
     folder = tmp_path_factory.mktemp("mxfp4")
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     info = folder / f"lpq_mxfp4-{project['version']}.dist-info"

@@ -44,11 +44,11 @@ IMPORTED = [
     "lpq.checkpoint",
     "lpq.optim",
 ]
-"""What most tests need. None of it starts a thread, looks for a GPU or asks which plugins there are."""
+"""Modules that most tests need. None starts a thread, asks for a GPU or for plugins."""
 
 
 class RankError(Exception):
-    """What went wrong in which rank."""
+    """The errors of ranks, each with its rank."""
 
 
 def context() -> Any:
@@ -68,7 +68,7 @@ def context() -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """What ranks are to run, and where the caller is."""
+    """A function for ranks to run, and where the caller is."""
 
     function: Callable[..., None]
     args: tuple[Any, ...]
@@ -180,7 +180,7 @@ class Pool:
                 continue
 
     def _answers(self, patience: float) -> list[str]:
-        """What went wrong in which rank, in this order."""
+        """Return the errors of ranks, in their order."""
         waiting = dict(zip(self._calls, range(self.ranks), strict=True))
         failed: list[str] = []
         end = time.monotonic() + patience

@@ -1,4 +1,4 @@
-"""What travels, to the byte: forward gathers row operands, backward column operands, a step reduces statistics once."""
+"""The bytes that travel: forward gathers row operands, backward column operands, a step reduces statistics once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lpq.optim import MasterWeights
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent of one operand."""
+    """The bytes sent for one operand."""
 
     bits: int
     """Of an element."""
@@ -55,7 +55,7 @@ REMEMBERED = 3 * (1024 + 1)
 
 @dataclass(frozen=True)
 class Travels:
-    """What is sent for one weight."""
+    """The bytes sent for one weight."""
 
     row: Sent
     col: Sent
@@ -133,7 +133,7 @@ class Step:
     update: list[Collective]
 
     def shares(self, weights: int) -> tuple[float, float]:
-        """What was gathered in each direction, of what bf16 takes."""
+        """Return the share of bf16's bytes gathered in each direction."""
         bf16 = 2 * weights
         return gathered_bytes(self.forward) / bf16, gathered_bytes(self.backward) / bf16
 
@@ -323,7 +323,7 @@ def _a_checkpointed_block_gathers_both_in_backward(rank: int) -> None:
 
 
 def _freed(rank: int) -> None:
-    """What was gathered is given back, and an operand that is not there is not read."""
+    """Gathered memory is given back, and an operand that is not there is not read."""
     net = built(How("mxfp8"))
     seen: dict[str, tuple[int, int]] = {}
 

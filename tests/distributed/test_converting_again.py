@@ -142,7 +142,7 @@ def test_a_weight_that_cannot_be_encoded_is_refused_before_anything_is_converted
 
 
 def test_weights_in_high_precision_may_have_any_format() -> None:
-    """What is refused is refused for what is stored."""
+    """Only stored weights keep their format."""
     for weights in ("high_precision", "quantized"):
         net = lpq.convert(_layers(), "fp8-current", weights="high_precision")
         lpq.convert(net, "nvfp4", weights=weights)

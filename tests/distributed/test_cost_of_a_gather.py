@@ -1,4 +1,4 @@
-"""What a gather of a weight costs the host: calls of ``lpq.distributed``, and not time.
+"""The cost of a weight's gather to the host: calls of ``lpq.distributed``, and not time.
 
 A change that adds a call to the way from FSDP2's hooks to a gathered operand fails here. If it is worth its cost, raise
 the number and say why.

@@ -38,7 +38,7 @@ GROUPS = 3
 
 
 class Mishap(Exception):
-    """What goes wrong on one rank."""
+    """An error on one rank."""
 
 
 def _fail(*_: Any, **__: Any) -> None:
@@ -47,7 +47,7 @@ def _fail(*_: Any, **__: Any) -> None:
 
 @dataclass
 class Run:
-    """What a rank works on."""
+    """A rank's model and optimizer."""
 
     how: How
     net: nn.Sequential

@@ -1,4 +1,4 @@
-"""What arrives rank by rank becomes the operand of the whole weight, in words as wide as the ranks' shares allow."""
+"""Shares that arrive rank by rank become the whole weight's operand, in words as wide as the ranks' shares allow."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def _moved(rank: int) -> None:
 
 
 class Mishap(Exception):
-    """What goes wrong in a step."""
+    """An error in a step."""
 
 
 def _fail(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What else shards or replicates a model trains weights that lpq prepared as it does others, or is refused in words."""
+"""Other wrappers that shard or replicate a model train prepared weights as they do others, or are refused in words."""
 
 from __future__ import annotations
 

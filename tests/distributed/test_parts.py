@@ -107,7 +107,7 @@ def _the_report_has_all_parts(rank: int) -> None:
 
 
 def _columns_are_said_of_a_part(rank: int) -> None:
-    """What FSDP2 knows of the weights of a part, it knows of the whole."""
+    """Facts that FSDP2 has of the weights of a part hold in the whole."""
     net = model(64, 128)
     lpq.convert(net[0], "fp8-current", weights="high_precision")
     fully_shard(net, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)

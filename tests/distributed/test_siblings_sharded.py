@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def _trained(weights: Any, apart: bool, recipe: str = "mxfp8", kept: list[Tensor] | None = None) -> list[Tensor]:
-    """What two steps give; ``kept`` gets what the second one's forward keeps for backward, of ordinary tensors."""
+    """Take two steps; ``kept`` gets the ordinary tensors that the second one's forward keeps for backward."""
     torch.manual_seed(0)
     net = nn.Sequential(Block(), Block())
     lpq.convert(net, recipe, weights=weights)

@@ -68,7 +68,7 @@ def _statistics_of_decoded_operands(rank: int) -> None:
 
 
 def _rounded_once(rank: int) -> None:
-    """What is encoded is what an ordinary optimizer makes, in fp32, of what was stored; each write apart is another."""
+    """A weight is what an ordinary optimizer makes in fp32 of the stored one, encoded; each write apart is another."""
     for recipe in RECIPES:
         quantizer = lpq.recipe(recipe).w
         for kind, make in WRITERS.items() if recipe in RECIPES[:1] else [("loop", WRITERS["loop"])]:

@@ -21,7 +21,7 @@ HOW = How("mxfp8", width=64, inner=128)
 
 @pytest.fixture(autouse=True)
 def _few_objects() -> Iterator[None]:
-    """What was there before is not looked through for optimizers, which takes a while."""
+    """Objects from before are not searched for optimizers, which takes a while."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -115,7 +115,7 @@ class MixedStorage(Storage):
 
 @dataclass(frozen=True)
 class MixedQuantizer(Quantizer):
-    """What a row decodes to depends on all of its buffer, whose blocks are single elements."""
+    """A row's values depend on all of its buffer, whose blocks are single elements."""
 
     uncut = (1,)
 

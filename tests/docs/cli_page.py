@@ -1,4 +1,4 @@
-"""What docs/cli.md says of each command, rendered from the command. Run it to bring the page up to date."""
+"""The text on each command in docs/cli.md, rendered from the command. Run it to bring the page up to date."""
 
 from __future__ import annotations
 

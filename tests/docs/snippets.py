@@ -37,7 +37,7 @@ class Block:
     reason: str | None = None
     """Why it is not run."""
     reader: str | None = None
-    """What reads it: ``recipe`` or ``policy``."""
+    """The reader of the block: ``recipe`` or ``policy``."""
     owner: str | None = None
     """The class of the file to which it is added."""
 

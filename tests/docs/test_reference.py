@@ -27,7 +27,7 @@ PUBLIC = (
 )  # fmt: skip
 DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
 NOT_RENDERED = {"Include", "PolicyLike", "RecipeLike", "Steps", "Described", "hookimpl"}
-"""What a function takes, which its own text says; and a marker, of which the text speaks throughout."""
+"""Words for a function's arguments, which its own text explains; and a marker, of which the text speaks throughout."""
 
 
 def signature(hook: str) -> str:
@@ -36,7 +36,7 @@ def signature(hook: str) -> str:
 
 
 def resolve(path: str) -> Any:
-    """What a dotted path names: the longest module, then attributes."""
+    """Return the object of a dotted path: the longest module, then attributes."""
     parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -49,7 +49,7 @@ def resolve(path: str) -> Any:
 
 @cache
 def rendered() -> dict[str, Any]:
-    """What mkdocstrings renders, by dotted path."""
+    """List the objects that mkdocstrings renders, by dotted path."""
     found: dict[str, Any] = {}
     for page in PAGES:
         for match in DIRECTIVE.finditer(page.read_text() + "\n"):

@@ -19,7 +19,7 @@ NOT_FETCHED = {"canonical", "alternate", "prev", "next"}
 
 
 class Fetched(HTMLParser):
-    """What a browser loads for a page."""
+    """List the files that a browser loads for a page."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from lpq.cli.new_plugin import rendered
 from lpq.kernels import choose
 
 NEEDED = {"huggingface.md": ("transformers", "accelerate", "peft", "safetensors")}
-"""What a page is about and lpq does not need; without it the page is skipped."""
+"""Packages that a page is about and lpq does not need; without them the page is skipped."""
 IN_A_PROCESS = {"check"}
 """Commands that run in a process of their own, since they run pytest; the others run here: it is faster."""
 
@@ -179,7 +179,7 @@ def test_there_are_snippets_to_run() -> None:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("per_row", [0, 1])
 def test_the_cuda_source_of_the_guide_compiles(per_row: int, tmp_path: Path) -> None:
-    """What launches it runs on a GPU only."""
+    """Its launch runs on a GPU only."""
     (source,) = [b for b in blocks(ROOT / "docs/plugins/index.md") if b.language == "cpp"]
     (tmp_path / "decode.cu").write_text(source.code)
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", f"-DPER_ROW={per_row}", "decode.cu", "-o", "decode"]

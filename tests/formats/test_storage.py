@@ -1,4 +1,4 @@
-"""What a storage says of the buffers that it was made of."""
+"""A storage describes the buffers that it was made of."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ByOption(Storage):
 
 
 def said(made: Storage, name: str) -> tuple[str, str | None]:
-    """What is raised when the attribute is asked for, and the name to which Python would suggest similar ones."""
+    """Return the error of a missing attribute, and the name to which Python would suggest similar ones."""
     with pytest.raises(AttributeError) as caught:
         getattr(made, name)
     return str(caught.value), caught.value.name

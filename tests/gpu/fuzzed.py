@@ -1,4 +1,4 @@
-"""What kernels on a GPU are fuzzed with: matrices with every kind of number, and comparing what is made of them."""
+"""Helpers that fuzz kernels on a GPU: matrices with every kind of number, and comparing what is made of them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def unaligned_offset(col: Quantizer | None) -> int:
 def quantize(
     x: Tensor, stats: list[Tensor | None], row: Quantizer | None, col: Quantizer | None, offset: int, measure: bool
 ) -> list[Tensor]:
-    """What the operator makes, in memory that was full of something else."""
+    """Return the operator's result, in memory that was full of something else."""
     texts = (row.text if row else "", col.text if col else "")
     with Poisoned():  # type: ignore[no-untyped-call]
         out: list[Tensor] = torch.ops.lpq.quantize(x, stats, *texts, seed(), offset, measure)
@@ -82,7 +82,7 @@ def assert_same(got: list[Tensor], expected: list[Tensor], what: str) -> None:
 
 
 def assert_captured(text: str) -> None:
-    """What is made of a tensor waits for nothing; what a graph recorded of it replays on what the tensor then holds."""
+    """Kernels wait for nothing; a recorded graph replays on what the tensor then holds."""
     quantizer = lpq.quantizer(text)
     seed = torch.tensor(7, device="cuda")
     for shape in ((256, 384), (128 * 34, 128 * 33)):

@@ -25,7 +25,7 @@ def _model(recipe: str, **how: Any) -> Any:
 
 
 def _backward(model: Any, number: int) -> None:
-    """Of one micro-batch."""
+    """Compute the gradients of one micro-batch."""
     torch.manual_seed(number)
     model(torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)).float().square().mean().backward()
 

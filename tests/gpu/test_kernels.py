@@ -146,7 +146,7 @@ def test_measure_equals_the_reference(backend: str, text: str) -> None:
 
 @each()
 def test_decode_and_transpose_equal_the_reference(backend: str, text: str) -> None:
-    """Of both operands; a rotated one too."""
+    """Both operands; a rotated one too."""
     few = {ALIGNED: [torch.bfloat16], ODD: [torch.float16, torch.float32]}
     for shape, dtypes in (dict.fromkeys(SHAPES, DTYPES) if backend == "cuda" else few).items():
         for name, x in inputs(*shape, torch.float32, PLACED):
@@ -349,7 +349,7 @@ def test_no_synchronisation_and_capture(backend: str, text: str) -> None:
     indirect=["backend"],
 )
 def test_more_than_2_31_elements(backend: str, text: str) -> None:
-    """What lies last is encoded as it is alone."""
+    """The last operand is encoded as it is alone."""
     whole, last = of_many_elements(text)
     assert whole.row is not None
     assert last.row is not None

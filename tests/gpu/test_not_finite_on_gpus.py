@@ -1,4 +1,4 @@
-"""What a step makes NaN on a GPU is said at the next step, and the host waits for nothing."""
+"""A weight that a step makes NaN on a GPU is named at the next step, and the host waits for nothing."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_no_synchronisation_and_capture(text: str) -> None:
     ],
 )
 def test_the_tensor_is_measured_once(text: str, kernels: list[str]) -> None:
-    """What both need to know of it comes from one read."""
+    """Statistics of both operands come from one read."""
     quantizer = lpq.quantizer(text)
     x = torch.randn(512, 384, device="cuda", dtype=torch.bfloat16)
     encode_operands(quantizer, x)
@@ -144,7 +144,7 @@ def test_the_tensor_is_measured_once(text: str, kernels: list[str]) -> None:
 
 
 def test_more_than_2_31_elements() -> None:
-    """What lies last is encoded as it is alone."""
+    """The last operand is encoded as it is alone."""
     whole, last = of_many_elements("hybrid(row=mxfp8, col=nvfp4)")
     assert whole.row is not None
     assert last.row is not None

@@ -27,7 +27,7 @@ TEXTS = [
     "nvfp4(rht=true)",
 ]
 ODD = [0.0, -0.0, 3.3895e38, -torch.inf, torch.nan, 1e-40, 65520.0, 65519.9]
-"""What rounds to zero, to the largest numbers and to infinity."""
+"""Numbers that round to zero, to the largest numbers and to infinity."""
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -1,4 +1,4 @@
-"""What a layer encoded serves another on the same stream only, and no CUDA graph that is recorded later."""
+"""An encoded input serves another layer on the same stream only, and no CUDA graph that is recorded later."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def losses(trained: Any) -> list[float]:
 
 
 def decoded(model: nn.Module) -> dict[str, Tensor]:
-    """What an ordinary model would have in its state dict."""
+    """Return the state dict of an ordinary model."""
     state = model.state_dict()
     return {n: t.dequantize() if isinstance(t, QuantizedTensor) else t for n, t in state.items()}
 

@@ -1,4 +1,4 @@
-"""What a block of Hugging Face's Llama encodes, and what it keeps for backward."""
+"""Count the operands that a block of Hugging Face's Llama encodes, and the bytes it keeps for backward."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from lpq.kernels import KernelError, cublaslt
 
 
 class Library:
-    """What a library does that does nothing, with a status for each call that is not to succeed."""
+    """A library that does nothing, with a status for each call that is not to succeed."""
 
     def __init__(self, found: int = 1, **status: int) -> None:
         self.found = found

@@ -1,5 +1,5 @@
-"""What casts large matrices keeps all it needs in registers: while it did not, operands of E5M2 took up to 1.4 times as
-long as those of E4M3. No result shows that, and a CPU can tell."""
+"""Kernels that cast large matrices keep all they need in registers: while they did not, operands of E5M2 took up to 1.4
+times as long as those of E4M3. No result shows that, and a CPU can tell."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_stacks(text: str, decoded: tuple[bool, bool]) -> None:
 
 
 def test_what_products_leave_is_cleared() -> None:
-    """What no group has, and no byte more."""
+    """Rows of no group are cleared, and no byte more."""
     out, offs = torch.full((40, 24), 7.0, dtype=torch.bfloat16), torch.tensor([0, 16, 33], dtype=torch.int32)
     sections.clear_rows(out, offs)
     assert (out[:33] == 7).all()

@@ -129,7 +129,7 @@ def test_kernels_that_name_no_nvidia_gpu_are_offered_on_amds_and_so_are_those_in
 
 
 def test_the_same_numbers_are_nvidias_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is passed over is so because of torch's build, not of the numbers."""
+    """Kernels are passed over because of torch's build, not of the numbers."""
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
     older, newer = (KernelSpec(op="decode", impl="test_table:decode", backend="torch", min_sm=sm) for sm in (89, 100))

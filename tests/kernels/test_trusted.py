@@ -103,7 +103,7 @@ def test_a_sticky_folder_is_no_place_for_files_and_one_for_folders(cubin: Callab
 
 
 def test_links_are_resolved(cubin: Callable[[], bytes], tmp_path: Path) -> None:
-    """Of the folder, and of a file: what it leads to is judged."""
+    """A link to a folder, and to a file: its target is judged."""
     assert cubin() == b"code 1"
     (tmp_path / "open").mkdir()
     moved = (tmp_path / "cache" / "lpq").rename(tmp_path / "open" / "lpq")

@@ -1,4 +1,4 @@
-"""What layers multiply, encode and keep for backward, noted: what they bind is bound anew, to note it when called."""
+"""Notes of all that layers multiply, encode and keep for backward: their calls are bound anew, to note each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
 
 
 def encodings(monkeypatch: pytest.MonkeyPatch) -> list[Wanted]:
-    """What layers encode from now on, by what is bound or by operators; weights that are held not among it."""
+    """Note all that layers encode from now on, by bound calls or by operators; held weights are not among it."""
     made: list[Wanted] = []
 
     def noting(bind: Callable[[Wanted], Encoder]) -> Callable[[Wanted], Encoder]:
@@ -61,7 +61,7 @@ def _bind_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_for_backward(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
-    """What ``forward`` returns, and the bytes that autograd keeps for its backward, each memory counted once."""
+    """Return the output of ``forward``, and the bytes that autograd keeps for backward, each memory counted once."""
     memories: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def _model(recipe: str, **how: Any) -> Any:
 
 
 def _backward(model: Any, number: int) -> None:
-    """Of one micro-batch."""
+    """Compute the gradients of one micro-batch."""
     torch.manual_seed(number)
     model(torch.randn(32, 64, dtype=torch.bfloat16)).float().square().mean().backward()
 
@@ -125,7 +125,7 @@ def test_it_is_taken_back_by_converting_again() -> None:
 
 
 def _hooked(model: Any) -> list[tuple[str, Any]]:
-    """What hooks of the first weight are called with: the gradient; ``.grad`` and ``.main_grad`` once it is summed."""
+    """Record arguments of the first weight's hooks: the gradient; ``.grad`` and ``.main_grad`` once it is summed."""
     weight, seen = model[0].weight, []
 
     def kept(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What reports say of experts follows from the declared kernels and one measured rule."""
+"""Reports on experts follow from the declared kernels and one measured rule."""
 
 from __future__ import annotations
 

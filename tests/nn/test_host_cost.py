@@ -1,4 +1,4 @@
-"""What a linear layer costs the host: calls, operators and buffers, and not time, with kernels that do nothing.
+"""The cost of a linear layer to the host: calls, operators and buffers, and not time, with kernels that do nothing.
 
 A change that adds a function call, an operator or a buffer to the way from ``Linear`` to a kernel fails here, and so
 does one that adds an operator, a buffer or a launch to what launches the CUDA kernels. If it is worth its cost, raise

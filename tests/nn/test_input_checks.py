@@ -1,4 +1,4 @@
-"""What a layer refuses says so in words that name the layer, before anything is multiplied."""
+"""A layer refuses inputs in words that name it, before anything is multiplied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy leaves out unless asked: heads and routers by their names, adapters by their size."""
+"""A policy leaves out unless asked: heads and routers by their names, adapters by their size."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 class Mishap(Exception):
-    """What goes wrong in a step."""
+    """An error in a step."""
 
 
 class Failing(SGD):
@@ -70,7 +70,7 @@ def _same(a: list[list[Tensor]], b: list[list[Tensor]]) -> list[bool]:
 
 
 def _of_masters(optimizer: MasterWeights) -> list[list[Tensor]]:
-    """What encoding the masters gives."""
+    """Encode the masters by themselves."""
     made: list[Any] = []
     for weight, master in optimizer.masters.items():
         assert isinstance(weight, QuantizedTensor)

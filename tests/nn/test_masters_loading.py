@@ -1,4 +1,4 @@
-"""What MasterWeights loads: all of a state or nothing of it, with the hooks that torch's optimizers have."""
+"""MasterWeights loads all of a state or nothing of it, with the hooks that torch's optimizers have."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _net(recipe: str) -> nn.Module:
 
 
 def _step(net: nn.Module, optimizer: Optimizer, spoiled: dict[int, float]) -> list[str]:
-    """What is said in one step in which weights get a gradient with one number that is not finite."""
+    """Return the warnings of one step in which weights get a gradient with one number that is not finite."""
     for i, layer in enumerate(net):  # type: ignore[arg-type]
         layer.weight.grad = torch.full((64, 64), 0.01)
         if i in spoiled:

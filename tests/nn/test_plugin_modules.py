@@ -42,7 +42,7 @@ class Layers(nn.Module):
 
 
 class Opaque(Mlp):
-    """Of which lpq knows nothing."""
+    """A class that lpq does not serve."""
 
 
 class Plugin:

@@ -1,4 +1,4 @@
-"""What layers remember across steps, in which buffers, and where those are."""
+"""The memory of layers across steps: which buffers there are, and where."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_buffers_of_the_user_are_nobodys_memory() -> None:
 
 
 def test_a_layer_of_meta_remembers_where_its_weight_is_put() -> None:
-    """Of a checkpoint that says nothing of it, too."""
+    """From a checkpoint without that entry, too."""
     with torch.device("meta"):
         module = layer("fp8-delayed")
     module.load_state_dict(nn.Linear(48, 32).state_dict(), assign=True)

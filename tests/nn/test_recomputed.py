@@ -89,7 +89,7 @@ def test_a_run_between_hides_nothing(reentrant: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_one_region_in_another_is_no_matter() -> None:
-    """What is recomputed is noted again, for it is recomputed once more."""
+    """A recomputed run is noted again, for it is recomputed once more."""
     plain = nn.Sequential(layer(), layer())
     module = copy.deepcopy(plain)
 

@@ -1,4 +1,4 @@
-"""What a layer keeps for backward is a choice of its recipe, by which no number changes."""
+"""A recipe chooses which tensors a layer keeps for backward, and no number changes by it."""
 
 from __future__ import annotations
 

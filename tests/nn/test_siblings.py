@@ -236,7 +236,7 @@ def _inferred(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _watched(model: nn.Module, x: Tensor) -> Tensor:
-    """What was made before a mode watches would be a constant to a tracer."""
+    """An operand made before a mode watches would be a constant to a tracer."""
     with FlopCounterMode(display=False):
         y: Tensor = model(x * 2)
         return y
@@ -268,7 +268,7 @@ def test_what_a_mode_watches_is_not_shared() -> None:
 
 
 class Weight(Tensor):
-    """Of a class that is not PyTorch's own, for which nothing is bound."""
+    """A class that is not PyTorch's own, for which nothing is bound."""
 
 
 def test_operators_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def inputs_of(model: Three) -> Inputs:
 
 
 def buffers_of(model: Three) -> tuple[list[weakref.ref[Tensor]], list[weakref.ref[Tensor]]]:
-    """Of the rows and the columns of what was encoded last."""
+    """Return references to the row and the column buffers of the input that was encoded last."""
     row, col = inputs_of(model)[-1].buffers
     return [weakref.ref(t) for t in row], [weakref.ref(t) for t in col]
 

@@ -1,4 +1,4 @@
-"""What a caller gives to Quantizer.quantize beside the tensor: kernels get it as pointers, so it is checked before."""
+"""Arguments of Quantizer.quantize beside the tensor: kernels get them as pointers, so they are checked before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is around a bound kernel."""
+"""The rules around a bound kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a format returns is checked at its first call, outside the kit too: in words, and once."""
+"""A format's results are checked at its first call, outside the kit too: in words, and once."""
 
 from __future__ import annotations
 

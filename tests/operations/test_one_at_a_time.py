@@ -22,7 +22,7 @@ HYBRIDS = [
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]:
-    """What the kernel table is asked for."""
+    """List the questions to the kernel table."""
     questions: list[tuple[str, tuple[str, ...]]] = []
     choose = sides.choose
 

@@ -54,7 +54,7 @@ def test_it_is_not_without_values() -> None:
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize, torch.func.grad], ids=lambda f: f.__name__)
 def test_it_is_not_under_a_transform(transform: Callable[..., Any]) -> None:
-    """What a transform hands over says that it is an ordinary tensor, and has no memory."""
+    """A transform hands over a tensor that looks ordinary, and has no memory."""
     found: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:

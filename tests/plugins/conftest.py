@@ -38,7 +38,7 @@ class Golden(Mapping[str, Tensor]):
         return {name.removesuffix("/x"): x for name, x in self.tensors.items() if name.endswith("/x")}
 
     def buffers(self, name: str, encoding: str) -> dict[str, Tensor]:
-        """What an input's encoding must be, buffer by buffer."""
+        """The encoding that an input must have, buffer by buffer."""
         prefix = f"{name}/{encoding}/"
         return {key.removeprefix(prefix): t for key, t in self.tensors.items() if key.startswith(prefix)}
 

@@ -92,7 +92,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """What it is made of, as integers: NaN equals NaN there, and 0.0 does not equal -0.0."""
+    """Its bytes, as integers: NaN equals NaN there, and 0.0 does not equal -0.0."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]).flatten()
 
 

@@ -1,4 +1,4 @@
-"""What products through bf16 rest on: elements times block scales are exact in it, for every code and every scale."""
+"""The ground of products through bf16: elements times block scales are exact in it, for every code and every scale."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def test_a_matrix_that_turns_out_to_be_in_fp32_is_multiplied_by_the_reference(ho
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_factors_of_both_sides_and_a_bias(hopper: None, dtype: torch.dtype) -> None:
-    """Of rows and of the whole, and one rounding, at the end: until then all of this is exact in fp32."""
+    """Scales of rows and of the whole, and one rounding, at the end: until then all of this is exact in fp32."""
     generator = torch.Generator().manual_seed(3)
 
     def numbers(*size: int, step: float) -> Tensor:

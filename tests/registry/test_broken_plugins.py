@@ -1,4 +1,4 @@
-"""What can be wrong with a plugin. It breaks nobody else, and its error says who, why and what to do."""
+"""A broken plugin breaks nobody else, and its error says who, why and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What files, callers and the metadata of packages say is shown, and never obeyed, in a message of a few lines."""
+"""Words from files, callers and packages' metadata are shown, and never obeyed, in a message of a few lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is assigned to a quantized tensor is cast as torch casts it; what would change its shape in place is refused."""
+"""Values assigned to a quantized tensor are cast as torch casts them; a change of its shape in place is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is joined of quantized tensors has memory of its own; dimensions that do not exist are refused as by torch."""
+"""Joined quantized tensors have memory of their own; dimensions that do not exist are refused as by torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lpq.testing.operands import normal
 @pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)", "nvfp4", "nvfp4(block=16x16)", "mxfp8", "identity"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_what_is_joined_shares_nothing(text: str, dim: int) -> None:
-    """Of equal parts, so that one value for a whole dimension can stand for both."""
+    """Equal parts, so that one value for a whole dimension can stand for both."""
     first = lpq.quantizer(text).quantize(torch.ones(64, 64))
     second = first.clone()
     joined = torch.cat([first, second], dim)

@@ -17,7 +17,7 @@ Change = Callable[[list[Any], dict[str, Any], dict[str, Any]], None]
 
 
 def parts() -> list[Any]:
-    """What pickling an nvfp4 tensor ``[2, 16, 64]`` with both operands writes down."""
+    """The pickled form of an nvfp4 tensor ``[2, 16, 64]`` with both operands."""
     torch.manual_seed(0)
     tensor = lpq.quantizer("nvfp4").quantize(torch.randn(2, 16, 64))
     _, state = tensor.__reduce_ex__(2)

@@ -92,7 +92,7 @@ class ForgetsTheWide(Int8):
 
 
 class ForgetsTheRest(Int8):
-    """Of a wide matrix it encodes whole tiles of 128 columns."""
+    """It encodes whole tiles of 128 columns of a wide matrix."""
 
     def encode(self, x: Tensor, stats: Stats) -> Storage:
         made, cols = super().encode(x, stats), x.shape[1]
@@ -242,7 +242,7 @@ STORAGES: dict[type[Quantizer], type[Storage]] = {
 
 
 def name_of(quantizer: type[Quantizer]) -> str:
-    """What a format is called here: ``subtle_ForgetsTheWide`` in lower case."""
+    """Return a format's name here: ``subtle_ForgetsTheWide`` in lower case."""
     return f"subtle_{quantizer.__name__.lower()}"
 
 

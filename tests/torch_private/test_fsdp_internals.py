@@ -1,4 +1,4 @@
-"""What ``lpq.torch_private.fsdp`` takes of FSDP2 that is private is there and does what is relied on.
+"""The private parts of FSDP2 that ``lpq.torch_private.fsdp`` takes are there and do as relied on.
 
 Each failure here says what torch changed. Nothing else in lpq touches these.
 """
@@ -244,7 +244,7 @@ def _reshard_to_fewer(rank: int) -> None:
 
 
 def _who_stays_gathered() -> None:
-    """What FSDP2 decides of the outermost module in its first forward is foreseen."""
+    """The choice that FSDP2 makes for the outermost module in its first forward is foreseen."""
     for option, stays in ((None, True), (True, False), (False, True)):
         inner, outer = nn.Sequential(Layer()), nn.Sequential(nn.Identity(), Layer())
         net = nn.Sequential(fully_shard(inner), *outer)

@@ -33,7 +33,7 @@ def torch_private_names(source: str, own: Collection[str]) -> list[str]:
     """Names of torch beginning with an underscore: of modules, of what they hold, and of attributes of its objects."""
     tree = ast.parse(source)
     heads: dict[str, bool] = {}
-    """What is imported, by whether it is torch's."""
+    """List the imports, by whether they are torch's."""
     for node in ast.walk(tree):
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
             module = getattr(node, "module", None) or alias.name

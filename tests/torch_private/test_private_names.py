@@ -313,7 +313,7 @@ def test_a_dynamic_size_must_not_be_fixed() -> None:
 
 
 def thrice(x: Tensor) -> Tensor:
-    """Of another result than the operator, so that it shows which of them is called."""
+    """Another result than the operator's, so that it shows which of them is called."""
     return x * 3
 
 

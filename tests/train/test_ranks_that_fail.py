@@ -1,4 +1,4 @@
-"""What fails on the first rank alone, as it writes: all ranks have the same error, soon, and none waits for it."""
+"""A failure on the first rank alone, as it writes: all ranks have the same error, soon, and none waits for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Unspeakable(Exception):
 
 
 def _refused(config: TrainConfig) -> str:
-    """What the run ends with, which must be the same on all ranks."""
+    """Return the error that ends the run, which must be the same on all ranks."""
     began = time.monotonic()
     with pytest.raises(TrainError) as raised:
         run(config, Console(file=io.StringIO()))

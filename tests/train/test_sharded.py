@@ -61,7 +61,7 @@ def options(config: TrainConfig, folder: Path) -> list[str]:
 
 
 def predicted(config: TrainConfig, recipe: str | None, ranks: int) -> Memory:
-    """What the memory report says of the model of a run, which it builds anew."""
+    """Return the memory report on the model of a run, which it builds anew."""
     model = GPT(Shape(config.layers, config.heads, config.width))
     if recipe is not None:
         lpq.convert(model, recipe, weights=config.weights.replace("-", "_"), ranks=ranks)  # type: ignore[union-attr,arg-type]

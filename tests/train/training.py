@@ -1,4 +1,4 @@
-"""What the tests of training share beside the fixtures."""
+"""Helpers of the tests of training, beside the fixtures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shown(console: Console) -> str:
 
 
 def saved(directory: Path, step: int = 6) -> dict[str, Any]:
-    """What a checkpoint has, read by PyTorch alone: whole tensors, and what lies beside them."""
+    """Read a checkpoint by PyTorch alone: whole tensors, and the files beside them."""
     path = directory / f"step-{step:08d}"
     with tempfile.TemporaryDirectory() as folder:
         dcp_to_torch_save(str(path), f"{folder}/whole.pt")
