@@ -2,7 +2,8 @@
 
 Each contender takes turns with bf16, so that their ratio is of one clock. The floor of FP8 is torch's three scaled
 grouped products alone, fast in forward and exact for both gradients, and the bytes of quantizing at copy speed. Each
-contender's result is handed on as soon as it is there.
+contender's result is handed on as soon as it is there. torchao's and TransformerEngine's grouped layers stand beside
+where they are installed: torchao sums in less than fp32 everywhere, TransformerEngine is given counts on the host.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from benchmarks.contenders import in_words, label
+from benchmarks import transformer_engine
+from benchmarks.contenders import in_words, installed, label
 from benchmarks.shapes import Experts
 from benchmarks.timing import Effort, Step, Timing, copy_speed, on_gpu
 from lpq.nn import GroupedLinear
 
 RECIPES = (
-    "fp8-current", "fp8-row", "fp8-row-bf16-wgrad", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
-    "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd",
+    "fp8-current", "x=fp8(), w=fp8(), dy=fp8()", "fp8-row", "fp8-row-bf16-wgrad", "fp8-block", "mxfp8", "nvfp4",
+    "mxfp8-fwd-nvfp4-bwd", "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd",
 )  # fmt: skip
+PEERS = (("torchao", "rowwise, fast everywhere"), ("TransformerEngine", "current"), ("TransformerEngine", "block"))
 E4M3, READS = torch.float8_e4m3fn, 2
 BYTES = 2 * READS + 2
 """Read and written by quantizing one element: bf16 in twice, a byte for each operand out."""
@@ -40,8 +43,9 @@ def measure(
         data = _Data(shape, device)
         at = {**asdict(shape), "floor": _floor(shape, device, effort, copied, clock), "results": []}
         found.append(at)
-        for recipe in (None, *recipes):
-            at["results"].append(_one(data, recipe, effort, clock))
+        peers = [peer for peer in PEERS if device.type == "cuda" and installed(peer[0]) is not None]
+        for library, recipe in (("torch", "bf16"), *(("lpq", recipe) for recipe in recipes), *peers):
+            at["results"].append(_one(data, library, recipe, effort, clock))
             yield {"copy_speed": copied, "shapes": found}
 
 
@@ -62,6 +66,38 @@ class _Data:
         """The step in bf16."""
         self._step(grouped_mm(self.x, self.w.transpose(-2, -1), offs=self.offs))
 
+    def by(self, library: str, recipe: str) -> Step:
+        """The step of a contender."""
+        if library == "lpq":
+            return self.of(recipe)
+        return self._torchao() if library == "torchao" else self._transformer_engine(recipe)
+
+    def _torchao(self) -> Step:
+        from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as multiply
+
+        def step() -> None:
+            w = self.w.transpose(-2, -1)
+            self._step(multiply(self.x, w, self.offs, pad_token_groups_for_grouped_mm=False))
+
+        return step
+
+    def _transformer_engine(self, recipe: str) -> Step:
+        import transformer_engine.pytorch as te
+
+        shape = self.shape
+        layer = te.GroupedLinear(
+            shape.experts, shape.inputs, shape.outputs, bias=False, params_dtype=torch.bfloat16, device="cuda"
+        )
+        counts, how = [shape.tokens] * shape.experts, transformer_engine.recipe(recipe)
+
+        def step() -> None:
+            with te.autocast(enabled=True, recipe=how):
+                y = layer(self.x, counts)
+            self._step(y)
+            layer.zero_grad(set_to_none=True)
+
+        return step
+
     def of(self, recipe: str) -> Step:
         """The step of a layer that has this weight."""
         layer = GroupedLinear(
@@ -81,20 +117,24 @@ class _Data:
 
 
 def _one(
-    data: _Data, recipe: str | None, effort: Effort, clock: Callable[[dict[str, Step], Effort], dict[str, Timing]]
+    data: _Data,
+    library: str,
+    recipe: str,
+    effort: Effort,
+    clock: Callable[[dict[str, Step], Effort], dict[str, Timing]],
 ) -> dict[str, Any]:
     """One contender, and bf16 in the same rounds; of bf16 alone, itself."""
-    library, name = ("torch", "bf16") if recipe is None else ("lpq", recipe)
-    record: dict[str, Any] = {"library": library, "recipe": name, "compiled": False, "failure": None}
+    record: dict[str, Any] = {"library": library, "recipe": recipe, "compiled": False, "failure": None}
     steps: dict[str, Step] = {"bf16": data.plain}
+    name = label(library, recipe, False)
     try:
-        if recipe is not None:
-            steps[label(library, name, False)] = data.of(recipe)
-            steps[label(library, name, False)]()
+        if library != "torch":
+            steps[name] = data.by(library, recipe)
+            steps[name]()
         taken = clock(steps, effort)
     except Exception as error:  # what one cannot do is a result, and the others go on
         return {**record, "failure": in_words(error)}
-    own = taken["bf16" if recipe is None else label(library, name, False)]
+    own = taken[name]
     return {**record, **own.record("ms"), "bf16_ms": taken["bf16"].median * 1e3}
 
 
