@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -243,18 +241,6 @@ def test_converting_a_model_gives_it_a_recipe_and_counts_it() -> None:
     with pytest.raises(lpq.recipes.RecipeError, match="1 cannot have the recipe fp8-delayed: it remembers"):
         lpq.convert(model, "fp8-delayed")
     assert model[0].recipe == lpq.recipe("mxfp8"), "nothing is changed"
-
-
-def test_experts_are_exported_in_high_precision(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), GroupedLinear(4, 64, 64, recipe=None)).bfloat16()
-    lpq.export(lpq.convert(model, "mxfp8"), tmp_path / "engine", layout="compressed-tensors")
-    (file,) = (tmp_path / "engine").glob("*.safetensors")
-    tensors = load_file(file)
-    assert torch.equal(tensors["1.weight"], model[1].weight)
-    assert "0.weight_scale" in tensors
-    model = lpq.convert(model, "mxfp8", weights="quantized")
-    with pytest.raises(Exception, match=r"1\.weight is a stack of experts that is stored as mxfp8"):
-        lpq.export(model, tmp_path / "again", layout="compressed-tensors")
 
 
 def test_what_is_not_built_is_refused_in_words() -> None:
