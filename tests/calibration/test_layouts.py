@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import data, layers, model, same, statics
+from models import Attention, data, layers, model, same, statics
 from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +22,7 @@ from lpq import calibration
 from lpq.calibration import CalibrationError, calibrating, reducing
 from lpq.calibration.parallel import Team
 from lpq.core import QuantizedTensor
+from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.torch_private.tensors import local_part
 
@@ -202,6 +203,57 @@ def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
         net(mine[0]).square().sum().backward()
 
 
+class Routed(nn.Module):
+    """Attention, experts in stacks to which a router sends tokens, and attention that is given what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last, self.router = Attention(64), Attention(64), nn.Linear(64, 8, bias=False)
+        self.experts = Stacked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x).flatten(0, 1)
+        chosen = self.router(rows).argmax(-1)
+        order = chosen.argsort(stable=True)
+        ends = torch.bincount(chosen, minlength=8).cumsum(0, dtype=torch.int32)
+        y = torch.zeros_like(rows).index_copy(0, order, self.experts(rows[order], ends))
+        return self.last((rows + y).view(x.shape))
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = (lpq.nn.GroupedLinear(8, 64, 64, bias=False, recipe=None) for _ in range(2))
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = self.w2(self.w1(rows, ends).relu(), ends)
+        return y
+
+
+def _with_experts(rank: int) -> None:
+    """Experts shared out over 4 ranks, and over 2 whose attention 2 ranks share out each. Control: another expert."""
+    policy = {"rules": [{"match": "experts*", "recipe": "mxfp8"}, {"match": "*", "recipe": "nvfp4"}]}
+    expected: Any = lpq.convert(Routed(), policy)
+    lpq.calibrate(expected, data(8, tokens=4), process_group=_of_one())
+    assert {name.partition(".")[0] for name in statics(expected)} == {"first", "last"}
+    for ep, tp in ((4, 1), (2, 2), (1, 4)):
+        mesh = init_device_mesh("cpu", (ep, tp), mesh_dim_names=("ep", "tp"))
+        net: Any = lpq.convert(Routed(), policy)
+        column = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
+        for attention in (net.first, net.last) if tp > 1 else ():
+            parallelize_module(attention, mesh["tp"], {**column, "o_proj": RowwiseParallel()})
+        if ep > 1:
+            parallelize_module(net.experts, mesh["ep"], ExpertParallel())
+        lpq.calibrate(net, data(8, tokens=4)[rank // tp :: ep])
+        assert same(statics(net), statics(expected)), (ep, tp)
+        assert same(exported(net), exported(expected)), (ep, tp)
+    with torch.no_grad():
+        net.experts.w2.weight.mul_(2)
+    lpq.calibrate(net, data(8, tokens=4))
+    assert not same(statics(net), statics(expected))
+
+
 def _controls_of_tensor_parallelism(rank: int) -> None:
     """Where layers are multiplied in parts, what later ones are given differs. Teams must have the same batches."""
     expected: Any = alone("fp8-current", "max", tokens=4)
@@ -268,6 +320,10 @@ def test_what_one_rank_cannot_do_is_an_error_on_all() -> None:
 @pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
 def test_tensor_parallelism_over_2_and_4_ranks(recipe: str, method: str) -> None:
     spawn(_tensor_parallel, 4, recipe, method)
+
+
+def test_experts_and_tensor_parallelism_over_4_ranks() -> None:
+    spawn(_with_experts, 4)
 
 
 def test_multiplied_in_parts_it_would_differ() -> None:
