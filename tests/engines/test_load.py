@@ -142,8 +142,13 @@ def by_others(path: Path, found: dict[str, Tensor], quantization: dict[str, Any]
 
 def scheme(kind: str) -> tuple[dict[str, Any], str]:
     bits: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
-    if kind == "fp8":
-        return {"weights": {**bits, "strategy": "channel"}}, "naive-quantized"
+    if kind in ("tensor", "channel", "block"):
+        blocks = {"block_structure": [128, 128]} if kind == "block" else {}
+        return {"weights": {**bits, "strategy": kind, **blocks}}, "naive-quantized"
+    if kind == "mxfp4":
+        return {
+            "weights": {**bits, "num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+        }, "mxfp4-pack-quantized"
     if kind == "mxfp8":
         return {
             "weights": {**bits, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
@@ -159,7 +164,7 @@ def scheme(kind: str) -> tuple[dict[str, Any], str]:
     }, "nvfp4-pack-quantized"
 
 
-@pytest.mark.parametrize("kind", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["tensor", "channel", "block", "mxfp8", "mxfp4", "nvfp4"])
 def test_what_compressed_tensors_compresses_is_read(kind: str, tmp_path: Path) -> None:
     """Its codes and scales, which it chose by itself; and they are exported as they came."""
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
@@ -172,8 +177,8 @@ def test_what_compressed_tensors_compresses_is_read(kind: str, tmp_path: Path) -
     torch.manual_seed(3)
     weight = torch.randn(64, 64)
     state: dict[str, Tensor] = {"weight": weight}
-    size = {"fp8": 64, "mxfp8": 32, "nvfp4": 16}[kind]
-    groups = weight.view(64, -1, size)
+    size = {"channel": 64, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(kind)
+    groups = weight.view(64, -1, size) if size else weight.view(*([1] if kind == "tensor" else [1, 1]), -1)
     if kind == "nvfp4":
         state["weight_global_scale"] = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
     upper = state.get("weight_global_scale")
@@ -193,7 +198,9 @@ def test_what_compressed_tensors_compresses_is_read(kind: str, tmp_path: Path) -
     else:
         assert torch.equal(ours, theirs)
     again = dict(lpq.export.stream(read, "compressed-tensors"))
-    assert same({n: t.float() if n == "0.weight_scale" and kind == "fp8" else t for n, t in found.items()}, again)
+    wide = kind in ("tensor", "channel", "block")
+    found = {n: t.float().view(again[n].shape) if n == "0.weight_scale" and wide else t for n, t in found.items()}
+    assert same(found, again)
 
 
 def test_scales_in_bf16_and_exponents_by_another_name_are_read(tmp_path: Path) -> None:

@@ -110,3 +110,23 @@ def test_compressed_tensors_takes_the_description_and_decompresses_in_fp32(case:
                 assert torch.allclose(weight, ours, rtol=2**-8, atol=0)
             else:
                 assert torch.equal(weight, ours), name
+
+
+def test_the_converter_of_compressed_tensors_takes_what_is_written_for_modelopt() -> None:
+    """Of NVFP4: it makes of them what lpq writes in its own layout, but for the last bit of the upper scales, whose
+    reciprocal it takes."""
+    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
+    from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter
+
+    model = lpq.convert(llama(), "nvfp4")
+    amax = dict.fromkeys(layers(model), 3.75)
+    given = dict(lpq.export.stream(model, "modelopt", input_amax=amax))
+    expected = dict(lpq.export.stream(model, COMPRESSED, input_amax=amax))
+    converter = ModelOptNvfp4Converter(targets=[r"re:.*_proj$"])
+    found = converter.validate(dict(given))
+    assert found.keys() == expected.keys()
+    upper = [name for name in found if name.endswith("global_scale")]
+    assert len(upper) == 14
+    for name in upper:
+        assert torch.allclose(found.pop(name), expected.pop(name), rtol=2**-22, atol=0)
+    assert tiny.same(found, expected)
