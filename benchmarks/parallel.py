@@ -33,12 +33,19 @@ COUNT = 12
 RECIPES = ("fp8-current", "fp8-row", "mxfp8", "nvfp4")
 
 
+OVERLAPPED = "bf16, overlapped"
+
+
 def contenders(recipes: tuple[str, ...]) -> list[Contender]:
-    """PyTorch in bf16, without and with the overlap that its compiler makes, and lpq's recipes."""
-    made = [Contender("torch", "bf16", False), Contender("torch", "bf16, overlapped", True)]
-    return made + [
-        Contender("lpq", recipe, False, partial(lpq.convert, policy=recipe, include="all")) for recipe in recipes
-    ]
+    """PyTorch in bf16 and lpq's recipes, without the compiler and with it; and the overlap that it makes of bf16."""
+    made = []
+    for compiled in (False, True):
+        made.append(Contender("torch", "bf16", compiled))
+        made += [Contender("torch", OVERLAPPED, True)] if compiled else []
+        for recipe in recipes:
+            convert = partial(lpq.convert, policy=recipe, include="all")
+            made.append(Contender("lpq", recipe, compiled, convert))
+    return made
 
 
 class Both(nn.Module):
@@ -95,8 +102,10 @@ def _step(contender: Contender, shape: Pair, mesh: DeviceMesh) -> Callable[[], N
     }
     parallelize_module(model, mesh, plan)
     if contender.compiled:
-        torch._inductor.config._micro_pipeline_tp = True
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+        overlapped = contender.recipe == OVERLAPPED
+        torch._inductor.config._micro_pipeline_tp = overlapped
+        if overlapped:
+            enable_symm_mem_for_group(mesh.get_group().group_name)
         model.compile(fullgraph=True, dynamic=False)
     torch.manual_seed(1 + mesh.get_local_rank())
     mine = shape.tokens // mesh.size()

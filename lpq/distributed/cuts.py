@@ -24,7 +24,7 @@ from lpq.operations.operands import recall
 from lpq.operations.quantizing import quantize
 from lpq.operations.reduce_statistics import Declared, as_counts, from_counts, spans
 from lpq.operations.sides import declared, measures_again
-from lpq.torch_private.collectives import all_gather, all_reduce
+from lpq.torch_private.collectives import all_gather, all_reduce, arrived, begin_all_gather
 
 State = Mapping[str, Tensor]
 WORD = 8
@@ -99,12 +99,12 @@ def measure_part(part: Part, x: Tensor, state: State | None) -> list[Tensor]:
 
 def reduce_parts(
     measured: Sequence[tuple[Part, Tensor, list[Tensor]]], seeds: Tensor | None, group: str
-) -> Tensor | None:
-    """Make the statistics of parts, which stand behind what they were measured of, those of the whole tensors, in
-    place, and random seeds the same on all ranks. It takes a collective, if there is anything to reduce, one more for
-    counts, and the same again for a second round. Return the seeds."""
-    entries = [_Measured(part, x, *_first(part), stats) for part, x, stats in measured if stats]
-    return _reduce(entries, seeds, group)
+) -> tuple[list[list[Tensor]], Tensor | None]:
+    """The statistics of the whole tensors of those of parts, which stand behind what they were measured of, and of
+    random seeds of the ranks those of all. It takes a collective, if there is anything to reduce, one more for counts,
+    and the same again for a second round."""
+    entries = [_Measured(part, x, *_first(part), [*stats]) for part, x, stats in measured]
+    return [m.stats for m in entries], _reduce([m for m in entries if m.stats], seeds, group)
 
 
 class _Measured(NamedTuple):
@@ -124,6 +124,7 @@ class _Measured(NamedTuple):
 
 
 def _reduce(measured: Sequence[_Measured], seeds: Tensor | None, group: str) -> Tensor | None:
+    """Put the statistics of the whole tensors in the place of those of parts; return the seeds of all ranks."""
     again = [m for m in measured if measures_again(m.row, m.col)]
     for number, entries in ((1, measured), (2, again)):
         for m in entries if number == 2 else ():
@@ -197,7 +198,7 @@ def encode_part(
         return first
     assert first.row is not None
     decoded, side = decode(first.row, torch.float32), part.quantizer.side("col")
-    found = measure(decoded, None, side) if state is not None or any(_spanning(part, None, side)) else []
+    found = [*measure(decoded, None, side)] if state is not None or any(_spanning(part, None, side)) else []
     if found:
         _reduce([_Measured(part, decoded, None, side, found)], None, group)
     second = _encoded(part, decoded, None, side, found, state, seed)
@@ -243,18 +244,35 @@ def _of_rows(declared: Declared, stat: Tensor | None, start: int, count: int) ->
 # ---------------------------------------------------------------------------------------------- gathering
 
 
-def gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) -> list[Storage]:
-    """The operands of the whole of those of the parts, in one collective. The ranks have each some rows (0) of an
-    operand, or some of its columns (1), as is said beside it. Buffers that are the same for all parts stay."""
+class Gathering(NamedTuple):
+    """Operands that are on their way: a GPU does other work until ``finish`` is called."""
+
+    operands: Sequence[tuple[Storage, int]]
+    cut: Cut
+    sent: list[Tensor]
+
+    def finish(self) -> list[Storage]:
+        """The operands of the whole."""
+        came = iter(arrived(self.sent))
+        return [_joined(operand, dim, self.cut, came) for operand, dim in self.operands]
+
+
+def begin_gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) -> Gathering:
+    """Make the operands of the whole of those of the parts, in one collective. The ranks have each some rows (0) of an
+    operand, or some of its columns (1), as stands beside it. Buffers that are the same for all parts stay."""
     sent = [as_bytes(t) for operand, dim in operands for b, t in _travelling(operand, dim)]
-    arrived = iter(all_gather(sent, cut.ranks, group))
-    return [_joined(operand, dim, cut, arrived) for operand, dim in operands]
+    return Gathering(operands, cut, begin_all_gather(sent, cut.ranks, group))
+
+
+def gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) -> list[Storage]:
+    """The same, at once."""
+    return begin_gather(operands, cut, group).finish()
 
 
 def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
     """The whole of a matrix of which the ranks have some rows each."""
-    (arrived,) = all_gather([as_bytes(x)], cut.ranks, group)
-    return _in_place(arrived, 1, cut).view(x.dtype).view(x.shape[0] * cut.ranks, x.shape[1])
+    (came,) = all_gather([as_bytes(x)], cut.ranks, group)
+    return _in_place(came, 1, cut).view(x.dtype).view(x.shape[0] * cut.ranks, x.shape[1])
 
 
 def _travelling(operand: Storage, dim: int) -> list[tuple[Buffer, Tensor]]:
@@ -262,7 +280,7 @@ def _travelling(operand: Storage, dim: int) -> list[tuple[Buffer, Tensor]]:
     return [(b, t) for b, t in buffers if b.unit(dim) is not None]
 
 
-def _joined(operand: Storage, dim: int, cut: Cut, arrived: Iterator[Tensor]) -> Storage:
+def _joined(operand: Storage, dim: int, cut: Cut, came: Iterator[Tensor]) -> Storage:
     """The operand whose buffers arrived, one rank's after the other's."""
     rows, cols = operand.shape
     shape = (rows * cut.ranks, cols) if dim == 0 else (rows, cols * cut.ranks)
@@ -272,18 +290,18 @@ def _joined(operand: Storage, dim: int, cut: Cut, arrived: Iterator[Tensor]) -> 
             tensors.append(tensor)
             continue
         lines = 1 if dim == 0 else tensor.shape[0]
-        placed = _in_place(next(arrived), lines, cut).view(tensor.dtype)
+        placed = _in_place(next(came), lines, cut).view(tensor.dtype)
         whole = list(tensor.shape)
         whole[dim] *= cut.ranks
         tensors.append(placed.view(whole))
     return operand.wrap(tensors, operand.quantizer, shape, operand.dtype)
 
 
-def _in_place(arrived: Tensor, lines: int, cut: Cut) -> Tensor:
+def _in_place(came: Tensor, lines: int, cut: Cut) -> Tensor:
     """The bytes that arrived rank by rank, in the order of the whole: lines along which the stretches lie."""
-    if not arrived.numel():
-        return arrived
-    size = arrived.numel() // (cut.ranks * lines * cut.stretches)
-    pieces = arrived.view(torch.int64) if size % WORD == 0 else arrived
+    if not came.numel():
+        return came
+    size = came.numel() // (cut.ranks * lines * cut.stretches)
+    pieces = came.view(torch.int64) if size % WORD == 0 else came
     by_rank = pieces.view(cut.ranks, lines, cut.stretches, -1)
     return by_rank.permute(1, 2, 0, 3).reshape(-1)

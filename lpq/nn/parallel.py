@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lpq.distributed.cuts import Cut, Part, encode_part, gather, measure_part, reduce_parts, why_high
+from lpq.distributed.cuts import Cut, Gathering, Part, begin_gather, encode_part, measure_part, reduce_parts, why_high
 from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.input_checks import check_parallel
@@ -152,16 +152,16 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     of_x = way.part("x", cut)
     shared, how = _shared(way, x), (way.group, of_x, x.requires_grad, _stream(x))
     made = None if shared is None else shared.find(key, how)
-    x_stats: list[Tensor] = []
     with torch.no_grad(), on_device(x.device):
-        if made is None:
-            x_stats = measure_part(_sent(of_x), as_matrix(x), way.states.get("x"))
-        beside = [] if made is not None else [(_sent(of_x), as_matrix(x), x_stats)]
-        w_row, w_col, w_stats, seeds = _encoded_weight(way, of_w, weight, x, beside)
+        x_stats, w_stats, seeds = _measured(way, of_w, weight, None if made is not None else _sent(of_x), x)
         encoded = None if made is not None else _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
+        w_row, w_col, w_stats = _encoded_weight(way, of_w, weight, w_stats, seeds)  # while the input travels
+        row = None if encoded is None else encoded.row()
     if encoded is not None:
+        assert row is not None
         spread = _spread(x, cut, shape, way.group)
-        made = _Input(spread, *encoded, Kept() if shared is not None and cut is not None else None)
+        kind = Kept() if shared is not None and cut is not None else None
+        made = _Input(spread, row, encoded.kept, encoded.stats, kind)
         if shared is not None:
             shared.keep(key, how, made)
     assert made is not None
@@ -197,11 +197,11 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
     if high:
         of_dy = of_dy._replace(cut=None)
     with torch.no_grad(), on_device(x.device):
-        x_stats = measure_part(of_x, as_matrix(x), way.states.get("x"))
-        w_row, w_col, w_stats, seeds = _encoded_weight(way, of_w, weight, x, [(of_x, as_matrix(x), x_stats)])
-        row, kept, x_stats = _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
+        x_stats, w_stats, seeds = _measured(way, of_w, weight, of_x, x)
+        w_row, w_col, w_stats = _encoded_weight(way, of_w, weight, w_stats, seeds)
+        encoded = _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
     call = Call(way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), way.states)
-    operands = Operands(row, kept, w_row, w_col, x_stats, w_stats, seeds.get("dy"))
+    operands = Operands(encoded.row(), encoded.kept, w_row, w_col, encoded.stats, w_stats, seeds.get("dy"))
     y: Tensor = _multiply(x, weight.to_local(), None, call, operands).view(shape)
     if bias is not None:  # once, and not on each rank before they are summed
         own = bias.to_local() if isinstance(bias, DTensor) else bias
@@ -244,17 +244,33 @@ def _sent(part: Part) -> Part:
     return part._replace(row=True, col=False) if gathered and derives_col(part.quantizer) else part
 
 
-def _encoded_input(
-    way: _Pass, part: Part, x: Tensor, stats: list[Tensor], seed: Tensor | None
-) -> tuple[Given, Given | None, list[Tensor]]:
-    """The row operand of an input, gathered if the ranks share out its rows, what backward needs of the input, and what
-    was measured."""
+class _Encoded(NamedTuple):
+    """An input, encoded; its row operand may be on its way."""
+
+    own: Given | None
+    """The row operand, if it is not gathered."""
+    arriving: Gathering | None
+    kept: Given | None
+    """What backward needs of the input."""
+    stats: list[Tensor]
+    """What was measured."""
+
+    def row(self) -> Given:
+        """The row operand of the whole input."""
+        if self.arriving is not None:
+            return _given(*self.arriving.finish())
+        assert self.own is not None
+        return self.own
+
+
+def _encoded_input(way: _Pass, part: Part, x: Tensor, stats: list[Tensor], seed: Tensor | None) -> _Encoded:
+    """Encode an input, and begin to gather its row operand if the ranks share out its rows."""
     row, col, stats = encode_part(_sent(part), as_matrix(x), stats, way.states.get("x"), seed, way.group)
     assert row is not None
-    kept = None if not part.col else row if col is None else col
+    kept = None if not part.col else _given(row if col is None else col)
     if part.cut is not None and part.cut.dim == 0:
-        row = gather([(row, 0)], part.cut, way.group)[0]
-    return _given(row), None if kept is None else _given(kept), stats
+        return _Encoded(None, begin_gather([(row, 0)], part.cut, way.group), kept, stats)
+    return _Encoded(_given(row), None, kept, stats)
 
 
 def _shared(way: _Pass, x: Tensor) -> SharedInput | None:
@@ -277,19 +293,27 @@ def _stream(x: Tensor) -> int:
 # ---------------------------------------------------------------------------------------------- the weight
 
 
-def _encoded_weight(
-    way: _Pass, part: Part, weight: DTensor, x: Tensor, beside: list[tuple[Part, Tensor, list[Tensor]]]
-) -> tuple[Given, Given | None, list[Tensor], dict[str, Tensor]]:
-    """The operands of this rank's part of the weight, what was measured, and the seeds of the pass, with one reduction
-    of what spans parts of the weight and of what lies ``beside``."""
-    w = local_part(weight)
-    stats = measure_part(part, w, way.states.get("w"))
+def _measured(
+    way: _Pass, of_w: Part, weight: DTensor, of_x: Part | None, x: Tensor
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """The statistics of the input, unless its part is None, and of the weight, and the seeds of the pass, with one
+    reduction of what spans the ranks' parts."""
+    matrix, w = as_matrix(x), local_part(weight)
+    beside = [] if of_x is None else [(of_x, matrix, measure_part(of_x, matrix, way.states.get("x")))]
     seeds = draw_seeds(x, w, len(TENSORS)) if way.plan.stochastic else None
-    seeds = reduce_parts([*beside, (part, w, stats)], seeds, way.group)
+    stats, seeds = reduce_parts([*beside, (of_w, w, measure_part(of_w, w, way.states.get("w")))], seeds, way.group)
     named = {} if seeds is None else dict(zip(TENSORS, seeds.unbind(), strict=True))
-    row, col, stats = encode_part(part, w, stats, way.states.get("w"), named.get("w"), way.group)
+    return stats[0] if beside else [], stats[-1], named
+
+
+def _encoded_weight(
+    way: _Pass, part: Part, weight: DTensor, stats: list[Tensor], seeds: Mapping[str, Tensor]
+) -> tuple[Given, Given | None, list[Tensor]]:
+    """The operands of this rank's part of the weight, and what was measured."""
+    state, seed = way.states.get("w"), seeds.get("w")
+    row, col, stats = encode_part(part, local_part(weight), stats, state, seed, way.group)
     assert row is not None
-    return _given(row), None if col is None else _given(col), stats, named
+    return _given(row), None if col is None else _given(col), stats
 
 
 def _given(storage: Storage) -> Given:

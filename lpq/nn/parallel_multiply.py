@@ -13,7 +13,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lpq.distributed.cuts import Cut, Part, encode_part, gather, gather_rows, measure_part, reduce_parts
+from lpq.distributed.cuts import (
+    Cut,
+    Gathering,
+    Part,
+    begin_gather,
+    encode_part,
+    gather,
+    gather_rows,
+    measure_part,
+    reduce_parts,
+)
 from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.plan import Plan
@@ -140,14 +150,14 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
     if ctx.seen is not None:
         recomputed.compare(ctx.seen, seen[0])
     part, cut = call.dy._replace(row=needs_dx, col=needs_dw), call.gathers_dy
+    x_arriving = _column_operand_begun(call, ctx.of_x.over(kept)) if needs_dw and call.gathers_x is not None else None
     if call.gathers_high:
         assert cut is not None
         dy, cut = gather_rows(dy, cut, group), None
     elif cut is not None and derives_col(part.quantizer):
         part = part._replace(row=True, col=False)
     state = states.get("dy")
-    dy_stats = measure_part(part, dy, state)
-    reduce_parts([(part, dy, dy_stats)], None, group)
+    (dy_stats,), _ = reduce_parts([(part, dy, measure_part(part, dy, state))], None, group)
     encoded = encode_part(part, dy, dy_stats, state, seed[0] if seed else None, group)
     row, col = encoded.row, encoded.col
     if cut is not None:
@@ -163,9 +173,7 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
         dx = dx.view(ctx.x_shape)
     if needs_dw:
         assert col is not None
-        x_col = ctx.of_x.over(kept)
-        if call.gathers_x is not None:
-            x_col = _column_operand(call, x_col)
+        x_col = ctx.of_x.over(kept) if call.gathers_x is None else _column_operand(call, x_arriving)
         dw = gemm(col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2] is True)
     if "dy" in states:
         remember(plan.dy, states["dy"], encoded.measured, row=needs_dx, col=needs_dw)
@@ -176,16 +184,26 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
     return dx, dw
 
 
-def _column_operand(call: Call, kept: Storage) -> Storage:
+def _column_operand_begun(call: Call, kept: Storage) -> Gathering | None:
+    """Let the column operand of the whole x, or what it follows from, be on its way while dx is made; None if a sibling
+    has it."""
+    assert call.gathers_x is not None
+    if call.shared is not None and call.shared.col is not None:
+        return None
+    return begin_gather([(kept, 0 if derives_col(call.plan.x) else 1)], call.gathers_x, call.group)
+
+
+def _column_operand(call: Call, arriving: Gathering | None) -> Storage:
     """The column operand of the whole x, gathered once for all siblings."""
-    shared, cut = call.shared, call.gathers_x
-    assert cut is not None
-    col = None if shared is None else shared.col
-    if col is None:
+    shared = call.shared
+    if arriving is not None:
+        (col,) = arriving.finish()
         if derives_col(call.plan.x):
-            col = derive_col(call.plan.x, gather([(kept, 0)], cut, call.group)[0])
-        else:
-            col = gather([(kept, 1)], cut, call.group)[0]
+            col = derive_col(call.plan.x, col)
+    else:
+        assert shared is not None
+        assert shared.col is not None
+        col = shared.col
     if shared is not None:
         shared.users -= 1
         shared.col = col if shared.users > 0 else None

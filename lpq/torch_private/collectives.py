@@ -13,8 +13,17 @@ from torch import Tensor
 
 def all_gather(tensors: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
     """Gather these of all ranks at once, each along its first dimension."""
-    made = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(list(tensors), ranks, group)
-    return [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in made]
+    return arrived(begin_all_gather(tensors, ranks, group))
+
+
+def begin_all_gather(tensors: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
+    """The same, but what is returned must go through ``arrived`` before it is used: a GPU does other work meanwhile."""
+    return list(torch.ops._c10d_functional.all_gather_into_tensor_coalesced(list(tensors), ranks, group))
+
+
+def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What was begun, once it is there."""
+    return [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in tensors]
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
