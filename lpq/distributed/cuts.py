@@ -29,6 +29,8 @@ from lpq.torch_private.collectives import all_gather, all_reduce, arrived, begin
 State = Mapping[str, Tensor]
 WORD = 8
 """Bytes of the largest pieces in which buffers are put in their places."""
+WITHOUT_SIGN = 0x7FFFFFFF
+"""The bits of a float but for its sign."""
 
 
 class Cut(NamedTuple):
@@ -151,16 +153,16 @@ def reduce_together(values: Sequence[Tensor], seeds: Tensor | None, group: str) 
     """The MAX over the ranks of non-negative fp32 values, and one of the ranks' seeds, in one collective.
 
     What is reduced are integers: a non-negative float orders as its bits do, and NaN above infinity. Of a seed the
-    halves are, one by one: any mixture of seeds is one.
+    halves are, one by one: any mixture of seeds is one. Seeds stand first, where they lie as integers of 64 bits must.
     """
     if not values and seeds is None:
         return [], None
-    flat = [value.reshape(-1).abs().view(torch.int32) for value in values]
-    flat += [] if seeds is None else [seeds.view(torch.int32)]
+    flat = [] if seeds is None else [seeds.view(torch.int32)]
+    flat += [value.reshape(-1).view(torch.int32) & WITHOUT_SIGN for value in values]
     reduced = all_reduce(torch.cat(flat), "max", group)
-    *parts, rest = torch.split(reduced, [*(v.numel() for v in values), 0 if seeds is None else 2 * seeds.numel()])
+    first, *parts = torch.split(reduced, [0 if seeds is None else 2 * seeds.numel(), *(v.numel() for v in values)])
     made = [part.view(torch.float32).view(v.shape) for part, v in zip(parts, values, strict=True)]
-    return made, None if seeds is None else rest.clone().view(torch.int64)
+    return made, None if seeds is None else first.clone().view(torch.int64)
 
 
 def _first(part: Part) -> tuple[Quantizer | None, Quantizer | None]:
@@ -232,7 +234,7 @@ def _encoded(
         of_row, of_col, _ = quantize(stretch, known or None, row, col, seed, cut.place(i))
         rows += [] if of_row is None else [of_row]
         cols += [] if of_col is None else [of_col]
-    return Encoded(cat(rows, 0) if rows else None, cat(cols, 1) if cols else None, stats)
+    return Encoded(cat(rows, 0, agreed=True) if rows else None, cat(cols, 1, agreed=True) if cols else None, stats)
 
 
 def _of_rows(declared: Declared, stat: Tensor | None, start: int, count: int) -> Tensor | None:

@@ -11,11 +11,12 @@ from lpq.formats.format import Storage
 from lpq.formats.layout import row_major
 
 
-def cat(parts: Sequence[Storage], dim: int) -> Storage | None:
+def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | None:
     """The operand of matrices laid side by side along rows (0) or columns (1); None where they do not join.
 
     They join on whole blocks, and where one value covers the whole dimension all parts must agree on it. Matrices
-    of a format that must not be cut along this dimension never join.
+    of a format that must not be cut along this dimension never join. ``agreed``: such values were made of the same
+    statistics, so that nothing needs to be compared, for which a GPU would be waited for.
     """
     first = parts[0]
     if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
@@ -26,7 +27,7 @@ def cat(parts: Sequence[Storage], dim: int) -> Storage | None:
         unit, tensors = buffer.unit(dim), [p.tensors()[i] for p in parts]
         if unit is not None and any(size % unit for size in sizes[:-1]):
             return None
-        if unit is None and not all(_same(tensors[0], t) for t in tensors[1:]):
+        if unit is None and not agreed and not all(_same(tensors[0], t) for t in tensors[1:]):
             return None
         # What all have alike is copied, too: nobody expects what torch.cat made to change with its parts.
         joined.append(tensors[0].clone() if unit is None else torch.cat(tensors, dim))

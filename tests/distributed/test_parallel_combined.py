@@ -19,15 +19,23 @@ import lpq
 from lpq.distributed import tensor_parallel as tp
 
 
-def _compiled(rank: int, recipe: str, sequence: bool) -> None:
+def _compiled(rank: int, recipe: str, backend: str, within: float) -> None:
     def compiled(net: Gated) -> None:
-        net.compile(fullgraph=True, backend="aot_eager")
+        net.compile(fullgraph=True, backend=backend)
 
-    agree(run(recipe, sequence, False, prepare=compiled), run(recipe, sequence, False))
+    agree(run(recipe, True, False, prepare=compiled), run(recipe, True, False), within)
 
 
-def test_compiled() -> None:
-    spawn(_compiled, 2, "mxfp8", True)
+@pytest.mark.parametrize(
+    ("recipe", "backend", "within"),
+    [
+        ("mxfp8", "aot_eager", 1e-5),
+        # It reduces seeds, and one value alone; what the compiler makes of the norm rounds otherwise, now and then.
+        pytest.param("nvfp4", "inductor", 1e-2, marks=pytest.mark.starts),
+    ],
+)
+def test_compiled(recipe: str, backend: str, within: float) -> None:
+    spawn(_compiled, 2, recipe, backend, within)
 
 
 def _checkpointed(rank: int, recipe: str, reentrant: bool) -> None:
