@@ -50,6 +50,8 @@ def ranks() -> int:
 
 def _of(contender: Contender, shape: Decoder, steps: int, device: torch.device, accelerator: Any) -> dict[str, Any]:
     compile_afresh()
+    if accelerator is not None:
+        accelerator.free_memory()  # or it keeps the model before
     gc.collect()
     on_gpu = device.type == "cuda"
     if on_gpu:

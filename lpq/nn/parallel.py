@@ -150,7 +150,8 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     if cut is not None:
         shape[dim] *= way.ranks
     of_x = way.part("x", cut)
-    shared, how = _shared(way, x), (way.group, of_x, x.requires_grad, _stream(x))
+    shared = _shared(way, x)
+    how = () if shared is None else (way.group, of_x, x.requires_grad, _stream(x))
     made = None if shared is None else shared.find(key, how)
     with torch.no_grad(), on_device(x.device):
         x_stats, w_stats, seeds = _measured(way, of_w, weight, None if made is not None else _sent(of_x), x)
