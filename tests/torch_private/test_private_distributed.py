@@ -60,6 +60,8 @@ def _behaves(rank: int) -> None:
     name = mesh.get_group().group_name
     first, second = collectives.all_gather([mine, mine[0].to(torch.uint8)], 2, name)
     assert (first[:, 0].tolist(), second.tolist()) == ([0, 0, 1, 1], [0, 0, 0, 1, 1, 1])
+    begun = collectives.begin_all_gather([mine], 2, name)
+    assert collectives.arrived(begun)[0][:, 0].tolist() == [0, 0, 1, 1]
     assert collectives.all_reduce(mine, "max", name).max() == 1
     assert mine.max() == rank
     assert collectives.reduce_scatter(mine + 1, 2, name).tolist() == [[3.0] * 3]
