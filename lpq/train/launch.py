@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,8 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells each process in its environment."""
 PATIENCE = timedelta(seconds=10)
 """How long a rank that fails waits for the first one to say why. When one ends, torchrun ends them all."""
+SOON = 2.0
+"""Seconds for which rank 0 stays, once it is said, for others that fail as it did: its process may hold the store."""
 
 
 class Tell(Protocol):
@@ -92,6 +95,8 @@ def _status(job: Callable[[], object], tell: Tell) -> int:
         sys.stderr.flush()
         if store is not None:
             _let_tell(store, first)
+            if rank == 0:
+                _await_the_others(store, int(os.environ["WORLD_SIZE"]))
         return status
     return 0
 
@@ -111,3 +116,11 @@ def _let_tell(store: Store, told: bool) -> None:
             store.set("lpq/told", "")
         else:
             store.wait(["lpq/told"], PATIENCE)
+
+
+def _await_the_others(store: Store, ranks: int) -> None:
+    """Give the other ranks time to find out that it is said: the store may end with this process."""
+    deadline = time.monotonic() + SOON
+    with suppress(RuntimeError):
+        while store.add("lpq/failed", 0) < ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
