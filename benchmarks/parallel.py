@@ -22,8 +22,9 @@ from torch.distributed.tensor import parallel as styles
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
-from benchmarks.contenders import Contender, compile_afresh, in_words
+from benchmarks.contenders import Contender, compile_afresh
 from benchmarks.shapes import Pair
+from benchmarks.stack import Failed, together
 from benchmarks.timing import Effort, on_gpu
 from lpq.distributed import tensor_parallel
 from lpq.observe.collectives import collectives, gathered_bytes
@@ -64,21 +65,23 @@ class Both(nn.Module):
 def measure(everyone: list[Contender], shape: Pair, effort: Effort, device: torch.device) -> Iterator[dict[str, Any]]:
     """Milliseconds of a step of each contender and the bytes that a rank gathers in it; the whole at the end."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    peers = dist.new_group(backend="gloo")
     steps: dict[str, Callable[[], None]] = {}
     rows: list[dict[str, Any]] = []
     compile_afresh()
     for contender in everyone:
         row = contender.record() | {"failure": None}
         try:
-            step = _step(contender, shape, mesh)
-            step()
-            if not contender.compiled:  # what a compiler makes of a step gathers where nobody sees it
-                with collectives() as seen:
-                    step()
-                row["gathered_bytes"] = gathered_bytes(seen)
+            with together(peers):
+                step = _step(contender, shape, mesh)
+                step()
+                if not contender.compiled:  # what a compiler makes of a step gathers where nobody sees it
+                    with collectives() as seen:
+                        step()
+                    row["gathered_bytes"] = gathered_bytes(seen)
             steps[contender.name] = step
-        except Exception as error:  # what one cannot do is a result, and the others go on
-            row["failure"] = in_words(error)
+        except Failed as error:  # what one cannot do is a result, and the others go on
+            row["failure"] = str(error)
         if dist.get_rank() == 0:
             print(f"{contender.name}: {row['failure'] or 'runs'}", file=sys.stderr)
         rows.append(row)

@@ -53,7 +53,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def of(result: Result) -> tuple[list[Bar], list[Panel]]:
-    """What is drawn of a result."""
+    """The bars and panels of a result."""
     return _OF[result["part"]](result)
 
 

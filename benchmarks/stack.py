@@ -65,12 +65,12 @@ def _of(
     gc.collect()
     result: dict[str, Any]
     try:
-        with _together(peers):
+        with together(peers):
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             step = _step(contender, shape, device)
-        with _together(peers):
+        with together(peers):
             timing, loss = one_after_another(step, steps, device)
             peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         speed = shape.tokens / timing.median
@@ -84,7 +84,7 @@ def _of(
 
 
 @contextmanager
-def _together(peers: dist.ProcessGroup) -> Iterator[None]:
+def together(peers: dist.ProcessGroup) -> Iterator[None]:
     """What fails in a rank fails in all of them, with the words of the first that failed.
 
     The ranks meet at the end. One that another's error left inside a step's collective, as where one GPU alone runs out

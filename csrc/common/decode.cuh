@@ -95,7 +95,7 @@ __device__ __forceinline__ u32 code_of(const uint2& codes, int j) {
     return (j < 4 ? codes.x : codes.y) >> (8 * (j % 4)) & 0xff;
 }
 
-// What eight codes stand for, times a factor, in bf16.
+// The values of eight codes, times a factor, in bf16.
 template <class F>
 __device__ __forceinline__ uint4 decoded(u32 low, u32 high, float factor) {
     float v[8];

@@ -1,4 +1,4 @@
-// Of sections: the largest magnitude of each, and zeros where products leave whatever lies there.
+// The largest magnitude of each section, and zeros where products leave whatever lies there.
 #define LPQ_SECTIONS
 #include "tile.cuh"
 

@@ -88,7 +88,7 @@ struct TransposedValues {
     }
 };
 
-// What a column operand has on its way: codes, or what they stand for.
+// A column operand on its way: codes, or their values.
 template <bool DECODED>
 struct OnItsWay : Transposed {};
 template <>

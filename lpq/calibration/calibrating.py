@@ -79,7 +79,7 @@ def calibrate(
 
     ``model`` was converted by ``lpq.convert`` and may be sharded; then all ranks call this, each with ``batches`` of
     its own, or those that share out layers by tensor parallelism with the same ones. Its layers get static recipes, for
-    training, evaluation and ``lpq.export``. What is found is the same to the bit however weights are sharded and
+    training, evaluation and ``lpq.export``. The result is the same to the bit however weights are sharded and
     whichever rank has which batch. It runs in evaluation, without gradients, under the recipes that the model has, but
     for scales that are static already.
 

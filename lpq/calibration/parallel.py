@@ -95,7 +95,7 @@ def _gather_input(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _multiply_whole(layer: nn.Module, x: Any) -> Tensor:
-    """What the layer's own forward makes of whole matrices. The style of the layer shares its output out again."""
+    """Return the output of the layer's own forward on whole matrices, which its style shares out again."""
     weight: Any = layer.weight
     forward: Callable[..., Tensor] = type(layer).forward
     with _held_whole(layer):

@@ -120,7 +120,7 @@ class _Held:
         self._pieces: Mapping[str, Tensor] | None = None
 
     def of(self, number: int, last: bool) -> Callable[[], Pieces]:
-        """What gathers an expert."""
+        """Gathers an expert."""
 
         def get() -> Pieces:
             if self._pieces is None:

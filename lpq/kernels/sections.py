@@ -49,7 +49,7 @@ class Sections(NamedTuple):
     """Whether the matrix begins at a multiple of 16 bytes."""
 
     def arguments(self, ends: int) -> tuple[int, ...]:
-        """What kernels are told; ``ends``: where the ends of the groups lie, 0 for a stack."""
+        """The arguments of kernels; ``ends``: where the ends of the groups lie, 0 for a stack."""
         return ends, self.number, self.tall or 0, self.unit, self.line
 
     def tiles(self, shape: Shape) -> int:
@@ -95,7 +95,7 @@ def bind_amaxes(sections: Sections) -> Find:
 
 
 NEEDS = KernelSpec.cuda("tile", "lpq.kernels.sections:clear_rows")
-"""What the functions below need, as a kernel's."""
+"""The kernels of the functions below."""
 
 
 def there_are_kernels(device: torch.device) -> bool:

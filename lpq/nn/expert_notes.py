@@ -1,4 +1,4 @@
-"""What a report says of experts: how their products are computed, and from how many rows on they beat bf16."""
+"""Lines of a report on experts: how their products are computed, and from how many rows on they beat bf16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def expert_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Of each module that holds experts and has a recipe."""
+    """The name and the note of each module that holds experts and has a recipe."""
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear) and module.recipe is not None:
             yield name, expert_note(module.recipe, [(module.out_features, module.in_features)])

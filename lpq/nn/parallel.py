@@ -252,9 +252,9 @@ class _Encoded(NamedTuple):
     """The row operand, if it is not gathered."""
     arriving: Gathering | None
     kept: Given | None
-    """What backward needs of the input."""
+    """The operand of the input that backward needs."""
     stats: list[Tensor]
-    """What was measured."""
+    """The statistics that were measured."""
 
     def row(self) -> Given:
         """The row operand of the whole input."""

@@ -26,7 +26,7 @@ EXACT_FROM = 1024
 def kernel_of(
     a: Quantizer, b: Quantizer, rows: int, groups: int, fast_accumulate: bool, device: torch.device
 ) -> Callable[..., Any] | None:
-    """What multiplies the codes of such operands; None where what they decode to is multiplied in bf16."""
+    """The kernel that multiplies codes of such operands; None where their values are multiplied in bf16."""
     if a.plain or b.plain or rows == 0 or (not fast_accumulate and rows < EXACT_FROM * groups):
         return None
     return choose("grouped_gemm", (a.text, b.text), device).impl

@@ -322,7 +322,7 @@ def padded_ends(offs: Tensor, unit: int) -> Tensor:
 
 
 def _lines_in_bf16(a: Grouped) -> Tensor | None:
-    """What a column operand decodes to as it lies, ``[cols, padded rows]``; None if it is decoded group by group."""
+    """The values of a column operand as they lie, ``[cols, padded rows]``; None if it is decoded group by group."""
     side = a.quantizer
     if a.decoded:
         return a.tensors[0]

@@ -2,7 +2,7 @@
 
 The kernel is the one that writes operands of any two formats from one read (``fused_pair``), compiled for sections.
 An operand may also be made as what it decodes to in bf16, in the basis in which it is stored, for a product that takes
-that. What cannot be made so is encoded otherwise, to the same bytes.
+that. Other operands are encoded elsewhere, to the same bytes.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Sect
 def _bind_finding(
     sections: Sections, row: TileSide | None, col: TileSide | None
 ) -> Callable[[int, int], tuple[Tensor | None, Tensor | None]]:
-    """What finds, before the first element is encoded, what both operands need, in as few reads as can be."""
+    """A function that finds the amaxes of both operands before the first element is encoded, in few reads."""
     finds: list[Find | None] = [None, None]
     shared: int | None = None  # the operand whose find serves both
     both = row, col

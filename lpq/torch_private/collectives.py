@@ -22,7 +22,7 @@ def begin_all_gather(tensors: Sequence[Tensor], ranks: int, group: str) -> list[
 
 
 def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What was begun, once it is there."""
+    """Wait for tensors whose gathering was begun, and return them."""
     return [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in tensors]
 
 

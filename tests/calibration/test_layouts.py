@@ -186,7 +186,7 @@ def parallel(net: Any, dp: int, tp: int, sequence: bool = False, fsdp: bool = Fa
 
 
 TP = [(1, 4, True, False), (1, 4, False, False), (2, 2, False, False), (2, 2, False, True)]
-"""Of data, of tensor parallelism, whether sequences are shared out, whether FSDP2 shards as well."""
+"""Ranks of data, ranks of tensor parallelism, whether sequences are shared out, whether FSDP2 shards as well."""
 
 
 def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:

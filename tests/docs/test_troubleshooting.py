@@ -1,4 +1,4 @@
-"""What the page of remedies quotes are words that lpq raises or warns with."""
+"""The page of remedies quotes words that lpq raises or warns with."""
 
 from __future__ import annotations
 

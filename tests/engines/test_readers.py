@@ -113,7 +113,7 @@ def test_compressed_tensors_takes_the_description_and_decompresses_in_fp32(case:
 
 
 def test_the_converter_of_compressed_tensors_takes_what_is_written_for_modelopt() -> None:
-    """Of NVFP4: it makes of them what lpq writes in its own layout, but for the last bit of the upper scales, whose
+    """NVFP4: it makes of them what lpq writes in its own layout, but for the last bit of the upper scales, whose
     reciprocal it takes."""
     pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
     from compressed_tensors.entrypoints.convert import ModelOptNvfp4Converter

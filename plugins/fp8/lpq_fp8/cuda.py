@@ -202,7 +202,7 @@ def _fresh_scales(high: int, wide: int, blocks: bool) -> Fresh:
 
 
 def _bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
-    """What finds the amaxes of the rows of the wanted operands."""
+    """A function that finds the amaxes of the rows of the wanted operands."""
     rows, cols = e.shape
     index, empty = e.device.index or 0, allocator(e.device, dispatched=e.operator)
     counts = [size for side, size in ((e.row, rows), (e.col, cols)) if side is not None]
@@ -242,7 +242,7 @@ def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None,
 
 
 def find_in_sections(sections: Sections, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
-    """What finds the amaxes of the rows of an operand, or of both, of each section."""
+    """A function that finds the amaxes of the rows of an operand, or of both, of each section."""
     sizes = {"row": sections.rows, "col": sections.number * sections.cols}
     other: Direction = "col" if direction == "row" else "row"
     wanted = (direction, other) if both else (direction,)

@@ -91,7 +91,7 @@ def _rotated(x: Tensor, plain: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def find_in_sections(sections: Sections, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
-    """What finds the amax of the rotated columns of each section; and its amax, if that is wanted."""
+    """A function that finds the amax of the rotated columns of each section; and its amax, if that is wanted."""
     zeros = bind_zeros(sections, *[sections.number] * (1 + amax))
     launch = AMAXES.bind(sections.device.index or 0, sections.macros(SQUARE), sections.tiles(SQUARE))
 
