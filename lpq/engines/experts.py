@@ -30,9 +30,10 @@ class Stack(NamedTuple):
 
 
 def counted(name: str, count: int) -> list[tuple[str, ...]]:
-    """The layers of a stack of this name: ``experts.up_proj`` has ``experts.0.up_proj``, and so on."""
+    """The layers of a stack of this name: ``experts.up_proj`` has ``experts.0.up_proj``, and so on; ``up_proj``, which
+    no module holds together with others, ``up_proj.0``."""
     parent, _, leaf = name.rpartition(".")
-    return [(".".join(part for part in (parent, str(i), leaf) if part),) for i in range(count)]
+    return [(f"{parent}.{i}.{leaf}" if parent else f"{name}.{i}".lstrip("."),) for i in range(count)]
 
 
 def stacks(model: nn.Module) -> dict[str, Stack]:

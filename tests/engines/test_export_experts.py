@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lpq
 from lpq.checkpoint import CheckpointError
 from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.engines.experts import counted
 from lpq.nn import GroupedLinear
 
 COUNT, WIDTH, INNER = 4, 64, 128
@@ -160,3 +161,12 @@ def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_
     narrow = lpq.convert(fused("Qwen3Moe", moe_intermediate_size=96), policy("fp8-block"))
     with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight is rows 0 to 96 .* cut blocks of fp8"):
         lpq.export(narrow, tmp_path / "y", layout="fp8-block")
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("experts.up_proj", "experts.0.up_proj"), ("a.b.c", "a.b.0.c"), ("up_proj", "up_proj.0"), ("1", "1.0"), ("", "0")],
+)
+def test_a_layer_has_a_name_of_its_own_below_the_module_that_holds_it(name: str, first: str) -> None:
+    assert counted(name, 3)[0] == (first,)
+    assert len({*counted(name, 3)}) == 3
