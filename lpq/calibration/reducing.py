@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.statistics import DTYPES, EVERYWHERE, How, Statistic, Statistics
+from lpq.distributed import agree
 from lpq.operations.reduce_statistics import reduce_max
 
 LISTED = 5
@@ -53,9 +54,7 @@ class Ranks:
         return dist.get_rank(self._group)
 
     def exchange(self, told: Any) -> list[Any]:
-        found: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(found, told, group=self._group)
-        return found
+        return [*agree.exchange(told, [self._group]).values()]
 
     def combine(self, packed: Tensor, how: How) -> Tensor:
         if how == "max":

@@ -1,54 +1,132 @@
-"""Setting up or loading on several ranks: what one of them cannot do is an error on all, and none waits for it."""
+"""Ranks that act as one: an error on one of them is raised on all, and none waits for another that has left.
+
+All of it takes collectives of small objects. It is for setting up, saving and loading, and not for what happens in
+every step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lpq.operations.reduce_statistics import same_ranks
-from lpq.registry.errors import words
+from lpq.registry.errors import LpqError, words
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+def exchange(mine: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
+    """The objects of all ranks that these groups join, by their ranks among all processes; each group in turn hands on
+    what the ones before have brought. Without groups, this process's own."""
+    import torch.distributed as dist
+
+    known = {dist.get_rank() if dist.is_available() and dist.is_initialized() else 0: mine}
+    for group in groups:
+        found: list[dict[int, T]] = [{} for _ in range(group.size())]
+        dist.all_gather_object(found, known, group=group)
+        known = {rank: theirs for one in found for rank, theirs in one.items()}
+    return known
 
 
 @contextmanager
 def together(parameters: Iterable[Tensor], what: str) -> Iterator[None]:
     """If one rank raises inside, all ranks raise that share out any of these parameters, or hold a replica of them.
 
-    It takes a collective of small objects, and is not for what happens at every step. ``what``: in words, for ranks
-    that did nothing wrong.
+    ``what``: in words, for ranks on which nothing went wrong.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as raised:
         error = raised
-    import torch.distributed as dist
-
-    known: dict[int, str] = {}
-    if error is not None and dist.is_initialized():
-        known[dist.get_rank()] = words(error)
-    for group in _groups(parameters):
-        told: list[dict[int, str]] = [{} for _ in range(group.size())]
-        dist.all_gather_object(told, known, group=group)
-        known = {rank: said for one in told for rank, said in one.items()}
+    found = exchange(words(error) if error is not None else None, _groups(parameters))
     if error is not None:
         raise error
-    if known:
-        rank, said = min(known.items())
-        raise RuntimeError(f"{what}, because rank {rank} could not: {said}")
+    if faults := {rank: fault for rank, fault in found.items() if fault is not None}:
+        rank, fault = min(faults.items())
+        raise RuntimeError(f"{what}, because rank {rank} could not: {fault}")
+
+
+class Ranks:
+    """All processes of a group, or of the default one; this one alone where there is none."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        import torch.distributed as dist
+
+        self.many = dist.is_available() and dist.is_initialized()
+        if group is not None and not (self.many and isinstance(group, dist.ProcessGroup)):
+            raise self.as_error(
+                LpqError(
+                    "process_group is to be a group that this process is in: call it on the ranks of the group only, "
+                    "and for a mesh pass mesh.get_group()"
+                )
+            )
+        self.group = group
+        self.rank = dist.get_rank(group) if self.many else 0
+        """Which of them this process is."""
+        self.names = dist.get_process_group_ranks(group or dist.group.WORLD) if self.many else [0]
+        """Their ranks among all processes, by which the user knows them."""
+        self.size = len(self.names)
+
+    def as_error(self, raised: BaseException) -> Exception:
+        """What is raised on all ranks for this: an error that travels, being made from its message alone."""
+        return RuntimeError(message(raised))
+
+    def all(self, function: Callable[[], T]) -> list[T]:
+        """Call ``function`` on every rank; what it returned on each. An error on any rank is raised on all."""
+        result: T | None = None
+        error = cause = None
+        try:
+            result = function()
+        except Exception as raised:
+            error, cause = self.as_error(raised), raised
+        found = exchange((result, error), self._groups)
+        if errors := {name: error for name, (_, error) in found.items() if error is not None}:
+            raise self.raised(errors) from cause
+        return [found[name][0] for name in self.names]  # type: ignore[misc]
+
+    def alike(self, function: Callable[[], T], differ: str) -> T:
+        """As ``all``; what all ranks return must be equal. ``differ``: the error on all of them, if it is not."""
+        found = self.all(function)
+        if any(other != found[0] for other in found):
+            raise self.as_error(LpqError(differ))
+        return found[self.rank]
+
+    def first(self, function: Callable[[], T]) -> T:
+        """Call ``function`` on rank 0 alone; all get what it returned, or its error."""
+        found: T = self.all(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[assignment]
+        return found
+
+    def raised(self, errors: Mapping[int, Exception]) -> Exception:
+        """The error of the first rank that has one, which says whose it is unless all have it."""
+        name, error = min(errors.items())
+        if len(errors) == self.size and len({str(e) for e in errors.values()}) == 1:
+            return type(error)(str(error))
+        return type(error)(f"rank {name}: {error}")
+
+    @property
+    def _groups(self) -> list[ProcessGroup]:
+        import torch.distributed as dist
+
+        group = self.group or dist.group.WORLD
+        return [group] if group is not None else []
+
+
+def message(raised: BaseException) -> str:
+    """An error's text, with its type and place where it is none of lpq's own."""
+    return str(raised) if isinstance(raised, LpqError) else words(raised)
 
 
 def _groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
-    """The groups of all dimensions of all meshes over which they lie: what one rank says in each, in turn, reaches all.
-
-    They are in the order of the parameters, which is the same on all ranks.
-    """
+    """The groups of all dimensions of all meshes over which they lie, in the order of the parameters, which is the same
+    on all ranks."""
     found: dict[tuple[int, ...], ProcessGroup] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lpq.distributed.agree import exchange
 from lpq.distributed.shard import WeightShard
 from lpq.operations.reduce_statistics import same_ranks
 from lpq.tensor import QuantizedTensor
@@ -77,12 +78,8 @@ def _compare(told: Sequence[str], groups: Sequence[ProcessGroup], device: torch.
             ) from error
     if all(a + b == LIMIT for a, b in zip(*both.view(2, -1).tolist(), strict=True)):
         return
-    known = {dist.get_rank(): list(told)}
-    for group in groups:
-        found: list[dict[int, list[str]]] = [{} for _ in range(group.size())]
-        dist.all_gather_object(found, known, group=group)
-        known = {rank: said for one in found for rank, said in one.items()}
-    raise RuntimeError(f"the ranks do not have the same model: {_first_difference(known)}. {REMEDY}")
+    difference = _first_difference(exchange(list(told), groups))
+    raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
 
 
 def _first_difference(known: Mapping[int, Sequence[str]]) -> str:

@@ -7,7 +7,7 @@ so that none ever waits for another one that went a different way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lpq.registry.errors import LpqError, words
+from lpq.distributed import agree
 from lpq.train.errors import TrainError
 from lpq.train.machine import fast_bf16
 from lpq.train.model import GPT
@@ -23,14 +23,20 @@ from lpq.train.model import GPT
 T = TypeVar("T")
 
 
+class Ranks(agree.Ranks):
+    """Those of the default group; what goes wrong is a ``TrainError`` on all of them."""
+
+    def as_error(self, raised: BaseException) -> TrainError:
+        return TrainError(agree.message(raised))
+
+
 class Team:
     """All processes of the default group; where there is none, this one, which then shards nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.sharded = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.sharded else 0
-        self.size = dist.get_world_size() if self.sharded else 1
+        self._ranks = Ranks()
+        self.sharded, self.rank, self.size = self._ranks.many, self._ranks.rank, self._ranks.size
 
     @property
     def first(self) -> bool:
@@ -39,27 +45,11 @@ class Team:
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Call ``function`` on the first rank; all get what it returned, or the same error."""
-        if not self.sharded:
-            return function()
-        found: list[Any] = [None, None]
-        cause = None
-        if self.first:
-            try:
-                found[0] = function()
-            except Exception as error:
-                found[1], cause = as_train_error(error), error
-        dist.broadcast_object_list(found, src=0)
-        if found[1] is not None:
-            raise found[1] from cause
-        result: T = found[0]
-        return result
+        return self._ranks.first(function) if self.sharded else function()
 
     def all(self, value: T) -> list[T]:
-        """What each rank has."""
-        found: list[Any] = [value] * self.size
-        if self.sharded:
-            dist.all_gather_object(found, value)
-        return found
+        """The values of all ranks."""
+        return self._ranks.all(lambda: value)
 
     def mean(self, value: Tensor) -> float:
         """The mean of a number over the ranks, bitwise the same on all."""
@@ -103,8 +93,3 @@ class Team:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def as_train_error(error: Exception) -> TrainError:
-    """The error in words, which can be sent to other processes whatever it is made of."""
-    return TrainError(str(error) if isinstance(error, LpqError) else words(error))
