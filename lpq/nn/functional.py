@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lpq import recipes, registry
+from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.multiply_groups import Buffers, GroupedCall, GroupedMultiplication
 from lpq.nn.plan import Plan
 from lpq.operations.binding import on_device
@@ -80,16 +81,17 @@ def grouped_linear_of(
     """The same of a plan; ``operands`` are the buffers of a weight that is encoded already."""
     _check_tensors(title, x, weight, bias)
     grad, dtype = torch.is_grad_enabled(), x.dtype
+    given = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
     seeds = None
     if plan.stochastic:
-        drawn = draw_seeds(x, weight, weight.shape[0] * len(TENSORS))
+        drawn = draw_seeds(x if given is None else given[0], weight, weight.shape[0] * len(TENSORS))
         seeds = drawn.view(-1, len(TENSORS)).t().contiguous()  # by tensors, and drawn by groups
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
     multiply: Any = GroupedMultiplication.apply
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate)
+    call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate, given)
     with torch.autocast(device, enabled=False), on_device(x.device):
         y: Tensor = multiply(x, weight, bias, offs, seeds, call)
     return y
@@ -97,7 +99,7 @@ def grouped_linear_of(
 
 def check_rows(title: str, x: Tensor, features: int) -> None:
     """Refuse what is no matrix of rows with so many features."""
-    if not isinstance(x, Tensor) or isinstance(x, QuantizedTensor) or x.is_nested or x.layout != torch.strided:
+    if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
         raise TypeError(f"{title}: the input is a {type(x).__name__}: pass an ordinary tensor [rows, {features}]")
     if x.dim() != 2 or x.shape[1] != features:
         raise ValueError(

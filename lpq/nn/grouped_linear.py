@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lpq.distributed.expert_rows import own_experts
 from lpq.nn.functional import as_offsets, check_rows, grouped_linear_of, high_precision
 from lpq.nn.input_checks import check_accumulation
 from lpq.nn.linear import Layer, weight_operands
 from lpq.nn.plan import Plan
 
 if TYPE_CHECKING:
+    from lpq.distributed.expert_rows import Dispatch
     from lpq.recipes import RecipeLike
 
 
@@ -31,8 +33,9 @@ class GroupedLinear(Layer):
     """
 
     kind: ClassVar[str] = "lpq.nn.GroupedLinear"
-    experts_elsewhere: bool = False
-    """Whether other ranks have some of the groups, as ``lpq.distributed.expert_parallel`` shares them out."""
+    dispatched: Dispatch | None = None
+    """How rows come from the other ranks if these have some of the groups, as ``lpq.distributed.expert_parallel``
+    shares them out; None: all groups are here."""
 
     def __init__(
         self,
@@ -89,9 +92,9 @@ class GroupedLinear(Layer):
         check_rows(self.title, input, self.in_features)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if self.experts_elsewhere:
-            weight = self._own(weight)
-            bias = None if bias is None else self._own(bias)
+        if self.dispatched is not None:
+            weight = own_experts(self.title, weight)
+            bias = None if bias is None else own_experts(self.title, bias)
         ends = as_offsets(self.title, offs, weight.shape[0], input)
         held = self.held_weight() if self._held is not None else None
         if self.accumulate is not None:
@@ -101,16 +104,6 @@ class GroupedLinear(Layer):
         plan = self._plan if self._plan is not None else high_precision()
         operands = weight_operands(plan, weight, held, col)
         return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate)
-
-    def _own(self, parameter: Any) -> Tensor:
-        """The groups of this rank, of a parameter that ranks share out."""
-        if parameter.device_mesh.ndim != 1:
-            raise RuntimeError(
-                f"{self.title}: its weight lies over {parameter.device_mesh} and was not gathered; call the module "
-                "that fully_shard was called on, whose forward gathers it"
-            )
-        part: Tensor = parameter.to_local()
-        return part
 
     def extra_repr(self) -> str:
         return (

@@ -20,6 +20,7 @@ from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
 from lpq.formats.layout import row_major
 from lpq.formats.stacks import matrices
 from lpq.operations import group_tiles, sectioned
+from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.group_choice import kernel_of
@@ -72,6 +73,16 @@ def encode_groups(
     if col:
         second = Grouped(of_col, out[at:], (cols, rows), x.dtype, 1)
     return first, second
+
+
+def derive_columns(quantizer: Quantizer, row: Grouped, offs: Tensor, seeds: Tensor | None) -> Grouped:
+    """The column operand of rows of which only the row operand is there (``why_not_row_by_row``)."""
+    values = decode(row.quantizer.storage.wrap(row.tensors, row.quantizer, row.shape, row.dtype), torch.float32)
+    _, col = encode_groups(quantizer.side("col"), values, offs, row=False, col=True, seeds=seeds)
+    assert col is not None
+    pairs = zip(col.quantizer.layout, col.tensors, strict=True)
+    tensors = [t.to(row.dtype) if b.dtype is None else t for b, t in pairs]
+    return col._replace(tensors=tensors, dtype=row.dtype)  # it stands for the rows, not for what was decoded
 
 
 def _plain(side: Quantizer, x: Tensor, dim: int) -> Grouped:
