@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lpq.distributed.expert_rows import combine, dispatch, encoded_rows, own_experts
 from lpq.nn.functional import grouped_linear
 from lpq.nn.plan import Plan
 from lpq.operations.operands import DTYPES
-from lpq.recipes import RecipeError
+from lpq.recipes import RecipeError, recipe_sources
 
 if TYPE_CHECKING:
+    from lpq.distributed.expert_rows import Dispatch
     from lpq.recipes import Recipe
 
 TOLD = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
@@ -37,7 +39,13 @@ class Experts(nn.Module):
     base: ClassVar[type[nn.Module]]
     """The class of the module before the conversion."""
     recipe: Recipe | None
-    """That of all products; None: the module does what it did before the conversion."""
+    """That of all products; None: the module does what it did before the conversion, or multiplies in high precision
+    if ranks share out its experts."""
+    dispatched: Dispatch | None = None
+    """How rows come from the other ranks if these have some of the experts, as ``lpq.distributed.expert_parallel``
+    shares them out; None: all experts are here."""
+    routes_tokens: ClassVar[bool] = True
+    """It is given tokens, and not rows in groups."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the class before the conversion: no module has this one."""
@@ -45,9 +53,9 @@ class Experts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the class before the conversion."""
-        if self.recipe is None:
+        if self.recipe is None and self.dispatched is None:
             return super().forward(*args, **kwargs)  # of the class beside this one
-        return (_dense if is_dense(self) else _routed)(self, self.recipe, *args, **kwargs)
+        return (_dense if is_dense(self) else _routed)(self, *args, **kwargs)
 
 
 def holds_experts(module: nn.Module) -> bool:
@@ -107,7 +115,7 @@ def _empty(base: Any) -> Experts:
     return cls.__new__(cls)
 
 
-def _routed(experts: Any, recipe: Recipe, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The sum over the experts of each token, ``[tokens, hidden]``, of what they make of it, times their weights.
 
     An index that is no expert's, as expert parallelism of transformers gives those of other ranks, adds nothing.
@@ -116,28 +124,49 @@ def _routed(experts: Any, recipe: Recipe, hidden_states: Tensor, top_k_index: Te
     index, order = top_k_index.reshape(-1).sort(stable=True)
     each = torch.arange(experts.num_experts, device=index.device, dtype=index.dtype)
     ends = torch.searchsorted(index, each, right=True, out_int32=True)
-    up = UP[0] if experts.has_gate else UP[1]
-    rows = _multiply(experts, recipe, up, hidden_states[order // chosen], ends)
-    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-    rows = _multiply(experts, recipe, DOWN, rows, ends)
-    if experts.has_post_expert_norm:
-        rows = experts.post_expert_norm(rows)
+    rows = _each(experts, hidden_states[order // chosen], ends)
     weighted = rows * top_k_weights.reshape(-1)[order].unsqueeze(1)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
 
 
-def _dense(experts: Any, recipe: Recipe, hidden_states: Tensor) -> Tensor:
+def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
     """Rows for each expert in turn, as many for each."""
     count = experts.gate_up_proj.shape[0]
     rows = hidden_states.reshape(-1, experts.hidden_size)
     each = rows.shape[0] // count
     ends = torch.arange(1, count + 1, device=rows.device, dtype=torch.int32) * each
-    gate, up = _multiply(experts, recipe, UP[0], rows, ends).chunk(2, dim=-1)
-    return _multiply(experts, recipe, DOWN, up * experts.act_fn(gate), ends)
+    return _each(experts, rows, ends)
 
 
-def _multiply(experts: Any, recipe: Recipe, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    """What experts make of their rows, wherever they are."""
+    how: Dispatch | None = experts.dispatched
+    if how is None:
+        return _made(experts, rows, ends)
+    name = experts.base.__name__
+    quantizer = encoded_rows(name, experts) if how == "encoded" else None
+    rows, ends, call = dispatch(rows, ends, getattr(experts, DOWN).device_mesh, quantizer)
+    return combine(_made(experts, rows, ends), call, how)
+
+
+def _made(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    """What experts that are here make of their rows."""
+    dense = is_dense(experts)
+    rows = _multiply(experts, UP[0] if dense or experts.has_gate else UP[1], rows, ends)
+    if dense:
+        gate, up = rows.chunk(2, dim=-1)
+        return _multiply(experts, DOWN, up * experts.act_fn(gate), ends)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _multiply(experts, DOWN, rows, ends)
+    return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
+
+
+def _multiply(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
     weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    if experts.dispatched is not None:
+        weight = own_experts(name, weight)
+        bias = None if bias is None else own_experts(name, bias)
     transposed = is_dense(experts) or experts.is_transposed
+    recipe = recipe_sources.high_precision() if experts.recipe is None else experts.recipe
     return grouped_linear(rows, weight.transpose(-2, -1) if transposed else weight, ends, recipe, bias)
