@@ -1,8 +1,8 @@
 """Every CUDA source compiles for every architecture that lpq serves, and with all macros that the plugins ask for.
 
 Of the sets of macros that they ask for, those are compiled that have every two macros that go together in any. (What
-they compute is shown where a CPU imitates a GPU.) By nvcc where it is on the PATH, else by NVRTC, as on a user's
-machine. Neither needs a GPU.
+they compute is shown where a CPU imitates a GPU.) By nvcc where it is on the PATH, many at once (``merged``); else by
+NVRTC, as on a user's machine. Neither needs a GPU.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import imitated
+import merged
 import pytest
 import torch
 
@@ -27,6 +27,7 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.kernels import nvrtc_cache, tiles
 from lpq.kernels.cuda import CudaKernel
+from lpq.operations import sectioned
 from lpq.operations.binding import unbound
 from lpq.operations.fused_pair import Pair
 from lpq.registry import KernelSpec
@@ -36,6 +37,7 @@ from lpq.testing.options import family
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 SOURCES = sorted(nvrtc_cache.csrc().glob("**/*.cu"))
+FOLDERS = sorted({source.parent.name for source in SOURCES})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INPUTS = ("LPQ_BF16", "LPQ_FP16", "LPQ_FP32")
 SHAPES = ((512, 256), (250, 381))
@@ -57,20 +59,24 @@ def in_haste() -> list[str]:
 
 
 def run_nvcc(
-    source: Path, macros: Macros, architecture: str, out: Path, *options: str
+    source: Path, macros: Macros, architecture: str, out: Path, *options: str, places: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Compile a source as NVRTC does."""
     defined = "".join("#define {} {}\n".format(*nvrtc_cache._macro(macro)) for macro in macros)  # -D ends at a comma
     whole = out.with_suffix(".cu")
     whole.write_text(f'{defined}#include "{source}"\n')
-    command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17", f"-I{nvrtc_cache.headers()}"]
+    command = ["nvcc", "-cubin", f"-arch={architecture}", "-fmad=false", "-std=c++17"]
+    command += [*places, f"-I{nvrtc_cache.headers()}"]
     return subprocess.run([*command, "-o", str(out), str(whole), *options], capture_output=True, text=True)
 
 
-def by_nvcc(source: Path, macros: Macros, architecture: str, out: Path, *, lean: bool = True) -> str | None:
-    """Return the compiler's errors, or None. Those with CUDA's own header count."""
+def by_nvcc(
+    source: Path, macros: Macros, architecture: str, out: Path, *, lean: bool = True, places: Sequence[Path] = ()
+) -> str | None:
+    """Return the compiler's errors, or None. Those with CUDA's own header count. ``places``: of headers, first."""
+    first = [f"-I{place}" for place in places]
     for more in ([f"-I{LEAN}"], []) if lean else ([],):
-        done = run_nvcc(source, macros, architecture, out, *in_haste(), *more)
+        done = run_nvcc(source, macros, architecture, out, *in_haste(), *more, places=first)
         if done.returncode == 0:
             return None
     return done.stdout + done.stderr
@@ -137,7 +143,16 @@ def asked_for() -> dict[Path, set[Macros]]:
         for many in MANY:
             set_many(patch, many)
             call_pairs()
+            call_in_sections()
     return found
+
+
+def sources_of(folder: str) -> list[Path]:
+    return [source for source in SOURCES if source.parent.name == folder]
+
+
+def place_of(source: Path) -> str:
+    return f"{source.parent.name}/{source.name}"
 
 
 def set_many(patch: pytest.MonkeyPatch, many: int) -> None:
@@ -205,6 +220,39 @@ def call_pair(
         for (k, _), side, which in zip((row, col), sides, ("row", "col"), strict=True)
     ]
     unbound(Pair(*made).bind)(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
+
+
+def call_in_sections() -> None:
+    """Every operand of groups of rows or of a stack, encoded or as what it decodes to, beside another format's.
+
+    Each format's default is alone, too. Dtypes take turns, and so do whole tiles and ragged ones, as far as there are.
+    """
+    dtypes, sizes = itertools.cycle(DTYPES), itertools.cycle((*SHAPES, *((2, *shape) for shape in SHAPES)))
+    every = [(kernel, quantizer) for name, kernel in SIDES.items() for quantizer in family(name).quantizers]
+    alone = [(kernel, registry.quantizer(name)) for name, kernel in SIDES.items()]
+    beside = zip(every, every[len(every) // 2 :] + every[: len(every) // 2], strict=True)
+    for row, col in [*beside, *((one, None) for one in alone), *((None, one) for one in alone)]:
+        sides: list[Any] = [
+            (one[1].side(which), registry.resolve(one[0].impl)(one[1].side(which), which)) if one else (None, None)
+            for one, which in ((row, "row"), (col, "col"))
+        ]
+        for decoded in ((False, False), (True, True)):
+            any(call_sections(next(sizes), sides, decoded, next(dtypes)) for _ in range(4))
+
+
+def call_sections(shape: tuple[int, ...], sides: list[Any], decoded: tuple[bool, bool], dtype: torch.dtype) -> bool:
+    """Return whether a kernel makes them."""
+    (row, first), (col, second) = sides
+    *count, _, cols = shape
+    number = count[0] if count else 3
+    x = torch.zeros(shape, dtype=dtype)
+    e = sectioned.InSections(
+        row, col, x.numel() // cols, cols, number, bool(count), decoded, dtype, x.device, aligned=True
+    )
+    run = sectioned.bind_sides(e, first, second) if sectioned.why_not(e) is None else None
+    if run is not None:
+        run(x, None if count else torch.tensor([200, 200, 250], dtype=torch.int32), torch.arange(number))
+    return run is not None
 
 
 def refuses(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> bool:
@@ -276,25 +324,45 @@ def chosen(source: Path) -> dict[str, list[Macros]]:
 # ---------------------------------------------------------------------------------------------- tests
 
 
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return merged.headers(tmp_path_factory.mktemp("csrc"))
+
+
+def all_in_one(sets: list[tuple[Path, Macros]], architecture: str, copies: Path, out: Path) -> str | None:
+    """Return the errors of nvcc, which compiles these sources, each with its macros, at once."""
+    source = out.with_suffix(".all.cu")
+    source.write_text(merged.merged(sets, copies))
+    return by_nvcc(source, (), architecture, out, places=(copies / "common",))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_it_compiles(source: Path, architecture: str, tmp_path: Path) -> None:
-    """Once for each source nvcc reads CUDA's whole header: no name of a source is one of CUDA's, and CUDA has the
-    functions that the lean header declares. NVRTC always reads a header of its own."""
-    compile_one = compiler()
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_it_compiles(folder: str, architecture: str, copies: Path, tmp_path: Path) -> None:
+    """By NVRTC each source with each set of macros; by nvcc all at once, and one by one to tell which one does not."""
+    compile_one, out = compiler(), tmp_path / "out.cubin"
     if compile_one is None:
         pytest.skip("needs nvcc on the PATH, or cuda-core with NVRTC (pip install 'lpq[cuda]')")
-    sets = chosen(source)[architecture]
-    ways = [compile_one] * len(sets)
-    if compile_one is by_nvcc and ARCHITECTURES[SOURCES.index(source) % len(ARCHITECTURES)] == architecture:
-        ways[0] = functools.partial(by_nvcc, lean=False)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outs = [tmp_path / f"{i}.cubin" for i in range(len(sets))]
-        said = list(pool.map(lambda way, macros, out: way(source, macros, architecture, out), ways, sets, outs))
-    for macros, words in zip(sets, said, strict=True):
-        assert words is None, f"{source.name} {macros} {architecture}:\n{words}"
-    assert all(out.stat().st_size for out in outs)
+    sets = [(source, macros) for source in sources_of(folder) for macros in chosen(source)[architecture]]
+    assert sets
+    together = all_in_one(sets, architecture, copies, out) if compile_one is by_nvcc else ""
+    if together is not None:
+        for source, macros in sets:
+            words = compile_one(source, macros, architecture, out)
+            assert words is None, f"{source.name} {macros} {architecture}:\n{words}"
+            assert out.stat().st_size
+        assert not together, f"each compiles, and all together do not: {together}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc: NVRTC reads a header of its own")
+@pytest.mark.parametrize("source", SOURCES, ids=place_of)
+def test_no_name_is_one_of_cudas(source: Path, tmp_path: Path) -> None:
+    """And CUDA has the functions that the lean header declares: its whole header is read, alone and as it is."""
+    architecture = ARCHITECTURES[SOURCES.index(source) % len(ARCHITECTURES)]
+    words = by_nvcc(source, chosen(source)[architecture][0], architecture, tmp_path / "out.cubin", lean=False)
+    assert words is None, words
 
 
 def test_there_are_sources_and_the_plugins_use_most_of_them() -> None:
@@ -305,6 +373,10 @@ def test_there_are_sources_and_the_plugins_use_most_of_them() -> None:
     macros = {macro for source in used for macros in macros_of(source) for macro in macros}
     assert any("LPQ_ROW" in macro for macro in macros)
     assert {"LPQ_WIDE=128", "LPQ_WIDE=256", "LPQ_TALL=64", "LPQ_TALL=256"} <= macros
+    (pair,) = (source for source in SOURCES if source.name == "pair.cu")
+    in_sections = {a for a in ARCHITECTURES for macros in chosen(pair)[a] if "LPQ_SECTIONS" in macros}
+    assert in_sections == {*ARCHITECTURES}
+    assert {"sections.cu", "section_amaxes.cu"} <= {source.name for source in used}
 
 
 def test_what_is_chosen_shows_all_that_is_to_be_seen() -> None:
@@ -343,3 +415,16 @@ def test_a_source_that_does_not_compile_is_noticed(tmp_path: Path) -> None:
     words = compile_one(source, ("WRONG",), "sm_90a", tmp_path / "out.cubin")
     assert words is not None
     assert "there" in words
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_one_that_does_not_compile_is_noticed_among_others(tmp_path: Path) -> None:
+    copies = merged.headers(tmp_path / "csrc")
+    wrong, other = (source for source in SOURCES if source.name in ("alpha.cu", "words.cu"))
+    copy = copies / wrong.parent.name / wrong.name
+    copy.write_text(copy.read_text() + "#ifdef WRONG\nthere is none\n#endif\n")
+    right: list[tuple[Path, Macros]] = [(other, ("WRONG",)), (wrong, ())]
+    assert all_in_one(right, "sm_90a", copies, tmp_path / "out.cubin") is None
+    words = all_in_one([*right, (wrong, ("WRONG",)), (other, ())], "sm_90a", copies, tmp_path / "out.cubin")
+    assert words is not None
+    assert "alpha.cu" in words
