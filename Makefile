@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 
 install: $(READY)  ## make .venv with lpq and the tools of development
 
-train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16 (ARGS="--recipe nvfp4 --steps 50" for more)
+train: $(READY)  ## train a small GPT by a hybrid recipe, next to bf16; on a GPU a larger one by FP8 (ARGS="--recipe nvfp4 --steps 50" for more)
 	$(BIN)/lpq train $(ARGS)
 
 test: $(READY)  ## run the whole test suite (ARGS="tests/formats -x" for a part)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import lpq
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry.showing import printable
-from lpq.train import data, report, runs
+from lpq.train import data, gpu_size, report, runs
 from lpq.train.config import TrainConfig
 from lpq.train.errors import Stopped
 from lpq.train.interrupt import Interrupt
@@ -69,6 +69,8 @@ def compare(
     device = team.device
     where = f"{team.size} ranks, {device.type}" if team.sharded else str(device)
     say(console, f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
+    if remark := gpu_size.note(config, device):
+        say(console, remark)
     jobs: dict[str, tuple[str, Policy | None]] = {runs.RECIPE: (config.title, policy)}
     if config.baseline:
         baseline = baseline_on(device)

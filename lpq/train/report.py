@@ -18,6 +18,7 @@ from lpq.registry.showing import printable
 from lpq.train import runs
 from lpq.train.config import TrainConfig
 from lpq.train.measure import Measured, Served
+from lpq.train.plot import Curve, draw
 
 if TYPE_CHECKING:
     from lpq.train.trainer import Trainer
@@ -94,7 +95,8 @@ def close(summary: Summary, console: Console) -> Summary:
     console.print(comparison(summary))
     console.print(kernels(summary.outcomes[0].served))
     (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
-    plotted = plot(summary, summary.directory / runs.PLOT)
+    curves = [Curve(o.title, o.losses) for o in summary.outcomes]
+    plotted = draw(curves[:1], curves[1] if len(curves) > 1 else None, summary.directory / runs.PLOT)
     written = f"written to {summary.directory}/: {runs.SUMMARY}, the metrics of each step, checkpoints, {plotted}"
     console.print(written, markup=False)  # to rich a name in brackets is a style
     return summary
@@ -150,30 +152,3 @@ def plain(text: str) -> str:
 def size(count: int) -> str:
     """A number of bytes to read."""
     return f"{count / 2**20:.2f} MiB"
-
-
-def plot(summary: Summary, path: Path) -> str:
-    """Draw the losses; return in words what came of it."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return 'no plot, for matplotlib is not installed (pip install "lpq[train]")'
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for outcome in summary.outcomes:
-        (line,) = axes.plot(range(1, len(outcome.losses) + 1), outcome.losses, alpha=0.25)
-        axes.plot(*smooth(outcome.losses), color=line.get_color(), label=outcome.title)
-    axes.set(xlabel="step", ylabel="training loss (nats per byte)", title=summary.config.title)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    return path.name
-
-
-def smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Means of a twentieth of the steps each, at the last step of each window."""
-    width = max(1, len(losses) // 20)
-    ends = list(range(width, len(losses) + 1))
-    return ends, [sum(losses[e - width : e]) / width for e in ends]

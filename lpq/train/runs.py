@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lpq.train import gpu_size
 from lpq.train.config import TrainConfig, read
 from lpq.train.errors import TrainError
 
@@ -38,13 +39,13 @@ WHY_FIXED: Mapping[str, str] = MappingProxyType(
 
 
 def resolve(command_line: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
-    """The configuration that the options of the command line, over those of a file, come to.
+    """Return the configuration: the options of the command line, then those of a file, then the device's defaults.
 
     With ``resume`` all other options are those of the resumed run, and one that contradicts it is an error.
     """
     given = {**(read(file) if file else {}), **command_line}
     if not given.get("resume"):
-        return TrainConfig(**given)
+        return TrainConfig(**{**gpu_size.defaults(given), **given})
     directory = Path(given["out"]) if given.get("out") else newest()
     stored = stored_config(directory)
     refuse_other_settings(given, stored, directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ def test_every_option_reaches_the_configuration(app: typer.Typer, ran: list[Trai
 
 def test_what_is_not_given_comes_from_the_file(app: typer.Typer, ran: list[TrainConfig], tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
-    file.write_text("steps = 5\nbaseline = false\nseed = 3\n")
+    file.write_text('steps = 5\nbaseline = false\nseed = 3\ndevice = "cpu"\n')
     CliRunner().invoke(app, ["--config", str(file), "--seed", "0"], catch_exceptions=False)
-    assert ran == [replace(TrainConfig(), steps=5, baseline=False, seed=0)]
+    assert ran == [TrainConfig(device="cpu", steps=5, baseline=False, seed=0)]
 
 
 def test_a_stopped_run_exits_as_the_signal_does(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,10 @@ def stored(directory: Path, config: TrainConfig) -> TrainConfig:
 def test_the_command_line_beats_the_file_and_the_file_the_default(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('steps = 7\nlr = 1\nrecipe = "nvfp4"\ndata = ["a", "b"]\nbaseline = false\n')
-    config = resolve({"steps": 9}, file)
-    expected = TrainConfig(steps=9, lr=1.0, recipe="nvfp4", data=("a", "b"), baseline=False)
+    config = resolve({"steps": 9, "device": "cpu"}, file)
+    expected = TrainConfig(device="cpu", steps=9, lr=1.0, recipe="nvfp4", data=("a", "b"), baseline=False)
     assert config == expected
-    assert resolve({}) == TrainConfig()
+    assert resolve({"device": "cpu"}) == TrainConfig(device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""The picture of a run: the losses, and below them the gap of each recipe to the baseline."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+WINDOW = 20
+"""A curve is smoothed over this part of its steps: a twentieth."""
+LABEL = 96
+"""How many characters of a label stand in one line."""
+MISSING = 'no plot, for matplotlib is not installed (pip install "lpq[train]")'
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The losses of one training, and its name."""
+
+    title: str
+    losses: Sequence[float]
+
+
+def draw(curves: Sequence[Curve], baseline: Curve | None, path: Path) -> str:
+    """Draw the losses, and the gaps where there is a baseline; return the file's name, or why there is none."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return MISSING
+    everything = [*curves, *([baseline] if baseline is not None else [])]
+    labels = [textwrap.fill(curve.title, LABEL) for curve in everything]
+    lines = sum(label.count("\n") + 1 for label in labels)
+    figure = Figure(figsize=(8, 4 + 2 * (baseline is not None) + 0.2 * lines), layout="constrained", dpi=150)
+    FigureCanvasAgg(figure)
+    heights = [2] if baseline is None else [2, 1]
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    colours = [f"C{i % 10}" for i in range(len(curves))] + ["0.35"] * (baseline is not None)
+    handles = [trace(axes[0], curve.losses, colour) for curve, colour in zip(everything, colours, strict=True)]
+    axes[0].set_ylabel("training loss (nats per byte)")
+    if baseline is not None:
+        draw_gaps(axes[1], curves, baseline, colours)
+    for panel in axes:
+        panel.grid(alpha=0.3)
+        panel.margins(x=0.01)
+    axes[-1].set_xlabel("step")
+    legend = figure.legend(handles, labels, loc="outside upper left", frameon=False, fontsize="small")
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a file's name may have a dollar
+    figure.savefig(path)
+    return path.name
+
+
+def draw_gaps(panel: Any, curves: Sequence[Curve], baseline: Curve, colours: Sequence[str]) -> None:
+    """Draw by how many per cent each loss is above the baseline's, and a line where they are equal."""
+    panel.axhline(0, color="0.35", linewidth=1)
+    limits = [0.0]
+    for curve, colour in zip(curves, colours, strict=False):
+        each = [100 * (a / b - 1) for a, b in zip(curve.losses, baseline.losses, strict=False)]
+        trace(panel, each, colour)
+        limits += smooth(each)[1]
+    room = 0.3 * (max(limits) - min(limits)) or 0.1
+    panel.set_ylim(min(limits) - room, max(limits) + room)  # single steps scatter far beyond their mean
+    panel.set_ylabel(f"gap to {baseline.title} (%)")
+
+
+def trace(panel: Any, values: Sequence[float], colour: str) -> Any:
+    """Draw the values faintly and their means clearly; return the clear line."""
+    panel.plot(range(1, len(values) + 1), values, color=colour, alpha=0.2, linewidth=0.8)
+    (line,) = panel.plot(*smooth(values), color=colour, linewidth=1.6)
+    return line
+
+
+def smooth(values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Return steps, and the means of the values around each.
+
+    A window has its step in the middle, so that the curve lags nowhere. Steps too near to an end for a whole window are
+    left out.
+    """
+    half = len(values) // WINDOW // 2
+    width = 2 * half + 1
+    sums = [0.0, *accumulate(values)]
+    middles = range(half, len(values) - half)
+    return [i + 1 for i in middles], [(sums[i + half + 1] - sums[i - half]) / width for i in middles]
