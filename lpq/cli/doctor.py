@@ -14,7 +14,6 @@ import typer
 import lpq
 from lpq import registry
 from lpq.cli.kernels import (
-    MEANINGS,
     Served,
     check_environment,
     pick_device,
@@ -24,7 +23,8 @@ from lpq.cli.kernels import (
     show,
 )
 from lpq.cli.listing import broken_recipes, described, fault
-from lpq.cli.output import Json, as_json, table
+from lpq.cli.output import Json, as_json, say, table
+from lpq.cli.overview import show_overview
 from lpq.kernels import KernelError, nvrtc_cache
 from lpq.kernels.table import ENVIRONMENT
 from lpq.registry.errors import OptionError, suggestion, words
@@ -74,31 +74,20 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
             }
         )
     else:
-        table("Versions", ("what", "version"), versions().items())
-        table("Devices", ("device", "name", "what it is"), ((d["device"], d["name"], d["detail"]) for d in gpus))
-        if environment():
-            table("Environment", ("variable", "value"), environment().items())
-        table(
-            "Plugins",
-            ("name", "from", "status", "what is wrong", "remedy"),
-            ((p["name"], f"{p['distribution']} {p['version']}", p["status"], p["cause"], p["remedy"]) for p in plugins),
-        )
-        alone = [s for found in kernels.values() for s in found]
-        show(f"Kernels on {where}{'' if chosen else ', default options'}", ("format", "operation"), named(alone))
-        if pairs:
-            show(f"Kernels for two formats on {where}", ("formats", "operation"), named(pairs))
-        for op in dict.fromkeys(s.op for s in alone if s.op in MEANINGS):
-            typer.echo(f"{op}: {MEANINGS[op]}.")
+        show_machine(gpus, plugins)
+        if chosen:
+            alone = [s for found in kernels.values() for s in found]
+            show(f"Kernels on {where}", ("format", "operation"), named(alone))
+        else:
+            show_overview(kernels, pairs, where)
         if not chosen and (without := set(registry.formats()) - set(kernels) - set(broken)):
             names = ", ".join(sorted(without))
-            typer.echo(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
+            say(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
         if (problem := nvrtc_cache.why_unkept()) is not None:
             where_to = f"Set {nvrtc_cache.CACHE} to a folder that you can write, and nobody else"
-            typer.echo(
-                f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew."
-            )
+            say(f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew.")
         for kernel in unused_kernels():
-            typer.echo(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
+            say(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
         for name, problem in unbuilt.items():
@@ -121,6 +110,28 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
             except Exception as error:
                 broken[name] = fault(plugin, error)
     return kernels, broken
+
+
+def show_machine(gpus: list[dict[str, Any]], plugins: list[dict[str, Any]]) -> None:
+    """Print versions, devices, the variables that are set, and the plugins; a plugin in order takes its name only."""
+    say("Versions: " + ", ".join(f"{what}{':' * (' ' in found)} {found}" for what, found in versions().items()))
+    for gpu in gpus:
+        say(f"Device {gpu['device']}: {', '.join(filter(None, (gpu['name'], gpu['detail'])))}")
+    for name, value in environment().items():
+        say(f"{name}={value}")
+    fine: dict[str, list[str]] = {}
+    for plugin in plugins:
+        if plugin["status"] == "ok":
+            fine.setdefault(f"{plugin['distribution']} {plugin['version']}", []).append(plugin["name"])
+    for distribution, names in fine.items():
+        say(f"Plugins of {distribution}: {', '.join(names)}")
+    columns = ("name", "from", "status", "what is wrong", "remedy")
+    others = [p for p in plugins if p["status"] != "ok"]
+    if others:
+        origins = (f"{p['distribution']} {p['version']}" for p in others)
+        rows = [(p["name"], o, p["status"], p["cause"], p["remedy"]) for p, o in zip(others, origins, strict=True)]
+        table("Plugins that are not used", columns, rows)
+    typer.echo()
 
 
 def named(found: list[Served]) -> Iterator[tuple[tuple[str, str], Served]]:

@@ -10,7 +10,7 @@ import typer
 import lpq
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import Served, check_environment, pick_device, served, show
-from lpq.cli.output import Json, as_json, table
+from lpq.cli.output import Json, as_json, say, table
 from lpq.formats.format import Direction, Quantizer
 from lpq.nn.expert_notes import expert_note
 from lpq.recipes import Recipe
@@ -64,7 +64,7 @@ def tell(
         ((gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values()) for gemm, operands in gemms.items()),
     )
     show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()])
-    typer.echo(f"Of experts: {expert_note(made, EXPERTS)}")
+    say(f"Experts: {expert_note(made, EXPERTS)}")
 
 
 def described(recipe: Recipe, gemm: str) -> dict[str, Any]:

@@ -27,14 +27,30 @@ NONE = "none"
 OPTIONAL = ("exact", "tile", "exact_tile", "cast", "grouped_gemm")
 """The operations that have no reference."""
 MEANINGS = {
-    "exact": "an operand as a matrix in bf16, to multiply it with one of any format; without, products decode both",
-    "tile": "an operand tile by tile, to write it beside one of any format; without, one is written after the other",
-    "exact_tile": "that matrix of an operand that is multiplied at once; without, it is encoded and decoded",
-    "remember": "the statistics of a step, taken into those of past steps",
-    "cast": "parts of many master weights at once, for sharded optimizers; without, weights of each shape in turn",
-    "grouped_gemm": "products of rows in groups, as of experts; without, of decoded operands in bf16",
+    "exact": "an operand in bf16, to multiply it with one of any format; without it both are decoded",
+    "tile": "an operand tile by tile, beside one of any format; without it they are written in turn",
+    "exact_tile": "such a tile in bf16, to be multiplied at once; without it, it is encoded and decoded",
+    "remember": "the statistics of a step, joined to those of past steps",
+    "cast": "parts of many master weights at once; without it each shape of weights in turn",
+    "grouped_gemm": "rows in groups, as of experts; without it decoded operands are multiplied in bf16",
 }
-"""What an operation does whose name does not tell."""
+"""What an operation does, where its name is not enough."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A kernel that would have been preferred, and why it cannot run here."""
+
+    impl: str
+    """Its backend, and where it is."""
+    reason: str
+    note: str = ""
+    """What a user should know of the kernel itself."""
+
+    @property
+    def words(self) -> str:
+        """The reason and the note."""
+        return _noted(self.reason, self.note)
 
 
 @dataclass(frozen=True)
@@ -46,8 +62,7 @@ class Served:
     backend: str
     impl: str | None
     """The kernel; None: the reference, or nothing at all."""
-    why_not: tuple[tuple[str, str], ...]
-    """The kernels that would have been preferred, and why each cannot run here."""
+    why_not: tuple[Rejected, ...]
     error: str | None = None
     """Why nothing may run: the kernels that ``LPQ_KERNELS`` allows are not there."""
     broken: tuple[str, ...] = ()
@@ -61,15 +76,15 @@ class Served:
         if self.error is not None:
             return self.error
         kernels: dict[str, list[str]] = {}
-        for impl, reason in self.why_not:
-            kernels.setdefault(reason, []).append(impl)
+        for rejected in self.why_not:
+            kernels.setdefault(rejected.words, []).append(rejected.impl)
         return "\n".join(f"{', '.join(impls)}: {reason}" for reason, impls in kernels.items())
 
     def plain(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return {
             **asdict(self),
-            "why_not": [{"impl": impl, "reason": reason} for impl, reason in self.why_not],
+            "why_not": [{"impl": r.impl, "reason": r.words} for r in self.why_not],
         }
 
 
@@ -87,11 +102,9 @@ def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Se
         choice = choose(op, texts, device)
     except KernelError as error:
         if op in OPTIONAL:
-            return Served(op, texts, NONE, None, ((ENVIRONMENT, "it allows no kernel that runs here"),))
+            return Served(op, texts, NONE, None, (Rejected(ENVIRONMENT, "it allows no kernel that runs here"),))
         return Served(op, texts, "error", None, (), str(error))
-    rejected = tuple(
-        (f"{kernel.backend} {kernel.impl}", _noted(reason, kernel.note)) for kernel, reason in choice.rejected
-    )
+    rejected = tuple(Rejected(f"{k.backend} {k.impl}", reason, k.note) for k, reason in choice.rejected)
     broken = tuple(f"{kernel.backend} {kernel.impl}" for kernel in choice.broken)
     if choice.kernel is None:
         return Served(op, texts, NONE if op in OPTIONAL else choice.backend, None, rejected, broken=broken)
@@ -103,8 +116,11 @@ def _noted(words: str, note: str) -> str:
 
 
 def show(title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str], Served]]) -> None:
-    """Print what runs each step; ``columns`` are the heads of what names a step."""
-    rows = [(*names, _noted(s.impl or s.backend, s.note), s.reasons) for names, s in steps]
+    """Print what runs each step; ``columns`` are the heads of what names a step. Steps alike share a row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (*names, last), s in steps:
+        alike.setdefault((*names, _noted(s.impl or s.backend, s.note), s.reasons), []).append(last)
+    rows = [(*names, "\n".join(last), runs, reasons) for (*names, runs, reasons), last in alike.items()]
     table(title, (*columns, "runs", "why not a better one"), rows)
     if not any(reasons for *_, reasons in rows):
         typer.echo("No other kernel is installed for any of these.\n")

@@ -37,6 +37,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     console.print(made)
 
 
+def say(text: str) -> None:
+    """Print a sentence, broken between words where the terminal ends. It is plain text."""
+    Console(highlight=False).print(printable(text), markup=False)
+
+
 def as_json(value: object) -> None:
     """Print JSON."""
     typer.echo(json.dumps(value, indent=2))

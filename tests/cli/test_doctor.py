@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lpq import registry
-from lpq.cli.kernels import OPTIONAL, Served
+from lpq.cli.kernels import OPTIONAL, Rejected, Served
 from lpq.kernels import nvrtc_cache
 from lpq.kernels import table as kernel_table
 
@@ -108,7 +108,7 @@ def test_the_portable_kernels_come_after_the_cuda_kernels(lpq: Callable) -> None
 
 def test_a_reason_that_holds_for_several_kernels_is_given_once() -> None:
     twice, other = "runs on cuda, not on cpu", "needs the module triton"
-    why_not = (("cuda a:b", twice), ("triton c:d", other), ("cuda e:f", twice))
+    why_not = (Rejected("cuda a:b", twice), Rejected("triton c:d", other), Rejected("cuda e:f", twice))
     served = Served("decode", ("fp8",), "reference", None, why_not)
     assert served.reasons == f"cuda a:b, cuda e:f: {twice}\ntriton c:d: {other}"
 
@@ -121,7 +121,8 @@ def test_a_kernel_that_runs_is_named_and_those_that_cannot_say_why(install: Call
     assert "cuda, not on cpu" in reasons["cuda lpq_swift_plugin:gone"]
     assert "mxfp8 is too [odd]" in reasons["torch lpq_swift_plugin:odd"]
     assert "a_module_that_is_not_there" in reasons["triton lpq_swift_plugin:need"]
-    table = lpq("doctor", "--device", "cpu").out
+    assert "torch: mxfp8 is too [odd]" in lpq("doctor", "--device", "cpu").out
+    table = lpq("doctor", "mxfp8", "--device", "cpu").out
     assert "mxfp8 is too [odd]" in table
     assert "lpq_swift_plugin:decode" in table
 
@@ -344,6 +345,26 @@ def test_explain_names_operands_and_quantizers(lpq: Callable) -> None:
         "quantize w.row, w.col",
         "quantize dy.row",
     }
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("doctor",), ("doctor", "nvfp4"), ("explain", "nvfp4"), ("explain", "fp8-current"), ("memory",)],
+    ids=" ".join,
+)
+def test_it_fits_a_screen(command: tuple[str, ...], lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = lpq(*command, *(("--device", "cpu") if command[0] != "memory" else ())).out.splitlines()
+    assert 10 < len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_remark_about_many_kernels_is_made_once(lpq: Callable) -> None:
+    found = lpq("doctor", "--device", "cpu").out
+    assert found.count("runs on cuda, not on cpu") == 1
+    assert "a  cuda, torch, triton: runs on cuda, not on cpu" in found
+    (line,) = [line for line in found.splitlines() if line.split()[:1] == ["decode"]]
+    assert line.split() == ["decode", "reference", "a", "–", "reference", "a", "reference", "a"]
 
 
 def test_explain_prints_tables(lpq: Callable) -> None:
