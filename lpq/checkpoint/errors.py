@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lpq.registry.errors import LpqError
+from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.showing import printable
 
 LISTED = 5
@@ -16,6 +16,10 @@ LISTED = 5
 
 class CheckpointError(LpqError):
     """A checkpoint that could not be saved or cannot be loaded."""
+
+
+class UnknownName(CheckpointError, OptionError):
+    """There is no layer, or no layout of an inference engine, of a name that was given."""
 
 
 class NoCheckpoint(CheckpointError):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from lpq.registry.errors import OptionError, suggestion
+from lpq.registry.errors import ImportStringError, OptionError, suggestion
 
 METHODS = ("max", "percentile", "mse", "four_over_six")
 HELD_OUT = 4
@@ -129,7 +129,11 @@ def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
 
     if len(data) != 1:
         raise OptionError("--model needs --data FILE once: a list of batches that torch.save wrote")
-    model = _loaded(path, lpq.checkpoint.info(path), registry.resolve(name)())
+    try:
+        make = registry.resolve(name)
+    except ImportStringError as error:
+        raise OptionError(f"--model: {error}") from error
+    model = _loaded(path, lpq.checkpoint.info(path), make())
     try:
         batches = torch.load(data[0], weights_only=True, map_location="cpu")
     except Exception as error:

@@ -44,6 +44,9 @@ def export(
     import torch  # `lpq export --help` can do without
 
     import lpq
+    from lpq.train.runs import CONFIG, RECIPE
 
+    if (checkpoint / CONFIG).is_file():  # the directory of a run of `lpq train`
+        checkpoint /= RECIPE
     chosen = getattr(torch, dtype) if dtype else None
     typer.echo(lpq.export(checkpoint, directory, layout=layout, base=base, dtype=chosen, leave=leave or ()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lpq import registry
-from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.errors import UnknownName
 from lpq.formats import Quantizer
 from lpq.registry import Layout, PluginError, Scheme
 from lpq.registry.errors import suggestion
@@ -31,7 +31,7 @@ def layout_named(name: str) -> Layout:
         return made
     if name in registry.layouts():
         return registry.layout(name)
-    raise CheckpointError(f"there is no layout {name!r}: {suggestion(str(name), summaries())}")
+    raise UnknownName(f"there is no layout {name!r}: {suggestion(str(name), summaries())}")
 
 
 def schemes_for(quantizer: Quantizer, layout: str) -> list[Scheme]:

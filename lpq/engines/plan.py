@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.errors import CheckpointError, UnknownName, listed
 from lpq.engines.checks import check_value
 from lpq.engines.entries import Entry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, schemes_for
@@ -117,7 +117,7 @@ def _check_names(layers: set[str], input_amax: Mapping[str, Tensor | float] | No
     if unknown := [name for name in input_amax or () if name not in layers]:
         raise CheckpointError(f"input_amax has {listed(unknown)}, and the model has no quantized layer of that name")
     if unused := [pattern for pattern in leave if not any(fnmatchcase(name, pattern) for name in layers)]:
-        raise CheckpointError(f"leave has {listed(unused)}, and the model has no quantized layer of that name")
+        raise UnknownName(f"leave has {listed(unused)}, and the model has no quantized layer of that name")
 
 
 def _assigned(

@@ -19,7 +19,7 @@ import torch
 
 from lpq import registry
 from lpq.kernels import cuda
-from lpq.kernels.errors import KernelError
+from lpq.kernels.errors import KernelError, UnknownBackend
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
 
@@ -121,7 +121,7 @@ def allowed_by(forced: str | None) -> frozenset[str]:
     if not names:
         return frozenset(BACKENDS)
     if unknown := names - set(BACKENDS):
-        raise KernelError(
+        raise UnknownBackend(
             f"{ENVIRONMENT}={forced}: unknown {', '.join(sorted(unknown))}; choose from {', '.join(BACKENDS)}"
         )
     return names

@@ -40,7 +40,8 @@ class Report:
     coverage: Coverage = field(default_factory=Coverage)
     """How much of the model's matrices is converted."""
     full: bool = field(default=False, compare=False)
-    """Whether the text has a line for each module. Otherwise equal lines are one, with ``0–79`` for layers in a row."""
+    """Whether the text has a line for each module. Otherwise a note is there once, after all that it holds for, with
+    ``0–79`` for layers in a row."""
 
     def __str__(self) -> str:
         lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone"]
@@ -62,10 +63,12 @@ class Report:
         for i, entry in enumerate(entries):
             alike.setdefault((entry.kind, entry.note, i if self.full else 0), []).append(entry.name)
         for (kind, note, _), names in alike.items():
+            groups = []
             for called, members in grouped(names, every):
                 count = f"{len(members)} " if len(members) > 1 else ""
                 of = f" ({count}{kind})" if kind != WEIGHT else f" ({count.strip()})" if count else ""
-                yield f"{called or '(the model)'}{of}: {note}"
+                groups.append(f"{called or '(the model)'}{of}")
+            yield f"{', '.join(groups)}: {note}"
 
 
 WEIGHT = "weight"

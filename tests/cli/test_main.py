@@ -102,7 +102,7 @@ def test_a_misspelt_backend_is_told_once(
 ) -> None:
     monkeypatch.setenv("LPQ_KERNELS", "tritn")
     ended = lpq(*command)
-    assert (ended.status, ended.out) == (1, "")
+    assert (ended.status, ended.out) == (2, "")
     assert ended.err == "lpq: LPQ_KERNELS=tritn: unknown tritn; choose from reference, torch, triton, cuda\n"
 
 

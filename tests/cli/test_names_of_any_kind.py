@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
+import lpq
 from lpq import registry
+from lpq.cli import COMMANDS
 from lpq.train.loop import say
 from lpq.train.report import plain
 
@@ -72,3 +76,53 @@ def test_training_prints_names_as_they_are() -> None:
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == r"no layer matches '[bold]x[/bold]\x1b[2J'" + "\n"
     assert plain("[b]\x1b") == r"\[b]\x1b"
+
+
+UNKNOWN = {
+    "train": ("--recipe", "nope"),
+    "formats": ("--nope",),
+    "recipes": ("--nope",),
+    "plugins": ("--nope",),
+    "doctor": ("nope",),
+    "explain": ("nope",),
+    "memory": ("nope",),
+    "calibrate": ("run", "out", "--method", "nope"),
+    "export": ("run", "out", "--layout", "nope"),
+    "check": ("nope",),
+    "new-plugin": ("mine", "--nope"),
+}
+"""What each command is given that has no such name."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the directory of a run that ended."""
+    folder = tmp_path_factory.mktemp("run")
+    lpq.checkpoint.save(folder / "recipe", lpq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8"), step=1)
+    torch.save([torch.zeros(2, 32)], folder / "batches.pt")
+    (folder / "config.toml").touch()
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_ends_with_2_for_a_name_that_is_not_there(command: str, lpq: Callable, run: Path) -> None:
+    ended = lpq(command, *(str(run) if word == "run" else word for word in UNKNOWN[command]))
+    assert (ended.status, ended.out) == (2, "")
+    assert "nope" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("export", "run", "out", "--leave", "nope"), "leave has nope, and the model has no quantized layer"),
+        (("export", "run", "out", "--dtype", "nope"), "there is no dtype 'nope'"),
+        (("calibrate", "run", "out", "--data", "run/batches.pt", "--model", "nope:f"), "--model: 'nope:f' cannot be"),
+        (("memory", "--recipe", "nope"), "there is no recipe and no format 'nope'"),
+        (("train", "--weights", "nope"), "weights = 'nope'"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_so_do_values_of_options(options: tuple[str, ...], words: str, lpq: Callable, run: Path) -> None:
+    ended = lpq(*(word.replace("run", str(run), 1) if word[:3] == "run" else word for word in options))
+    assert ended.status == 2, ended.err
+    assert words in ended.err

@@ -273,7 +273,7 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
         tensors(tmp_path / "x"),
         dict(lpq.export.stream(model, "modelopt", dtype=torch.bfloat16, leave=["*.down_proj"])),
     )
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         main(["export", str(tmp_path / "run"), str(tmp_path / "y"), "--layout", "modelop"])
     assert "did you mean 'modelopt'?" in capsys.readouterr().err
 
