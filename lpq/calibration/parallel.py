@@ -3,9 +3,6 @@
 A row-wise layer adds what its ranks computed, in an order that depends on how many there are; the last bits of what
 later layers are given would, too, and with them their scales. So a layer that is shared out is gathered when its turn
 comes, and multiplied whole on each rank, as one process multiplies it.
-
-Experts that ranks share out are given the rows of all ranks together, and formats may scale these by the largest. So
-ranks that exchange rows take turns: in each the experts see one batch, as those of one process do.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.stacks import is_shared_out
 from lpq.distributed.cuts import Cut
 from lpq.nn import Layer
 from lpq.torch_private.tensors import local_part
@@ -36,9 +32,8 @@ class Team:
             _refuse_cut_blocks(layer)
         here = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.ranks = tuple(sorted({here, *(rank for layer in self.layers for rank in _ranks(layer))}))
-        elsewhere = [module for module in model.modules() if is_shared_out(module)]
-        self.exchange = tuple(sorted({here, *(rank for layer in elsewhere for rank in _ranks(layer))}))
-        """The ranks with which this one exchanges rows, as they share out experts."""
+        self.leads = here == self.ranks[0]
+        """Whether this rank takes the statistics of the team's inputs, which all of them have whole."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -66,7 +61,7 @@ def _shared_out(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _ranks(layer: nn.Module) -> list[int]:
-    """Those that share it out are the last dimension of its mesh: FSDP2 puts its own before."""
+    """Those of tensor parallelism are the last dimension of its mesh: FSDP2 puts its own before."""
     weight: Any = layer.weight
     return dist.get_process_group_ranks(weight.device_mesh.get_group(weight.device_mesh.ndim - 1))
 

@@ -6,16 +6,15 @@ rows of all ranks, one rank's behind the other's.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lpq.distributed.expert_rows import Dispatch, Sent, combine, dispatch, encoded_rows
 from lpq.tensor.fsdp_protocol import Gathered
-from lpq.torch_private.collectives import all_to_all
 
 __all__ = ["ExpertParallel"]
 
@@ -26,77 +25,60 @@ class ExpertParallel(ParallelStyle):
     Its forward takes rows, ``[rows, features]``, which lie expert by expert, and where each expert's end, as
     ``lpq.nn.GroupedLinear`` does, and returns a row for each. Its parameters have one part for each expert along their
     first dimension. Each rank calls it with rows for all experts and gets those rows back; what its forward sees is the
-    rows of all ranks for the experts of this one. Rows travel as they are. The host waits for how many go where.
+    rows of all ranks for the experts of this one. The host waits for how many go where.
+
+    Experts of Hugging Face's models that ``lpq.convert`` has converted are taken, too: each rank calls them with its
+    own tokens, as on one process.
+
+    ``dispatch="high_precision"``: rows travel as they are. ``"encoded"``: as the row operand of the module's recipe,
+    which is refused where that is not the same to the bit; and so do the gradients of results, where it is.
     """
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+    def __init__(self, *, dispatch: Dispatch = "high_precision") -> None:
+        super().__init__()
+        if dispatch not in get_args(Dispatch):
+            raise ValueError(f"ExpertParallel: dispatch={dispatch!r}; it is one of {get_args(Dispatch)}")
+        self.how = dispatch
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
-        exchange = _Exchange()
-        dispatch: Any = exchange.dispatch  # torch says that they return nothing, and uses what they return
-        combine: Any = exchange.combine
-        module.shares_out_experts = True
-        return distribute_module(module, device_mesh, _share_out, dispatch, combine)
+        if self.how == "encoded":
+            encoded_rows(f"ExpertParallel: {type(module).__name__}", module)
+        for part in module.modules():
+            if hasattr(part, "dispatched"):
+                part.dispatched = self.how  # type: ignore[assignment]
+        if getattr(module, "routes_tokens", False):  # and so exchanges rows itself
+            return distribute_module(module, device_mesh, _share_out)
+        hooks = _Hooks(self.how)
+        before: Any = hooks.dispatch  # torch says that they return nothing, and uses what they return
+        after: Any = hooks.combine
+        return distribute_module(module, device_mesh, _share_out, before, after)
 
 
-class _Sent(NamedTuple):
-    """What was sent for one call."""
-
-    order: Tensor
-    """Which of the rows that arrived, rank by rank, stands where, expert by expert."""
-    sent: list[int]
-    """How many rows went to each rank; and how many came from each."""
-    received: list[int]
-    rows: int
-    """How many the caller gave, those behind the last expert's included."""
-
-
-class _Exchange:
+class _Hooks:
     """Sends the rows of a call to their experts, and the results back."""
 
-    def __init__(self) -> None:
-        self._calls: list[_Sent] = []
+    def __init__(self, how: Dispatch) -> None:
+        self.how = how
+        self._calls: list[Sent] = []
         """Those that run."""
 
     def dispatch(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-        """The rows of all ranks for the experts of this one, and where each expert's end."""
-        rows, ends = inputs
-        if not isinstance(ends, Tensor):
-            ends = torch.tensor(list(ends), device=rows.device).cumsum(0)
-        ranks, group = mesh.size(), mesh.get_group().group_name
-        counts = ends.to(torch.int64).diff(prepend=ends.new_zeros(1, dtype=torch.int64)).view(ranks, -1)
-        each = [counts.shape[1]] * ranks
-        arriving = all_to_all(counts.reshape(-1), each, each, group).view(ranks, -1)
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        arrived: Tensor = _send(rows[: sum(sent)], received, sent, group)
-        expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.view(-1))
-        order = expert.argsort(stable=True)
-        self._calls.append(_Sent(order, sent, received, len(rows)))
-        return arrived[order], arriving.sum(0).cumsum(0, dtype=torch.int32)
+        """What the module's forward is called with."""
+        if len(inputs) != 2:
+            raise TypeError(
+                f"ExpertParallel: {type(module).__name__} was called with {len(inputs)} arguments, and a module of "
+                "experts takes rows and where each expert's end; convert one that routes tokens itself with a recipe "
+                "first"
+            )
+        quantizer = encoded_rows(type(module).__name__, module) if self.how == "encoded" else None
+        rows, ends, call = dispatch(inputs[0], inputs[1], mesh, quantizer)
+        self._calls.append(call)
+        return rows, ends
 
     def combine(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The results of the rows that this rank sent, in their order; zero where a row went to no expert."""
-        call = self._calls.pop()
-        back = torch.empty_like(call.order)
-        back[call.order] = torch.arange(len(back), device=back.device)
-        y: Tensor = _send(output[back], call.sent, call.received, mesh.get_group().group_name)
-        behind = call.rows - len(y)
-        return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
-
-
-class _Send(torch.autograd.Function):
-    """Rows to other ranks, and their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-        ctx.how = sent, received, group
-        return all_to_all(rows, received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return all_to_all(gradient, *ctx.how), None, None, None
-
-
-_send: Any = _Send.apply
+        """What the caller gets of what it returns."""
+        return combine(output, self._calls.pop(), self.how)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -133,5 +115,3 @@ def _share_out(name: str, module: Any, mesh: DeviceMesh) -> None:
     for key, parameter in module.named_parameters(recurse=False):
         part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
         module.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    if hasattr(module, "experts_elsewhere"):
-        module.experts_elsewhere = True

@@ -60,6 +60,30 @@ def unit(side: Quantizer, dim: int) -> int:
     return math.lcm(ALIGNED if dim == 1 else 1, *(step for step in steps if step is not None))
 
 
+def why_not_row_by_row(quantizer: Quantizer) -> str | None:
+    """Why rows cannot be encoded before it is known which group each belongs to, and their row operand be all that is
+    left of them; None if they can be: each row then has the same bytes in any group, and the column operand of a group
+    is made of them."""
+    side = quantizer.side("row")
+    if side.plain:
+        return f"{side} leaves rows as they are"
+    if side.stochastic:
+        return f"{side} rounds with random bits of a row's place in its group"
+    for covering in (*side.stats, *side.layout):
+        if covering.block[0] is None:
+            return f"{covering.name} of {side} is of all rows of a group together"
+        if covering.block[0] > 1:
+            return f"{covering.name} of {side} is of {covering.block[0]} rows together"
+    if side.why_no_parts(0) is not None:
+        return side.why_no_parts(0)
+    if quantizer.col_source != "row":
+        return (
+            f"the column operand of {quantizer}, of which the gradient of the weight is made, is not made of its row "
+            "operand, as col_source=row has it"
+        )
+    return None
+
+
 def capacity(rows: int, groups: int, unit: int) -> int:
     """How many rows suffice for so many in so many groups, each padded to a multiple of ``unit``."""
     return (rows + groups * (unit - 1)) // unit * unit

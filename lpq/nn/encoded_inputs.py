@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lpq import registry
+from lpq.formats.groups import why_not_row_by_row
 from lpq.operations.operators import opaque_when_traced
 
 if TYPE_CHECKING:
@@ -35,6 +36,17 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool) ->
         )
     text = plan.x.text
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
+
+
+def row_buffers(title: str, plan: Plan, x: QuantizedTensor) -> Sequence[Tensor]:
+    """Those of the row operand of encoded rows in groups, of which the column operand of each group can be made."""
+    reason = why_not_row_by_row(plan.x)
+    if reason is not None:
+        raise ValueError(
+            f"{title}: its input is encoded already, and groups of rows are not what x={plan.x} makes of all together: "
+            f"{reason}. Pass the rows before they are encoded"
+        )
+    return _buffers(x, "row", plan.x.text, title)
 
 
 def _buffers_of(x: QuantizedTensor, direction: Direction, text: str, title: str) -> list[Tensor]:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.functional import as_offsets, check_rows, grouped_linear_of, high_precision, why_not_in_groups
-from lpq.nn.input_checks import check_accumulation, check_static
+from lpq.distributed.expert_rows import own_experts
+from lpq.nn.functional import as_offsets, check_rows, grouped_linear_of, high_precision
+from lpq.nn.input_checks import check_accumulation
 from lpq.nn.linear import Layer, weight_operands
 from lpq.nn.plan import Plan
-from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
+    from lpq.distributed.expert_rows import Dispatch
     from lpq.recipes import RecipeLike
 
 
@@ -32,8 +33,9 @@ class GroupedLinear(Layer):
     """
 
     kind: ClassVar[str] = "lpq.nn.GroupedLinear"
-    experts_elsewhere: bool = False
-    """Whether other ranks have some of the groups, as ``lpq.distributed.expert_parallel`` shares them out."""
+    dispatched: Dispatch | None = None
+    """How rows come from the other ranks if these have some of the groups, as ``lpq.distributed.expert_parallel``
+    shares them out; None: all groups are here."""
 
     def __init__(
         self,
@@ -71,19 +73,12 @@ class GroupedLinear(Layer):
         return f"layer {self.place}, {kind}" if self.place else kind
 
     def why_unfit(self, plan: Plan) -> str | None:
-        return why_not_in_groups(plan)
-
-    def place_for(self, memory: Tensor) -> Tensor:
-        return memory.new_zeros((self.num_groups, *memory.shape))
-
-    def own_groups(self) -> slice:
-        """The groups of this rank: all, unless ``lpq.distributed.expert_parallel`` shares them out."""
-        if not self.experts_elsewhere:
-            return slice(0, self.num_groups)
-        mesh: Any = self.weight.device_mesh  # type: ignore[attr-defined]
-        each = self.num_groups // mesh.size(mesh.ndim - 1)
-        first = mesh.get_local_rank(mesh.ndim - 1) * each
-        return slice(first, first + each)
+        if plan.memories:
+            return (
+                "it remembers statistics across steps, and none are kept for each group: use one that measures each "
+                "tensor"
+            )
+        return None
 
     def forward(self, input: Tensor, offs: Tensor | Sequence[int]) -> Tensor:  # type: ignore[override]
         """``y`` of the rows ``input``, ``[rows, in_features]``, which lie group by group.
@@ -97,9 +92,9 @@ class GroupedLinear(Layer):
         check_rows(self.title, input, self.in_features)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if self.experts_elsewhere:
-            weight = self._own(weight)
-            bias = None if bias is None else self._own(bias)
+        if self.dispatched is not None:
+            weight = own_experts(self.title, weight)
+            bias = None if bias is None else own_experts(self.title, bias)
         ends = as_offsets(self.title, offs, weight.shape[0], input)
         held = self.held_weight() if self._held is not None else None
         if self.accumulate is not None:
@@ -108,29 +103,7 @@ class GroupedLinear(Layer):
         col = torch.is_grad_enabled() and input.requires_grad
         plan = self._plan if self._plan is not None else high_precision()
         operands = weight_operands(plan, weight, held, col)
-        states = self._of_own_groups() if plan.memories else None
-        return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate, states)
-
-    def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
-        """The static statistics of this rank's groups, which are looked at once."""
-        if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
-            check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
-            self._static_checked = self._calls[1]
-        own = self.own_groups()
-        return {
-            tensor: {key: local_part(value)[own] for key, value in state.items()}
-            for tensor, state in self._states().items()
-        }
-
-    def _own(self, parameter: Any) -> Tensor:
-        """The groups of this rank, of a parameter that ranks share out."""
-        if parameter.device_mesh.ndim != 1:
-            raise RuntimeError(
-                f"{self.title}: its weight lies over {parameter.device_mesh} and was not gathered; call the module "
-                "that fully_shard was called on, whose forward gathers it"
-            )
-        part: Tensor = parameter.to_local()
-        return part
+        return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate)
 
     def extra_repr(self) -> str:
         return (

@@ -5,7 +5,7 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer, Storage, check_there
-from lpq.formats.groups import Grouped
+from lpq.formats.groups import Grouped, why_not_row_by_row
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is
@@ -21,8 +21,7 @@ from lpq.nn.plan import Plan
 from lpq.operations.encoded_stacks import encode_stack
 from lpq.operations.group_choice import OfProduct, decoded_at_once
 from lpq.operations.group_tiles import spans
-from lpq.operations.groups import encode_groups, multiply_columns, multiply_rows, sum_rows
-from lpq.operations.operands import State
+from lpq.operations.groups import derive_columns, encode_groups, multiply_columns, multiply_rows, sum_rows
 from lpq.operations.operators import can_call_directly
 from lpq.tensor import QuantizedTensor
 
@@ -42,8 +41,8 @@ class GroupedCall(NamedTuple):
     weight: Buffers | None = None
     """The buffers of the operands of the weight, if it is encoded already."""
     accumulate: Accumulate | None = None
-    states: Mapping[str, State] = {}
-    """Static statistics of each tensor, with one for each group."""
+    input: Sequence[Tensor] | None = None
+    """The buffers of the row operand of the rows, if these are encoded already: the column operand is made of it."""
 
 
 class GroupedMultiplication(torch.autograd.Function):
@@ -53,23 +52,24 @@ class GroupedMultiplication(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, seeds: Tensor | None, call: GroupedCall
     ) -> Tensor:
-        plan, dtype, needs_dx, needs_dw, encoded, accumulate, states = call
+        plan, dtype, needs_dx, needs_dw, encoded, accumulate, given = call
         fprop, dgrad, wgrad = _decoded(plan, x, weight)
-        keeps_input = plan.keeps_input and needs_dw
+        keeps_input = plan.keeps_input and needs_dw and given is None
         # To decode the weight's column operand takes backward as long as to make it anew of the weight, which is there.
         keeps_weight = (plan.keeps_weight or (dgrad and not _finds_lines(plan.w))) and needs_dx and encoded is None
         # A scale of a whole group is not decoded along lines: what such an operand decodes to is made now.
         made = fprop, wgrad and spans(plan.x.side("col"), 1)
-        x_row, x_col = encode_groups(
-            plan.x, x, offs, row=True, col=needs_dw and not keeps_input, seeds=_of(seeds, 0), decoded=made,
-            state=states.get("x"),
-        )  # fmt: skip
+        x_row: Grouped | None
+        if given is not None:
+            x_row, x_col = Grouped(plan.x.side("row"), given, (x.shape[0], x.shape[1]), x.dtype, 0), None
+        else:
+            x_row, x_col = encode_groups(
+                plan.x, x, offs, row=True, col=needs_dw and not keeps_input, seeds=_of(seeds, 0), decoded=made
+            )
         assert x_row is not None
         if encoded is None:
             col = needs_dx and not keeps_weight
-            w_row, w_col = encode_stack(
-                plan.w, weight, row=True, col=col, seeds=_of(seeds, 1), decoded=(fprop, False), state=states.get("w")
-            )
+            w_row, w_col = encode_stack(plan.w, weight, row=True, col=col, seeds=_of(seeds, 1), decoded=(fprop, False))
             assert w_row is not None
         else:
             w_row, w_col = _wrapped(plan, weight, encoded)
@@ -77,6 +77,8 @@ class GroupedMultiplication(torch.autograd.Function):
                 check_there(w_row.tensors()[0])
         y = multiply_rows(x_row, w_row, offs, bias, dtype, plan.fast[0])
         of_x = [x] if keeps_input else [] if x_col is None else [*x_col.tensors]
+        if given is not None and needs_dw:
+            of_x = [*given]
         of_w = [weight] if keeps_weight else [] if w_col is None else w_col.tensors()
         ctx.save_for_backward(offs, *([] if seeds is None else [seeds]), *of_x, *of_w)
         ctx.call, ctx.count, ctx.keeps = call, len(of_x), (keeps_input, keeps_weight)
@@ -86,6 +88,8 @@ class GroupedMultiplication(torch.autograd.Function):
         watched = isinstance(weight, QuantizedTensor) and needs_dx and not torch.compiler.is_compiling()
         ctx.watched = (weight, as_it_is(weight)) if watched else None
         ctx.weight = weight if accumulate is not None else None
+        sums = bias is not None and bias.requires_grad  # of the gradients as they are
+        ctx.encoded_gradient = None if sums or why_not_row_by_row(plan.dy) is not None else plan.dy
         return y
 
     @staticmethod
@@ -101,7 +105,6 @@ class GroupedMultiplication(torch.autograd.Function):
                 "backward needs it as it was: write to it after backward"
             )
         plan: Plan = ctx.call.plan
-        states = ctx.call.states
         (rows, features), (groups, outputs, _), x_dtype, w_dtype = ctx.shapes
         offs, *saved = ctx.saved_tensors
         seeds = saved.pop(0) if plan.stochastic else None
@@ -110,29 +113,31 @@ class GroupedMultiplication(torch.autograd.Function):
         dgrad, wgrad, x_decoded = ctx.decoded
         if not can_call_directly(dy):  # but what is decoded is multiplied by what is decoded
             dgrad, wgrad = False, x_decoded
-        dy_row, dy_col = encode_groups(
-            plan.dy, dy, offs, row=needs_dx, col=needs_dw, seeds=_of(seeds, 2), decoded=(dgrad, wgrad),
-            state=states.get("dy"),
-        )  # fmt: skip
+        if isinstance(dy, QuantizedTensor):
+            dy_row, dy_col = _arrived(plan.dy, dy, offs, needs_dx, needs_dw, _of(seeds, 2))
+        else:
+            dy_row, dy_col = encode_groups(
+                plan.dy, dy, offs, row=needs_dx, col=needs_dw, seeds=_of(seeds, 2), decoded=(dgrad, wgrad)
+            )
         if dy_row is not None:
             of_w, side = saved[ctx.count :], plan.w.side("col")
             if ctx.keeps[1]:
                 row = not dgrad  # random bits of its own may be in both
-                _, w_col = encode_stack(
-                    plan.w, of_w[0], row=row, col=True, seeds=_of(seeds, 1), decoded=(False, dgrad),
-                    state=states.get("w"),
-                )  # fmt: skip
+                _, w_col = encode_stack(plan.w, of_w[0], row=row, col=True, seeds=_of(seeds, 1), decoded=(False, dgrad))
                 assert w_col is not None
             else:
                 w_col = side.storage.wrap(of_w, side, (groups, features, outputs), w_dtype)
             dx = multiply_rows(dy_row, w_col, offs, None, x_dtype, plan.fast[1])
         if dy_col is not None:
             of_x, side = saved[: ctx.count], plan.x.side("col")
-            if ctx.keeps[0]:  # the row operand, too: random bits of its own may be in both
+            x_col: Grouped | None
+            if ctx.call.input is not None:
+                x_row = Grouped(plan.x.side("row"), of_x, (rows, features), x_dtype, 0)
+                x_col = derive_columns(plan.x, x_row, offs, _of(seeds, 0))
+            elif ctx.keeps[0]:  # the row operand, too: random bits of its own may be in both
                 _, x_col = encode_groups(
-                    plan.x, of_x[0], offs, row=not wgrad, col=True, seeds=_of(seeds, 0), decoded=(False, wgrad),
-                    state=states.get("x"),
-                )  # fmt: skip
+                    plan.x, of_x[0], offs, row=not wgrad, col=True, seeds=_of(seeds, 0), decoded=(False, wgrad)
+                )
                 assert x_col is not None
             else:
                 x_col = Grouped(side, of_x, (features, rows), x_dtype, 1, x_decoded)
@@ -146,6 +151,15 @@ class GroupedMultiplication(torch.autograd.Function):
         if needs_db:
             db = sum_rows(dy, offs).to(ctx.bias)
         return dx, dw, db, None, None, None
+
+
+def _arrived(
+    quantizer: Quantizer, dy: QuantizedTensor, offs: Tensor, row: bool, col: bool, seeds: Tensor | None
+) -> tuple[Grouped | None, Grouped | None]:
+    """The operands of gradients that came encoded, as ``encoded_gradient`` of the pass has it."""
+    assert dy.quantizer == quantizer
+    made = Grouped(quantizer.side("row"), dy.operand("row").tensors(), (dy.shape[0], dy.shape[1]), dy.dtype, 0)
+    return made if row else None, derive_columns(quantizer, made, offs, seeds) if col else None
 
 
 def _finds_lines(quantizer: Quantizer) -> bool:

@@ -1,4 +1,4 @@
-"""Lines of a report about layers that tensor parallelism shares out: what is gathered of their tensors, and how."""
+"""Lines of a report about layers that ranks share out: what of their tensors travels, and how."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from lpq.distributed.cuts import Cut, Part, why_high
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
+from lpq.formats.groups import why_not_row_by_row
 from lpq.nn.linear import Layer
 
 TOKENS = 2**14
@@ -19,13 +20,34 @@ TOKENS = 2**14
 
 
 def parallel_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Of each layer that a style of ``lpq.distributed.tensor_parallel`` shares out: how, and what is gathered."""
+    """Of each layer that a style of ``lpq.distributed`` shares out: how, and what travels."""
     for name, module in model.named_modules():
+        if getattr(module, "dispatched", None) is not None:
+            yield name, _of_experts(module)
         if isinstance(module, Layer) and module.layouts is not None:
             weight: Any = module.weight
             ranks = weight.device_mesh.size(weight.device_mesh.ndim - 1)
             columns = weight.placements[-1].is_shard(0)
             yield name, f"{'outputs' if columns else 'inputs'} over {ranks} ranks{_gathers(module, columns, ranks)}"
+
+
+def _of_experts(module: Any) -> str:
+    """How experts are shared out, and in which form rows travel to them."""
+    weight: Any = next(module.parameters())
+    count, ranks = weight.shape[0], weight.device_mesh.size(weight.device_mesh.ndim - 1)
+    said = f"{count // ranks} of {count} experts on each of {ranks} ranks; rows are dispatched"
+    if module.dispatched == "high_precision" or module.recipe is None:
+        return f"{said} in high precision"
+    of_x, of_dy = module.recipe.x, module.recipe.dy
+    bias = any(name.rpartition(".")[2].endswith("bias") for name, _ in module.named_parameters())
+    reason = "there is a bias, whose gradient is their sum" if bias else why_not_row_by_row(of_dy)
+    said = f"{said} as {_share(of_x)}; gradients of results"
+    return f"{said} in high precision: {reason}" if reason is not None else f"{said} likewise, as {_share(of_dy)}"
+
+
+def _share(quantizer: Quantizer) -> str:
+    share = operand_bytes(quantizer, TOKENS, TOKENS, torch.bfloat16, True, False) / (TOKENS * TOKENS * 2)
+    return f"{quantizer}: {share:.2f} of bf16"
 
 
 def _gathers(layer: Layer, columns: bool, ranks: int) -> str:

@@ -33,7 +33,8 @@ class Report:
     weights: tuple[Entry, ...] = ()
     """With ``convert(…, weights=…)``: how each weight is stored and gathered, and why it is not quantized."""
     parallel: tuple[Entry, ...] = ()
-    """Under tensor parallelism: how each layer is shared out, and in what form its sequences are gathered."""
+    """Under tensor and expert parallelism: how each layer is shared out, and in what form sequences are gathered, and
+    rows sent to experts."""
     experts: tuple[Entry, ...] = ()
     """How the products of experts are computed, and from how many rows on that takes less time than bf16."""
     coverage: Coverage = field(default_factory=Coverage)

@@ -20,11 +20,12 @@ from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
 from lpq.formats.layout import row_major
 from lpq.formats.stacks import matrices
 from lpq.operations import group_tiles, sectioned
+from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.group_choice import kernel_of
 from lpq.operations.multiplying import gemm
-from lpq.operations.operands import State, encode_operands, state_names
+from lpq.operations.operands import encode_operands
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.sides import quantizer_of
 from lpq.registry.errors import words
@@ -41,12 +42,10 @@ def encode_groups(
     col: bool,
     seeds: Tensor | None = None,
     decoded: tuple[bool, bool] = (False, False),
-    state: State | None = None,
 ) -> tuple[Grouped | None, Grouped | None]:
     """The wanted operands of the rows ``x`` in groups: the bytes of each group are those of its rows alone. ``seeds``
     has one for each group. An operand that is an ordinary matrix is a view or a cast of ``x``. ``decoded``: whether of
-    the row operand, and of the column operand, only what it decodes to is wanted (``decoded_at_once``). ``state``: the
-    static statistics, with one for each group along their first dimension."""
+    the row operand, and of the column operand, only what it decodes to is wanted (``decoded_at_once``)."""
     of_row, of_col = quantizer.side("row"), quantizer.side("col")
     first = _plain(of_row, x, 0) if row and of_row.plain else None
     from_x = quantizer.col_source == "original"
@@ -57,18 +56,16 @@ def encode_groups(
     decoded = decoded[0] and row, decoded[1] and col
     if True in decoded and quantizer.col_source == "original":
         sides = of_row if row else None, of_col if col else None
-        given = sectioned.given_of(quantizer, *sides, state)
-        if (made := sectioned.encode(x, offs, *sides, seeds, decoded, given)) is not None:
+        if (made := sectioned.encode(x, offs, *sides, seeds, decoded)) is not None:
             return (
                 Grouped(of_row, made[0], (x.shape[0], x.shape[1]), x.dtype, 0, decoded[0]) if row else first,
                 Grouped(of_col, made[1], (x.shape[1], x.shape[0]), x.dtype, 1, decoded[1]) if col else second,
             )
     if can_call_directly(x):
-        out = _encoded(x, offs, quantizer, row, col, seeds, state)
+        out = _encoded(x, offs, quantizer, row, col, seeds)
     else:
         texts = quantizer.text, layout_hash(of_row.text, of_col.text)
-        values = [] if state is None else [state[name] for name in state_names(quantizer)]
-        out = torch.ops.lpq.encode_groups(x, offs, texts[0], row, col, seeds, values, texts[1])
+        out = torch.ops.lpq.encode_groups(x, offs, texts[0], row, col, seeds, texts[1])
     rows, cols = x.shape
     at = len(of_row.layout) if row else 0
     if row:
@@ -78,6 +75,16 @@ def encode_groups(
     return first, second
 
 
+def derive_columns(quantizer: Quantizer, row: Grouped, offs: Tensor, seeds: Tensor | None) -> Grouped:
+    """The column operand of rows of which only the row operand is there (``why_not_row_by_row``)."""
+    values = decode(row.quantizer.storage.wrap(row.tensors, row.quantizer, row.shape, row.dtype), torch.float32)
+    _, col = encode_groups(quantizer.side("col"), values, offs, row=False, col=True, seeds=seeds)
+    assert col is not None
+    pairs = zip(col.quantizer.layout, col.tensors, strict=True)
+    tensors = [t.to(row.dtype) if b.dtype is None else t for b, t in pairs]
+    return col._replace(tensors=tensors, dtype=row.dtype)  # it stands for the rows, not for what was decoded
+
+
 def _plain(side: Quantizer, x: Tensor, dim: int) -> Grouped:
     made = encoded_by(side, x if dim == 0 else x.t(), {}, None)
     rows, cols = made.shape
@@ -85,9 +92,8 @@ def _plain(side: Quantizer, x: Tensor, dim: int) -> Grouped:
 
 
 def encode_groups_reference(
-    x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None,
-    state: State | None = None,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None
+) -> list[Tensor]:
     """The buffers of the wanted operands, the row operand's first: of one group after the other."""
     rows, cols = x.shape
     sides = [(quantizer.side("row"), 0, (rows, cols))] if row else []
@@ -98,8 +104,7 @@ def encode_groups_reference(
     begins = [starts(ends, unit(side, dim)) for side, dim, _ in sides]
     for group, (start, stop) in enumerate(bounds(ends)):
         seed = None if seeds is None else seeds[group]
-        own = None if state is None else {name: values[group] for name, values in state.items()}
-        made = encode_operands(quantizer, x[start:stop], row=row, col=col, seed=seed, state=own)
+        made = encode_operands(quantizer, x[start:stop], row=row, col=col, seed=seed)
         rest = iter(out)
         for (side, dim, _), at in zip(sides, begins, strict=True):
             operand = made.row if dim == 0 else made.col
@@ -140,20 +145,18 @@ def _encoded(
     row: bool,
     col: bool,
     seeds: Tensor | None,
-    state: State | None = None,
     *,
     operator: bool = False,
 ) -> list[Tensor]:
     if at_once(x, offs):
         if quantizer.col_source == "original":
             sides = quantizer.side("row") if row else None, quantizer.side("col") if col else None
-            given = sectioned.given_of(quantizer, *sides, state)
-            made = sectioned.encode(x, offs, *sides, seeds, given=given, operator=operator)
+            made = sectioned.encode(x, offs, *sides, seeds, operator=operator)
             if made is not None:
                 return [*made[0], *made[1]]
         if _without_the_host(_why_not(quantizer, row, col)):
-            return group_tiles.encode(x, offs, quantizer, row, col, seeds, state)
-    return encode_groups_reference(x, offs, quantizer, row, col, seeds, state)
+            return group_tiles.encode(x, offs, quantizer, row, col, seeds)
+    return encode_groups_reference(x, offs, quantizer, row, col, seeds)
 
 
 def at_once(x: Tensor, offs: Tensor) -> bool:
@@ -207,25 +210,21 @@ def _without_the_host(why_not: str | None) -> bool:
 
 
 def _encode(
-    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, state: list[Tensor],
-    layouts: str = "",
-) -> list[Tensor]:  # fmt: skip
-    of = cast("Quantizer", quantizer_of(quantizer))
-    named = dict(zip(state_names(of), state, strict=True)) if state else None
-    made = _encoded(x, offs, of, row, col, seeds, named, operator=True)
+    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, layouts: str = ""
+) -> list[Tensor]:
+    made = _encoded(x, offs, cast("Quantizer", quantizer_of(quantizer)), row, col, seeds, operator=True)
     return [row_major(t) for t in made]
 
 
 def _encode_fake(
-    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, state: list[Tensor],
-    layouts: str = "",
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, layouts: str = ""
+) -> list[Tensor]:
     return _empty(x, offs.shape[0], cast("Quantizer", quantizer_of(quantizer)), row, col)
 
 
 define(
     "encode_groups(Tensor x, Tensor offs, str quantizer, bool row, bool col, Tensor? seeds, "
-    'Tensor[] state, str layouts="") -> Tensor[]',
+    'str layouts="") -> Tensor[]',
     _encode,
     _encode_fake,
 )

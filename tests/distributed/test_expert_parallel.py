@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import lpq
 from lpq.distributed.expert_parallel import ExpertParallel
@@ -25,11 +27,11 @@ EXPERTS, WIDTH, INNER, BEHIND = 8, 64, 96, 3
 class Experts(nn.Module):
     """Two layers for each expert, with biases."""
 
-    def __init__(self, recipe: str | None, device: str = "cpu") -> None:
+    def __init__(self, recipe: str | None, device: str = "cpu", bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.up = GroupedLinear(EXPERTS, WIDTH, INNER, recipe=recipe)
-        self.down = GroupedLinear(EXPERTS, INNER, WIDTH, recipe=recipe)
+        self.down = GroupedLinear(EXPERTS, INNER, WIDTH, bias, recipe=recipe)
         self.to(device, kind(device))
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -73,14 +75,17 @@ def mine_of(whole: Tensor, ends: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat([part.split([counts(r)[e] for r in range(ranks)])[rank] for e, part in enumerate(each)])
 
 
-def as_one(rank: int, ranks: int, recipe: str | None, device: str = "cpu") -> None:
+def as_one(
+    rank: int, ranks: int, recipe: str | None, device: str = "cpu", bias: bool = True, dispatch: Any = "high_precision"
+) -> None:
     """Each rank has its rows of what one process makes of those of all, and the same gradients of its experts."""
-    alone = Experts(recipe, device)
+    alone = Experts(recipe, device, bias)
     x, dy, ends = (_on(device, tensor) for tensor in of_all(range(ranks)))
     x.requires_grad_()
     expected = alone(x, ends)
     expected.backward(dy)
-    model = parallelize_module(Experts(recipe, device), init_device_mesh(device, (ranks,)), ExpertParallel())
+    mesh = init_device_mesh(device, (ranks,))
+    model = parallelize_module(Experts(recipe, device, bias), mesh, ExpertParallel(dispatch=dispatch))
     own, gradient, offs = (_on(device, tensor) for tensor in rows(rank))
     own.requires_grad_()
     for _ in range(2):  # as of two micro-batches
@@ -96,6 +101,58 @@ def as_one(rank: int, ranks: int, recipe: str | None, device: str = "cpu") -> No
     for (name, whole), part in zip(alone.named_parameters(), model.parameters(), strict=True):
         assert local_part(part.grad).shape[0] == EXPERTS // ranks
         assert torch.equal(local_part(part.grad), whole.grad.chunk(ranks)[rank]), name
+
+
+MX = "x=hybrid(row=mxfp8, col=mxfp8, col_source=row), w=mxfp8(), dy=hybrid(row=mxfp8, col=mxfp8, col_source=row)"
+ROWS = "x=hybrid(row=fp8(scaling=row), col=nvfp4, col_source=row), w=fp8(scaling=row), dy=fp8()"
+PLAIN = (
+    "x=hybrid(row=mxfp8, col=identity, col_source=row), w=mxfp8(), dy=hybrid(row=mxfp8, col=identity, col_source=row)"
+)
+HIGH = 4 * WIDTH
+ENCODED = [
+    (2, MX, False, WIDTH + WIDTH // 32, WIDTH + WIDTH // 32), (2, MX, True, WIDTH + WIDTH // 32, HIGH),
+    (2, ROWS, False, WIDTH + 4, HIGH), (4, PLAIN, False, WIDTH + WIDTH // 32, WIDTH + WIDTH // 32),
+]  # fmt: skip
+"""Ranks, a recipe, whether results have a bias, and the bytes in which a row and the gradient of a result travel."""
+
+
+def _sent_encoded(rank: int, ranks: int, recipe: str, bias: bool, of_x: int, of_dy: int) -> None:
+    as_one(rank, ranks, recipe, "cpu", bias, "encoded")
+    mesh = init_device_mesh("cpu", (ranks,))
+    own, gradient, offs = rows(rank)
+    own.requires_grad_()
+    came = sum(sum(_share(r, rank, ranks)) for r in range(ranks))
+    made: list[list[Tensor]] = []
+    for how, size, back in (("high_precision", HIGH, HIGH), ("encoded", of_x, of_dy)):
+        model = parallelize_module(Experts(recipe, bias=bias), mesh, ExpertParallel(dispatch=how))  # type: ignore[arg-type]
+        own.grad = None
+        with lpq.observe.collectives() as seen:
+            y = model(own, offs)
+            y.backward(gradient)
+        gone = len(own) - BEHIND
+        expected = [8 * EXPERTS, size * gone, HIGH * came, back * gone, HIGH * came]
+        assert [c.bytes for c in seen if c.kind == "all_to_all_single"] == expected
+        assert own.grad is not None
+        made.append([y, own.grad, *(local_part(p.grad) for p in model.parameters())])
+        for parameter in model.parameters():
+            parameter.grad = None
+        own.grad = None
+        checkpoint(model, own, offs, use_reentrant=False).backward(gradient)
+        again = [own.grad, *(local_part(p.grad) for p in model.parameters())]
+        assert all(torch.equal(a, b) for a, b in zip(made[-1][1:], again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def _share(sender: int, rank: int, ranks: int) -> list[int]:
+    """How many rows of another rank go to each expert of this one."""
+    each = EXPERTS // ranks
+    return counts(sender)[rank * each : (rank + 1) * each]
+
+
+@pytest.mark.parametrize(("ranks", "recipe", "bias", "of_x", "of_dy"), ENCODED)
+def test_rows_that_travel_encoded(ranks: int, recipe: str, bias: bool, of_x: int, of_dy: int) -> None:
+    """To the bit what is made of rows that travel as they are, in as many bytes as the operand has."""
+    spawn(_sent_encoded, ranks, ranks, recipe, bias, of_x, of_dy)
 
 
 def _on(device: str, tensor: Tensor) -> Tensor:
@@ -128,9 +185,9 @@ def test_rows_that_meet_other_experts_are_noticed() -> None:
 def _sharded(rank: int) -> None:
     """Experts over two ranks, and FSDP2 over two replicas of them, which see other rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    model: Any = parallelize_module(Experts("mxfp8"), mesh["ep"], ExpertParallel())
+    model: Any = parallelize_module(Experts(MX), mesh["ep"], ExpertParallel(dispatch="encoded"))
     fully_shard(model, mesh=mesh["dp"])
-    alone = Experts("mxfp8")
+    alone = Experts(MX)
     own, gradient, offs = rows(rank)
     model(own, offs).backward(gradient)
     for replica in ((0, 1), (2, 3)):
@@ -160,6 +217,48 @@ def _refused(rank: int) -> None:
     prepared = lpq.convert(copy.deepcopy(Experts(None)), "mxfp8", weights="high_precision")
     with pytest.raises(ValueError, match="was prepared by lpq"):
         parallelize_module(prepared, mesh, ExpertParallel())
+    with pytest.raises(ValueError, match="dispatch='quantized'; it is one of"):
+        ExpertParallel(dispatch="quantized")  # type: ignore[arg-type]
+    for recipe, reason in (
+        ("mxfp8", "is not made of its row operand, as col_source=row has it"),
+        (
+            "x=hybrid(row=nvfp4, col=mxfp8, col_source=row), w=nvfp4(), dy=mxfp8()",
+            "amax of nvfp4 is of all rows of a g",
+        ),
+        (
+            "x=hybrid(row=nvfp4(block=16x16), col=mxfp8, col_source=row), w=nvfp4(), dy=mxfp8()",
+            "is of all rows of a gr",
+        ),
+        ("bf16", r"identity\(dtype=bfloat16\) leaves rows as they are"),
+        (None, r"layers with the recipes \['None'\], and rows that are dispatched encoded have one"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            parallelize_module(Experts(recipe), mesh, ExpertParallel(dispatch="encoded"))
+    with pytest.raises(TypeError, match="was called with 1 arguments, and a module of experts takes rows and where"):
+        parallelize_module(Experts("mxfp8"), mesh, ExpertParallel())(torch.ones(4, WIDTH))
+
+
+def _reported(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for how, recipe, bias, said in (
+        ("high_precision", MX, False, "4 of 8 experts on each of 2 ranks; rows are dispatched in high precision"),
+        (
+            "encoded",
+            MX,
+            False,
+            "rows are dispatched as .*: 0.52 of bf16; gradients of results likewise, as .*: 0.52 of",
+        ),
+        ("encoded", MX, True, "results in high precision: there is a bias, whose gradient is their sum"),
+        ("encoded", ROWS, False, "results in high precision: amax of fp8 is of all rows of a group together"),
+    ):
+        model = lpq.convert(Experts(None, bias=bias), recipe)
+        parallelize_module(model, mesh, ExpertParallel(dispatch=how))  # type: ignore[arg-type]
+        notes = {entry.name: entry.note for entry in lpq.report(model).parallel}
+        assert re.search(said, notes["down"]), notes
+
+
+def test_the_report_says_how_rows_travel() -> None:
+    spawn(_reported, 2)
 
 
 def test_what_ranks_cannot_share_out_is_refused() -> None:

@@ -1,0 +1,169 @@
+"""Rows on their way to the ranks of their experts, and the results on their way back.
+
+Rows lie expert by expert. What arrives lies likewise, of each expert those of one rank behind those of the other. Where
+it travels encoded, each row is encoded before it is sent, and has the bytes that it would have been given where it
+arrives: that takes a format in which no value is of two rows (``why_not_row_by_row``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lpq.formats import Quantizer
+from lpq.formats.groups import why_not_row_by_row
+from lpq.formats.layout import row_major
+from lpq.operations.operands import encode_operands
+from lpq.tensor import QuantizedTensor
+from lpq.torch_private.collectives import all_to_all
+
+Dispatch = Literal["high_precision", "encoded"]
+"""How rows travel to their experts."""
+
+
+class Sent(NamedTuple):
+    """What was sent for one call."""
+
+    order: Tensor
+    """Which of the rows that arrived, rank by rank, stands where, expert by expert."""
+    back: Tensor
+    """And the other way round."""
+    sent: list[int]
+    """How many rows went to each rank; and how many came from each."""
+    received: list[int]
+    rows: int
+    """How many the caller gave, those behind the last expert's included."""
+    group: str
+
+
+def dispatch(
+    rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh, quantizer: Quantizer | None
+) -> tuple[Tensor, Tensor, Sent]:
+    """The rows of all ranks for the experts of this one, where each expert's end, and what ``combine`` needs to know.
+
+    With a quantizer they travel as its row operand, and what is returned has that alone. The host waits for how many
+    go where.
+    """
+    if not isinstance(ends, Tensor):
+        ends = torch.tensor(list(ends), device=rows.device).cumsum(0)
+    ranks, group = mesh.size(), mesh.get_group().group_name
+    counts = ends.to(torch.int64).diff(prepend=ends.new_zeros(1, dtype=torch.int64)).view(ranks, -1)
+    each = [counts.shape[1]] * ranks
+    arriving = all_to_all(counts.reshape(-1), each, each, group).view(ranks, -1)
+    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+    expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.view(-1))
+    order = expert.argsort(stable=True)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    call = Sent(order, back, sent, received, len(rows), group)
+    arrived: Tensor = _to_experts(rows[: sum(sent)], call, quantizer)
+    return arrived, arriving.sum(0).cumsum(0, dtype=torch.int32), call
+
+
+def combine(output: Tensor, call: Sent, dispatched: Dispatch) -> Tensor:
+    """The results of the rows that this rank sent, in their order; zero where a row went to no expert.
+
+    Their gradients travel encoded, if rows do, where a layer made the results and can multiply such gradients.
+    """
+    made_by = output.grad_fn if dispatched == "encoded" else None
+    y: Tensor = _from_experts(output, call, getattr(made_by, "encoded_gradient", None))
+    behind = call.rows - len(y)
+    return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
+
+
+class _ToExperts(torch.autograd.Function):
+    """Rows to the ranks of their experts, and their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, call: Sent, quantizer: Quantizer | None) -> Tensor:
+        ctx.call = call
+        return _arrived(rows, call, quantizer)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _returned(gradient, ctx.call), None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    """Results back to the ranks that sent the rows, and their gradients to the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, call: Sent, quantizer: Quantizer | None) -> Tensor:
+        ctx.call, ctx.quantizer = call, quantizer
+        return _returned(output, call)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _arrived(gradient, ctx.call, ctx.quantizer), None, None
+
+
+_to_experts: Any = _ToExperts.apply
+_from_experts: Any = _FromExperts.apply
+
+
+def _returned(rows: Tensor, call: Sent) -> Tensor:
+    return all_to_all(rows[call.back], call.sent, call.received, call.group)
+
+
+def _arrived(rows: Tensor, call: Sent, quantizer: Quantizer | None) -> Tensor:
+    if quantizer is None:
+        return all_to_all(rows, call.received, call.sent, call.group)[call.order]
+    operand = encode_operands(quantizer, rows, row=True, col=False).row
+    assert operand is not None
+    tensors = [row_major(t) for t in operand.tensors()]
+    came = all_to_all(torch.cat([*map(_bytes, tensors)], 1), call.received, call.sent, call.group)[call.order]
+    shape = len(came), rows.shape[1]
+    side = operand.quantizer
+    row = side.storage.wrap([*_pieces(came, tensors)], side, shape, rows.dtype)
+    return QuantizedTensor(row, None, quantizer, shape, rows.dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a buffer, a line for each row."""
+    return tensor.reshape(tensor.shape[0], prod(tensor.shape[1:])).view(torch.uint8)
+
+
+def _pieces(came: Tensor, sent: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The buffers of lines of bytes in which they lie beside each other."""
+    sizes = [prod(t.shape[1:]) * t.itemsize for t in sent]
+    for piece, tensor in zip(torch.split(came, sizes, 1), sent, strict=True):
+        yield piece.contiguous().view(tensor.dtype).view(len(came), *tensor.shape[1:])
+
+
+# ---------------------------------------------------------------------------------------------- what may travel so
+
+
+def encoded_rows(title: str, module: nn.Module) -> Quantizer:
+    """The quantizer of the rows that are dispatched to a module of experts; an error where they cannot be encoded."""
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "dispatched")]
+    recipes = {layer.recipe for layer in layers}
+    if len(recipes) != 1 or None in recipes:
+        names = sorted(str(recipe and recipe.title) for recipe in recipes)
+        raise ValueError(
+            f"{title} has layers with the recipes {names}, and rows that are dispatched encoded have one: give its "
+            "layers one recipe, or dispatch='high_precision'"
+        )
+    quantizer: Quantizer = recipes.pop().x
+    reason = why_not_row_by_row(quantizer)
+    if reason is not None:
+        raise ValueError(
+            f"{title}: rows cannot be dispatched encoded as x={quantizer}: {reason}. Use dispatch='high_precision', or "
+            "a recipe whose x is encoded row by row, and whose column operand is made of that (col_source=row)"
+        )
+    return quantizer
+
+
+def own_experts(title: str, parameter: Any) -> Tensor:
+    """The experts of this rank, of a parameter that ranks share out."""
+    if parameter.device_mesh.ndim != 1:
+        raise RuntimeError(
+            f"{title}: its weight lies over {parameter.device_mesh} and was not gathered; call the module that "
+            "fully_shard was called on, whose forward gathers it"
+        )
+    part: Tensor = parameter.to_local()
+    return part
