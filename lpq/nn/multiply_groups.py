@@ -18,6 +18,7 @@ from lpq.kernels.table import kernels_allowed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is
 from lpq.nn.plan import Plan
+from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoded_stacks import encode_stack
 from lpq.operations.group_choice import OfProduct, decoded_at_once
 from lpq.operations.group_tiles import spans
@@ -122,7 +123,8 @@ class GroupedMultiplication(torch.autograd.Function):
         if dy_row is not None:
             of_w, side = saved[ctx.count :], plan.w.side("col")
             if ctx.keeps[1]:
-                row = not dgrad  # random bits of its own may be in both
+                # The row operand, too, where it has something to do with the other one.
+                row = not dgrad and (plan.w.col_source == "row" or rounds_stochastically(plan.w))
                 _, w_col = encode_stack(plan.w, of_w[0], row=row, col=True, seeds=_of(seeds, 1), decoded=(False, dgrad))
                 assert w_col is not None
             else:

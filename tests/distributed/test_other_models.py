@@ -33,7 +33,7 @@ def _other_models(rank: int) -> None:
     for recipes, words in (
         (("mxfp8", "mxfp8(dtype=e5m2)"), (f"[0.up: {LAYER}", ", recipe mxfp8()]", ", recipe mxfp8(dtype=e5m2)]")),
         (("mxfp8", other_dy), (f", recipe {other_dy}]",)),
-        (("fp8-current", "nvfp4"), (", recipe x=fp8(), w=fp8(), dy=fp8(dtype=e5m2)]", "w=nvfp4(block=16x16)")),
+        (("fp8-current", "nvfp4"), (", dy=fp8(dtype=e5m2), w.save=weight]", "w=nvfp4(block=16x16)")),
         (("mxfp8", "fp8-delayed"), ("w=fp8(scaling=delayed)",)),
     ):
         _refused(built(How(recipes[rank], **SMALL)), *words)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lpq.distributed.shard import plain
 from lpq.nn import linear, multiply, plan
 from lpq.operations.binding import Multiply, Product
 from lpq.operations.bound import Encoder, Wanted
@@ -65,7 +66,7 @@ def kept_for_backward(forward: Callable[[], Tensor]) -> tuple[Tensor, int]:
     memories: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:
-        memory = saved.untyped_storage()
+        memory = plain(saved).untyped_storage()
         memories[memory.data_ptr()] = memory.nbytes()
         return saved
 

@@ -66,7 +66,7 @@ def test_it_is_multiplied_as_it_is(recipe: str, monkeypatch: pytest.MonkeyPatch)
     made = encodings(monkeypatch)
     module = layer(recipe)  # binds anew, what is noted
     assert same(step(module, q.quantize(x)), expected)
-    again = [OUT] if recipe == KEEPS else []
+    again = [OUT] if module.recipe.save_w == "weight" else []
     assert [w.shape[0] for w in made] == [OUT, 64, *again], "the weight, and the gradient that comes back"
     assert not same(step(module, q.quantize(2 * x)), expected)
     with Watched():

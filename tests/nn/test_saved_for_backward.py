@@ -20,7 +20,7 @@ from lpq.registry.errors import LpqError
 ROWS, WIDTH, OUT = 48, 64, 96
 OPTIONS = ("x.save=input", "w.save=weight", "x.save=input, w.save=weight")
 RECIPES = (
-    "fprop=fp8-current, dgrad=fp8-current, wgrad=fp8-current",
+    "x=fp8(), w=fp8(), dy=fp8(dtype=e5m2)",
     "fprop=fp8-delayed, dgrad=fp8-delayed, wgrad=fp8-delayed",
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
     "x=nvfp4(stochastic=true), w=nvfp4(block=16x16, stochastic=true), dy=nvfp4(stochastic=true)",

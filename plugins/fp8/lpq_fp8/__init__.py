@@ -57,7 +57,7 @@ def lpq_register_recipes() -> list[RecipeSpec]:
         RecipeSpec(
             name="fp8-current",
             summary="FP8, one scale for each tensor, from the tensor itself; gradients in E5M2",
-            recipe="x=fp8(), w=fp8(), dy=fp8(dtype=e5m2)",
+            recipe="x=fp8(), w=fp8(), dy=fp8(dtype=e5m2), w.save=weight",
             aliases=("tensorwise", "Float8CurrentScaling"),
         ),
         RecipeSpec(
