@@ -1,7 +1,9 @@
-"""cuBLASLt's product of bf16 matrices with a factor that lies on the device, which torch does not offer.
+"""cuBLASLt's products by calls of lpq's own: the library is the one that torch has loaded.
 
-The sums are multiplied in fp32 and rounded once, at no cost, where a second pass would read and write all of them. The
-library is the one that torch has loaded. What describes a product of some sizes is made once and kept.
+Of bf16 matrices with a factor that lies on the device, which torch does not offer: the sums are multiplied in fp32 and
+rounded once, at no cost, where a second pass would read and write all of them. And of 8-bit matrices with scales, as
+torch's scaled matmul makes it, which describes the product anew and asks for an algorithm at each call: that takes the
+host longer than the product itself. What describes a product of some sizes is made once here, and kept.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_void_p
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +23,17 @@ from lpq.kernels.errors import KernelError
 from lpq.kernels.fresh import allocator, fresh
 from lpq.torch_private import cuda as torch_cuda
 
-BF16, FP32 = 14, 0
-TYPES = {torch.bfloat16: BF16, torch.float32: FP32}
+FP32 = 0
+TYPES = {
+    torch.float32: FP32, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29,
+}  # fmt: skip
 """What a product may be made of, and their codes."""
 COMPUTE_FP32 = 68
 POINTERS, TRANSPOSE_FIRST, EPILOGUE, BIAS = 2, 3, 7, 8
+FIRST_SCALES, SECOND_SCALES, FAST, FIRST_SCALED, SECOND_SCALED = 17, 18, 25, 31, 32
 ON_DEVICE, TRANSPOSED, ADD_BIAS = 1, 1, 4
+OF_ALL, OF_ROWS, OF_1X128, OF_128X128 = 0, 3, 4, 5
+"""What has a scale: a matrix, each of its rows, or blocks of it."""
 WORKSPACE_BYTES, REDUCTIONS, ALIGNMENT_FIRST, ALIGNMENT_SECOND = 1, 3, 5, 6
 IN_FP32 = 2
 """Of reductions of partial sums: never in the dtype of the result."""
@@ -34,6 +41,13 @@ WORKSPACE = 32 << 20
 ALIGNED = 256
 """To how many bytes cuBLASLt takes matrices to be aligned unless it is told. What torch allocates is; a view need not
 be."""
+
+
+SCALED_ALIGNED = 16
+"""To how many bytes 8-bit matrices must be."""
+ONE_AND_ZERO = (ctypes.c_float * 2)(1.0, 0.0)
+"""The factor of the product, and that of what it is added to."""
+ONE = ctypes.addressof(ONE_AND_ZERO)
 
 
 class _Heuristic(ctypes.Structure):
@@ -62,32 +76,85 @@ def bind(
     """What multiplies matrices of these sizes: ``scalars[0] · left @ rightᵀ + bias`` of ``left``, ``right``,
     ``scalars`` and the bias, as bf16 or fp32. ``scalars[1]`` is 0, and the bias is of ``dtype``. The device is the
     current one; ``dispatched`` as for ``allocator``."""
-    index, empty = device.index or 0, allocator(device, dispatched=dispatched)
-    of, out_of = (index, rows, cols, inner, dtype, bias), fresh((rows, cols), dtype)
-    usual = _plan(*of, ALIGNED)
+    empty, out_of = allocator(device, dispatched=dispatched), fresh((rows, cols), dtype)
+    how = _How(device.index or 0, rows, cols, inner, dtype, bias=bias)
+    usual = _plan(how)
 
     def multiply(left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None) -> Tensor:
         first, second = left.data_ptr(), right.data_ptr()
         ends = first | second | ALIGNED
-        plan = usual if ends & -ends == ALIGNED else _plan(*of, ends & -ends)
+        plan = usual if ends & -ends == ALIGNED else _plan(how._replace(aligned=ends & -ends))
         out = empty(*out_of)
-        workspace = empty((plan.workspace,), (1,), torch.uint8)
+        workspace = empty(*plan.workspace) if plan.workspace else None
         plan.run(
             first, second, scalars.data_ptr(), bias.data_ptr() if bias is not None else None, out.data_ptr(),
-            workspace.data_ptr(),
+            workspace.data_ptr() if workspace is not None else 0,
         )  # fmt: skip
         return out
 
     return multiply
 
 
+def bind_scaled(
+    device: torch.device, rows: int, cols: int, inner: int, types: tuple[torch.dtype, torch.dtype], dtype: torch.dtype,
+    scaled: tuple[int, int], fast: bool, *, dispatched: bool = False,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None] | None:  # fmt: skip
+    """What multiplies 8-bit matrices of these sizes and ``types``: ``left @ rightᵀ`` of ``left``, ``right`` and the
+    scales of both, as ``dtype``, by the algorithm that torch's scaled matmul takes. ``scaled`` says what has a scale on
+    either side, ``fast`` whether it may sum in less than fp32; ``dispatched`` as for ``allocator``. It returns None for
+    matrices that do not lie as it wants. The device is the current one. None: this cuBLASLt has no such product.
+    """
+    if library() is None or dtype not in TYPES:
+        return None
+    how = _How(device.index or 0, rows, cols, inner, dtype, types=types, scaled=scaled, fast=fast)
+    try:
+        usual = _plan(how)
+    except KernelError:  # an older library has no such scales
+        return None
+    empty, out_of = allocator(device, dispatched=dispatched), fresh((rows, cols), dtype)
+
+    def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor | None:
+        first, second = left.data_ptr(), right.data_ptr()
+        ends = first | second | ALIGNED
+        ends &= -ends
+        if ends < SCALED_ALIGNED or not (left.is_contiguous() and right.is_contiguous()):
+            return None
+        plan = usual if ends == ALIGNED else _plan(how._replace(aligned=ends))
+        out = empty(*out_of)
+        workspace = empty(*plan.workspace) if plan.workspace else None
+        plan.run_scaled(
+            first, second, of_left.data_ptr(), of_right.data_ptr(), out.data_ptr(),
+            workspace.data_ptr() if workspace is not None else 0,
+        )  # fmt: skip
+        return out
+
+    return multiply
+
+
+class _How(NamedTuple):
+    """A product of some sizes."""
+
+    device: int
+    rows: int
+    cols: int
+    inner: int
+    dtype: torch.dtype
+    """That of the result."""
+    types: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.bfloat16)
+    """Those of the operands."""
+    bias: bool = False
+    scaled: tuple[int, int] | None = None
+    """What has a scale, of either operand; None: there are none, and the product has a factor on the device."""
+    fast: bool = False
+    aligned: int = ALIGNED
+    """To so many bytes both operands are aligned, a power of two up to ``ALIGNED``."""
+
+
 class _Plan:
     """A product of some sizes. To cuBLASLt matrices are column after column, so it makes ``outᵀ = right @ leftᵀ``."""
 
-    def __init__(
-        self, index: int, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, aligned: int
-    ) -> None:
-        """Both operands are ``aligned`` to so many bytes, a power of two up to ``ALIGNED``."""
+    def __init__(self, how: _How) -> None:
+        index, rows, cols, inner, dtype, types, bias, scaled, fast, aligned = how
         self._lock = threading.Lock()
         self._index, self._handle = index, _handle(index)
         handle = self._handle
@@ -95,19 +162,35 @@ class _Plan:
         self._made: list[tuple[str, c_void_p]] = []
         weakref.finalize(self, _destroy, self._made).atexit = False
         self._description = self._make("MatmulDesc", COMPUTE_FP32, FP32)
-        self._set("MatmulDesc", self._description, POINTERS, ON_DEVICE)
-        self._set("MatmulDesc", self._description, TRANSPOSE_FIRST, TRANSPOSED)
+        describe = functools.partial(self._set, "MatmulDesc", self._description)
+        describe(TRANSPOSE_FIRST, TRANSPOSED)
         if bias:
-            self._set("MatmulDesc", self._description, EPILOGUE, ADD_BIAS)
-        right = self._matrix(BF16, inner, cols)
-        left = self._matrix(BF16, inner, rows)
+            describe(EPILOGUE, ADD_BIAS)
+        wanted = self._make("MatmulPreference")
+        prefer = functools.partial(self._set, "MatmulPreference", wanted)
+        prefer(WORKSPACE_BYTES, c_size_t(WORKSPACE))
+        if scaled is None:
+            describe(POINTERS, ON_DEVICE)
+            prefer(REDUCTIONS, IN_FP32)
+        else:
+            describe(FAST, ctypes.c_int8(fast))
+            if scaled != (OF_ALL, OF_ALL):  # which older libraries do not ask for
+                describe(FIRST_SCALED, scaled[1])
+                describe(SECOND_SCALED, scaled[0])
+            self._scales = c_void_p(ALIGNED), c_void_p(ALIGNED)  # an algorithm is found for scales that are somewhere
+            self._set_scales = [
+                functools.partial(_attribute(), self._description, attribute, ctypes.addressof(value), 8)
+                for attribute, value in zip((FIRST_SCALES, SECOND_SCALES), self._scales, strict=True)
+            ]
+            for tell in self._set_scales:
+                tell()
+        if scaled is None or aligned != ALIGNED:
+            prefer(ALIGNMENT_FIRST, aligned)
+            prefer(ALIGNMENT_SECOND, aligned)
+        right = self._matrix(TYPES[types[1]], inner, cols)
+        left = self._matrix(TYPES[types[0]], inner, rows)
         out = self._matrix(TYPES[dtype], cols, rows)
         self._layouts = right, left, out
-        wanted = self._make("MatmulPreference")
-        self._set("MatmulPreference", wanted, WORKSPACE_BYTES, c_size_t(WORKSPACE))
-        self._set("MatmulPreference", wanted, REDUCTIONS, IN_FP32)
-        self._set("MatmulPreference", wanted, ALIGNMENT_FIRST, aligned)
-        self._set("MatmulPreference", wanted, ALIGNMENT_SECOND, aligned)
         self._heuristic = _Heuristic()
         found = c_int()
         _call(
@@ -116,9 +199,12 @@ class _Plan:
         )  # fmt: skip
         if not found.value or self._heuristic.status:
             raise KernelError(
-                f"cuBLASLt has no product of {rows}x{inner} and {cols}x{inner} in bf16, aligned to {aligned} bytes"
+                f"cuBLASLt has no product of {rows}x{inner} and {cols}x{inner} in {' and '.join(map(str, types))}, "
+                f"aligned to {aligned} bytes"
             )
-        self.workspace = self._heuristic.workspace
+        self._bytes = self._heuristic.workspace
+        self.workspace = fresh((self._bytes,), torch.uint8) if self._bytes else None
+        """The memory that it wants."""
         self._algorithm = ctypes.addressof(self._heuristic)
 
     def run(self, left: int, right: int, alpha: int, bias: int | None, out: int, workspace: int) -> None:
@@ -130,7 +216,23 @@ class _Plan:
                 self._set("MatmulDesc", self._description, BIAS, c_void_p(bias))
             status = self._matmul(
                 self._handle, self._description, alpha, right, first, left, second, alpha + 4, out, result, out,
-                result, self._algorithm, workspace, self.workspace, stream,
+                result, self._algorithm, workspace, self._bytes, stream,
+            )  # fmt: skip
+        if status:
+            raise KernelError(f"cublasLtMatmul failed with status {status}")
+
+    def run_scaled(self, left: int, right: int, of_left: int, of_right: int, out: int, workspace: int) -> None:
+        """Multiply what lies at these addresses, with the scales of both."""
+        first, second, result = self._layouts
+        of_first, of_second = self._scales
+        stream = torch_cuda.current_stream(self._index)
+        with self._lock:
+            of_first.value, of_second.value = of_right, of_left
+            for tell in self._set_scales:
+                tell()
+            status = self._matmul(
+                self._handle, self._description, ONE, right, first, left, second, ONE + 4, out, result, out,
+                result, self._algorithm, workspace, self._bytes, stream,
             )  # fmt: skip
         if status:
             raise KernelError(f"cublasLtMatmul failed with status {status}")
@@ -156,9 +258,9 @@ def _destroy(made: list[tuple[str, c_void_p]]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(index: int, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, aligned: int) -> _Plan:
-    with torch.cuda.device(index):
-        return _Plan(index, rows, cols, inner, dtype, bias, aligned)
+def _plan(how: _How) -> _Plan:
+    with torch.cuda.device(how.device):
+        return _Plan(how)
 
 
 @functools.cache
@@ -166,6 +268,14 @@ def _matmul() -> Callable[..., int]:
     """The product itself, which takes addresses as they are."""
     call: Any = library().cublasLtMatmul  # type: ignore[union-attr]
     call.argtypes, call.restype = [*[c_void_p] * 14, c_size_t, c_void_p], c_int
+    return cast("Callable[..., int]", call)
+
+
+@functools.cache
+def _attribute() -> Callable[..., int]:
+    """What sets an attribute of a product, for what changes at each call."""
+    call: Any = library().cublasLtMatmulDescSetAttribute  # type: ignore[union-attr]
+    call.argtypes, call.restype = [c_void_p, c_int, c_void_p, c_size_t], c_int
     return cast("Callable[..., int]", call)
 
 
