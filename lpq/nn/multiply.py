@@ -161,7 +161,9 @@ def _gradients(
         if sum_so_far is not None:
             sum_so_far.add_(dw)
             dw = None
-    if states:
+    if step.remember is not None and (fourth > third or "w" not in call.plan.moving):
+        step.remember(states, {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]})
+    elif states:
         wants_dx, wants_dw = step.dgrad is not None, step.wgrad is not None
         if "dy" in states:
             remember(plan.dy, states["dy"], list(dy_stats), row=wants_dx, col=wants_dw)

@@ -6,11 +6,12 @@ three products, so that a layer asks nothing at a step that was answered before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lpq import registry
 from lpq.emulation.bf16_gemm import multiplied_exactly
@@ -29,6 +30,7 @@ from lpq.operations.bound import (
 )
 from lpq.operations.compiled_calls import spare_the_dispatcher
 from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.operands import Moving, State, bind_remember
 
 if TYPE_CHECKING:
     from lpq.recipes import Recipe
@@ -123,11 +125,19 @@ class Step(NamedTuple):
     dgrad: Multiply | None
     """None: that gradient is not wanted."""
     wgrad: Multiply | None
+    remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
+    """Takes what was measured of all tensors into their states; None: each is taken by itself, or there are none."""
 
 
 def bind(plan: Plan, shapes: Shapes) -> Step:
     """Decide now all that a step of these shapes does."""
-    return _step(plan, shapes, bind_encoder, bind_product, exact=True)
+    step = _step(plan, shapes, bind_encoder, bind_product, exact=True)
+    if not plan.moving:
+        return step
+    dx, dw = shapes.needs_dx, shapes.needs_dw
+    every = Moving("x", plan.x, True, dw), Moving("w", plan.w, True, dx), Moving("dy", plan.dy, dx, dw)
+    moving = [m for m in every if m.tensor in plan.moving]
+    return step._replace(remember=bind_remember(moving, shapes.device))
 
 
 bind_few = registry.cached_few(bind)

@@ -21,7 +21,7 @@ from lpq.operations.binding import ALIGNED, Encode, Encoded, Encoding, Multiply,
 from lpq.operations.exact_form import Form
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
-from lpq.operations.operands import as_matrix, encode_operands, moves, recall, recalls
+from lpq.operations.operands import as_matrix, bind_recall, encode_operands, moves, recalls
 from lpq.operations.quantizing import quantize, quantize_reference
 from lpq.operations.sides import serving, shared
 from lpq.operations.transposing import transpose_reference
@@ -75,11 +75,12 @@ def bind_encoder(wanted: Wanted) -> Encoder:
         e = e._replace(exact=wanted.exact)
     run = bind_run(e._replace(given=recalls(quantizer, *sides)) if remembers else e)
 
+    known = bind_recall(quantizer, *sides) if remembers else None
+
     def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
-        if state is None:
+        if state is None or known is None:
             return run(x, (), seed)
-        known = recall(quantizer, *sides, state)
-        return run(x, [None if k is None else k.contiguous() for k in known], seed)
+        return run(x, [None if k is None else k.contiguous() for k in known(state)], seed)
 
     return Encoder(*operands_of(wanted, forms), encode)
 

@@ -5,7 +5,7 @@ This is the one place where statistics meet a process group, state meets a step 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -118,12 +118,24 @@ def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None
 
 def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
     """The statistics to encode with that the state remembers; None where a direction remembers nothing."""
-    known: list[Tensor | None] = []
-    for prefix, branch in _branches(quantizer, row, col):
-        if branch.state:
-            known += recalled_by(branch, {s.name: state[prefix + s.name] for s in branch.state})
-        else:
-            known += [None for _ in branch.stats]
+    return bind_recall(quantizer, row, col)(state)
+
+
+def bind_recall(
+    quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None
+) -> Callable[[State], list[Tensor | None]]:
+    """``recall`` for these operands."""
+    branches = [
+        (branch, [(s.name, prefix + s.name) for s in branch.state], [None] * len(branch.stats))
+        for prefix, branch in _branches(quantizer, row, col)
+    ]
+
+    def known(state: State) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for branch, names, nothing in branches:
+            found += recalled_by(branch, {own: state[name] for own, name in names}) if names else nothing
+        return found
+
     return known
 
 
@@ -156,6 +168,68 @@ def remember(
         if branch.state and not branch.static:  # it moves, with fewer calls: this is in every step
             named = {s.name: values for s, values in zip(branch.stats, stats, strict=True)}
             _remember(branch, {s.name: state[prefix + s.name] for s in branch.state}, named)
+
+
+class Moving(NamedTuple):
+    """A tensor of a layer whose quantizer remembers, and of which operands it measured."""
+
+    tensor: str
+    """Its name."""
+    quantizer: Quantizer
+    row: bool
+    col: bool
+
+
+def bind_remember(
+    wanted: Sequence[Moving], device: torch.device
+) -> Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None]:
+    """``remember`` for several tensors of one layer, without a group, where the dispatcher may be bypassed: of states
+    and measured statistics by the tensors' names. Kernels that bind take all that are theirs at once."""
+    parts: list[tuple[str, Quantizer, list[tuple[str, str]], slice]] = []
+    for tensor, quantizer, row, col in wanted:
+        at = 0
+        for prefix, branch in _branches(
+            quantizer, quantizer.side("row") if row else None, quantizer.side("col") if col else None
+        ):
+            measured = slice(at, at + len(branch.stats))
+            at = measured.stop
+            if branch.state and not branch.static:
+                parts.append((tensor, branch, [(s.name, prefix + s.name) for s in branch.state], measured))
+    choices = [choose("remember", (branch.text,), device) for _, branch, *_ in parts]
+    unseen = [i for i, choice in enumerate(choices) if choice.impl is not None]  # which a kernel writes
+    together: dict[object, list[int]] = {}
+    for i, choice in enumerate(choices):
+        together.setdefault(choice.bind if choice.bind is not None else i, []).append(i)
+    runs: list[tuple[list[int], Callable[..., None]]] = []
+    for places in together.values():
+        choice, branches = choices[places[0]], [parts[i][1] for i in places]
+        bound = choice.bind(branches, device) if choice.bind is not None else None
+        runs.append((places, bound or _one_by_one(branches, choice.impl)))
+
+    def remember(states: Mapping[str, State], measured: Mapping[str, Sequence[Tensor]]) -> None:
+        memories = [{own: states[tensor][name] for own, name in names} for tensor, _, names, _ in parts]
+        stats = [
+            {s.name: values for s, values in zip(branch.stats, measured[tensor][at], strict=True)}
+            for tensor, branch, _, at in parts
+        ]
+        for places, run in runs:
+            run([memories[i] for i in places], [stats[i] for i in places])
+        torch.autograd.graph.increment_version([m for i in unseen for m in memories[i].values()])
+
+    return remember
+
+
+def _one_by_one(
+    branches: Sequence[Quantizer], impl: Callable[..., None] | None
+) -> Callable[[Sequence[State], Sequence[State]], None]:
+    def run(states: Sequence[State], stats: Sequence[State]) -> None:
+        for branch, state, found in zip(branches, states, stats, strict=True):
+            if impl is not None:
+                impl(branch, state, found)
+            else:
+                branch.remember(state, found)
+
+    return run
 
 
 def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,9 @@ KERNELS = (
     KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:why_not", rounds=True),
     *(KernelSpec.cuda(op, f"lpq_fp8.views:{op}") for op in ("transpose", "decode")),
     KernelSpec.cuda("tile", "lpq_fp8.tile:tile"),
-    KernelSpec.cuda("remember", "lpq_fp8.history:remember", why_not="lpq_fp8.history:why_not"),
+    KernelSpec.cuda(
+        "remember", "lpq_fp8.history:remember", bind="lpq_fp8.history:bind", why_not="lpq_fp8.history:why_not"
+    ),
     KernelSpec.cuda("cast", "lpq_fp8.cast:cast"),
     *(KernelSpec.triton(op, f"lpq_fp8.triton:{op}") for op in ("measure", "quantize", "decode", "transpose")),
     KernelSpec(
