@@ -23,10 +23,17 @@ struct Matrix {
     alignas(8) u32 pow2;
 };
 
-// Where the scale of this thread's elements belongs, in the row operand and in the column operand, and who writes it.
+#ifdef LPQ_FILLED
+constexpr i64 FILLED = 4;
+#else
+constexpr i64 FILLED = 1;
+#endif
+
+// Where the statistic of this thread's elements is, in the row operand and in the column operand; where their scale is,
+// each line of which is filled up to a multiple of FILLED; and who writes them.
 template <bool SQUARE>
 struct Place {
-    i64 in_row, in_col;
+    i64 in_row, in_col, scale_in_row, scale_in_col;
     bool inside, writes;
 
     __device__ __forceinline__ Place(const Tile& t) {
@@ -34,6 +41,10 @@ struct Place {
         const i64 in_a_line = (tall + UNIT - 1) / UNIT, in_a_row = (t.cols + UNIT - 1) / UNIT;
         in_row = SQUARE ? (t.section() * in_a_line + down) * in_a_row + across : t.section();
         in_col = SQUARE ? (t.section() * in_a_row + across) * in_a_line + down : t.section();
+        const i64 in_filled_line = (in_a_line + FILLED - 1) / FILLED * FILLED;
+        const i64 in_filled_row = (in_a_row + FILLED - 1) / FILLED * FILLED;
+        scale_in_row = FILLED > 1 && SQUARE ? down * in_filled_row + across : in_row;
+        scale_in_col = FILLED > 1 && SQUARE ? across * in_filled_line + down : in_col;
         inside = !SQUARE || (down * UNIT < tall && across * UNIT < t.cols);
         const bool first = IN_SECTIONS ? t.down + t.across + threadIdx.x == 0 : blockIdx.x + threadIdx.x == 0;
         writes = SQUARE ? inside && t.lane_row % UNIT == 0 && t.lane_col % UNIT == 0 : first;
@@ -113,7 +124,7 @@ struct RowMatrix : Side {
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const Place<SQUARE> at(t);
         factor = tile_factor<F>(p, w, at, at.in_row, shared);
-        if (at.writes && !DECODED) p.scale[at.in_row] = __frcp_rn(factor.of);
+        if (at.writes && !DECODED) p.scale[at.scale_in_row] = __frcp_rn(factor.of);
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
@@ -147,7 +158,7 @@ struct ColMatrix : Side {
     __device__ __forceinline__ void find(const Tile& t, const u32 (&w)[ROWS][WORDS]) {
         const Place<SQUARE> at(t);
         factor = tile_factor<F>(p, w, at, at.in_col, shared.in_block);
-        if (at.writes && !DECODED) p.scale[at.in_col] = __frcp_rn(factor.of);
+        if (at.writes && !DECODED) p.scale[at.scale_in_col] = __frcp_rn(factor.of);
     }
 
     __device__ __forceinline__ void encode(const Tile& t, const u32 (&w)[ROWS][WORDS]) {

@@ -1,5 +1,6 @@
 // FP8 with one scale for the matrix or, with LPQ_SQUARE, for each 128 x 128 block: see matrix.cuh. The column operand has
-// the row operand's bytes, transposed. LPQ_ROW, LPQ_COL: the element type of the operands that are wanted.
+// the row operand's bytes, transposed. LPQ_ROW, LPQ_COL: the element type of the operands that are wanted. LPQ_FILLED:
+// lines of scales are filled up to multiples of 4.
 #include "matrix.cuh"
 
 #ifdef LPQ_ROW
@@ -33,12 +34,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) quanti
     const fp8::Matrix matrix = {row_data, row_scale, amaxes, count, known, measured, largest_scale, pow2};
 #ifdef LPQ_ROW
     const fp8::Factor factor = fp8::tile_factor<F>(matrix, w, at, at.in_row, shared.in_block);
-    if (at.writes) row_scale[at.in_row] = __frcp_rn(factor.of);
+    if (at.writes) row_scale[at.scale_in_row] = __frcp_rn(factor.of);
 #else
     const fp8::Factor factor = fp8::tile_factor<F>(matrix, w, at, at.in_col, shared.in_block);
 #endif
 #ifdef LPQ_COL
-    if (at.writes) col_scale[at.in_col] = __frcp_rn(factor.of);
+    if (at.writes) col_scale[at.scale_in_col] = __frcp_rn(factor.of);
 #endif
     fp8::tell_amax<SQUARE>(matrix, w, shared.in_block);
     u32 low[ROWS], high[ROWS];

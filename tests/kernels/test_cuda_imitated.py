@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import imitated
+import lpq_fp8.cuda
 import pytest
 import torch
 from casting import case, cast, check_all
@@ -16,7 +17,7 @@ from emulated import real
 from torch import Tensor
 
 import lpq
-from lpq import registry
+from lpq import operations, registry
 from lpq.core import Quantizer
 from lpq.distributed.casting import batched
 from lpq.kernels import host_to_device, nvrtc_cache, products, tiles
@@ -183,6 +184,22 @@ def test_tiles_of_large_matrices(text: str, monkeypatch: pytest.MonkeyPatch) -> 
             assert compare(kernel, row, None if op == "transpose" else col, x, "cpu", "broad tiles")
             if op == "quantize":
                 assert compare(kernel, row, None, x, "cpu", "broad tiles")
+
+
+@pytest.mark.parametrize("size", [(128, 128), (300, 700), (512, 1100)])
+def test_scales_of_squares_lie_as_products_read_them(size: tuple[int, int]) -> None:
+    """A layer's own encoding leaves room at the end of each line, and what is given or measured has none."""
+    quantizer, x = lpq.quantizer("fp8(scaling=block, block=128x128)"), normal(*size)
+    (amaxes,) = operations.measure_reference(x, quantizer, quantizer)
+    expected = quantize_reference(x, [], quantizer, quantizer, None, 0, True)
+    for given, measure in ((False, False), (False, True), (True, False)):
+        e = Encoding(quantizer, quantizer, size, x.dtype, x.dtype, x.device, given=(given,), measure=measure)
+        with Poisoned():  # type: ignore[no-untyped-call]
+            row, col, measured = lpq_fp8.cuda.bind(e)(x, x.data_ptr(), (amaxes if given else None,), None)
+        assert [t.stride(0) % 4 for t in (row[1], col[1])] == [0, 0]
+        got = (*row, *col, *measured)
+        for i, (one, other) in enumerate(zip(got, expected[: len(got)], strict=True)):
+            same(one, other, f"{size}, given {given}, measure {measure}, output {i}")
 
 
 @pytest.mark.parametrize("text", CAST)

@@ -24,7 +24,6 @@ from lpq.kernels.tiles import (
     bind_amax_parts,
     broad,
     broadened,
-    by_columns,
     covering,
     divides,
     flat,
@@ -45,7 +44,7 @@ VECTOR = tile_kernels("fp8/vector.cu", "quantize", "PPPPPPPPPfII")
 LINES = tile_kernels("fp8/vector.cu", "amax", "PPP")
 LINES_IN_SECTIONS = tile_kernels("fp8/vector.cu", "amax", f"PPP{SECTIONS}")[TALL]
 BLOCKS = tile_kernels("fp8/blocks.cu", "amax", "PPP")
-BLOCK = 128
+BLOCK, FILLED = 128, 4
 
 
 def why_not(first: FP8Quantizer, second: FP8Quantizer | None = None) -> str | None:
@@ -82,6 +81,9 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
     blocks = fresh(grid if e.row is not None else grid[::-1], torch.float32) if e.measure and square else None
     row, row_scale = fresh((rows, cols), element), fresh(grid, torch.float32)
     col, col_scale = fresh((cols, rows), element), fresh(grid[::-1], torch.float32)
+    fills = square and not e.operator and any(blocks % FILLED for blocks in grid)  # as products read them
+    if fills:
+        row_scale, col_scale = filled(*grid), filled(*grid[::-1])
     # One value serves both operands, unless an operator returns them.
     scale_of_both = not (square or e.operator)
     # A low tile is too small to look for the largest of many parts, or to hold a block.
@@ -90,6 +92,7 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
         shape = broadened(rows, cols, e.held, shape)
     high, wide = flat(rows, cols) if e.col is None and not square and shape.wide == UNIT else (rows, cols)
     macros = _macros(e.row.dtype if e.row else None, e.col.dtype if e.col else None, square, False)
+    macros += ("LPQ_FILLED",) if fills else ()
     launch = ONE_SCALE[shape].bind(
         index, reading(e.held, e.dtype) + macros + covering(shape, e.aligned and divides(high, wide, shape)),
         tiles(high, wide, shape),
@@ -130,6 +133,11 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
     return encode
 
 
+def filled(lines: int, blocks: int) -> Fresh:
+    """Memory for scales of 128x128, each of whose lines is filled up to a multiple of 4 with what nobody reads."""
+    return (lines, blocks), (-(-blocks // FILLED) * FILLED, 1), torch.float32
+
+
 # ---------------------------------------------------------------------------------- rows, or 1x128
 
 
@@ -144,9 +152,9 @@ def _lines(e: Encoding, side: FP8Quantizer) -> Encode:
     ]
     given = e.given or (False,) * len(wanted)
     # A row is longer than a tile: it is measured before.
-    find = _bind_amaxes_of_lines(e) if not blocks and (e.measure or False in given) else None
+    find = bind_amaxes_of_lines(e) if not blocks and (e.measure or False in given) else None
     data = [fresh((high, wide), ELEMENTS[quantizer.dtype]) for quantizer, high, wide in wanted]
-    scales = [_fresh_scales(high, wide, blocks) for _, high, wide in wanted]
+    scales = [fresh_scales(high, wide, blocks) for _, high, wide in wanted]
     amaxes = [fresh(scale[0], torch.float32) for scale in scales] if blocks and e.measure else []
     pow2 = blocks and all(quantizer.pow2_scales for quantizer, *_ in wanted)
     shape = _shape(e, pow2)
@@ -197,11 +205,11 @@ def _shape(e: Encoding, pow2: bool) -> Shape:
     return SQUARE if shape == TALL else shape
 
 
-def _fresh_scales(high: int, wide: int, blocks: bool) -> Fresh:
+def fresh_scales(high: int, wide: int, blocks: bool) -> Fresh:
     return fresh_by_columns(high, -(-wide // BLOCK), torch.float32) if blocks else fresh((high, 1), torch.float32)
 
 
-def _bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
+def bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
     """A function that finds the amaxes of the rows of the wanted operands."""
     rows, cols = e.shape
     index, empty = e.device.index or 0, allocator(e.device, dispatched=e.operator)
@@ -220,13 +228,6 @@ def _bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
         return found
 
     return find
-
-
-def scales_of(x: Tensor, high: int, wide: int, blocks: bool) -> Tensor:
-    """Memory for the scales of the blocks of an operand, or of its rows."""
-    if blocks:
-        return by_columns(x, high, -(-wide // BLOCK), torch.float32)
-    return x.new_empty((high, 1), dtype=torch.float32)
 
 
 def measure_lines(x: Tensor, row: FP8Quantizer | None, col: FP8Quantizer | None, dtype: torch.dtype) -> list[Tensor]:
