@@ -146,11 +146,6 @@ def flat(rows: int, cols: int) -> tuple[int, int]:
     return (rows * cols // UNIT, UNIT) if cols % UNIT == 0 else (rows, cols)
 
 
-def by_columns(x: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a matrix beside another, which lies column by column (``Buffer.column_major``)."""
-    return x.new_empty_strided((rows, cols), (1, rows), dtype=dtype)
-
-
 def pointer(tensor: Tensor | None) -> int:
     """Where a tensor lies; 0 for none."""
     return tensor.data_ptr() if tensor is not None else 0

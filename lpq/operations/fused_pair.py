@@ -19,9 +19,9 @@ from torch import Tensor
 from lpq import registry
 from lpq.formats.format import Storage
 from lpq.kernels import KernelError, choose
-from lpq.kernels.fresh import allocator
+from lpq.kernels.fresh import Allocate, allocator
 from lpq.kernels.sections import Find, Sections
-from lpq.kernels.tiles import INPUTS, SQUARE, Shape, amax_parts, bind_amax_parts, covering, divides, tile_kernels, tiles
+from lpq.kernels.tiles import INPUTS, SQUARE, Shape, bind_amax_parts, covering, divides, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import Encode, Encoded, Encoding, Operand, on_device, unbound
 from lpq.operations.exact_form import Form
@@ -38,22 +38,24 @@ ALIGNED = 16
 
 
 class Job(NamedTuple):
-    """One operand that is wanted."""
+    """One operand that is wanted, of matrices of one shape, which are contiguous and not empty."""
 
-    x: Tensor
-    """The matrix, contiguous and not empty."""
     shape: tuple[int, int]
     """Of the operand: that of the matrix, or the other way round."""
-    stats: Sequence[Tensor | None]
-    """The operand's statistics as far as they are given, contiguous."""
-    found: Tensor | None
-    """What was measured before, if it was needed."""
-    seed: Tensor | None
-    offset: int
-    measure: bool
-    into: Sequence[Tensor] | None = None
-    """The buffers, where they are there already: those of sections, each of which has an amax and a seed; of an operand
-    that is decoded, its matrix alone."""
+    dtype: torch.dtype
+    """That of the matrix."""
+    device: torch.device
+    offset: int = 0
+    """The first row of the matrix in the whole tensor."""
+    measure: bool = False
+    """Whether the statistics are returned."""
+    operator: bool = False
+    """As of ``Encoding``."""
+
+    @property
+    def empty(self) -> Allocate:
+        """What allocates the buffers."""
+        return allocator(self.device, dispatched=self.operator)
 
 
 class Made(NamedTuple):
@@ -67,6 +69,12 @@ class Made(NamedTuple):
     """The fields of the struct's ``Parameters``, pointers as integers. What they point to is held by others."""
 
 
+Make = Callable[[Sequence[Tensor | None], Tensor | None, Tensor | None, Sequence[Tensor] | None], Made]
+"""``make(stats, found, seed, into)``: the operand's statistics as far as they are given, contiguous; what was measured
+before, if it was needed; the seed; and the buffers, where they are there already: those of sections, each of which has
+an amax and a seed; of an operand that is decoded, its matrix alone. The device is the current one."""
+Look = Callable[[int], tuple[Tensor, Tensor | None]]
+"""``look(x)``, of an address: what is found for one operand and, if that was asked for, the amax of the matrix."""
 Finder = Callable[[Sections, "Direction", bool, bool], tuple[Find, bool]]
 """``finder(sections, direction, amax, both)`` binds what finds what an operand needs before it is encoded, and says if
 it finds what the other one needs: the ``amax`` of sections or, if ``both`` have the same finder, what that finds."""
@@ -82,11 +90,11 @@ class TileSide:
     """The struct, with its template arguments."""
     parameters: str
     """A letter for each field of its ``Parameters``, as of ``CudaKernel``."""
-    make: Callable[[Job], Made]
-    """Allocates what the struct writes."""
+    bind: Callable[[Job], Make]
+    """Decides how what the struct writes is allocated."""
     amax: bool = False
-    """It needs the amax of the matrix: values (``Job.found``) of which that is the largest."""
-    find: Callable[[Tensor, bool], tuple[Tensor, Tensor | None]] | None = None
+    """It needs the amax of the matrix: values of which that is the largest."""
+    find: Callable[[Encoding, bool], Look] | None = None
     """It needs what this finds in the matrix, before the first element is encoded. It may be asked for ``amax`` too."""
     by_product: bool = False
     """Statistics that are given need not be measured before: the struct does that on the way."""
@@ -257,36 +265,35 @@ class Pair:
         none = (None,) * (count + len(e.col.stats))
         given = e.given or (False,) * len(none)
         needs = first.needs(given[0], e.measure), second.needs(given[count], e.measure)
-        finds = [i for i, side in enumerate((first, second)) if needs[i] and side.find is not None]
         wanted = [i for i, side in enumerate((first, second)) if needs[i] and side.amax]
-        parts, look = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted and not finds else (None, None)
+        looks = [
+            (i, side.find(e, bool(wanted)))
+            for i, side in enumerate((first, second))
+            if needs[i] and side.find is not None
+        ]
+        parts, look = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted else ((), None)
         empty = allocator(e.device, dispatched=e.operator)
         blocks = tiles(rows, cols, self.shape)
         whole = e.aligned and divides(rows, cols, self.shape)
         macros = self._macros_for(e.dtype, stats=e.measure or True in given, whole=whole)
         launch = self.kernel.bind(index, macros, -(-blocks // self.turns))
-        make, make_beside = first.make, second.make
+        job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.operator)
+        make, make_beside = first.bind(job), second.bind(job._replace(shape=(cols, rows)))
         tail = blocks, rows, cols
 
         def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
-            x = x.view(rows, cols)
             stats = stats or none
             found: list[Tensor | None] = [None, None]
             amax = None
-            for i in finds:
-                find = (first if i == 0 else second).find
-                assert find is not None
-                found[i], beside = find(x, bool(wanted) and amax is None)
-                amax = beside if amax is None else amax
-            if look is not None and parts is not None:
+            for i, find in looks:
+                found[i], amax = find(at)
+            if look is not None and amax is None:
                 amax = empty(*parts)
                 look(at, amax.data_ptr())
-            elif wanted and amax is None:
-                amax = amax_parts(x, e.dtype)
             for i in wanted:
                 found[i] = amax
-            made = make(Job(x, (rows, cols), stats[:count], found[0], seed, e.offset, e.measure))
-            beside_it = make_beside(Job(x, (cols, rows), stats[count:], found[1], seed, e.offset, e.measure))
+            made = make(stats[:count], found[0], seed, None)
+            beside_it = make_beside(stats[count:], found[1], seed, None)
             launch(at, *made.parameters, *beside_it.parameters, *tail)
             return made.buffers, beside_it.buffers, (*made.measured, *beside_it.measured)
 

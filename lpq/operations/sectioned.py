@@ -140,6 +140,8 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
         return None
     structs, shapes = zip(*cast("list[tuple[str, Shape]]", hows), strict=True)
     memories = [_memory(e, quantizer, dim, sections) for dim, quantizer in enumerate((e.row, e.col))]
+    job = Job((0, 0), e.dtype, e.device, operator=e.operator)
+    makes = [None if side is None else side.bind(job) for side in both]
     not_given = [(None,) * len(quantizer.stats) if quantizer else () for quantizer in (e.row, e.col)]
     shape = min(*shapes, LARGEST if e.stack else SQUARE)
     arguments = f"P({row.parameters if row else 'P'})({col.parameters if col else 'P'}){SECTIONS}I"
@@ -160,13 +162,13 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
         seeds = None if seeds is None else seeds.contiguous()
         parameters: list[float] = []
         out: list[Buffers] = []
-        for side, memory, stats, stat in zip(both, memories, not_given, found, strict=True):
+        for make, memory, stats, stat in zip(makes, memories, not_given, found, strict=True):
             buffers = [empty(*m) for m in memory]
             out.append(buffers)
-            if side is None:
+            if make is None:
                 parameters.append(0)
             else:
-                parameters += side.make(Job(x, (0, 0), stats, stat, seeds, 0, False, buffers)).parameters
+                parameters += make(stats, stat, seeds, buffers).parameters
         launch(at, *parameters, *sections.arguments(ends), *tail)
         return out[0], out[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ import lpq
 from lpq import operations
 from lpq.core import Quantizer, encode_operands
 from lpq.kernels import choose
+from lpq.kernels.fresh import fresh
 from lpq.operations import fused_pair
 from lpq.operations.binding import unbound
-from lpq.operations.fused_pair import Job, Made, TileSide
+from lpq.operations.fused_pair import Job, Made, Make, TileSide
 from lpq.operations.quantizing import quantize_reference
 from lpq.testing.conformance.test_kernels import Poisoned, check_order
 
@@ -173,6 +175,7 @@ def test_tiles_in_turn_of_a_row_operand_that_does_not_wait(first: str, second: s
 # ---------------------------------------------------------------------------------------------- a third party's format
 
 THEIRS = """
+#include "bytes.cuh"
 #include "side.cuh"
 
 namespace theirs {
@@ -200,15 +203,20 @@ def test_a_format_of_a_third_party_is_made_beside_one_of_ours(tmp_path: Path) ->
     header = tmp_path / "theirs.cuh"
     header.write_text(THEIRS)
 
-    def make(job: Job) -> Made:
-        data = job.x.new_empty(job.shape, dtype=torch.float8_e5m2)
-        return Made((data,), (), (data.data_ptr(), 0.25))
+    def bind(job: Job) -> Make:
+        empty, memory = job.empty, fresh(job.shape, torch.float8_e5m2)
+
+        def make(*given: Any) -> Made:
+            data = empty(*memory)
+            return Made((data,), (), (data.data_ptr(), 0.25))
+
+        return make
 
     device = torch.device("cuda", 0)
     nvfp4 = lpq.quantizer("nvfp4")
     ours = fused_pair.side_of(nvfp4, "col", device)
     assert isinstance(ours, TileSide)
-    pair = fused_pair.Pair(TileSide(header, "theirs::Row", "Pf", make), ours)
+    pair = fused_pair.Pair(TileSide(header, "theirs::Row", "Pf", bind), ours)
     x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
     with Poisoned():  # type: ignore[no-untyped-call]
         got = unbound(pair.bind)(x, [], lpq.quantizer("identity"), nvfp4, None, 0, False)

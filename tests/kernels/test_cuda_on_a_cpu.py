@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from lpq import registry
 from lpq.kernels import KernelError, cuda, host_to_device, tiles
 from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.fresh import allocator
+from lpq.operations.binding import Encoding
 
 
 class Driver:
@@ -242,15 +244,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_as_many_blocks_look_for_an_amax_as_the_gpu_runs_at_once(
     gpus: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lpq_nvfp4.cuda import parts_of
+    from lpq_nvfp4.cuda import bind_parts
 
     blocks: list[int] = []
     monkeypatch.setattr(CudaKernel, "launch", lambda self, device, macros, count, *_: blocks.append(count))
+    monkeypatch.setattr(CudaKernel, "bind", lambda self, device, macros, count: lambda *_: blocks.append(count))
+    monkeypatch.setattr("lpq_nvfp4.cuda.allocator", lambda device, dispatched: allocator(torch.device("cpu")))
     large, small = torch.empty(2048, 8192), torch.empty(8, 8)
     for index, count in enumerate(gpus):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda self, index=index: index)
         parts = tiles.amax_parts(large, torch.float32)
-        plain, rotated = parts_of(large, torch.float32, True, True)
+        e = Encoding(None, None, (2048, 8192), torch.float32, torch.float32, torch.device("cuda", index))
+        plain, rotated = bind_parts(e, True, True)(large.data_ptr())
         assert plain is not None
         assert rotated is not None
         assert (len(parts), len(plain), len(rotated)) == (2 * count, 4 * count, 4 * count)

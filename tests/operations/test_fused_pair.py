@@ -24,7 +24,7 @@ from lpq.nn.plan import Shapes, bind, through_dispatcher
 from lpq.operations import fused_pair
 from lpq.operations.binding import unbound
 from lpq.operations.exact_form import Exact, Multiplicand, operand_of
-from lpq.operations.fused_pair import Job, Made, TileSide
+from lpq.operations.fused_pair import Job, Made, Make, TileSide
 from lpq.registry import FormatSpec, KernelSpec, hookimpl, refresh, register
 
 GPU = torch.device("cuda", 0)
@@ -157,11 +157,14 @@ def test_what_both_need_to_know_is_measured_once(row: str, col: str, kernels: li
 
 
 def theirs(quantizer: lpq.core.Quantizer, direction: str) -> TileSide:
-    def make(job: Job) -> Made:
-        made = quantizer.storage.empty(quantizer, job.shape, job.x.dtype, job.x.device).tensors()
-        return Made(made, (), (made[0].data_ptr(), 0.5))
+    def bind(job: Job) -> Make:
+        def make(*given: Any) -> Made:
+            made = quantizer.storage.empty(quantizer, job.shape, job.dtype, job.device).tensors()
+            return Made(made, (), (made[0].data_ptr(), 0.5))
 
-    return TileSide(Path("/somewhere/theirs.cuh"), f"Theirs<{direction == 'row'}>", "Pf", make)
+        return make
+
+    return TileSide(Path("/somewhere/theirs.cuh"), f"Theirs<{direction == 'row'}>", "Pf", bind)
 
 
 class Acme:

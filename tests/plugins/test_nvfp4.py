@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lpq_nvfp4 import cuda, reference
-from lpq_nvfp4.cuda import fresh
+from lpq_nvfp4.cuda import bind_operand
 from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
 from torch import Tensor
 
 import lpq
 from lpq.core import RandomBits, Storage, gemm, transpose
 from lpq.formats.elements import unpack_nibbles
+from lpq.operations.fused_pair import Job
 from lpq.registry.errors import OptionError
 
 BLOCKS = {"1x16": (1, 16), "16x16": (16, 16)}
@@ -485,6 +486,8 @@ def test_kernels_write_to_memory_as_the_layout_has_it(block: str, shape: tuple[i
     """The kernels' own allocation, which saves host time, is that of the storage."""
     side = quantizer(f"block={block}").side("row")
     x = torch.empty(shape, dtype=torch.bfloat16)
-    for made, declared in zip(fresh(x, side, *shape), side.storage.fresh(side, shape, x).tensors(), strict=True):
+    make = bind_operand(side, Job(shape, x.dtype, x.device))
+    buffers = make((None, None), torch.zeros(1), None, None).buffers
+    for made, declared in zip(buffers, side.storage.fresh(side, shape, x).tensors(), strict=True):
         assert (made.shape, made.dtype) == (declared.shape, declared.dtype)
         assert made.stride() == declared.stride()

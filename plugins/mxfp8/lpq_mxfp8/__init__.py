@@ -4,7 +4,8 @@ from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 
 UNTRIED = "never run on hardware: it is written after torch's rules, and tested without a GPU"
 KERNELS = (
-    *(KernelSpec.cuda(op, f"lpq_mxfp8.cuda:{op}", rounds=True) for op in ("measure", "quantize")),
+    KernelSpec.cuda("measure", "lpq_mxfp8.cuda:measure", rounds=True),
+    KernelSpec.cuda("quantize", "lpq_mxfp8.cuda:quantize", bind="lpq_mxfp8.cuda:bind", rounds=True),
     KernelSpec.cuda("decode", "lpq_mxfp8.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_mxfp8.tile:{op}") for op in ("tile", "exact_tile")),
     KernelSpec.cuda("cast", "lpq_mxfp8.cast:cast"),

@@ -8,14 +8,31 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lpq.kernels.tiles import LOW, TALL, broad, by_columns, covering, is_whole, pointer, reading, tile_kernels, tiles
+from lpq.kernels.fresh import fresh, fresh_by_columns
+from lpq.kernels.tiles import (
+    LOW,
+    TALL,
+    broad,
+    broadened,
+    covering,
+    divides,
+    is_whole,
+    pointer,
+    reading,
+    tile_kernels,
+    tiles,
+)
+from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.fused_pair import Job, Made, Make
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize_reference
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import ELEMENTS
 
 KERNELS = tile_kernels("mxfp8/quantize.cu", "quantize", "PPPPPPPPP")
 BLOCK = 32
+UNKNOWN = (None,)
+NOTHING = Made((), (), (0, 0, 0, 0))
+"""In place of an operand that is not wanted."""
 
 
 def measure(
@@ -28,63 +45,70 @@ def measure(
     (rows, cols), f32 = x.shape, torch.float32
     of_rows = x.new_empty((rows, -(-cols // BLOCK)), dtype=f32) if row is not None else None
     of_cols = x.new_empty((cols, -(-rows // BLOCK)), dtype=f32) if col is not None else None
-    _launch(x, dtype or x.dtype, row, col, None, None, None, None, None, None, of_rows, of_cols)
-    return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
-
-
-def quantize(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: MXFP8Quantizer | None,
-    col: MXFP8Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-    dtype: torch.dtype | None = None,
-) -> list[Tensor]:
-    """As the reference. Amaxes that are not given are those of the blocks."""
-    if x.numel() == 0:
-        return quantize_reference(x, stats, row, col, seed, offset, measure)
-    x = x.contiguous()
-    rows, cols = x.shape
-    given = iter([None if s is None else s.contiguous() for s in stats])
-    out: list[Tensor] = []
-    measured: list[Tensor] = []
-    pointers: list[tuple[Tensor | None, ...]] = []
-    for side, high, wide in ((row, rows, cols), (col, cols, rows)):
-        if side is None:
-            pointers.append((None, None, None, None))
-            continue
-        blocks = -(-wide // BLOCK)
-        data = x.new_empty((high, wide), dtype=ELEMENTS[side.dtype])
-        scale = by_columns(x, high, blocks, torch.uint8)
-        amaxes = x.new_empty((high, blocks), dtype=torch.float32) if measure else None
-        out += (data, scale)
-        if amaxes is not None:
-            measured.append(amaxes)
-        pointers.append((data, scale, next(given, None), amaxes))
-    (rd, rs, rg, rm), (cd, cs, cg, cm) = pointers
-    _launch(x, dtype or x.dtype, row, col, rd, rs, cd, cs, rg, cg, rm, cm)
-    return out + measured
-
-
-def _launch(
-    x: Tensor,
-    dtype: torch.dtype,
-    row: MXFP8Quantizer | None,
-    col: MXFP8Quantizer | None,
-    *buffers: Tensor | None,
-) -> None:
+    dtype = dtype or x.dtype
     shape = LOW if col is None else TALL
     if row is not None:
         shape = broad(x, dtype, shape)
-    rows, cols = x.shape
-    stats = any(t is not None for t in buffers[4:8])
-    macros = _macros(row.dtype if row is not None else None, col.dtype if col is not None else None, stats)
+    macros = _macros(row.dtype if row is not None else None, col.dtype if col is not None else None, True)
     KERNELS[shape].launch(
         x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
-        tiles(rows, cols, shape), x.data_ptr(), *map(pointer, buffers), rows, cols,
+        tiles(rows, cols, shape), x.data_ptr(), 0, 0, 0, 0, 0, 0, pointer(of_rows), pointer(of_cols), rows, cols,
     )  # fmt: skip
+    return [amaxes for amaxes in (of_rows, of_cols) if amaxes is not None]
+
+
+def bind(e: Encoding) -> Encode:
+    """How matrices of one shape are encoded. Amaxes that are not given are those of the blocks."""
+    (rows, cols), row, col = e.shape, e.row, e.col
+    shape = LOW if col is None else TALL
+    if row is not None and e.aligned and e.held is e.dtype:
+        shape = broadened(rows, cols, e.held, shape)
+    job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.operator)
+    make_row = bind_operand(row, job) if row is not None else None
+    make_col = bind_operand(col, job._replace(shape=(cols, rows))) if col is not None else None
+    macros = _macros(row.dtype if row else None, col.dtype if col else None, e.measure or True in e.given)
+    launch = KERNELS[shape].bind(
+        e.device.index or 0,
+        reading(e.held, e.dtype) + macros + covering(shape, e.aligned and divides(rows, cols, shape)),
+        tiles(rows, cols, shape),
+    )  # fmt: skip
+
+    def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        first = make_row(stats[:1] or UNKNOWN, None, None, None) if make_row is not None else NOTHING
+        second = make_col(stats[-1:] or UNKNOWN, None, None, None) if make_col is not None else NOTHING
+        rd, rs, rg, rm = first.parameters
+        cd, cs, cg, cm = second.parameters
+        launch(at, rd, rs, cd, cs, rg, cg, rm, cm, rows, cols)
+        return first.buffers, second.buffers, (*first.measured, *second.measured)
+
+    return encode
+
+
+quantize = unbound(bind)
+
+
+def bind_operand(quantizer: MXFP8Quantizer, job: Job) -> Make:
+    """Decide how one operand is allocated."""
+    (high, wide), empty = job.shape, job.empty
+    blocks = -(-wide // BLOCK)
+    data, scale = fresh(job.shape, ELEMENTS[quantizer.dtype]), fresh_by_columns(high, blocks, torch.uint8)
+    wanted = fresh((high, blocks), torch.float32) if job.measure else None
+
+    def make(
+        stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
+    ) -> Made:
+        if into is not None:
+            return Made(into, (), (*map(pointer, into), 0, 0, 0)[:4])
+        buffers = empty(*data), empty(*scale)
+        measured = () if wanted is None else (empty(*wanted),)
+        (given,) = stats
+        parameters = (
+            buffers[0].data_ptr(), buffers[1].data_ptr(), 0 if given is None else given.data_ptr(),
+            measured[0].data_ptr() if measured else 0,
+        )  # fmt: skip
+        return Made(buffers, measured, parameters)
+
+    return make
 
 
 @cache

@@ -6,7 +6,10 @@ UNTRIED = "never run on hardware: it is written after torch's rules, and tested 
 SEARCHED = "lpq_nvfp4.search:why_not"
 KERNELS = (
     KernelSpec.cuda("measure", "lpq_nvfp4.cuda:measure", why_not="lpq_nvfp4.cuda:why_not", rounds=True),
-    KernelSpec.cuda("quantize", "lpq_nvfp4.cuda:quantize", why_not="lpq_nvfp4.cuda:quantize_why_not", rounds=True),
+    KernelSpec.cuda(
+        "quantize", "lpq_nvfp4.cuda:quantize", bind="lpq_nvfp4.cuda:bind", why_not="lpq_nvfp4.cuda:quantize_why_not",
+        rounds=True,
+    ),
     KernelSpec.cuda("transpose", "lpq_nvfp4.views:transpose"),
     KernelSpec.cuda("decode", "lpq_nvfp4.views:decode"),
     *(KernelSpec.cuda(op, f"lpq_nvfp4.tile:{op}", why_not=SEARCHED) for op in ("tile", "exact_tile")),

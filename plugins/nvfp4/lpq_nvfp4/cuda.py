@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from lpq.formats.elements import E4M3
+from lpq.kernels.fresh import allocator, fresh, fresh_by_columns
 from lpq.kernels.tiles import (
+    FINISH,
     LOW,
     SQUARE,
     Shape,
     amax_finish,
-    amax_parts,
     at_once,
-    broad,
-    by_columns,
+    bind_amax_parts,
+    broadened,
     covering,
+    divides,
     is_whole,
     pointer,
     reading,
     tile_kernels,
     tiles,
 )
+from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.fused_pair import Job, Made, Make
 from lpq.operations.measuring import measure_reference
-from lpq.operations.quantizing import quantize_reference
 from lpq_nvfp4 import search
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
@@ -35,6 +38,9 @@ QUANTIZE = tile_kernels("nvfp4/quantize.cu", "quantize", "PPPPPPPPIPPPIPPPqI")
 AMAXES = tile_kernels("nvfp4/amaxes.cu", "amaxes", "PPPPPI")[SQUARE]
 AT_ONCE = 4
 """How many blocks of threads a multiprocessor runs, which take several tiles in turn where there are more."""
+UNKNOWN = (None,) * 4
+NOTHING = Made((), (), (0,) * 9)
+"""In place of an operand that is not wanted."""
 
 
 def why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None) -> str | None:
@@ -67,7 +73,14 @@ def measure(
     side = row or col
     assert side is not None
     rotated = col is not None and col.rht
-    parts = _amaxes(x, dtype, not side.rht, rotated, of_rows, of_cols, square=side.block == "16x16")
+    count, index = tiles(rows, cols, SQUARE), x.get_device()
+    blocks = at_once(count, AT_ONCE, index)
+    parts = [x.new_empty((blocks,), dtype=torch.float32) if wanted else None for wanted in (not side.rht, rotated)]
+    macros = covering(SQUARE, is_whole(x, rows, cols, SQUARE)) + _switches(rotated, side.block == "16x16", True)
+    AMAXES.launch(
+        index, reading(x.dtype, dtype) + macros, blocks,
+        x.data_ptr(), *map(pointer, (*parts, of_rows, of_cols)), count, rows, cols,
+    )  # fmt: skip
     found: list[Tensor] = []
     for of_operand, of_blocks in zip((parts[0], parts[rotated]), (of_rows, of_cols), strict=True):
         if of_operand is not None and of_blocks is not None:
@@ -75,128 +88,124 @@ def measure(
     return found
 
 
-def quantize(
-    x: Tensor,
-    stats: Sequence[Tensor | None],
-    row: NVFP4Quantizer | None,
-    col: NVFP4Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    measure: bool,
-    dtype: torch.dtype | None = None,
-) -> list[Tensor]:
-    """As the reference, which is called itself where there is nothing to launch for; where the first row of a shard
-    cuts a group of 16 that the random bits of a column operand come in, which no layer asks for; and where the row
-    operand is rotated, as that of no quantizer is."""
-    dtype = dtype or x.dtype
-    cut = col is not None and col.stochastic and offset % GROUP
-    if x.numel() == 0 or cut or (row is not None and row.rht):
-        return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
-    given = [None if stat is None else stat.contiguous() for stat in stats]
-    return _run(x.contiguous(), dtype, given, row, col, seed, offset, measure=measure)
-
-
-def _run(
-    x: Tensor,
-    dtype: torch.dtype,
-    stats: list[Tensor | None],
-    row: NVFP4Quantizer | None,
-    col: NVFP4Quantizer | None,
-    seed: Tensor | None,
-    offset: int,
-    *,
-    measure: bool,
-) -> list[Tensor]:
-    """Encoded operands, then their statistics, if wanted. Of a shared pair only the row's are measured."""
+def bind(e: Encoding) -> Encode | None:
+    """How matrices of one shape are encoded. It is left to the reference where the first row of a shard cuts a group of
+    16 that the random bits of a column operand come in, which no layer asks for; and where the row operand is rotated,
+    as that of no quantizer is."""
+    (rows, cols), row, col, index = e.shape, e.row, e.col, e.device.index or 0
+    if (col is not None and col.stochastic and e.offset % GROUP) or (row is not None and row.rht):
+        return None
     shared = row is not None and row == col and row.transposable
-    first = (stats[0], stats[1]) if stats else (None, None)
-    second = first if row is None or len(stats) < 4 else (stats[2], stats[3])
-    unknown = [
-        side
-        for side, amax in ((row, first[0]), (None if shared else col, second[0]))
-        if side and (measure or amax is None)
-    ]
-    plain, rotated = parts_of(x, dtype, any(not side.rht for side in unknown), any(side.rht for side in unknown))
-    out: list[Tensor] = []
-    measured: list[Tensor] = []
-    pointers: list[int] = []  # for each side: data, scale, amax; for each side: amaxes, their count, given, measured
-    amaxes: list[int] = []
-    for side, (high, wide), (amax, given) in ((row, x.shape, first), (col, x.shape[::-1], second)):
-        if side is None:
-            pointers += (0, 0, 0)
-            amaxes += (0, 0, 0, 0)
-            continue
-        parts = rotated if side.rht else plain
-        out += fresh(x, side, high, wide)
-        pointers += (t.data_ptr() for t in out[-3:])
-        wanted = None
-        if measure and not (shared and measured):
-            assert parts is not None
-            wanted = x.new_empty(_blocks(side, high, wide), dtype=torch.float32)
-            measured += (amax_finish(parts), wanted)
-        known = amax if amax is not None else parts
-        assert known is not None
-        amaxes += (known.data_ptr(), known.numel(), pointer(given), pointer(wanted))
-    rows, cols = x.shape
-    by_block = measure or first[1] is not None or second[1] is not None
+    given = e.given or (False,) * 4
+    of_col = 0 if row is None or col is None or shared else 2  # where its statistics begin
+    sides = [(row, given[0]), (None if shared else col, given[of_col])]
+    unknown = [side for side, amax_given in sides if side is not None and (e.measure or not amax_given)]
+    find = bind_parts(e, any(not side.rht for side in unknown), any(side.rht for side in unknown)) if unknown else None
+    job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.operator)
+    make_row = bind_operand(row, job) if row is not None else None
+    beside = job._replace(shape=(cols, rows), measure=e.measure and not shared)
+    make_col = bind_operand(col, beside) if col is not None else None
+    rotated = col is not None and col.rht
+    by_block = e.measure or given[1] or given[of_col + 1]
     macros, shape = _macros(row, col, shared, by_block)
-    if col is None and row is not None and row.block == "1x16":
-        shape = broad(x, dtype, shape)
+    if col is None and row.block == "1x16" and e.aligned and e.held is e.dtype:
+        shape = broadened(rows, cols, e.held, shape)
     count = tiles(rows, cols, shape)
     together = 128  # rows of tiles that a block of threads takes in turn
     if row is not None and col is not None:
         together = 512 if col.rht else 256
-    QUANTIZE[shape].launch(
-        x.get_device(), reading(x.dtype, dtype) + macros + covering(shape, is_whole(x, rows, cols, shape)),
-        max(-(-count * shape.tall // together), at_once(count, AT_ONCE, x.get_device())),
-        x.data_ptr(), *pointers, *amaxes, pointer(seed), offset, count, rows, cols,
+    launch = QUANTIZE[shape].bind(
+        index, reading(e.held, e.dtype) + macros + covering(shape, e.aligned and divides(rows, cols, shape)),
+        max(-(-count * shape.tall // together), at_once(count, AT_ONCE, index)),
     )  # fmt: skip
-    return out + measured
+    offset = e.offset
+
+    def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
+        stats = stats or UNKNOWN
+        plain, turned = find(at) if find is not None else (None, None)
+        first = make_row(stats[:2], plain, seed, None) if make_row is not None else NOTHING
+        second = NOTHING
+        if make_col is not None:
+            second = make_col(stats[of_col : of_col + 2], turned if rotated else plain, seed, None)
+        one, other = first.parameters, second.parameters
+        launch(
+            at, *one[:3], *other[:3], *one[3:7], *other[3:7], 0 if seed is None else seed.data_ptr(), offset, count,
+            rows, cols,
+        )  # fmt: skip
+        return first.buffers, second.buffers, (*first.measured, *second.measured)
+
+    return encode
 
 
-def fresh(x: Tensor, side: NVFP4Quantizer, high: int, wide: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for an operand of ``x``: that of ``NVFP4Storage.fresh``, which takes the host nearly twice as long."""
+quantize = unbound(bind)
+
+
+def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
+    """Decide how one operand is allocated. What is found before is what ``bind_parts`` finds."""
+    high, wide = job.shape
     lines, blocks = _blocks(side, high, wide)
-    data = x.new_empty((high, blocks * (GROUP // 2)), dtype=torch.uint8)
-    by_rows = side.block == "16x16"
-    scale = x.new_empty((lines, blocks), dtype=E4M3) if by_rows else by_columns(x, lines, blocks, E4M3)
-    return data, scale, x.new_empty((), dtype=torch.float32)
+    empty, offset = job.empty, job.offset
+    amaxes, value = fresh((lines, blocks), torch.float32), fresh((), torch.float32)
+    data = fresh((high, blocks * (GROUP // 2)), torch.uint8)
+    scale = fresh((lines, blocks), E4M3) if side.block == "16x16" else fresh_by_columns(lines, blocks, E4M3)
+    finish = FINISH.bind(job.device.index or 0, (), 1) if job.measure else None
+
+    def make(
+        stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
+    ) -> Made:
+        drawn = 0 if seed is None else seed.data_ptr()
+        if into is not None:
+            assert found is not None
+            at = (*map(pointer, into), 0, 0)[:3]  # there are no scales of what is decoded
+            return Made(into, (), (*at, found.data_ptr(), 1, 0, 0, drawn, 0))
+        amax, given = stats
+        buffers = empty(*data), empty(*scale), empty(*value)
+        measured: tuple[Tensor, ...] = ()
+        if finish is not None:
+            assert found is not None
+            measured = empty(*value), empty(*amaxes)
+            finish(found.data_ptr(), found.numel(), measured[0].data_ptr())
+        known = amax if amax is not None else found
+        assert known is not None
+        parameters = (
+            buffers[0].data_ptr(), buffers[1].data_ptr(), buffers[2].data_ptr(), known.data_ptr(), known.numel(),
+            0 if given is None else given.data_ptr(), measured[1].data_ptr() if measured else 0, drawn, offset,
+        )  # fmt: skip
+        return Made(buffers, measured, parameters)
+
+    return make
 
 
 def _blocks(side: NVFP4Quantizer, high: int, wide: int) -> tuple[int, int]:
     return high if side.block == "1x16" else -(-high // GROUP), -(-wide // GROUP)
 
 
-def parts_of(x: Tensor, dtype: torch.dtype, plain: bool, rotated: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Magnitudes of which the largest is the amax of the matrix, and that of its rotated columns."""
-    if rotated:
-        return _amaxes(x, dtype, plain, rotated)
-    return (amax_parts(x, dtype) if plain else None), None
+def bind_parts(e: Encoding, plain: bool, rotated: bool) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
+    """A function that finds, in a matrix at an address, magnitudes of which the largest is its amax, and those of its
+    rotated columns, as far as they are wanted."""
+    (rows, cols), index, empty = e.shape, e.device.index or 0, allocator(e.device, dispatched=e.operator)
+    if not rotated:
+        memory, look = bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
 
+        def find(at: int) -> tuple[Tensor | None, Tensor | None]:
+            found = empty(*memory)
+            look(at, found.data_ptr())
+            return found, None
 
-def _amaxes(
-    x: Tensor,
-    dtype: torch.dtype,
-    plain: bool,
-    rotated: bool,
-    of_rows: Tensor | None = None,
-    of_cols: Tensor | None = None,
-    *,
-    square: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The same; and those of the blocks of the operands, to where they are wanted."""
-    rows, cols = x.shape
+        return find
     count = tiles(rows, cols, SQUARE)
-    parts = at_once(count, AT_ONCE, x.get_device())
-    of_plain = x.new_empty((parts,), dtype=torch.float32) if plain else None
-    of_rotated = x.new_empty((parts,), dtype=torch.float32) if rotated else None
-    macros = _switches(rotated, square, of_rows is not None or of_cols is not None)
-    AMAXES.launch(
-        x.get_device(),
-        reading(x.dtype, dtype) + covering(SQUARE, is_whole(x, rows, cols, SQUARE)) + macros, parts,
-        x.data_ptr(), *map(pointer, (of_plain, of_rotated, of_rows, of_cols)), count, rows, cols,
-    )  # fmt: skip
-    return of_plain, of_rotated
+    parts = at_once(count, AT_ONCE, index)
+    memory = fresh((parts,), torch.float32)
+    macros = covering(SQUARE, e.aligned and divides(rows, cols, SQUARE)) + _switches(True, False, False)
+    launch = AMAXES.bind(index, reading(e.held, e.dtype) + macros, parts)
+
+    def find_rotated(at: int) -> tuple[Tensor | None, Tensor | None]:
+        found = empty(*memory)
+        beside = empty(*memory) if plain else None
+        launch(at, 0 if beside is None else beside.data_ptr(), found.data_ptr(), 0, 0, count, rows, cols)
+        return beside, found
+
+    return find_rotated
 
 
 @cache

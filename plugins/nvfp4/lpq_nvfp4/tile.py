@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpq.formats.format import Direction
+from lpq.kernels.fresh import fresh
 from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.sections import SECTIONS, Find, Sections, bind_zeros
-from lpq.kernels.tiles import SQUARE, amax_finish, pointer, tile_kernels
+from lpq.kernels.tiles import SQUARE, tile_kernels
+from lpq.operations.binding import Encoding
 from lpq.operations.exact_form import Form
-from lpq.operations.fused_pair import Job, Made, TileSide
-from lpq_nvfp4.cuda import fresh, parts_of
+from lpq.operations.fused_pair import Job, Look, Made, Make, TileSide
+from lpq_nvfp4.cuda import bind_operand, bind_parts
 from lpq_nvfp4.gemm import CONSTANT
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
@@ -27,28 +29,10 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
     if quantizer.rht and direction == "row":
         return None
 
-    def make(job: Job) -> Made:
-        amax, given = job.stats
-        if job.into is not None:
-            assert job.found is not None
-            at = (*map(pointer, job.into), 0, 0)[:3]  # there are no scales of what is decoded
-            rest = job.found.data_ptr(), 1, 0, 0, pointer(job.seed), 0
-            return Made(job.into, (), (*at, *rest))
-        buffers = fresh(job.x, quantizer, *job.shape)
-        measured: tuple[Tensor, ...] = ()
-        if job.measure:
-            assert job.found is not None
-            measured = (amax_finish(job.found), job.x.new_empty(buffers[1].shape, dtype=torch.float32))
-        known = amax if amax is not None else job.found
-        assert known is not None
-        parameters = (
-            buffers[0].data_ptr(), buffers[1].data_ptr(), buffers[2].data_ptr(), known.data_ptr(), known.numel(),
-            0 if given is None else given.data_ptr(), measured[1].data_ptr() if measured else 0,
-            0 if job.seed is None else job.seed.data_ptr(), job.offset,
-        )  # fmt: skip
-        return Made(buffers, measured, parameters)
+    def bind(job: Job) -> Make:
+        return bind_operand(quantizer, job)
 
-    return _side(quantizer, direction, make, decoded=(_struct(quantizer, direction, True), SQUARE))
+    return _side(quantizer, direction, bind, decoded=(_struct(quantizer, direction, True), SQUARE))
 
 
 def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
@@ -56,16 +40,23 @@ def exact_tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | No
     if quantizer.rht and direction == "row":
         return None
 
-    def make(job: Job) -> Made:
-        assert job.found is not None
-        matrix, amax = job.x.new_empty(job.shape, dtype=torch.bfloat16), job.x.new_empty((), dtype=torch.float32)
-        parameters = (
-            matrix.data_ptr(), 0, amax.data_ptr(), job.found.data_ptr(), job.found.numel(), 0, 0,
-            0 if job.seed is None else job.seed.data_ptr(), job.offset,
-        )  # fmt: skip
-        return Made((matrix, amax), (), parameters)
+    def bind(job: Job) -> Make:
+        empty, memory, value, offset = job.empty, fresh(job.shape, torch.bfloat16), fresh((), torch.float32), job.offset
 
-    return _side(quantizer, direction, make, exact=Form(factor=True, constant=CONSTANT))
+        def make(
+            stats: Sequence[Tensor | None], found: Tensor | None, seed: Tensor | None, into: Sequence[Tensor] | None
+        ) -> Made:
+            assert found is not None
+            matrix, amax = empty(*memory), empty(*value)
+            parameters = (
+                matrix.data_ptr(), 0, amax.data_ptr(), found.data_ptr(), found.numel(), 0, 0,
+                0 if seed is None else seed.data_ptr(), offset,
+            )  # fmt: skip
+            return Made((matrix, amax), (), parameters)
+
+        return make
+
+    return _side(quantizer, direction, bind, exact=Form(factor=True, constant=CONSTANT))
 
 
 def _struct(quantizer: NVFP4Quantizer, direction: Direction, exact: bool) -> str:
@@ -73,21 +64,26 @@ def _struct(quantizer: NVFP4Quantizer, direction: Direction, exact: bool) -> str
     return f"nvfp4::{direction.capitalize()}<{','.join(str(flag).lower() for flag in flags)}>"
 
 
-def _side(quantizer: NVFP4Quantizer, direction: Direction, make: Callable[[Job], Made], **rest: Any) -> TileSide:
+def _side(quantizer: NVFP4Quantizer, direction: Direction, bind: Callable[[Job], Make], **rest: Any) -> TileSide:
     aligned = GROUP if quantizer.stochastic and direction == "col" else 1
     find = _rotated if quantizer.rht else None
     return TileSide(
-        csrc() / "nvfp4/sides.cuh", _struct(quantizer, direction, "exact" in rest), "PPPPIPPPq", make,
+        csrc() / "nvfp4/sides.cuh", _struct(quantizer, direction, "exact" in rest), "PPPPIPPPq", bind,
         amax=find is None, find=find, finder=None if find is None else find_in_sections, turns=2, aligned=aligned,
         **rest,
     )  # fmt: skip
 
 
-def _rotated(x: Tensor, plain: bool) -> tuple[Tensor, Tensor | None]:
+def _rotated(e: Encoding, amax: bool) -> Look:
     """Magnitudes of which the largest is the amax of the rotated columns; and of the matrix, if that is wanted."""
-    of_plain, rotated = parts_of(x, x.dtype, plain, True)
-    assert rotated is not None
-    return rotated, of_plain
+    find = bind_parts(e, amax, True)
+
+    def look(at: int) -> tuple[Tensor, Tensor | None]:
+        of_plain, rotated = find(at)
+        assert rotated is not None
+        return rotated, of_plain
+
+    return look
 
 
 def find_in_sections(sections: Sections, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
