@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Attention, data, layers, model, same, statics
-from ranks import spawn
+from ranks import on_one, spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,7 +52,13 @@ def sharded(recipe: str, ranks: int, weights: Any = None) -> Any:
 
 
 def alone(recipe: str, method: Any, tokens: int = 3) -> nn.Module:
-    """The same in one process, with all batches."""
+    """The same in one process, with all batches; handed to all ranks."""
+    _of_one()  # a group is made by all ranks
+    net: nn.Module = on_one(_calibrated_alone, recipe, method, tokens)
+    return net
+
+
+def _calibrated_alone(recipe: str, method: Any, tokens: int) -> nn.Module:
     net = lpq.convert(model(experts=1), recipe)
     lpq.calibrate(net, data(7, tokens=tokens), method=method, process_group=_of_one())
     return net
@@ -70,16 +76,18 @@ def _of_one() -> Any:
 def _the_same(rank: int, recipe: str, method: Any) -> None:
     """7 batches among 4 ranks: one of them has fewer than the others."""
     expected = alone(recipe, method)
+    x, static, codes = data(1)[0], statics(expected), exported(expected)
+    y = expected(x)
     for ranks in (1, 2, 4):
         for weights in (None, "high_precision") if ranks == 4 else (None,):
             net = sharded(recipe, ranks, weights)
             made = lpq.calibrate(net, data(7)[rank::4], method=method)
             assert (made.samples, made.batches) == (28, 7)
-            assert same(statics(net), statics(expected)), (ranks, weights)
-            assert same(exported(net), exported(expected)), (ranks, weights)
-            x = data(1)[0]
-            assert torch.equal(net(x), expected(x)), "it computes the same, too"
-            net(x).square().sum().backward()
+            assert same(statics(net), static), (ranks, weights)
+            assert same(exported(net), codes), (ranks, weights)
+            computed = net(x)
+            assert torch.equal(computed, y), "it computes the same, too"
+            computed.square().sum().backward()
 
 
 def _without_the_reduction(rank: int) -> None:
@@ -191,15 +199,16 @@ TP = [(1, 4, True, False), (1, 4, False, False), (2, 2, False, False), (2, 2, Fa
 
 def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
     expected = alone(recipe, method, tokens=4)
+    static, codes = statics(expected), exported(expected)
     for dp, tp, sequence, fsdp in TP:
         net = parallel(lpq.convert(model(experts=1), recipe), dp, tp, sequence, fsdp)
         mine = data(7, tokens=4)[rank // tp :: dp]
         mine = [batch.chunk(tp, 1)[rank % tp] for batch in mine] if sequence else mine
         made = lpq.calibrate(net, mine, method=method)
         assert (made.samples, made.batches) == (28, 7)
-        assert same(statics(net), statics(expected)), (dp, tp, sequence, fsdp)
+        assert same(statics(net), static), (dp, tp, sequence, fsdp)
         group = None if fsdp or dp == 1 else net[0].attn.q_proj.weight.device_mesh.get_group()
-        assert same(exported(net, group), exported(expected)), (dp, tp, sequence, fsdp)
+        assert same(exported(net, group), codes), (dp, tp, sequence, fsdp)
         net(mine[0]).square().sum().backward()
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from pool import PATIENCE, Pool, context
@@ -54,6 +55,20 @@ def spawn(
             pool.close()
     else:
         _kept.of(ranks).run(function, *args, patience=patience)
+
+
+T = TypeVar("T")
+
+
+def on_one(function: Callable[..., T], *args: Any) -> T:
+    """Call ``function(*args)`` on rank 0 and hand what it returns to all ranks, which would compute the same."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with torch.random.fork_rng(devices=[]):  # that of the others stays where it is
+            found = [function(*args)]
+    dist.broadcast_object_list(found)
+    made: T = found[0]
+    return made
 
 
 def processes(function: Callable[..., None], ranks: int, *args: Any, join: bool = True) -> Any:
