@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from snippets import KNOWN, PAGES, ROOT, Block, blocks
+from torchrun import run_forked
 
 import lpq
 from lpq import operations, registry
@@ -90,13 +91,7 @@ class Reader:
         elif command[:2] == ["pip", "install"]:
             self.install(self.folder / command[-1], block)
         elif command[0] == "torchrun":
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]]
-            try:
-                self.succeed(launch, block)
-            except AssertionError as error:
-                if "terminate called without an active exception" not in str(error):
-                    raise
-                self.succeed(launch, block)  # gloo's threads now and then abort a process that has done all its work
+            self.torchrun(command, block)
         elif command[0] == "lpq" and command[1] in IN_A_PROCESS:
             path = os.pathsep.join(map(str, [*self.sources, self.site]))
             self.succeed([sys.executable, "-m", *command], block, env={**os.environ, "PYTHONPATH": path, **set_here})
@@ -107,6 +102,16 @@ class Reader:
             self.reload()
         else:
             raise AssertionError(f"{block.place}: cannot run {command[0]}; say why with <!-- not run: … -->")
+
+    def torchrun(self, command: list[str], block: Block) -> None:
+        """As torchrun does it; tests of training start torchrun itself."""
+        assert command[1] == "--nproc-per-node", f"{block.place}: {command}"
+        script = (self.folder / command[3]).read_text()
+        for last in (False, True):
+            ended = run_forked(int(command[2]), command[3:], script)
+            if not any(ended.statuses) or last or "terminate called without an active exception" not in ended.err:
+                break  # gloo's threads now and then abort a process that has done all its work
+        assert not any(ended.statuses), f"{block.place}: {' '.join(command)}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
 
     def install(self, project: Path, block: Block) -> None:
         """As ``pip install -e``: the metadata is what the project builds to, the code stays where it is."""
@@ -228,6 +233,8 @@ def made_up(reader: Reader, text: str) -> list[Block]:
         "```shell\nlpq explain no-such-recipe\n```\n",
         "```shell\nmake no-such-target\n```\n",
         "```shell\nrm -rf nothing\n```\n",
+        '```python title="x.py"\nimport os\nassert os.environ["RANK"] == "1"\n```\n\n'
+        "```shell\ntorchrun --nproc-per-node 2 x.py\n```\n",
         '<!-- read by lpq.recipe -->\n```toml\nfprop = "mxfp9"\n```\n',
         "```toml\nthis is no toml\n```\n",
         "```py\nassert True\n```\n",
