@@ -47,8 +47,12 @@ class NVFP4Storage(Storage):
     def decode_rotated(self) -> Tensor:
         if not self.quantizer.rht:
             return self.decode()
+        stored, ragged = self._stored(), self.shape[1] % GROUP
+        if not ragged:
+            return stored
         # Columns of padding do not decode to zeros once they were rotated, and must not count in a product.
-        return rotate(self.decode()) if self.shape[1] % GROUP else self._stored()
+        whole, last = stored[:, :-GROUP], stored[:, -GROUP:]
+        return torch.cat([whole, rotate(unrotate(last)[:, :ragged])], 1)
 
     def _stored(self) -> Tensor:
         """What the bytes say: with its padding, and rotated if it is."""
