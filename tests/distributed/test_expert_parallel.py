@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import lpq
+import lpq.checkpoint
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.nn import GroupedLinear
 from lpq.torch_private.tensors import local_part
@@ -199,6 +201,53 @@ def _sharded(rank: int) -> None:
 
 def test_experts_and_fsdp() -> None:
     spawn(_sharded, 4)
+
+
+def _compiled(rank: int) -> None:
+    """Graphs break where the host waits for how many rows go where."""
+    mesh = init_device_mesh("cpu", (2,))
+    own, gradient, offs = rows(rank)
+    made = []
+    for compiled in (False, True):
+        model: Any = parallelize_module(Experts(MX, bias=False), mesh, ExpertParallel(dispatch="encoded"))
+        x = own.clone().requires_grad_()
+        y = (torch.compile(model, backend="aot_eager") if compiled else model)(x, offs)
+        y.backward(gradient)
+        assert x.grad is not None
+        made.append([y, x.grad, *(local_part(p.grad) for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+@pytest.mark.slow
+def test_compiled_it_computes_the_same() -> None:
+    spawn(_compiled, 2)
+
+
+def _saved(rank: int, folder: str) -> None:
+    def of(*shape: int) -> tuple[Any, Any]:
+        model: Any = lpq.convert(Experts(None), "mxfp8")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+        parallelize_module(model, mesh["ep"], ExpertParallel())
+        if shape[0] > 1:
+            fully_shard(model, mesh=mesh["dp"])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = of(1, 4)
+    own, gradient, offs = rows(rank)
+    model(own, offs).backward(gradient)
+    optimizer.step()
+    lpq.checkpoint.save(folder, model, optimizer)
+    other, restored = of(2, 2)
+    lpq.checkpoint.load(folder, other, restored)
+    for (name, before), after in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(before.full_tensor(), after.full_tensor()), name
+        moments = optimizer.state[before]["exp_avg"], restored.state[after]["exp_avg"]
+        assert torch.equal(*(moment.full_tensor() for moment in moments)), name
+
+
+def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """From experts over four ranks to experts over two that FSDP2 shards."""
+    spawn(_saved, 4, str(tmp_path / "saved"))
 
 
 def _refused(rank: int) -> None:
