@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KIT = "lpq.testing.conformance."
 
-pytest.register_assert_rewrite("lpq.testing.conformance", "lpq.testing.expect")
+pytest.register_assert_rewrite("lpq.testing.comparing", "lpq.testing.conformance", "lpq.testing.expect")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 import lpq
 from lpq import operations
 from lpq.core import Quantizer
-from lpq.testing.conformance.test_kernels import Poisoned
+from lpq.testing.comparing import Poisoned
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SEED = -12345678901

@@ -38,7 +38,7 @@ from lpq.distributed.casting.batched import Batched
 from lpq.distributed.masters import Pieces, cast_master_weights, finish_gather
 from lpq.kernels import fragments
 from lpq.kernels.cuda import CudaKernel
-from lpq.testing.conformance.test_kernels import Poisoned
+from lpq.testing.comparing import Poisoned
 
 pytestmark = [
     pytest.mark.gpu,

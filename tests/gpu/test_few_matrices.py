@@ -14,7 +14,8 @@ from torch import Tensor
 from lpq import registry
 from lpq.core import Quantizer
 from lpq.testing.calls import RAGGED, of_all_sizes
-from lpq.testing.conformance.test_kernels import SIZES, SUMS, VIEWED, compare, compare_views, kernels, pairs, refusal
+from lpq.testing.comparing import compare, compare_views
+from lpq.testing.conformance.test_kernels import SIZES, SUMS, VIEWED, kernels, pairs, refusal
 from lpq.testing.operands import normal
 from lpq.testing.options import family
 

@@ -32,7 +32,7 @@ from lpq.formats.random_bits import RandomBits
 from lpq.kernels import choose, tiles
 from lpq.operations.quantizing import quantize_reference
 from lpq.testing.calls import on as on_device
-from lpq.testing.conformance.test_kernels import Poisoned, check_order
+from lpq.testing.comparing import Poisoned, check_order
 
 pytestmark = [
     pytest.mark.gpu,

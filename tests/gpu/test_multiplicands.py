@@ -12,7 +12,7 @@ from torch import Tensor
 import lpq
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import fused_pair
-from lpq.testing.conformance.test_kernels import compare_multiplicands
+from lpq.testing.comparing import compare_multiplicands
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytestmark = [

@@ -31,7 +31,7 @@ from lpq.formats.elements import (
     decode_float8,
     inverse_e8m0,
 )
-from lpq.testing.conformance.test_kernels import Poisoned, check_order
+from lpq.testing.comparing import Poisoned, check_order
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 import triton.language as tl  # noqa: E402

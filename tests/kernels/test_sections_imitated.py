@@ -24,7 +24,7 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.operations import groups, sectioned
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.quantizing import quantize
-from lpq.testing.conformance.test_kernels import Poisoned
+from lpq.testing.comparing import Poisoned
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,7 +15,7 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.registry import KernelSpec
 from lpq.testing.calls import on
-from lpq.testing.conformance.test_kernels import compare
+from lpq.testing.comparing import compare
 from lpq.testing.operands import encode
 
 pytest_plugins = ["pytester"]

@@ -1,0 +1,283 @@
+"""Comparing what a kernel makes with the reference of its operation, on poisoned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq import operations, registry
+from lpq.distributed.casting.given import items_of
+from lpq.distributed.masters import Pieces, finish_gather
+from lpq.emulation.bf16_gemm import exact as exact_form
+from lpq.formats import Quantizer, Storage
+from lpq.operations import fused_pair as pairs_of_any
+from lpq.operations.exact_form import Multiplicand
+from lpq.registry import KernelSpec
+from lpq.testing.calls import DTYPES, calls, fresh, of_operands, on, parts
+from lpq.testing.expect import equal, relative_error, same, there
+from lpq.testing.operands import SEED, encode
+from lpq.testing.options import partners
+from lpq.torch_private.dispatch import TorchDispatchMode
+
+POISON = 0xA5
+FAST = 1e-2
+SUMMED = {torch.bfloat16: 4e-3, torch.float16: 1.4e-3, torch.float32: 1.4e-3}
+"""How far a product may be off, in RMS. Tensor cores keep some 14 bits of sums of 8-bit floats, which are then added in
+fp32; what is rounded to bf16 on its way to another dtype is off by 1.6e-3."""
+PAIR = KernelSpec(op="quantize", impl="lpq.operations.fused_pair:quantize", backend="cuda")
+"""What makes operands of two formats."""
+
+
+class Poisoned(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """New memory is full of a pattern, so that an element which a kernel never writes shows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in (
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+        ):
+            out.untyped_storage().fill_(POISON)
+        return out
+
+
+def compare(
+    kernel: KernelSpec,
+    row: Quantizer | None,
+    col: Quantizer | None,
+    x: Tensor,
+    device: str,
+    name: str = "normal values",
+) -> bool:
+    """Run a kernel, and on the CPU the reference of its operation, on the same input, which messages call ``name``.
+    Whether there was anything to compare."""
+    if kernel.op == "remember":
+        row = there(row, f"the operand of {kernel.impl}")
+        return compare_memories(kernel, row, x.to(device))
+    if kernel.op == "exact":
+        row = there(row, f"the operand of {kernel.impl}")
+        operand = on(device, fresh(encode(row, x)))
+        return compare_exact(kernel, operand, f"{row}, {list(x.shape)} {x.dtype}, {name}")
+    if kernel.op == "cast":
+        row = there(row, f"the operand of {kernel.impl}")
+        return compare_cast(row, x.to(device))
+    if kernel.op == "tile":
+        return compare_tiles(row, col, x, device, name)
+    if kernel.op == "exact_tile":
+        first, second = row or col, col or row
+        one, other = (there(side, f"an operand for {kernel.impl}") for side in (first, second))
+        return compare_multiplicands(one, other, on(device, x), (row is not None, col is not None))
+    of = f"{_named(row, col)}, {list(x.shape)} {x.dtype}, {name}"
+    compared = [
+        compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of)
+        for how, arguments in calls(kernel.op, row, col, x)
+    ]
+    return any(compared)
+
+
+def _named(*sides: Quantizer | None) -> str:
+    return " and ".join(str(side) for side in sides if side is not None)
+
+
+def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[Any, ...], of: str) -> bool:
+    """Call a kernel with the arguments that lie on its device, and the reference with those that lie on the CPU.
+    Whether they return anything."""
+    what = f"{kernel.backend} kernel {kernel.impl} on {of}"
+    expected = flat(getattr(operations, f"{kernel.op}_reference")(*arguments))
+    given = [t for value in there for t in flat(value) if isinstance(t, Tensor)]
+    before = [t.clone() for t in given]
+    with Poisoned():  # type: ignore[no-untyped-call]
+        got = flat(registry.resolve(kernel.impl)(*there))
+    for one, other in zip(given, before, strict=True):
+        same(one, other, f"{what}: it changed what it was given")
+    assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
+    if kernel.op == "gemm":
+        *_, dtype, fast = arguments
+        close(got[0], expected[0], FAST if fast else SUMMED[dtype], what)
+        return True
+    check_new(got, given, what)
+    check_order(got, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        if one.dtype in DTYPES and other.dtype in DTYPES:  # which NaN it is, processors differ in
+            one, other = (torch.where(t.isnan(), torch.nan, t) for t in (one, other))
+        same(one.cpu(), other.cpu(), f"{what}, output {i}")
+    return bool(expected)
+
+
+def close(got: Tensor, expected: Tensor, error: float, what: str) -> None:
+    """They agree up to the order of sums, and what is not finite is so in both."""
+    got = got.cpu()
+    assert got.dtype == expected.dtype, f"{what}: it is {got.dtype} and must be {expected.dtype}"
+    assert got.shape == expected.shape, f"{what}: {list(got.shape)}, not {list(expected.shape)}"
+    finite = expected.isfinite()
+    assert torch.equal(got.isfinite(), finite), f"{what}: what is not finite in one is finite in the other"
+    one, other = torch.where(finite, got, 0), torch.where(finite, expected, 0)
+    if other.any():
+        found = relative_error(one, other)
+        assert found < error, f"{what}: it is not the same, by {found:.1e} of the RMS"
+    else:
+        assert not one.any(), f"{what}: it must be zero"
+
+
+def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> bool:
+    """Operands may be views of larger ones, with any strides. Whether there was anything to compare."""
+    sides = [side for side in (row, col) if side is not None]
+    here, there = parts(sides, "cpu"), parts(sides, device)
+    if not here:
+        return False
+    of = f"{_named(row, col)}, a part of an operand"
+    if kernel.op == "exact":
+        return compare_exact(kernel, there[0], of)
+    each = (of_operands(kernel.op, *operands) for operands in (here, there))
+    compared = [
+        compare_call(kernel, arguments, on_device, f"{of}, {how}" if how else of)
+        for (how, arguments), (_, on_device) in zip(*each, strict=True)
+    ]
+    return any(compared)
+
+
+def compare_rounded(
+    kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str,
+    dtypes: Sequence[torch.dtype],
+) -> None:  # fmt: skip
+    """A kernel that rounds what it reads does what it does for a rounded copy."""
+    impl = registry.resolve(kernel.impl)
+    for dtype in (dtype for dtype in dtypes if dtype != x.dtype):
+        for how, (rounded, *rest) in calls(kernel.op, row, col, x.to(dtype)):
+            rest = on(device, rest)
+            expected = flat(impl(on(device, rounded), *rest))
+            with Poisoned():  # type: ignore[no-untyped-call]
+                got = flat(impl(x.to(device), *rest, dtype=dtype))
+            what = f"{kernel.impl} on {_named(row, col)}, {list(x.shape)} rounded to {dtype}, {how}"
+            assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
+            for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+                same(one.cpu(), other.cpu(), f"{what}, output {i}")
+
+
+def compare_cast(quantizer: Quantizer, x: Tensor) -> bool:
+    """Two ranks that have each a part of a master, which cuts a row, make what encoding all of it makes. Whether it is
+    large enough for two parts."""
+    master, cut = x.float(), x.numel() // 2 + 1
+    if not 0 < cut < x.numel():
+        return False
+    weights = [quantizer.quantize(torch.zeros_like(master)) for _ in range(2)]
+    parts = [(0, cut), (cut, x.numel())]
+    ranks = [
+        Pieces(items_of([weight], [master.flatten()[start:stop]], [start], None, None, 2), rank, 2)
+        for rank, (weight, (start, stop)) in enumerate(zip(weights, parts, strict=True))
+    ]
+    told = [pieces.tell() for pieces in ranks]
+    for pieces in ranks:
+        pieces.encode(torch.maximum(*told))
+    for mine, yours in zip(*ranks, strict=True):
+        for to, source in ((mine, yours), (yours, mine)):
+            to.buffer[source.start : source.stop] = source.own
+    whole = quantizer.quantize(master)
+    for pieces, weight in zip(ranks, weights, strict=True):
+        finish_gather(pieces)
+        for (direction, made), (_, expected) in zip(weight.operands, whole.operands, strict=True):
+            for name, buffer in expected.buffers().items():
+                same(
+                    made.buffers()[name].cpu(),
+                    buffer.cpu(),
+                    f"fragments of {quantizer}, {list(x.shape)}, {direction}.{name}",
+                )
+    return True
+
+
+def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, device: str, name: str) -> bool:
+    """An operand, and one of another format that takes part, are made from one read as by the reference. Whether there
+    is such a format."""
+    side = there(row or col, "an operand to make tile by tile")
+    for partner in partners():
+        other = registry.quantizer(partner) if registry.kernels("tile", (partner,)) else side
+        if type(other) is not type(side):
+            first, second = row or other.side("row"), col or other.side("col")
+            if pairs_of_any.why_not(first, second) is None:
+                return compare(PAIR, first, second, x, device, name)
+    return False
+
+
+def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tuple[bool, bool]) -> bool:
+    """What is made without being encoded is, to the bit, the exact form of the encoded operand. Whether it is made."""
+    seed = torch.tensor(SEED, device=x.device)
+    with torch.no_grad():
+        with Poisoned():  # type: ignore[no-untyped-call]
+            made = pairs_of_any.multiplicands(x, row, col, seed, exact)
+        encoded = operations.quantize(x, None, row, col, seed)
+    for got, operand in zip(made or (), encoded, strict=False):
+        assert isinstance(operand, Storage), "quantize returns its operands first"
+        what = f"{operand.quantizer}, {list(x.shape)}"
+        if isinstance(got, Multiplicand):
+            expected = exact_form(operand)
+            if expected is None:  # LPQ_KERNELS leaves out what would say it
+                close(got.decode_rotated().double(), operand.decode_rotated().double().cpu(), 1e-6, what)
+                continue
+            equal(got.form.constant, expected.constant, f"the constant of {what}")
+            same(got.form.matrix.cpu(), expected.matrix.cpu(), f"the matrix of {what}")
+            if expected.factor is not None:
+                factor = there(got.form.factor, f"the factor of {what}")
+                same(factor.cpu(), expected.factor.cpu(), f"the factor of {what}")
+        else:
+            for one, other in zip(got.tensors(), operand.tensors(), strict=True):
+                same(one.cpu(), other.cpu(), f"{what}, beside one that is not encoded")
+    return made is not None
+
+
+def compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> bool:
+    """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32. Whether
+    there is such a matrix: a kernel may say that it does not serve a shape."""
+    with Poisoned():  # type: ignore[no-untyped-call]
+        found = registry.resolve(kernel.impl)(operand)
+    what = f"{kernel.backend} kernel {kernel.impl} on {of}"
+    if found is None:
+        return False
+    assert found.matrix.dtype == torch.bfloat16, f"{what}: the matrix is {found.matrix.dtype}"
+    made = found.matrix.double() * found.constant * (1 if found.factor is None else found.factor.double())
+    if found.rest is not None:
+        made = torch.cat([made, found.rest.double()], 1)
+    close(made, operand.decode_rotated().double().cpu(), 1e-6, what)
+    return True
+
+
+def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
+    """What a kernel returns is its caller's own: operands are kept while what they were made of is written to."""
+    inputs = [t for value in given for t in flat(value) if isinstance(t, Tensor)]
+    taken = [t.untyped_storage().data_ptr() for t in (*inputs, *got) if t.numel()]
+    for i, one in enumerate(got):
+        memory = one.untyped_storage().data_ptr()
+        assert not one.numel() or taken.count(memory) == 1, f"{what}: output {i} shares memory with another tensor"
+
+
+def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
+    """They lie in memory as a compiler is told that they do: row-major, unless a buffer says otherwise of what encoding
+    leaves."""
+    for i, (one, other) in enumerate(zip(got, expected, strict=True)):
+        found, wanted = ([s for size, s in zip(t.shape, t.stride(), strict=True) if size > 1] for t in (one, other))
+        assert not other.numel() or found == wanted, f"{what}: output {i} has strides {found} and must have {wanted}"
+
+
+def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> bool:
+    """Let a kernel and the quantizer itself take the same steps into their states. Whether there is a state."""
+    ours, theirs = side.new_state(x.device), side.new_state(x.device)
+    for step, factor in enumerate((1.0, 0.0, torch.inf, 0.25, torch.nan, 3.0)):
+        measured = operations.measure_reference(x * factor, side, None)
+        stats = {stat.name: values for stat, values in zip(side.stats, measured, strict=True)}
+        side.remember(theirs, stats)
+        registry.resolve(kernel.impl)(side, ours, stats)
+        for name, expected in theirs.items():
+            same(ours[name].cpu(), expected.cpu(), f"{kernel.impl} of {side}, step {step}, {name}")
+    return bool(theirs)
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The tensors that an operation returned."""
+    if isinstance(result, Storage):
+        return result.tensors()
+    return list(result) if isinstance(result, list | tuple) else [result]
