@@ -40,7 +40,7 @@ def measure(
     copied = copy_speed(device) if device.type == "cuda" else 1.0
     found: list[dict[str, Any]] = []
     for shape in shapes:
-        data = _Data(shape, device)
+        data = Data(shape, device)
         at = {**asdict(shape), "floor": _floor(shape, device, effort, copied, clock), "results": []}
         found.append(at)
         peers = [peer for peer in PEERS if device.type == "cuda" and installed(peer[0]) is not None]
@@ -49,7 +49,7 @@ def measure(
             yield {"copy_speed": copied, "shapes": found}
 
 
-class _Data:
+class Data:
     """x, dy and offsets, and bf16's weight."""
 
     def __init__(self, shape: Experts, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class _Data:
 
 
 def _one(
-    data: _Data,
+    data: Data,
     library: str,
     recipe: str,
     effort: Effort,
@@ -148,7 +148,7 @@ def _floor(
     """The three products in FP8, and the bytes of quantizing x, w and dy."""
     moved = BYTES * sum(shape.tensors)
     try:
-        products = {f"{fast}": _three(shape, device, fast) for fast in (True, False)}
+        products = {f"{fast}": in_fp8(shape, device, fast) for fast in (True, False)}
         taken = clock(
             {f"{which} {fast}": step for fast, three in products.items() for which, step in three.items()}, effort
         )
@@ -161,7 +161,7 @@ def _floor(
     return {"bytes": moved, "gemms_ms": exact, "fast_gemms_ms": fast, "ms": exact + copying, "fast_ms": fast + copying}
 
 
-def _three(shape: Experts, device: torch.device, fast: bool) -> dict[str, Step]:
+def in_fp8(shape: Experts, device: torch.device, fast: bool) -> dict[str, Step]:
     experts, inputs, outputs = shape.experts, shape.inputs, shape.outputs
     rows = experts * shape.tokens
     offs = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * shape.tokens

@@ -20,7 +20,8 @@ from lpq.operations.fused_pair import ALIGNED
 from lpq.operations.sectioned import decodable
 
 EXACT_FROM = 1024
-"""From so many rows of a group on, on average, a product of codes with exact sums takes less than one in bf16."""
+"""From so many rows of a group on, on average, a product of codes with exact sums takes less than one in bf16.
+``python -m benchmarks.group_choice`` measures this and the other constants here."""
 
 
 def kernel_of(
