@@ -1,4 +1,4 @@
-"""``lpq explain RECIPE``: what the three GEMMs of a recipe multiply, and what runs them here."""
+"""``lpq explain RECIPE``: what the three products of a recipe multiply, and what runs them here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, the gramm
 
 
 def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None:
-    """Say what a recipe does: the operands of its three GEMMs, their quantizers, and what runs each.
+    """Say what a recipe does: the operands of its three products, their quantizers, and what runs each.
 
     A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 where a step
     cannot run, because LPQ_KERNELS leaves no kernel for it.
@@ -60,7 +60,7 @@ def tell(
         return
     table(
         f"{made.title}  =  {made.text}" if made.name else made.text,
-        ("GEMM", "computes", "left operand", "right operand"),
+        ("product", "computes", "left operand", "right operand"),
         ((gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values()) for gemm, operands in gemms.items()),
     )
     show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()])
@@ -68,7 +68,7 @@ def tell(
 
 
 def described(recipe: Recipe, gemm: str) -> dict[str, Any]:
-    """The operands of one GEMM, in order, and the quantizer of each."""
+    """The operands of one product, in order, and the quantizer of each."""
     names = (f"{operand.tensor}.{operand.side}" for operand in OPERANDS if operand.gemm == gemm)
     return {name: side.text for name, side in zip(names, recipe.products[gemm], strict=True)}
 

@@ -1,4 +1,4 @@
-"""Layers whose GEMMs multiply quantized operands, and the conversion of a model."""
+"""Layers whose products multiply quantized operands, and the conversion of a model."""
 
 from lpq.nn.conversion import convert, hold_weights, replan, report, set_step
 from lpq.nn.grouped_linear import GroupedLinear

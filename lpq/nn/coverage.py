@@ -60,7 +60,7 @@ class Coverage:
         said = f"{percent(self.share)} of the matrix parameters are converted ({self.converted:,} of {self.total:,})"
         if self.work is not None:
             where = f" that is known (for {self.unknown:,} parameters it is not)" if self.unknown else ""
-            said += f", {percent(self.work)} of the GEMM work{where}"
+            said += f", {percent(self.work)} of the work in products{where}"
         return f"{said}; not converted: {largest(self.left, self.total)}" if self.left else said
 
     def of(self, modules: Collection[str]) -> tuple[Part, ...]:

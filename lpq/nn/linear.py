@@ -1,4 +1,4 @@
-"""Linear: an ``nn.Linear`` whose three GEMMs multiply quantized operands.
+"""Linear: an ``nn.Linear`` whose three products multiply quantized operands.
 
 fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
 """
@@ -60,8 +60,10 @@ def weight_operands(
 
 
 class Layer(Saved):
-    """``y = x Wᵀ + b`` with the three GEMMs of ``recipe``, for a class of modules that has ``weight`` and ``bias`` and
-    does the same in high precision: a subclass of this and of that class. With ``recipe=None`` it is that class.
+    """``y = x Wᵀ + b`` with the three products of ``recipe``.
+
+    It is for a class of modules that has ``weight`` and ``bias`` and does the same in high precision: derive a subclass
+    of this and of that class. With ``recipe=None`` it is that class.
 
     The state dict has the keys of that class. A recipe that remembers statistics across steps (delayed scaling) adds
     its buffers, ``x_…``, ``w_…`` and ``dy_…``. A checkpoint without them loads too, and starts them afresh; those of
@@ -354,7 +356,7 @@ class Layer(Saved):
 
 
 class Linear(Layer, nn.Linear):
-    """``nn.Linear`` with the three GEMMs of ``recipe``; see ``Layer``."""
+    """``nn.Linear`` with the three products of ``recipe``; see ``Layer``."""
 
     def __init__(
         self,

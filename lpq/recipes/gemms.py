@@ -1,4 +1,4 @@
-"""Recipe: which quantizer each operand of a linear layer's three GEMMs gets.
+"""Recipe: which quantizer each operand of a linear layer's three products gets.
 
     fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = dy.col · x.col
 
@@ -21,7 +21,7 @@ from lpq.registry.showing import brief
 
 
 class Operand(NamedTuple):
-    """One operand of one GEMM."""
+    """One operand of one product."""
 
     gemm: str
     tensor: str
@@ -45,7 +45,7 @@ OPERANDS = (
     Operand("wgrad", "dy", "col"),
     Operand("wgrad", "x", "col"),
 )
-"""The operands in the order in which the GEMMs multiply them. Of every tensor the row operand comes first."""
+"""The operands in the order in which the products multiply them. Of every tensor the row operand comes first."""
 SAVES = {"x": ("encoded", "input"), "w": ("encoded", "weight")}
 """The choices of what is kept of a tensor for backward: the operand that backward multiplies, which is the default, or
 the tensor itself, of which backward makes it."""
@@ -53,7 +53,7 @@ the tensor itself, of which backward makes it."""
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM: the quantizers of its operands, in the order of ``OPERANDS``, and how it sums."""
+    """One product: the quantizers of its operands, in the order of ``OPERANDS``, and how it sums."""
 
     a: Quantizer
     b: Quantizer
@@ -72,7 +72,7 @@ class Gemm:
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """The three GEMMs. Recipes with the same GEMMs are equal; ``name`` is only what to call this one."""
+    """The three products. Recipes with the same products are equal; ``name`` is only what to call this one."""
 
     fprop: Gemm
     dgrad: Gemm
@@ -99,7 +99,7 @@ class Recipe:
                 getattr(self, tensor)
 
     def gemm(self, name: str) -> Gemm:
-        """The GEMM of this name."""
+        """The product of this name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
 
     @property
@@ -115,7 +115,7 @@ class Recipe:
 
     @cached_property
     def products(self) -> Mapping[str, tuple[Quantizer, Quantizer]]:
-        """For each GEMM what encodes its two operands: those sides of their quantizers."""
+        """What encodes the two operands of each product: those sides of their quantizers."""
         sides = {operand: quantizer.side(operand.side) for operand, quantizer in self.operands.items()}
         return {a.gemm: (sides[a], sides[b]) for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)}
 
@@ -163,7 +163,7 @@ class Recipe:
         return ", ".join(f"{key}={value}" for key, value in [*shortest, *given.items()])
 
     def _parts(self, key: str) -> list[tuple[str, str]]:
-        """A GEMM or tensor as items of the grammar: one item, if its two operands have the same quantizer."""
+        """A product or tensor as items of the grammar: one item, if its two operands have the same quantizer."""
         parts = [(str(o), explicit(q)) for o, q in self.operands.items() if o.belongs_to(key)]
         return [(key, parts[0][1])] if parts[0][1] == parts[1][1] else parts
 

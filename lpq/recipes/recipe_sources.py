@@ -1,6 +1,6 @@
 """Making recipes: from names, from text, from mappings and from TOML files, all by the same rules.
 
-A recipe in parts is keys and values. A key says which operands: ``wgrad`` (both of a GEMM), ``dy`` (both of a
+A recipe in parts is keys and values. A key says which operands: ``wgrad`` (both of a product), ``dy`` (both of a
 tensor) or ``wgrad.dy`` (one, whatever a wider key says). A value says what they get: a recipe's name (what
 it gives them there), or else a quantizer; with parentheses, as in ``mxfp8()``, it is always a quantizer.
 """

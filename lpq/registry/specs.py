@@ -27,7 +27,7 @@ ANY = "*"
 class KernelSpec:
     """One faster implementation of one operation, for some format on some hardware.
 
-    ``impl`` must equal the format's reference bit for bit (a GEMM: up to the order of its sums).
+    ``impl`` must equal the format's reference bit for bit (a product: up to the order of its sums).
     """
 
     op: str
@@ -115,7 +115,7 @@ class FormatSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeSpec:
-    """One named recipe: which quantizer each operand of the three GEMMs gets."""
+    """One named recipe: which quantizer each operand of the three products gets."""
 
     name: str
     """Its name: plugin ``acme`` may register ``acme``, ``acme-*`` and ``acme_*``."""

@@ -127,7 +127,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Served:
-    """One GEMM of a model's layers, and what runs it."""
+    """One product of a model's layers, and what runs it."""
 
     gemm: str
     """``fprop``, ``dgrad`` or ``wgrad``."""
@@ -142,7 +142,7 @@ class Served:
 
 
 def served_by(model: nn.Module, device: torch.device) -> list[Served]:
-    """What runs the GEMMs of the model's linear layers, as its last step had them; layers alike are counted."""
+    """What runs the products of the model's linear layers, as its last step had them; layers alike are counted."""
     counted: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for module in model.modules():
         if isinstance(module, nn.Linear | Layer):

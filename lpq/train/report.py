@@ -135,9 +135,9 @@ def memory(table: Table, measured: Sequence[Measured]) -> None:
 
 
 def kernels(served: Sequence[Served]) -> Table:
-    """Which kernel served which GEMM."""
-    table = Table(title="what ran the GEMMs of the last step")
-    for heading in ("GEMM", "operands", "kernel", "layers"):
+    """Which kernel served which product."""
+    table = Table(title="what ran the products of the last step")
+    for heading in ("product", "operands", "kernel", "layers"):
         table.add_column(heading, justify="right" if heading == "layers" else "left")
     for s in served:
         table.add_row(s.gemm, s.operands, plain("; ".join([s.kernel, *s.why_not])), str(s.layers))

@@ -23,3 +23,16 @@ def test_what_it_says_of_them_stands_in_them() -> None:
         for name in re.findall(r"`([\w.]+)`", words):
             if not name.endswith(".py"):
                 assert name.rpartition(".")[2] in source, (path, name)
+
+
+def test_the_glossary_is_short_and_its_words_are_used() -> None:
+    page = (ROOT / "docs" / "concepts.md").read_text().partition("## Glossary")[2]
+    words = re.findall(r"^\| (\w+) \| ", page, re.MULTILINE)[1:]
+    assert 10 < len(words) <= 15
+    code = "\n".join(path.read_text() for path in (ROOT / "lpq").rglob("*.py")).lower()
+    assert [word for word in words if len(re.findall(rf"\b{word}s?\b", code)) < 20] == []
+
+
+def test_no_page_has_another_word_for_a_product() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "lpq").rglob("*.py")]:
+        assert not re.search(r"\bGEMMs?\b", path.read_text()), path

@@ -46,7 +46,7 @@ def test_the_report_begins_with_how_much_is_converted() -> None:
     rules = {"rules": [{"match": "a", "recipe": "mxfp8"}]}
     assert said(model, rules) == [], "the rules say so"
     assert first_line(model) == (
-        "17 % of the matrix parameters are converted (1,024 of 6,144), 25 % of the GEMM work; "
+        "17 % of the matrix parameters are converted (1,024 of 6,144), 25 % of the work in products; "
         "not converted: b (Linear) 3,072 (50 %), embed (Embedding) 2,048 (33 %)"
     )
     model["b"].weight = model["a"].weight
@@ -73,7 +73,7 @@ def test_what_is_wrapped_since_is_converted_still(wrapped: Any) -> None:
     model = lpq.convert(made(), "mxfp8", weights="high_precision")
     before = str(lpq.report(model))
     assert "converted  block.0 (Linear): mxfp8" in before
-    assert before.startswith("50 % of the matrix parameters are converted (1,024 of 2,048), 50 % of the GEMM")
+    assert before.startswith("50 % of the matrix parameters are converted (1,024 of 2,048), 50 % of the work")
     model["block"][0] = wrapped(model["block"][0])
     assert str(lpq.report(model)) == before
     model["block"] = wrapped(model["block"])
@@ -105,7 +105,7 @@ def test_a_large_part_that_its_class_leaves_is_warned_of() -> None:
     model = nn.ModuleDict({"experts": Experts(), "a": nn.Linear(32, 32)})
     (words,) = said(model, "mxfp8")
     assert words.startswith(f"lpq.convert: {first_line(model)}. experts stays in high precision: no plugin converts ")
-    assert "100 % of the GEMM work that is known (for 8,192 parameters it is not)" in words
+    assert "100 % of the work in products that is known (for 8,192 parameters it is not)" in words
     assert said(nn.ModuleDict({"experts": Experts(), "a": nn.Linear(999, 999)}), "mxfp8") == []
     assert said(model, {"rules": [{"match": "a", "recipe": "mxfp8"}]}) == []
 
@@ -137,7 +137,8 @@ def test_models_of_hugging_face() -> None:
     assert left["model.layers.0.mlp.gate"].startswith("the policy leaves out 'gate'")
     assert said(llama, "mxfp8") == []
     lines = str(lpq.report(llama)).splitlines()
-    assert " converted  model.layers.0–79.mlp.*_proj (240 Linear): mxfp8" in lines
+    alike = "model.layers.0–79.self_attn.*_proj (320 Linear), model.layers.0–79.mlp.*_proj (240 Linear)"
+    assert f" converted  {alike}: mxfp8" in lines
     assert len(lines) < 12
     full = str(lpq.report(llama, full=True)).splitlines()
     assert len(full) == 2 + 80 * 9 + 3

@@ -1,4 +1,4 @@
-"""Recipe: data about three GEMMs that survives being kept, and the quantizers of whole tensors."""
+"""Recipe: data about three products that survives being kept, and the quantizers of whole tensors."""
 
 from __future__ import annotations
 

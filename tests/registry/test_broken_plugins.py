@@ -348,7 +348,7 @@ def test_kernels_of_a_format(site) -> None:
 
 
 def test_a_recipe_that_names_an_unknown_format_can_be_listed(site) -> None:
-    """Only building it asks for the format: tests/recipes has the error that names the GEMM."""
+    """Only building it asks for the format: tests/recipes has the error that names the product."""
     source = (
         f"{HEADER}@hookimpl\ndef lpq_register_recipes():\n"
         "    return RecipeSpec(name='acme-fast', summary='', recipe='fprop=nothing, dgrad=base')\n"

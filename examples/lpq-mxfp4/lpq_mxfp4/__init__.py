@@ -20,10 +20,10 @@ def lpq_register_formats() -> FormatSpec:
 @hookimpl
 def lpq_register_recipes() -> list[RecipeSpec]:
     return [
-        RecipeSpec(name="mxfp4", summary="MXFP4 for all three GEMMs", recipe="mxfp4()"),
+        RecipeSpec(name="mxfp4", summary="MXFP4 for all three products", recipe="mxfp4()"),
         RecipeSpec(
             name="mxfp4-fwd-mxfp8-bwd",
-            summary="MXFP4 forward, MXFP8 in both gradient GEMMs",
+            summary="MXFP4 forward, MXFP8 in both gradient products",
             recipe="fprop=mxfp4(), dgrad=mxfp8(), wgrad=mxfp8()",
         ),
     ]

@@ -47,7 +47,7 @@ def kernels(quantizer: Quantizer) -> list[KernelSpec]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_equal_the_reference(family: Family, device: str) -> None:
     """For all options, awkward shapes, numbers of every kind, views, and with the default options every dtype; for one
-    operand and both; a GEMM up to the order of its sums.
+    operand and both; a product up to the order of its sums.
 
     ``LPQ_KERNELS`` names the backends whose kernels are compared; unset, all are. With ``TRITON_INTERPRET=1``, by which
     Triton runs its kernels on a CPU, those are compared there. What was never compared is told, with the reason."""

@@ -1,4 +1,4 @@
-"""A linear layer of this format: its three GEMMs are the products of the decoded operands, and it trains."""
+"""A linear layer of this format: its three products multiply the decoded operands, and it trains."""
 
 from __future__ import annotations
 

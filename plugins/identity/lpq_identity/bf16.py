@@ -5,4 +5,4 @@ from lpq.registry import RecipeSpec, hookimpl
 
 @hookimpl
 def lpq_register_recipes() -> RecipeSpec:
-    return RecipeSpec(name="bf16", summary="bf16 for all three GEMMs", recipe="identity(dtype=bfloat16)")
+    return RecipeSpec(name="bf16", summary="bf16 for all three products", recipe="identity(dtype=bfloat16)")

@@ -36,10 +36,12 @@ def lpq_register_formats() -> FormatSpec:
 @hookimpl
 def lpq_register_recipes() -> list[RecipeSpec]:
     return [
-        RecipeSpec(name="mxfp8", summary="MXFP8 for all three GEMMs", recipe="mxfp8()", aliases=("MXFP8BlockScaling",)),
+        RecipeSpec(
+            name="mxfp8", summary="MXFP8 for all three products", recipe="mxfp8()", aliases=("MXFP8BlockScaling",)
+        ),
         RecipeSpec(
             name="mxfp8-fwd-nvfp4-bwd",
-            summary="MXFP8 forward, NVFP4 in both gradient GEMMs",
+            summary="MXFP8 forward, NVFP4 in both gradient products",
             recipe="fprop=mxfp8, dgrad=nvfp4, wgrad=nvfp4",
         ),
         RecipeSpec(

@@ -38,7 +38,7 @@ def lpq_register_formats() -> FormatSpec:
     )
 
 
-# Only column operands are rotated, and they are wgrad's: so one quantizer serves a tensor in both its GEMMs.
+# Only column operands are rotated, and they are wgrad's: so one quantizer serves a tensor in both its products.
 X = "nvfp4(rht=true)"
 W = "nvfp4(block=16x16)"
 DY = "nvfp4(rht=true, stochastic=true)"
@@ -49,13 +49,13 @@ def lpq_register_recipes() -> list[RecipeSpec]:
     return [
         RecipeSpec(
             name="nvfp4",
-            summary="NVFP4 for all three GEMMs: 16x16 weights, rotated wgrad operands, stochastic dy",
+            summary="NVFP4 for all three products: 16x16 weights, rotated wgrad operands, stochastic dy",
             recipe={"fprop": {"x": X, "w": W}, "dgrad": {"dy": DY, "w": W}, "wgrad": {"dy": DY, "x": X}},
             aliases=("NVFP4BlockScaling",),
         ),
         RecipeSpec(
             name="nvfp4-fwd-mxfp8-bwd",
-            summary="NVFP4 forward, MXFP8 in both gradient GEMMs",
+            summary="NVFP4 forward, MXFP8 in both gradient products",
             recipe="fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8",
         ),
         RecipeSpec(
