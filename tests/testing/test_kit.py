@@ -16,6 +16,7 @@ from lpq.core import Quantizer
 from lpq.registry import KernelSpec
 from lpq.testing.calls import on
 from lpq.testing.comparing import compare
+from lpq.testing.conformance import test_kernels as kernels_of_a_format
 from lpq.testing.operands import encode
 
 pytest_plugins = ["pytester"]
@@ -242,10 +243,10 @@ def test_kernels_in_triton_are_compared_where_triton_interprets_them(run: Run, m
         broken.Plugin(broken.Int8, kernels=(dataclasses.replace(broken.cpu_kernel(name), **options),))
         for name in ("wrong_kernel", "right_kernel")
     )
-    monkeypatch.setattr("lpq.testing.conformance.test_kernels.triton_interprets", lambda: False)
+    monkeypatch.setattr(kernels_of_a_format, "triton_interprets", lambda: False)
     run(wrong, "test_kernels_equal").assert_outcomes(skipped=2)
     # Not by the variable: what imports Triton meanwhile would be interpreted in all tests that follow.
-    monkeypatch.setattr("lpq.testing.conformance.test_kernels.triton_interprets", lambda: True)
+    monkeypatch.setattr(kernels_of_a_format, "triton_interprets", lambda: True)
     run(wrong, "test_kernels_equal").stdout.fnmatch_lines(["*triton kernel broken_formats:wrong_kernel on*differ*"])
     run(right, "test_kernels_equal").assert_outcomes(passed=1, skipped=1)
 
