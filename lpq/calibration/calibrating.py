@@ -23,6 +23,9 @@ from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target, searches, targets
 from lpq.checkpoint.model import Model
 from lpq.engines.siblings import FUSED
+from lpq.nn import Layer
+from lpq.nn.experts import Experts
+from lpq.nn.names import plain_name
 from lpq.registry.errors import suggestion
 from lpq.torch_private.tensors import local_part
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch.distributed import ProcessGroup
+
+    from lpq.recipes import Recipe
 
 Method = Literal["max", "percentile", "mse", "four_over_six"]
 SEARCHING = ("mse", "four_over_six")
@@ -50,8 +55,7 @@ class Calibrated:
     searched: tuple[str, ...]
     """The layers in which scales of blocks of the weight are searched."""
     left: tuple[str, ...] = ()
-    """The layers with a recipe that measure all as before: they have no scale of a whole tensor, or, as grouped layers,
-    no place for static ones."""
+    """The layers with a recipe that measure all as before: they have no scale of a whole tensor."""
 
     def __str__(self) -> str:
         """A line to read."""
@@ -109,8 +113,10 @@ def calibrate(
             f"method={method!r} searches scales of blocks of weights, and here there are none: that is for formats "
             'with an option search, and weights that are not stored quantized. Use method="max"'
         )
-    saved = Saved(state, {"method": method, "percentile": percentile, "samples": samples}, axes)
     team = Team(model)
+    counts = len(team.ranks) if method == "percentile" and any(t.layer not in team.layers for t in chosen) else 1
+    settings = {"method": method, "percentile": percentile, "samples": samples, "ranks that share layers": counts}
+    saved = Saved(state, settings, axes)
     with _as_collected(model, chosen), team.whole():
         found, seen = Statistics(), Progress()
         clips: dict[str, Tensor] = {}
@@ -126,9 +132,14 @@ def calibrate(
         found = _with_weights(found, chosen, axes)
         values = frozen_values(found, chosen, siblings, unseen)
     freeze(model, chosen, values)
-    names = tuple(target.name for target in chosen)
-    left = tuple(n for n, layer in Model(model).layers() if layer.recipe is not None and n not in names)
+    names, frozen = tuple(target.name for target in chosen), {id(target.layer) for target in chosen}
+    with_recipe = [(plain_name(n), m) for n, m in Model(model).module.named_modules() if _recipe_of(m) is not None]
+    left = tuple(name for name, layer in with_recipe if id(layer) not in frozen)
     return Calibrated(method, seen.samples, seen.batches, values, names, searched, left)
+
+
+def _recipe_of(module: nn.Module) -> Recipe | None:
+    return module.recipe if isinstance(module, Layer | Experts) else None
 
 
 def _run(
@@ -186,8 +197,8 @@ def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
     """Within, the model evaluates, is not compiled, and no scale is static; where this fails it is as it was before."""
     training = [module for module in model.modules() if module.training]
     before = [
-        (t.layer, t.layer.recipe, {name: local_part(value).clone() for name, value in t.layer.static_values().items()})
-        for t in chosen
+        (layer, layer.recipe, {name: local_part(value).clone() for name, value in layer.static_values().items()})
+        for layer in {id(target.layer): target.layer for target in chosen}.values()
     ]
     stance = torch.compiler.set_stance("force_eager")
     try:

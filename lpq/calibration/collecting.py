@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.parallel import Team
 from lpq.calibration.reducing import Axes, Place, everywhere
+from lpq.calibration.stacks import Holder, See, is_shared_out, sending_nothing, watching
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
 from lpq.registry.errors import words
@@ -80,6 +81,15 @@ class Progress(NamedTuple):
     samples: int = 0
 
 
+class Seen(NamedTuple):
+    """Whether this rank takes statistics in a round."""
+
+    counted: bool
+    """Whether its batch counts, which the ranks of its team have as well."""
+    leads: bool
+    """Whether it is the one among these that takes what all of them have."""
+
+
 class _Told(NamedTuple):
     """What a rank tells the others before a round."""
 
@@ -88,6 +98,8 @@ class _Told(NamedTuple):
     error: str | None
     team: tuple[int, ...] = ()
     """The ranks that are given the same batches, as they share out layers."""
+    exchange: tuple[int, ...] = ()
+    """Those that exchange rows, as they share out experts."""
 
 
 @torch.no_grad()
@@ -126,7 +138,7 @@ def collect(
                 if not axes:
                     raise
                 error = words(raised)
-        told = everywhere(_Told(None if error else count, error, team.ranks), axes)
+        told = everywhere(_Told(None if error else count, error, team.ranks, team.exchange), axes)
         _check_errors(told)
         heads = _heads(told)
         if all(one.samples is None for one in told.values()):
@@ -136,15 +148,19 @@ def collect(
         start, counted = progress, False
         for other, one in told.items():
             if one.samples is not None and progress.samples < samples and heads[one.team] == other:
-                counted = counted or (other == place and progress.batches >= done)
+                counted = counted or (one.team == team.ranks and progress.batches >= done)
                 progress = Progress(progress.batches + 1, progress.samples + one.samples)
+        leads = heads[team.ranks] == place
+        own, turns = _turns(told, team)
         last = batch if batch is not NO_BATCH else last
         _check_some(start, told)
         if progress.batches <= done:
             continue  # all of this round are in the statistics
         try:
-            with _taking(targets, how, found) if counted else nullcontext():
-                forward(model, last)
+            for turn in range(turns):
+                now = counted and turn == own
+                with _taking(model, targets, how, found, team, Seen(now, now and leads)):
+                    forward(model, last)
         except Exception as raised:
             if not axes:
                 raise
@@ -166,26 +182,51 @@ def through(model: nn.Module, batch: Any) -> object:
 
 
 @contextmanager
-def _taking(targets: Sequence[Target], how: Pass, found: Statistics) -> Iterator[None]:
-    """Take statistics of what is given to layers within."""
-    hooks = [target.layer.register_forward_pre_hook(_hook(target, how, found), with_kwargs=True) for target in targets]
-    try:
+def _taking(
+    model: nn.Module, targets: Sequence[Target], how: Pass, found: Statistics, team: Team, seen: Seen
+) -> Iterator[None]:
+    """Take statistics of what is given to layers within.
+
+    A layer that ranks of a team share out is multiplied whole on each of them, and one of them takes its input. Experts
+    that ranks share out are given the rows of all, and so none of a batch that does not count.
+    """
+    experts: dict[int, dict[tuple[str, int], Target]] = {}
+    holders: dict[int, Holder] = {}
+    with ExitStack() as stack:
+        for target in targets:
+            layer = target.layer
+            if target.expert is not None:
+                if target.names("x") and (seen.counted or is_shared_out(layer)):
+                    assert isinstance(layer, Holder)
+                    holders[id(layer)] = layer
+                    experts.setdefault(id(layer), {})[target.stack, target.expert] = target
+            elif seen.leads if layer in team.layers else seen.counted:
+                hook = layer.register_forward_pre_hook(_hook(target, how, found), with_kwargs=True)
+                stack.callback(hook.remove)
+
+        def see(holder: Holder) -> See:
+            own = experts[id(holder)]
+            return lambda key, number, rows: _take(own[key, number], how, found, rows)
+
+        stack.enter_context(watching(holders.values(), see))
+        if not seen.counted:
+            stack.enter_context(sending_nothing(model))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _hook(target: Target, how: Pass, found: Statistics) -> Callable[..., None]:
     def take(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = local_part(args[0] if args else kwargs["input"])
-        x = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
-        rows = x.numel() // max(x.shape[-1], 1)
-        if rows and target.names("x"):
-            found.take(tokens(target), torch.tensor(rows, dtype=torch.int64, device=x.device), "sum")
-            how.take(found, target, x)
+        _take(target, how, found, x.dequantize() if isinstance(x, QuantizedTensor) else x.detach())
 
     return take
+
+
+def _take(target: Target, how: Pass, found: Statistics, x: Tensor) -> None:
+    rows = x.numel() // max(x.shape[-1], 1)
+    if rows and target.names("x"):
+        found.take(tokens(target), torch.tensor(rows, dtype=torch.int64, device=x.device), "sum")
+        how.take(found, target, x)
 
 
 def _samples_of(batch: Any) -> int:
@@ -202,6 +243,14 @@ def _check_errors(told: Mapping[Any, _Told]) -> None:
         if one.error is not None:
             who = f"rank {place[0]}: " if len(place) == 1 else f"rank {place}: " if place else ""
             raise CalibrationError(f"{who}{one.error}")
+
+
+def _turns(told: Mapping[Place, _Told], team: Team) -> tuple[int, int]:
+    """Which turn is this rank's among those that exchange rows with it, and how many there are."""
+    teams: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
+    for one in told.values():
+        teams.setdefault(one.exchange, {})[one.team] = None
+    return [*teams[team.exchange]].index(team.ranks), max(map(len, teams.values()))
 
 
 def _heads(told: Mapping[Place, _Told]) -> dict[tuple[int, ...], Place]:

@@ -17,12 +17,13 @@ from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
 from lpq.engines.siblings import fused
 from lpq.nn import Layer, convert
+from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
 from lpq.recipes import Recipe
-from lpq.torch_private.tensors import local_part
 
 Unseen = Literal["siblings", "error"]
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+LAST_NUMBER = re.compile(r"(?<=\.)\d+(?=\.\D*$)")
 LISTED = 5
 ALL_ZERO = 1.0
 """The statistic of a weight of zeros, which any scale is right for and none follows from."""
@@ -104,9 +105,10 @@ def _fill_unseen(
     seen = [target for target in targets if target not in without and target.names("x")]
     of = {name: [*names] for names in together for name in names}
     for target in without:
-        place = NUMBER.sub("*", target.name)
-        same = [t for t in seen if t.name in of.get(target.name, ()) and t.x.text == target.x.text]
-        same = same or [t for t in seen if NUMBER.sub("*", t.name) == place and t.x.text == target.x.text]
+        alike = [t for t in seen if t.x.text == target.x.text]
+        same = [t for t in alike if t.name in of.get(target.name, ())]
+        for place in (LAST_NUMBER, NUMBER):  # other experts of that block, or else of any
+            same = same or [t for t in alike if place.sub("*", t.name) == place.sub("*", target.name)]
         if unseen == "error" or not same:
             why = "" if unseen == "error" else ", and no layer beside it or of its name in other experts did"
             raise CalibrationError(
@@ -132,20 +134,20 @@ def freeze(model: nn.Module, targets: Sequence[Target], values: Mapping[str, Ten
     """Give layers their static recipes, and these the values."""
     _give_recipes(model, {target.layer: target.recipe for target in targets})
     for target in targets:
-        for name, buffer in target.layer.static_values().items():
-            local_part(buffer).copy_(values[f"{target.name}.{name}"])
+        for name, place in target.places().items():
+            place.copy_(values[name])
         target.layer.forget_calls()
 
 
-def _give_recipes(model: nn.Module, wanted: Mapping[Layer, Recipe]) -> None:
+def _give_recipes(model: nn.Module, wanted: Mapping[nn.Module, Recipe]) -> None:
     """Convert the model again, so that its policy is that of the recipes that it has."""
     rules: dict[Recipe, list[str]] = {}
     every = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in every if isinstance(module, Layer)}
+    layers = {name: module for name, module in every if isinstance(module, Layer | Experts)}
     for name, layer in layers.items():
         recipe = wanted.get(layer, layer.recipe)
         if recipe is not None:
             rules.setdefault(recipe, []).append(re.sub(r"([*?[])", r"[\1]", plain_name(name)) or "*")
-    accumulate = next((layer.accumulate for layer in layers.values()), None)
+    accumulate = next((layer.accumulate for layer in layers.values() if isinstance(layer, Layer)), None)
     policy = {"rules": [{"match": names, "recipe": recipe} for recipe, names in rules.items()]}
     convert(model, policy, include="all", accumulate=accumulate)

@@ -3,6 +3,9 @@
 A row-wise layer adds what its ranks computed, in an order that depends on how many there are; the last bits of what
 later layers are given would, too, and with them their scales. So a layer that is shared out is gathered when its turn
 comes, and multiplied whole on each rank, as one process multiplies it.
+
+Experts that ranks share out are given the rows of all ranks together, and formats may scale these by the largest. So
+ranks that exchange rows take turns: in each the experts see one batch, as those of one process do.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lpq.calibration.errors import CalibrationError
+from lpq.calibration.stacks import is_shared_out
 from lpq.distributed.cuts import Cut
 from lpq.nn import Layer
 from lpq.torch_private.tensors import local_part
@@ -31,9 +35,10 @@ class Team:
         for layer in self.layers:
             _refuse_cut_blocks(layer)
         here = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self.ranks = tuple(sorted({here, *(rank for layer in self.layers for rank in _ranks(layer))}))
-        self.leads = here == self.ranks[0]
-        """Whether this rank takes the statistics of the team's inputs, which all of them have whole."""
+        self.ranks = tuple(sorted({here, *(rank for layer in self.layers for rank in _ranks(layer.weight))}))
+        elsewhere = [parameter for m in model.modules() if is_shared_out(m) for parameter in m.parameters()]
+        self.exchange = tuple(sorted({here, *(rank for weight in elsewhere for rank in _ranks(weight))}))
+        """The ranks with which this one exchanges rows, as they share out experts."""
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -60,9 +65,8 @@ def _shared_out(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _ranks(layer: nn.Module) -> list[int]:
-    """Those of tensor parallelism are the last dimension of its mesh: FSDP2 puts its own before."""
-    weight: Any = layer.weight
+def _ranks(weight: Any) -> list[int]:
+    """Those that share a weight out are the last dimension of its mesh: FSDP2 puts its own before."""
     return dist.get_process_group_ranks(weight.device_mesh.get_group(weight.device_mesh.ndim - 1))
 
 

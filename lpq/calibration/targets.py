@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lpq.calibration.errors import CalibrationError
+from lpq.calibration.stacks import ONLY, matrix_of, stacks_in
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, whole
 from lpq.distributed.shard import plain
 from lpq.engines.models import gathered_dtypes
 from lpq.formats import Quantizer
 from lpq.nn import Layer
-from lpq.nn.plan import Plan
+from lpq.nn.experts import Experts
+from lpq.nn.grouped_linear import GroupedLinear
 from lpq.operations.measuring import measure
 from lpq.operations.operands import as_matrix
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import OPERANDS
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
 
 CALIBRATED = ("x", "w")
 """The tensors that get static statistics: those of gradients are measured as ever."""
@@ -34,7 +37,7 @@ class Target:
     """A layer, and the recipe that it gets."""
 
     name: str
-    layer: Layer
+    layer: Layer | Experts
     recipe: Recipe
     """The static one."""
     dynamic: Recipe
@@ -43,6 +46,9 @@ class Target:
     """Whole or sharded, in high precision; None: its statistics do not become static."""
     dtype: torch.dtype | None
     """In which the weight is encoded."""
+    stack: str = ONLY
+    expert: int | None = None
+    """That of this number in a stack of the layer; None: all of it."""
 
     @property
     def x(self) -> Quantizer:
@@ -70,8 +76,25 @@ class Target:
 
     def measured_weight(self) -> Iterator[tuple[str, Tensor]]:
         """The statistics of this rank's part of the weight, by name. Where its shards cut blocks it is gathered."""
-        if self.weight is not None and self.names("w"):
-            yield from self._measured("w", _matrix(self.weight, self.layer, self.w), self.dtype or self.weight.dtype)
+        if self.weight is None or not (names := self.names("w")):
+            return
+        if self.expert is None:
+            matrix: Tensor | None = _matrix(self.weight, self.layer, self.w)
+        else:
+            matrix = matrix_of(self.weight, self.layer, self.expert)
+        if matrix is not None:
+            yield from self._measured("w", matrix, self.dtype or self.weight.dtype)
+        else:  # another rank has it
+            yield from ((name, torch.zeros((), device=held(self.weight).device)) for name in names)
+
+    def places(self) -> dict[str, Tensor]:
+        """The static values of the layer by the names of statistics, to write to."""
+        found = {name: local_part(value) for name, value in self.layer.static_values().items()}
+        if self.expert is None:
+            return {f"{self.name}.{key}": value for key, value in found.items()}
+        begin = f"{self.stack}_" if self.stack else ""
+        own = {key.removeprefix(begin): value for key, value in found.items() if key.startswith(begin)}
+        return {f"{self.name}.{key}": value[self.expert] for key, value in own.items()}
 
     def _measured(self, tensor: str, x: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         quantizer: Quantizer = getattr(self, tensor)
@@ -91,25 +114,48 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
     dtypes = gathered_dtypes(seen.module)
     found: dict[int, Target] = {}
     for name, layer in seen.layers():
-        if layer.recipe is None or id(layer) in found:
+        if layer.recipe is None or id(layer) in found or isinstance(layer, GroupedLinear):
             continue
-        if layer.schedule is not None and len(layer.schedule.pieces) > 1:
-            raise CalibrationError(
-                f"{name}: its recipe changes by step, {layer.schedule}, and static scales are of one recipe: convert "
-                "the model to the last one first"
-            )
+        _check_schedule(name, layer)
         weight = state.get(f"{PREFIX}{name}.weight", layer.weight)
         stored = isinstance(held(weight), QuantizedTensor)
         made = _static(layer.recipe, search, weights=not stored)
-        if layer.why_unfit(Plan.of(made)) is not None:
-            continue  # it has no place for static values
-        target = Target(
-            name, layer, made, _with(layer.recipe, lambda q, _: q.frozen(static=False)),
-            None if stored else weight, dtypes.get(id(layer)),
-        )  # fmt: skip
+        target = Target(name, layer, made, _dynamic(layer.recipe), None if stored else weight, dtypes.get(id(layer)))
         if made != layer.recipe or target.names("x") or target.names("w"):
             found[id(layer)] = target
-    return [*found.values()]
+    return [*found.values(), *_of_experts(seen, state, search)]
+
+
+def _of_experts(seen: Model, state: Mapping[str, Tensor], search: str | None) -> Iterator[Target]:
+    """A target for each expert of a stack."""
+    dtypes = gathered_dtypes(seen.module)
+    for holder, key, names, path in stacks_in(seen.module):
+        assert holder.recipe is not None
+        if isinstance(holder, Layer):
+            _check_schedule(path.rpartition(".")[0], holder)
+        weight = state[f"{PREFIX}{path}"]
+        stored = isinstance(held(weight), QuantizedTensor)
+        made = _static(holder.recipe, search, weights=not stored)
+        for number, name in enumerate(names):
+            target = Target(
+                name, holder, made, _dynamic(holder.recipe), None if stored else weight, dtypes.get(id(holder)),
+                key, number,
+            )  # fmt: skip
+            if made != holder.recipe or target.names("x") or target.names("w"):
+                yield target
+
+
+def _check_schedule(name: str, layer: Layer) -> None:
+    if layer.schedule is not None and len(layer.schedule.pieces) > 1:
+        raise CalibrationError(
+            f"{name}: its recipe changes by step, {layer.schedule}, and static scales are of one recipe: convert the "
+            "model to the last one first"
+        )
+
+
+def _dynamic(recipe: Recipe) -> Recipe:
+    """The recipe that measures everything."""
+    return _with(recipe, lambda quantizer, _: quantizer.frozen(static=False))
 
 
 def searches(target: Target) -> bool:
@@ -141,7 +187,7 @@ def _with(recipe: Recipe, change: Callable[[Quantizer, str], Quantizer]) -> Reci
     return recipe if made == recipe else made
 
 
-def _matrix(weight: Tensor, layer: Layer, quantizer: Quantizer) -> Tensor:
+def _matrix(weight: Tensor, layer: Any, quantizer: Quantizer) -> Tensor:
     """This rank's part of a weight as a matrix, or all of it where parts have statistics of their own."""
     if isinstance(weight, DTensor) and (layer.transposed or _is_cut(weight, quantizer)):
         found = whole(weight)

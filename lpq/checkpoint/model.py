@@ -21,9 +21,8 @@ from lpq.checkpoint.tensors import described, held
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
 from lpq.nn.names import plain_name
-from lpq.nn.quantizer_state import memories
+from lpq.nn.remembering import Remembering
 from lpq.recipes import Policy, Recipe, Steps
-from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.checkpoints import EXTRA_STATE
 from lpq.torch_private.compiling import compiled_from
@@ -90,11 +89,17 @@ class Model:
             if isinstance(module, Layer):
                 yield plain_name(name), module
 
+    def remembering(self) -> Iterator[tuple[str, Remembering]]:
+        """These layers, and experts in stacks, which remember for each expert."""
+        for name, module in self.module.named_modules(remove_duplicate=False):
+            if isinstance(module, Remembering):
+                yield plain_name(name), module
+
     def memories(self) -> dict[str, Tensor]:
         """The buffers in which quantizers remember something across steps."""
         return {
             PREFIX + _joined(name, key): buffer
-            for name, layer in self.layers()
+            for name, layer in self.remembering()
             for key, buffer in layer.memories().items()
         }
 
@@ -177,9 +182,9 @@ class Model:
         """
         found: dict[str, Tensor] = {}
         halves: list[str] = []
-        for name, layer in self.layers():
-            kept = memories(layer.recipe) if layer.recipe is not None else ()
-            for tensor in TENSORS:
+        for name, layer in self.remembering():
+            kept = layer.kept()
+            for tensor in dict.fromkeys(memory.tensor for memory in kept):
                 own = {PREFIX + _joined(name, m.name): getattr(layer, m.name) for m in kept if m.tensor == tensor}
                 lacking = [shown(key) for key in own if key in absent]
                 found.update(own if lacking else {})

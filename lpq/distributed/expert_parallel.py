@@ -40,16 +40,17 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"ExpertParallel: dispatch={dispatch!r}; it is one of {get_args(Dispatch)}")
         self.how = dispatch
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
         if self.how == "encoded":
             encoded_rows(f"ExpertParallel: {type(module).__name__}", module)
         for part in module.modules():
             if hasattr(part, "dispatched"):
-                part.dispatched = self.how  # type: ignore[assignment]
+                part.dispatched = self.how
         if getattr(module, "routes_tokens", False):  # and so exchanges rows itself
             return distribute_module(module, device_mesh, _share_out)
         hooks = _Hooks(self.how)
+        module.shares_out_experts = True
         before: Any = hooks.dispatch  # torch says that they return nothing, and uses what they return
         after: Any = hooks.combine
         return distribute_module(module, device_mesh, _share_out, before, after)

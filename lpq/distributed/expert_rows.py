@@ -167,3 +167,11 @@ def own_experts(title: str, parameter: Any) -> Tensor:
         )
     part: Tensor = parameter.to_local()
     return part
+
+
+def own_numbers(parameter: Any) -> slice:
+    """The numbers of these experts among all. FSDP2 puts its own dimension of the mesh before theirs."""
+    mesh = parameter.device_mesh
+    each = parameter.shape[0] // mesh.size(mesh.ndim - 1)
+    first = mesh.get_local_rank(mesh.ndim - 1) * each
+    return slice(first, first + each)

@@ -15,9 +15,12 @@ from lpq.nn.experts import DOWN, UP, Experts, holds_experts, is_dense
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
 from lpq.recipes import Recipe
+from lpq.torch_private.tensors import local_part
 
 Names = Sequence[tuple[str, ...]]
 """For each expert the layers whose rows its matrix has, one layer's below the other's."""
+Memories = Mapping[str, Mapping[str, Tensor]]
+"""The statistics that quantizers of ``x`` and of ``w`` remember, by the names of their buffers, of all experts."""
 FUSED_EXPERTS = (*UP, DOWN)
 """The parameters of experts of Hugging Face's models."""
 
@@ -27,6 +30,7 @@ class Stack(NamedTuple):
 
     names: Names
     recipe: Recipe
+    memories: Memories
 
 
 def counted(name: str, count: int) -> list[tuple[str, ...]]:
@@ -45,11 +49,22 @@ def stacks(model: nn.Module) -> dict[str, Stack]:
         if recipe is None or recipe.w.side("row").plain:
             continue
         if isinstance(module, GroupedLinear):
-            found[f"{name}.weight".lstrip(".")] = Stack(counted(name, module.num_groups), recipe)
+            own = by_tensor(module.memories())
+            found[f"{name}.weight".lstrip(".")] = Stack(counted(name, module.num_groups), recipe, own)
         elif isinstance(module, Experts) and not _is_unlike(module):
             for key, leaves in _halves(module).items():
                 if (names := _stored_names(model, f"{name}.{key}".lstrip("."), _count(module), leaves)) is not None:
-                    found[f"{name}.{key}".lstrip(".")] = Stack(names, recipe)
+                    found[f"{name}.{key}".lstrip(".")] = Stack(names, recipe, module.states(key))
+    return found
+
+
+def by_tensor(memories: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The buffers of a layer by the tensor whose statistics they are, as ``x_amax``, and by what its quantizer calls
+    them."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, value in memories.items():
+        tensor, _, key = name.partition("_")
+        found.setdefault(tensor, {})[key] = local_part(value)  # all ranks have the same
     return found
 
 
@@ -89,19 +104,20 @@ def _stored_names(model: Any, key: str, count: int, leaves: Sequence[str]) -> Na
 
 def split(
     names: Names, shape: Sequence[int], like: Entry, gather: Callable[[], Pieces],
-    used: Callable[[str], Multiplied], stored: Stored | None,
+    used: Callable[[str], Multiplied], stored: Stored | None, memories: Memories,
 ) -> Iterator[Entry]:  # fmt: skip
     """The tensors of a stack ``[experts, rows, columns]`` for engines; ``used``: how a layer multiplies."""
     _, rows, cols = shape
     held = _Held(gather)
     for number, layers in enumerate(names):
         each = rows // len(layers)
+        own = {tensor: {key: value[number] for key, value in kept.items()} for tensor, kept in memories.items()}
         for i, layer in enumerate(layers):
             last = number == len(names) - 1 and i == len(layers) - 1
             part = (i * each, (i + 1) * each, rows) if len(layers) > 1 else None
             yield replace(
-                like, name=f"{layer}.weight", shape=(each, cols), gather=held.of(number, last), layer=used(layer),
-                stored=stored, part=part,
+                like, name=f"{layer}.weight", shape=(each, cols), gather=held.of(number, last),
+                layer=replace(used(layer), memories=own), stored=stored, part=part,
             )  # fmt: skip
 
 

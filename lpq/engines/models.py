@@ -14,12 +14,12 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
-from lpq.engines.experts import left_stacks, split, split_rows, stacks
+from lpq.engines.experts import by_tensor, left_stacks, split, split_rows, stacks
 from lpq.engines.inputs import RECORD
+from lpq.formats import Quantizer
 from lpq.nn import Layer
 from lpq.nn.names import plain_name
 from lpq.tensor import QuantizedTensor
-from lpq.torch_private.tensors import local_part
 
 
 def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
@@ -49,8 +49,11 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
         biases = experts.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
         if stack is not None:
             x = None if stack.recipe.x.side("row").plain else stack.recipe.x
-            how = partial(Multiplied, w=stack.recipe.w, x=x)
-            found[id(tensor)] = [*split(stack.names, tensor.shape, entry, gather, how, stored)]
+
+            def how(layer: str, w: Quantizer = stack.recipe.w, x: Quantizer | None = x) -> Multiplied:
+                return Multiplied(layer, w, x, imported=known.get(layer))
+
+            found[id(tensor)] = [*split(stack.names, tensor.shape, entry, gather, how, stored, stack.memories)]
         elif biases is not None and tensor.dim() == 2:
             found[id(tensor)] = [*split_rows(biases.names, entry, gather)]
         elif stored is not None and local.dim() > 2:
@@ -85,11 +88,8 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
             f"{name} ({layer.kind}) holds its weight as [in, out], and engines read quantized weights as [out, in]: "
             "keep it in high precision, leave=[…]"
         )
-    memories: dict[str, dict[str, Tensor]] = {}
-    for buffer, value in layer.memories().items():
-        tensor, _, key = buffer.partition("_")
-        memories.setdefault(tensor, {})[key] = local_part(value)  # all ranks have the same
     x = recipe.x
+    memories = by_tensor(layer.memories())
     return Multiplied(name, recipe.w, None if x.side("row").plain else x, memories, known.get(name))
 
 

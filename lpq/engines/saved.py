@@ -63,7 +63,8 @@ class Saved:
         if leaf == "bias":
             yield from split_rows(names, plain, entry.gather)
         else:
-            yield from split(names, shape, plain, entry.gather, lambda own: replace(used, name=own), entry.stored)
+            how = partial(replace, used)
+            yield from split(names, shape, plain, entry.gather, lambda own: how(name=own), entry.stored, used.memories)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """That of a tensor of the model; empty if there is none."""

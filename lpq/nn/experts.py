@@ -9,17 +9,30 @@ own one, and its parameters keep their names, shapes and values. Nothing waits f
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.expert_rows import combine, dispatch, encoded_rows, own_experts
-from lpq.nn.functional import grouped_linear
+from lpq.distributed.expert_rows import combine, dispatch, encoded_rows, own_experts, own_numbers
+from lpq.nn.functional import (
+    as_offsets,
+    check_rows,
+    grouped_linear_of,
+    high_precision,
+    stored_operands,
+    why_not_in_groups,
+)
+from lpq.nn.input_checks import check_static
 from lpq.nn.plan import Plan
+from lpq.nn.quantizer_state import Memory
+from lpq.nn.remembering import Remembering
 from lpq.operations.operands import DTYPES
-from lpq.recipes import RecipeError, recipe_sources
+from lpq.recipes import RecipeError
+from lpq.recipes.gemms import TENSORS
+from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.distributed.expert_rows import Dispatch
@@ -33,19 +46,95 @@ other's; their weights are transposed. They are looked up, not imported."""
 UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 
 
-class Experts(nn.Module):
-    """The experts of a mixture, in the class of the module before the conversion. ``class_for`` makes it."""
+class Experts(Remembering):
+    """The experts of a mixture, in the class of the module before the conversion. ``class_for`` makes it.
+
+    Static statistics are buffers with a value for each expert, as ``gate_up_proj_x_amax``.
+    """
 
     base: ClassVar[type[nn.Module]]
     """The class of the module before the conversion."""
-    recipe: Recipe | None
-    """That of all products; None: the module does what it did before the conversion, or multiplies in high precision
-    if ranks share out its experts."""
     dispatched: Dispatch | None = None
     """How rows come from the other ranks if these have some of the experts, as ``lpq.distributed.expert_parallel``
     shares them out; None: all experts are here."""
+    sends_rows: bool = True
+    """Whether any of this rank's rows go to experts of other ranks, or to its own, where ranks share them out."""
     routes_tokens: ClassVar[bool] = True
     """It is given tokens, and not rows in groups."""
+    owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
+    observer: Callable[[str, Tensor, Tensor, Tensor], None] | None = None
+    """It sees of each product the name of the stack, the rows, where each expert's end, and what they become."""
+    _recipe: Recipe | None = None
+    _plan: Plan | None = None
+    _checked: bool = False
+    """Whether the static values were found right."""
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """That of all products; None: the module does what it did before the conversion, or multiplies in high
+        precision if ranks share out its experts."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        if recipe == self._recipe:
+            return
+        for name in self.memories():
+            delattr(self, name)
+        self._recipe, self._plan, self._checked = recipe, Plan.of(recipe) if recipe is not None else None, False
+        for name, stack in stacks(self).items() if self._plan is not None else ():
+            for tensor in TENSORS:
+                for key, memory in getattr(self._plan, tensor).new_state(stack.device).items():
+                    self.register_buffer(f"{name}_{tensor}_{key}", memory.new_zeros((len(stack), *memory.shape)))
+
+    def why_unfit(self, plan: Plan) -> str | None:
+        """Why these experts cannot do what a recipe plans; None if they can."""
+        return why_not_in_groups(plan)
+
+    def kept(self) -> tuple[Memory, ...]:
+        found = self._plan.memories if self._plan is not None else ()
+        return tuple(
+            m._replace(name=f"{stack}_{m.name}", tensor=f"{stack}_{m.tensor}") for stack in stacks(self) for m in found
+        )
+
+    def forget_calls(self) -> None:
+        self._checked = False
+
+    def states(self, stack: str) -> dict[str, dict[str, Tensor]]:
+        """The static statistics of all experts of a stack, by tensor and by what its quantizer calls them."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, _, key, _ in self.kept():
+            for tensor in TENSORS:
+                if name == f"{stack}_{tensor}_{key}":
+                    found.setdefault(tensor, {})[key] = local_part(getattr(self, name))
+        return found
+
+    def own_groups(self) -> slice:
+        """The experts of this rank: all, unless ranks share them out."""
+        weight = getattr(self, DOWN)
+        return slice(0, len(weight)) if self.dispatched is None else own_numbers(weight)
+
+    def multiply(self, stack: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """The product of each expert's rows and its matrix of a stack, of the experts that are here."""
+        plan, title = self._plan or high_precision(), f"{type(self).__name__}.{stack}"
+        if not self._checked and not torch.compiler.is_compiling():
+            check_static(title, {name: local_part(value) for name, value in self.static_values().items()})
+            self._checked = True
+        weight, bias = getattr(self, stack), getattr(self, f"{stack}_bias", None)
+        if self.dispatched is not None:
+            weight = own_experts(title, weight)
+            bias = None if bias is None else own_experts(title, bias)
+        if is_transposed(self):
+            weight = weight.transpose(-2, -1)
+        check_rows(title, rows, weight.shape[2])
+        ends, operands, states = as_offsets(title, ends, len(weight), rows), stored_operands(plan, rows, weight), None
+        if plan.memories:
+            own = self.own_groups()
+            states = {t: {key: value[own] for key, value in kept.items()} for t, kept in self.states(stack).items()}
+        y = grouped_linear_of(title, plan, rows, weight, bias, ends, operands, states=states)
+        if self.observer is not None:
+            self.observer(stack, rows, ends, y)
+        return y
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles name the class before the conversion: no module has this one."""
@@ -72,6 +161,11 @@ def is_dense(module: nn.Module) -> bool:
     return any(cls is getattr(sys.modules.get(where), name, None) for where, name in DENSE)
 
 
+def is_transposed(module: Any) -> bool:
+    """Whether its matrices are ``[in, out]``."""
+    return is_dense(module) or bool(module.is_transposed)
+
+
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of the experts by name, each ``[experts, …, …]``."""
     return {name: w for name in (*UP, DOWN) if isinstance(w := getattr(module, name, None), nn.Parameter)}
@@ -79,11 +173,8 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def check_experts(module: nn.Module, recipe: Recipe, name: str) -> None:
     """Refuse a recipe that the experts cannot have."""
-    if Plan.of(recipe).memories:
-        raise RecipeError(
-            f"{name or 'the layer'} cannot have the recipe {recipe.title}: it remembers statistics across steps, and "
-            "none are kept for each expert: use one that measures each tensor"
-        )
+    if (why := why_not_in_groups(Plan.of(recipe))) is not None:
+        raise RecipeError(f"{name or 'the layer'} cannot have the recipe {recipe.title}: {why}")
     for key, weight in stacks(module).items():
         if weight.dtype not in DTYPES:
             raise TypeError(
@@ -127,7 +218,8 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     rows = _each(experts, hidden_states[order // chosen], ends)
     weighted = rows * top_k_weights.reshape(-1)[order].unsqueeze(1)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+    y: Tensor = weighted[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+    return y
 
 
 def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
@@ -145,6 +237,7 @@ def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     if how is None:
         return _made(experts, rows, ends)
     name = experts.base.__name__
+    ends = ends if experts.sends_rows else torch.zeros_like(ends)
     quantizer = encoded_rows(name, experts) if how == "encoded" else None
     rows, ends, call = dispatch(rows, ends, getattr(experts, DOWN).device_mesh, quantizer)
     return combine(_made(experts, rows, ends), call, how)
@@ -153,20 +246,11 @@ def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
 def _made(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     """What experts that are here make of their rows."""
     dense = is_dense(experts)
-    rows = _multiply(experts, UP[0] if dense or experts.has_gate else UP[1], rows, ends)
+    rows = experts.multiply(UP[0] if dense or experts.has_gate else UP[1], rows, ends)
     if dense:
         gate, up = rows.chunk(2, dim=-1)
-        return _multiply(experts, DOWN, up * experts.act_fn(gate), ends)
-    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-    rows = _multiply(experts, DOWN, rows, ends)
-    return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
-
-
-def _multiply(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-    weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
-    if experts.dispatched is not None:
-        weight = own_experts(name, weight)
-        bias = None if bias is None else own_experts(name, bias)
-    transposed = is_dense(experts) or experts.is_transposed
-    recipe = recipe_sources.high_precision() if experts.recipe is None else experts.recipe
-    return grouped_linear(rows, weight.transpose(-2, -1) if transposed else weight, ends, recipe, bias)
+        rows = up * experts.act_fn(gate)
+    else:
+        rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = experts.multiply(DOWN, rows, ends)
+    return experts.post_expert_norm(rows) if not dense and experts.has_post_expert_norm else rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate as sums
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.multiply_groups import Buffers, GroupedCall, GroupedMultiplication
 from lpq.nn.plan import Plan
 from lpq.operations.binding import on_device
-from lpq.operations.operands import DTYPES
+from lpq.operations.operands import DTYPES, State
 from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes import recipe_sources
 from lpq.recipes.gemms import TENSORS
@@ -44,12 +44,16 @@ def grouped_linear(
     if plan.memories:
         raise ValueError(f"{title}: {recipe} remembers statistics across steps, and a function has no state")
     ends = as_offsets(title, offs, w.shape[0], x)
-    operands = None
-    if isinstance(w, QuantizedTensor):
-        row = operand_tensors(w, "row", plan.w.side("row").text)
-        needs = torch.is_grad_enabled() and x.requires_grad
-        operands = row, operand_tensors(w, "col", plan.w.side("col").text) if needs else ()
-    return grouped_linear_of(title, plan, x, w, bias, ends, operands)
+    return grouped_linear_of(title, plan, x, w, bias, ends, stored_operands(plan, x, w))
+
+
+def stored_operands(plan: Plan, x: Tensor, w: Tensor) -> Buffers | None:
+    """The buffers of the operands of a stack that is stored quantized; None of another."""
+    if not isinstance(w, QuantizedTensor):
+        return None
+    row = operand_tensors(w, "row", plan.w.side("row").text)
+    needs = torch.is_grad_enabled() and x.requires_grad
+    return row, operand_tensors(w, "col", plan.w.side("col").text) if needs else ()
 
 
 @once_when_traced
@@ -77,8 +81,10 @@ def grouped_linear_of(
     offs: Tensor,
     operands: Buffers | None,
     accumulate: Accumulate | None = None,
+    states: Mapping[str, State] | None = None,
 ) -> Tensor:
-    """The same of a plan; ``operands`` are the buffers of a weight that is encoded already."""
+    """The same of a plan; ``operands`` are the buffers of a weight that is encoded already, ``states`` static
+    statistics of each tensor, with one for each group."""
     _check_tensors(title, x, weight, bias)
     grad, dtype = torch.is_grad_enabled(), x.dtype
     given = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
@@ -91,10 +97,20 @@ def grouped_linear_of(
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate, given)
+    call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate, given, states or {})
     with torch.autocast(device, enabled=False), on_device(x.device):
         y: Tensor = multiply(x, weight, bias, offs, seeds, call)
     return y
+
+
+def why_not_in_groups(plan: Plan) -> str | None:
+    """Why rows in groups are not multiplied so; None if they are."""
+    if plan.moving:
+        return (
+            "it remembers statistics across steps, and none that steps move are kept for each group: use one that "
+            "measures each tensor"
+        )
+    return None
 
 
 def check_rows(title: str, x: Tensor, features: int) -> None:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.expert_rows import own_experts
-from lpq.nn.functional import as_offsets, check_rows, grouped_linear_of, high_precision
-from lpq.nn.input_checks import check_accumulation
+from lpq.distributed.expert_rows import own_experts, own_numbers
+from lpq.nn.functional import as_offsets, check_rows, grouped_linear_of, high_precision, why_not_in_groups
+from lpq.nn.input_checks import check_accumulation, check_static
 from lpq.nn.linear import Layer, weight_operands
 from lpq.nn.plan import Plan
+from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
     from lpq.distributed.expert_rows import Dispatch
@@ -73,12 +74,14 @@ class GroupedLinear(Layer):
         return f"layer {self.place}, {kind}" if self.place else kind
 
     def why_unfit(self, plan: Plan) -> str | None:
-        if plan.memories:
-            return (
-                "it remembers statistics across steps, and none are kept for each group: use one that measures each "
-                "tensor"
-            )
-        return None
+        return why_not_in_groups(plan)
+
+    def place_for(self, memory: Tensor) -> Tensor:
+        return memory.new_zeros((self.num_groups, *memory.shape))
+
+    def own_groups(self) -> slice:
+        """The groups of this rank: all, unless ``lpq.distributed.expert_parallel`` shares them out."""
+        return slice(0, self.num_groups) if self.dispatched is None else own_numbers(self.weight)
 
     def forward(self, input: Tensor, offs: Tensor | Sequence[int]) -> Tensor:  # type: ignore[override]
         """``y`` of the rows ``input``, ``[rows, in_features]``, which lie group by group.
@@ -103,7 +106,19 @@ class GroupedLinear(Layer):
         col = torch.is_grad_enabled() and input.requires_grad
         plan = self._plan if self._plan is not None else high_precision()
         operands = weight_operands(plan, weight, held, col)
-        return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate)
+        states = self._of_own_groups() if plan.memories else None
+        return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate, states)
+
+    def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
+        """The static statistics of this rank's groups, which are looked at once."""
+        if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
+            check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
+            self._static_checked = self._calls[1]
+        own = self.own_groups()
+        return {
+            tensor: {key: local_part(value)[own] for key, value in state.items()}
+            for tensor, state in self._states().items()
+        }
 
     def extra_repr(self) -> str:
         return (

@@ -54,7 +54,7 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
             "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
         )
     if not torch.compiler.is_compiling() and (static := layer.static_values()):
-        check_static(layer, static)
+        check_static(layer.title, static)
     if layer.gathering is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
         _check_prepared(layer)
 
@@ -99,14 +99,15 @@ def _check_prepared(layer: Saved) -> None:
         )
 
 
-def check_static(layer: Saved, values: Mapping[str, Tensor]) -> None:
-    """An error if the recipe encodes with static statistics and one of them is not there: it is no positive number."""
+def check_static(title: str, values: Mapping[str, Tensor]) -> None:
+    """An error if the recipe encodes with static statistics and one of them is not there: it is no positive number.
+    ``title`` names the layer."""
     for name, value in values.items():
         if type(value) not in ORDINARY or value.is_meta:
             continue
         if not bool(((value > 0) & value.isfinite()).all()):
             raise RuntimeError(
-                f"{layer.title}: its recipe is static, and {name} is {value.tolist()}: fill it by lpq.calibrate, or "
+                f"{title}: its recipe is static, and {name} is {value.tolist()}: fill it by lpq.calibrate, or "
                 "load a checkpoint of a calibrated model"
             )
 

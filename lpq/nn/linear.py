@@ -21,7 +21,7 @@ from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories, check_static
 from lpq.nn.multiply import Call, Multiplication
 from lpq.nn.plan import Plan, Shapes, bind_few
-from lpq.nn.quantizer_state import check_names
+from lpq.nn.quantizer_state import Memory, check_names
 from lpq.nn.saved import Saved
 from lpq.nn.siblings import Inputs
 from lpq.operations import encode_operands, remember
@@ -119,7 +119,11 @@ class Layer(Saved):
             self.gathering.alike = False
         for tensor in TENSORS if plan is not None else ():
             for key, memory in getattr(plan, tensor).new_state(self.weight.device).items():
-                self.register_buffer(f"{tensor}_{key}", memory)
+                self.register_buffer(f"{tensor}_{key}", self.place_for(memory))
+
+    def place_for(self, memory: Tensor) -> Tensor:
+        """The buffer in which the layer keeps this fresh state of a quantizer."""
+        return memory
 
     def why_unfit(self, plan: Plan) -> str | None:
         """Why this layer cannot do what a recipe plans; None if it can."""
@@ -144,12 +148,6 @@ class Layer(Saved):
     def share_inputs(self, inputs: Inputs) -> None:
         """Take what other layers with the same ``inputs`` have encoded of a tensor that is given to this one, too."""
         self._inputs, self._calls = inputs, (None, {})
-
-    def static_values(self) -> dict[str, Tensor]:
-        """The statistics of its input and weight that no step moves, by the names of the buffers; see
-        ``lpq.calibrate``."""
-        found = self._plan.memories if self._plan is not None else ()
-        return {memory.name: getattr(self, memory.name) for memory in found if not memory.moves}
 
     def forget_calls(self) -> None:
         """Check inputs and static values anew in the next pass."""
@@ -195,7 +193,7 @@ class Layer(Saved):
             from lpq.nn.parallel import multiply_parts
 
             if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
-                check_static(self, {name: local_part(value) for name, value in self.static_values().items()})
+                check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
                 self._static_checked = self._calls[1]
             return multiply_parts(self, plan, input, weight, bias, dtype, self._states(), self._inputs)  # type: ignore[arg-type]
         else:
@@ -285,9 +283,8 @@ class Layer(Saved):
         """What the quantizer remembers of the weight across steps."""
         return self._states().get("w")
 
-    def memories(self) -> dict[str, Tensor]:
-        """All that the layer's quantizers remember across steps, by the names of the buffers."""
-        return {name: getattr(self, name) for name, *_ in (self._plan.memories if self._plan is not None else ())}
+    def kept(self) -> tuple[Memory, ...]:
+        return self._plan.memories if self._plan is not None else ()
 
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 asks for it, once it shards the layer."""

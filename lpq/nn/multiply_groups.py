@@ -5,7 +5,7 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from lpq.operations.encoded_stacks import encode_stack
 from lpq.operations.group_choice import OfProduct, decoded_at_once
 from lpq.operations.group_tiles import spans
 from lpq.operations.groups import derive_columns, encode_groups, multiply_columns, multiply_rows, sum_rows
+from lpq.operations.operands import State
 from lpq.operations.operators import can_call_directly
 from lpq.tensor import QuantizedTensor
 
@@ -44,6 +45,8 @@ class GroupedCall(NamedTuple):
     accumulate: Accumulate | None = None
     input: Sequence[Tensor] | None = None
     """The buffers of the row operand of the rows, if these are encoded already: the column operand is made of it."""
+    states: Mapping[str, State] = {}
+    """Static statistics of each tensor, with one for each group."""
 
 
 class GroupedMultiplication(torch.autograd.Function):
@@ -53,7 +56,7 @@ class GroupedMultiplication(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, seeds: Tensor | None, call: GroupedCall
     ) -> Tensor:
-        plan, dtype, needs_dx, needs_dw, encoded, accumulate, given = call
+        plan, dtype, needs_dx, needs_dw, encoded, accumulate, given, states = call
         fprop, dgrad, wgrad = _decoded(plan, x, weight)
         keeps_input = plan.keeps_input and needs_dw and given is None
         # To decode the weight's column operand takes backward as long as to make it anew of the weight, which is there.
@@ -65,12 +68,15 @@ class GroupedMultiplication(torch.autograd.Function):
             x_row, x_col = Grouped(plan.x.side("row"), given, (x.shape[0], x.shape[1]), x.dtype, 0), None
         else:
             x_row, x_col = encode_groups(
-                plan.x, x, offs, row=True, col=needs_dw and not keeps_input, seeds=_of(seeds, 0), decoded=made
-            )
+                plan.x, x, offs, row=True, col=needs_dw and not keeps_input, seeds=_of(seeds, 0), decoded=made,
+                state=states.get("x"),
+            )  # fmt: skip
         assert x_row is not None
         if encoded is None:
             col = needs_dx and not keeps_weight
-            w_row, w_col = encode_stack(plan.w, weight, row=True, col=col, seeds=_of(seeds, 1), decoded=(fprop, False))
+            w_row, w_col = encode_stack(
+                plan.w, weight, row=True, col=col, seeds=_of(seeds, 1), decoded=(fprop, False), state=states.get("w")
+            )
             assert w_row is not None
         else:
             w_row, w_col = _wrapped(plan, weight, encoded)
@@ -106,6 +112,7 @@ class GroupedMultiplication(torch.autograd.Function):
                 "backward needs it as it was: write to it after backward"
             )
         plan: Plan = ctx.call.plan
+        states = ctx.call.states
         (rows, features), (groups, outputs, _), x_dtype, w_dtype = ctx.shapes
         offs, *saved = ctx.saved_tensors
         seeds = saved.pop(0) if plan.stochastic else None
@@ -118,14 +125,18 @@ class GroupedMultiplication(torch.autograd.Function):
             dy_row, dy_col = _arrived(plan.dy, dy, offs, needs_dx, needs_dw, _of(seeds, 2))
         else:
             dy_row, dy_col = encode_groups(
-                plan.dy, dy, offs, row=needs_dx, col=needs_dw, seeds=_of(seeds, 2), decoded=(dgrad, wgrad)
-            )
+                plan.dy, dy, offs, row=needs_dx, col=needs_dw, seeds=_of(seeds, 2), decoded=(dgrad, wgrad),
+                state=states.get("dy"),
+            )  # fmt: skip
         if dy_row is not None:
             of_w, side = saved[ctx.count :], plan.w.side("col")
             if ctx.keeps[1]:
                 # The row operand, too, where it has something to do with the other one.
                 row = not dgrad and (plan.w.col_source == "row" or rounds_stochastically(plan.w))
-                _, w_col = encode_stack(plan.w, of_w[0], row=row, col=True, seeds=_of(seeds, 1), decoded=(False, dgrad))
+                _, w_col = encode_stack(
+                    plan.w, of_w[0], row=row, col=True, seeds=_of(seeds, 1), decoded=(False, dgrad),
+                    state=states.get("w"),
+                )  # fmt: skip
                 assert w_col is not None
             else:
                 w_col = side.storage.wrap(of_w, side, (groups, features, outputs), w_dtype)
@@ -138,8 +149,9 @@ class GroupedMultiplication(torch.autograd.Function):
                 x_col = derive_columns(plan.x, x_row, offs, _of(seeds, 0))
             elif ctx.keeps[0]:  # the row operand, too: random bits of its own may be in both
                 _, x_col = encode_groups(
-                    plan.x, of_x[0], offs, row=not wgrad, col=True, seeds=_of(seeds, 0), decoded=(False, wgrad)
-                )
+                    plan.x, of_x[0], offs, row=not wgrad, col=True, seeds=_of(seeds, 0), decoded=(False, wgrad),
+                    state=states.get("x"),
+                )  # fmt: skip
                 assert x_col is not None
             else:
                 x_col = Grouped(side, of_x, (features, rows), x_dtype, 1, x_decoded)

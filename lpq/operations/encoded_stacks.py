@@ -7,7 +7,7 @@ from torch import Tensor
 from lpq.formats.format import Quantizer, Storage
 from lpq.operations import sectioned
 from lpq.operations.exact_form import Multiplicand
-from lpq.operations.operands import encode_operands
+from lpq.operations.operands import State, encode_operands
 from lpq.operations.operators import can_call_directly
 from lpq.operations.quantizing import quantize
 
@@ -20,13 +20,16 @@ def encode_stack(
     col: bool,
     seeds: Tensor | None = None,
     decoded: tuple[bool, bool] = (False, False),
+    state: State | None = None,
 ) -> tuple[Storage | None, Storage | None]:
-    """The wanted operands of the stack ``w``, of each matrix by itself; ``decoded`` as of ``encode_groups``."""
+    """The wanted operands of the stack ``w``, of each matrix by itself; ``decoded`` and ``state`` as of
+    ``encode_groups``."""
     sides = quantizer.side("row") if row else None, quantizer.side("col") if col else None
     encoded = [None if side is None or side.plain else side for side in sides]
     made = None
     if encoded != [None, None] and w.is_cuda and quantizer.col_source == "original" and can_call_directly(w):
-        made = sectioned.encode(w, None, encoded[0], encoded[1], seeds, decoded)
+        given = sectioned.given_of(quantizer, encoded[0], encoded[1], state)
+        made = sectioned.encode(w, None, encoded[0], encoded[1], seeds, decoded, given)
     if made is not None:
         first, second = (side if e is None else None for e, side in zip(encoded, sides, strict=True))
         none = first is None and second is None
@@ -36,7 +39,7 @@ def encode_stack(
             for dim, (side, tensors, is_decoded, other) in enumerate(zip(encoded, made, decoded, plain, strict=True))
         )
         return row_operand, col_operand
-    both = encode_operands(quantizer, w, row=row, col=col, seed=seeds)
+    both = encode_operands(quantizer, w, row=row, col=col, seed=seeds, state=state)
     return both.row, both.col
 
 

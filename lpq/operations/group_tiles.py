@@ -29,6 +29,7 @@ from lpq.operations.decoding import decode
 from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by, transposed_by
 from lpq.operations.measuring import measure_reference
+from lpq.operations.operands import State, recall
 from lpq.operations.quantizing import quantize
 from lpq.operations.sides import shared
 from lpq.operations.vmapped import vmapped
@@ -76,30 +77,40 @@ def tiles(offs: Tensor, rows: int, unit: int) -> Tiles:
 # ---------------------------------------------------------------------------------------------- encoding
 
 
-def encode(x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None) -> list[Tensor]:
-    """The buffers of the wanted operands, the row operand's first."""
+def encode(
+    x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None,
+    state: State | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The buffers of the wanted operands, the row operand's first; ``state``: static statistics of each group."""
+
+    def known(of_row: Quantizer | None, of_col: Quantizer | None) -> Sequence[Tensor | None]:
+        return () if state is None else recall(quantizer, of_row, of_col, state)
+
     out: list[Tensor] = []
     of_row, of_col = quantizer.side("row"), quantizer.side("col")
     if row:
-        out += _side(of_row, x, offs, 0, seeds)
+        out += _side(of_row, x, offs, 0, seeds, known(of_row, None))
     if not col:
         return out
     if quantizer.col_source == "original":
         follows = row and shared(of_row, of_col)
-        return out + (_turned(of_row, out, x.shape, offs) if follows else _side(of_col, x, offs, 1, seeds))
+        made = None if follows else _side(of_col, x, offs, 1, seeds, known(None, of_col))
+        return out + (_turned(of_row, out, x.shape, offs) if made is None else made)
     rows, cols = x.shape
-    tensors = out if row else _side(of_row, x, offs, 0, seeds)
+    tensors = out if row else _side(of_row, x, offs, 0, seeds, known(of_row, None))
     decoded = dense(Grouped(of_row, tensors, (rows, cols), x.dtype, 0), offs, torch.float32, rotated=False)
     if of_col.plain:
-        made: Sequence[Tensor] = encoded_by(of_col, decoded.t(), {}, None).tensors()
+        derived: Sequence[Tensor] = encoded_by(of_col, decoded.t(), {}, None).tensors()
     else:
-        made = _side(of_col, decoded, offs, 1, seeds)
-    pairs = zip(of_col.layout, made, strict=True)
+        derived = _side(of_col, decoded, offs, 1, seeds, known(None, of_col))
+    pairs = zip(of_col.layout, derived, strict=True)
     return out + [t.to(x.dtype) if b.dtype is None else t for b, t in pairs]
 
 
-def _side(side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | None) -> list[Tensor]:
-    """The buffers of one operand."""
+def _side(
+    side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | None, known: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The buffers of one operand; ``known``: the statistics of groups that are not measured."""
     t = tiles(offs, len(x), unit(side, dim))
     count = len(t.group) - len(offs)
     seeds = seeds if side.stochastic else None
@@ -116,6 +127,8 @@ def _side(side: Quantizer, x: Tensor, offs: Tensor, dim: int, seeds: Tensor | No
     stats = [
         _of_groups(s, t.group, len(offs)) if d.block[dim] is None else s for s, d in zip(stats, side.stats, strict=True)
     ]
+    own = t.group.clamp(max=len(offs) - 1)
+    stats = [s if k is None else k[own] for s, k in zip(stats, known or [None] * len(stats), strict=True)]
     drawn = [] if seeds is None else [_bits(seeds, t, dim, given.shape[1:])]
 
     def one(m: Tensor, *rest: Tensor) -> list[Tensor]:

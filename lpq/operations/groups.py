@@ -25,7 +25,7 @@ from lpq.operations.exact_form import Multiplicand
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.group_choice import kernel_of
 from lpq.operations.multiplying import gemm
-from lpq.operations.operands import encode_operands
+from lpq.operations.operands import State, encode_operands, state_names
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.sides import quantizer_of
 from lpq.registry.errors import words
@@ -42,10 +42,12 @@ def encode_groups(
     col: bool,
     seeds: Tensor | None = None,
     decoded: tuple[bool, bool] = (False, False),
+    state: State | None = None,
 ) -> tuple[Grouped | None, Grouped | None]:
     """The wanted operands of the rows ``x`` in groups: the bytes of each group are those of its rows alone. ``seeds``
     has one for each group. An operand that is an ordinary matrix is a view or a cast of ``x``. ``decoded``: whether of
-    the row operand, and of the column operand, only what it decodes to is wanted (``decoded_at_once``)."""
+    the row operand, and of the column operand, only what it decodes to is wanted (``decoded_at_once``). ``state``: the
+    static statistics, with one for each group along their first dimension."""
     of_row, of_col = quantizer.side("row"), quantizer.side("col")
     first = _plain(of_row, x, 0) if row and of_row.plain else None
     from_x = quantizer.col_source == "original"
@@ -56,16 +58,18 @@ def encode_groups(
     decoded = decoded[0] and row, decoded[1] and col
     if True in decoded and quantizer.col_source == "original":
         sides = of_row if row else None, of_col if col else None
-        if (made := sectioned.encode(x, offs, *sides, seeds, decoded)) is not None:
+        given = sectioned.given_of(quantizer, *sides, state)
+        if (made := sectioned.encode(x, offs, *sides, seeds, decoded, given)) is not None:
             return (
                 Grouped(of_row, made[0], (x.shape[0], x.shape[1]), x.dtype, 0, decoded[0]) if row else first,
                 Grouped(of_col, made[1], (x.shape[1], x.shape[0]), x.dtype, 1, decoded[1]) if col else second,
             )
     if can_call_directly(x):
-        out = _encoded(x, offs, quantizer, row, col, seeds)
+        out = _encoded(x, offs, quantizer, row, col, seeds, state)
     else:
         texts = quantizer.text, layout_hash(of_row.text, of_col.text)
-        out = torch.ops.lpq.encode_groups(x, offs, texts[0], row, col, seeds, texts[1])
+        values = [] if state is None else [state[name] for name in state_names(quantizer)]
+        out = torch.ops.lpq.encode_groups(x, offs, texts[0], row, col, seeds, values, texts[1])
     rows, cols = x.shape
     at = len(of_row.layout) if row else 0
     if row:
@@ -92,8 +96,9 @@ def _plain(side: Quantizer, x: Tensor, dim: int) -> Grouped:
 
 
 def encode_groups_reference(
-    x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None
-) -> list[Tensor]:
+    x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None,
+    state: State | None = None,
+) -> list[Tensor]:  # fmt: skip
     """The buffers of the wanted operands, the row operand's first: of one group after the other."""
     rows, cols = x.shape
     sides = [(quantizer.side("row"), 0, (rows, cols))] if row else []
@@ -104,7 +109,8 @@ def encode_groups_reference(
     begins = [starts(ends, unit(side, dim)) for side, dim, _ in sides]
     for group, (start, stop) in enumerate(bounds(ends)):
         seed = None if seeds is None else seeds[group]
-        made = encode_operands(quantizer, x[start:stop], row=row, col=col, seed=seed)
+        own = None if state is None else {name: values[group] for name, values in state.items()}
+        made = encode_operands(quantizer, x[start:stop], row=row, col=col, seed=seed, state=own)
         rest = iter(out)
         for (side, dim, _), at in zip(sides, begins, strict=True):
             operand = made.row if dim == 0 else made.col
@@ -145,18 +151,20 @@ def _encoded(
     row: bool,
     col: bool,
     seeds: Tensor | None,
+    state: State | None = None,
     *,
     operator: bool = False,
 ) -> list[Tensor]:
     if at_once(x, offs):
         if quantizer.col_source == "original":
             sides = quantizer.side("row") if row else None, quantizer.side("col") if col else None
-            made = sectioned.encode(x, offs, *sides, seeds, operator=operator)
+            given = sectioned.given_of(quantizer, *sides, state)
+            made = sectioned.encode(x, offs, *sides, seeds, given=given, operator=operator)
             if made is not None:
                 return [*made[0], *made[1]]
         if _without_the_host(_why_not(quantizer, row, col)):
-            return group_tiles.encode(x, offs, quantizer, row, col, seeds)
-    return encode_groups_reference(x, offs, quantizer, row, col, seeds)
+            return group_tiles.encode(x, offs, quantizer, row, col, seeds, state)
+    return encode_groups_reference(x, offs, quantizer, row, col, seeds, state)
 
 
 def at_once(x: Tensor, offs: Tensor) -> bool:
@@ -210,21 +218,25 @@ def _without_the_host(why_not: str | None) -> bool:
 
 
 def _encode(
-    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, layouts: str = ""
-) -> list[Tensor]:
-    made = _encoded(x, offs, cast("Quantizer", quantizer_of(quantizer)), row, col, seeds, operator=True)
+    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, state: list[Tensor],
+    layouts: str = "",
+) -> list[Tensor]:  # fmt: skip
+    of = cast("Quantizer", quantizer_of(quantizer))
+    named = dict(zip(state_names(of), state, strict=True)) if state else None
+    made = _encoded(x, offs, of, row, col, seeds, named, operator=True)
     return [row_major(t) for t in made]
 
 
 def _encode_fake(
-    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, layouts: str = ""
-) -> list[Tensor]:
+    x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, state: list[Tensor],
+    layouts: str = "",
+) -> list[Tensor]:  # fmt: skip
     return _empty(x, offs.shape[0], cast("Quantizer", quantizer_of(quantizer)), row, col)
 
 
 define(
     "encode_groups(Tensor x, Tensor offs, str quantizer, bool row, bool col, Tensor? seeds, "
-    'str layouts="") -> Tensor[]',
+    'Tensor[] state, str layouts="") -> Tensor[]',
     _encode,
     _encode_fake,
 )

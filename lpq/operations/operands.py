@@ -139,6 +139,11 @@ def bind_recall(
     return known
 
 
+def state_names(quantizer: Quantizer) -> list[str]:
+    """The names of what a state remembers, in order."""
+    return [prefix + s.name for prefix, branch in quantizer.state_branches().items() for s in branch.state]
+
+
 def recalls(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> tuple[bool, ...]:
     """For each statistic whether ``recall`` gives it."""
     return tuple(branch.recalls(stat) for _, branch in _branches(quantizer, row, col) for stat in branch.stats)

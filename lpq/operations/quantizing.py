@@ -33,9 +33,10 @@ def quantize(
     across: int = 0,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
     """The wanted operands of the matrix ``x``, rounded to ``dtype`` if one is given, and the statistics it measured if
-    ``measure``. Of a stack ``x`` they are those of its matrices, each by itself: it is given no statistics, and has a
-    seed for each. ``offset`` and ``across``: the first row and the first column of ``x`` in the whole tensor, by which
-    random bits are drawn. Kernels begin at the first column; from another on the reference encodes with random bits.
+    ``measure``. Of a stack ``x`` they are those of its matrices, each by itself: a statistic that is given has one for
+    each along its first dimension, as a seed has, and none is returned. ``offset`` and ``across``: the first row and
+    the first column of ``x`` in the whole tensor, by which random bits are drawn. Kernels begin at the first column;
+    from another on the reference encodes with random bits.
 
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
@@ -169,7 +170,7 @@ def _encoded(
     across: int = 0,
 ) -> list[Tensor]:
     if is_stack(x.shape):
-        return _encoded_stack(x, row, col, seed, offset, dtype)
+        return _encoded_stack(x, stats, row, col, seed, offset, dtype)
     if across and ((row is not None and row.stochastic) or (col is not None and col.stochastic)):
         return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure, across)
     choice = serving("quantize", row, col, x.device)
@@ -189,11 +190,13 @@ def _encoded(
 
 
 def _encoded_stack(
-    x: Tensor, row: Quantizer | None, col: Quantizer | None, seed: Tensor | None, offset: int, dtype: torch.dtype
-) -> list[Tensor]:
+    x: Tensor, stats: Sequence[Tensor | None], row: Quantizer | None, col: Quantizer | None, seed: Tensor | None,
+    offset: int, dtype: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
     """The buffers of a stack: those of its matrices, stacked."""
     seeds = [None] * x.shape[0] if seed is None else seed.unbind()
-    made = [_encoded(m, (), row, col, s, offset, False, dtype) for m, s in zip(x, seeds, strict=True)]
+    of_each = [[None if s is None else s[i] for s in stats] for i in range(x.shape[0])]
+    made = [_encoded(m, own, row, col, s, offset, False, dtype) for m, own, s in zip(x, of_each, seeds, strict=True)]
     if not made:
         return _fresh(x, row, col)
     return [torch.stack(buffers) for buffers in zip(*made, strict=True)]

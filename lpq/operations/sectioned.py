@@ -23,6 +23,7 @@ from lpq.kernels.tiles import BROAD, SQUARE, Shape, tile_kernels
 from lpq.operations.binding import ALIGNED as ALIGNED_BYTES
 from lpq.operations.binding import on_device
 from lpq.operations.fused_pair import ALIGNED, Job, TileSide, side_of
+from lpq.operations.operands import State, recall
 
 if TYPE_CHECKING:
     from lpq.formats.format import Direction, Quantizer
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 NOTHING = "common/nothing.cuh"
 LARGEST = Shape(256, BROAD)
 Buffers = list[Tensor]
-Encode = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Buffers, Buffers]]
-"""``encode(x, offs, seeds)``: the buffers of the row operand and of the column operand."""
+Given = tuple[Tensor | None, Tensor | None]
+"""The amaxes of sections for the row operand and for the column operand, where they are known."""
+Encode = Callable[..., tuple[Buffers, Buffers]]
+"""``encode(x, offs, seeds, given)``: the buffers of the row operand and of the column operand."""
 
 
 class InSections(NamedTuple):
@@ -53,6 +56,8 @@ class InSections(NamedTuple):
     """Whether the matrix begins at a multiple of 16 bytes."""
     operator: bool = False
     """Whether an operator returns the results."""
+    given: tuple[bool, bool] = (False, False)
+    """Whether the amaxes of sections are given, for the row operand and for the column operand."""
 
 
 def encode(
@@ -62,11 +67,13 @@ def encode(
     col: Quantizer | None,
     seeds: Tensor | None,
     decoded: tuple[bool, bool] = (False, False),
+    given: Given = (None, None),
     *,
     operator: bool = False,
 ) -> tuple[Buffers, Buffers] | None:
     """The buffers of the wanted operands of rows in groups that end at ``offs``, or of a stack ``x`` if that is None.
-    An operand that is ``decoded`` has one, its matrix. None where kernels do not make them. ``operator``: an operator
+    An operand that is ``decoded`` has one, its matrix. None where kernels do not make them. ``given``: the amaxes of
+    sections, where they are static. ``operator``: an operator
     returns them, so that modes are to see them allocated."""
     x = x.contiguous()
     *count, rows, cols = x.shape
@@ -75,13 +82,24 @@ def encode(
         return None
     e = InSections(
         row, col, rows if offs is not None else groups * rows, cols, groups, offs is None, decoded, x.dtype, x.device,
-        x.data_ptr() % ALIGNED_BYTES == 0, operator,
+        x.data_ptr() % ALIGNED_BYTES == 0, operator, (given[0] is not None, given[1] is not None),
     )  # fmt: skip
     run = _bound(e, kernels_allowed())
     if run is None:
         return None
     with on_device(x.device):
-        return run(x, offs, seeds)
+        return run(x, offs, seeds, given)
+
+
+def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State | None) -> Given:
+    """The static amaxes of sections for each operand, if it has some."""
+    found: list[Tensor | None] = []
+    for first, second in ((row, None), (None, col)):
+        wanted = first is not None or second is not None
+        known = recall(quantizer, first, second, state) if wanted and state is not None else []
+        amax = next((k for k in known if k is not None), None)
+        found.append(None if amax is None else amax.contiguous())
+    return found[0], found[1]
 
 
 def bind(e: InSections) -> Encode | None:
@@ -109,6 +127,8 @@ def why_not(e: InSections) -> str | None:
             return "an ordinary matrix is not encoded"
         if _tall(quantizer) and not e.stack:
             return f"{quantizer} has blocks of several rows: kernels cut them from a stack's matrices, not from groups"
+        if e.given[dim] and [s.of_all for s in quantizer.stats].count(True) != 1:
+            return f"{quantizer} has several statistics of the whole"
         if e.decoded[dim] and (e.cols % ALIGNED or (e.stack and (e.rows // e.number) % ALIGNED)):
             return f"what operands decode to is made for sizes in multiples of {ALIGNED}"
     return None
@@ -153,12 +173,14 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
     )
     count = sections.tiles(shape)
     launch = kernel.bind(e.device.index or 0, (*sections.macros(shape), *macros), count)
-    find = _bind_finding(sections, row, col)
+    find = _bind_finding(sections, *(None if known else side for side, known in zip(both, e.given, strict=True)))
     tail = count, e.rows, e.cols
 
-    def encode(x: Tensor, offs: Tensor | None, seeds: Tensor | None) -> tuple[Buffers, Buffers]:
+    def encode(
+        x: Tensor, offs: Tensor | None, seeds: Tensor | None, given: Given = (None, None)
+    ) -> tuple[Buffers, Buffers]:
         at, ends = x.data_ptr(), 0 if offs is None else offs.data_ptr()
-        found = find(at, ends)
+        found = [f if g is None else g for f, g in zip(find(at, ends), given, strict=True)]
         seeds = None if seeds is None else seeds.contiguous()
         parameters: list[float] = []
         out: list[Buffers] = []

@@ -290,8 +290,8 @@ def test_models_with_nothing_to_calibrate_are_refused() -> None:
         lpq.calibrate(lpq.convert(model(), staged), data())
 
 
-def test_layers_without_a_place_for_static_scales_are_listed() -> None:
-    """Grouped layers keep what they measure; so do those whose formats have no scale of a whole tensor."""
+def test_layers_without_static_scales_are_listed() -> None:
+    """Those whose formats have no scale of a whole tensor keep what they measure."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -302,7 +302,7 @@ def test_layers_without_a_place_for_static_scales_are_listed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.grouped(self.second(self.first(x)), [4, 4])  # type: ignore[no-any-return]
 
-    policy = {"rules": [{"match": "first", "recipe": "mxfp8"}, {"match": "*", "recipe": "fp8-current"}]}
+    policy = {"rules": [{"match": ["first", "grouped"], "recipe": "mxfp8"}, {"match": "*", "recipe": "fp8-current"}]}
     net = lpq.convert(Net(), policy)
     made = lpq.calibrate(net, [torch.randn(8, 64)])
     assert (made.layers, made.left) == (("second",), ("first", "grouped"))

@@ -19,11 +19,12 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 import lpq
 from lpq import calibration
-from lpq.calibration import CalibrationError, calibrating, reducing
+from lpq.calibration import CalibrationError, calibrating, collecting, reducing
 from lpq.calibration.parallel import Team
 from lpq.core import QuantizedTensor
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+from lpq.nn import GroupedLinear
 from lpq.torch_private.tensors import local_part
 
 RECIPES = {
@@ -233,34 +234,102 @@ class Routed(nn.Module):
 class Stacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.w1, self.w2 = (lpq.nn.GroupedLinear(8, 64, 64, bias=False, recipe=None) for _ in range(2))
+        self.w1, self.w3, self.w2 = (lpq.nn.GroupedLinear(8, 64, 64, bias=False, recipe=None) for _ in range(3))
+        with torch.no_grad():
+            self.w3.weight[2, 5, 7] = 0.75
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        y: Tensor = self.w2(self.w1(rows, ends).relu(), ends)
+        y: Tensor = self.w2(self.w1(rows, ends).relu() + self.w3(rows, ends), ends)
         return y
 
 
-def _with_experts(rank: int) -> None:
-    """Experts shared out over 4 ranks, and over 2 whose attention 2 ranks share out each. Control: another expert."""
-    policy = {"rules": [{"match": "experts*", "recipe": "mxfp8"}, {"match": "*", "recipe": "nvfp4"}]}
-    expected: Any = lpq.convert(Routed(), policy)
-    lpq.calibrate(expected, data(8, tokens=4), process_group=_of_one())
-    assert {name.partition(".")[0] for name in statics(expected)} == {"first", "last"}
-    for ep, tp in ((4, 1), (2, 2), (1, 4)):
-        mesh = init_device_mesh("cpu", (ep, tp), mesh_dim_names=("ep", "tp"))
-        net: Any = lpq.convert(Routed(), policy)
-        column = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
-        for attention in (net.first, net.last) if tp > 1 else ():
-            parallelize_module(attention, mesh["tp"], {**column, "o_proj": RowwiseParallel()})
-        if ep > 1:
-            parallelize_module(net.experts, mesh["ep"], ExpertParallel())
-        lpq.calibrate(net, data(8, tokens=4)[rank // tp :: ep])
-        assert same(statics(net), statics(expected)), (ep, tp)
-        assert same(exported(net), exported(expected)), (ep, tp)
+EXPERTS = [(4, 1, False), (2, 2, False), (1, 4, False), (1, 1, True), (2, 1, True)]
+"""Ranks that share out experts, ranks of tensor parallelism, and whether FSDP2 shards over the others."""
+
+
+def routed(recipe: Any, ep: int, tp: int, fsdp: bool) -> Any:
+    """A model with experts, laid out so over 4 ranks."""
+    net: Any = lpq.convert(Routed(), recipe)
+    mesh = init_device_mesh("cpu", (4 // (ep * tp), ep, tp), mesh_dim_names=("dp", "ep", "tp"))
+    column = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
+    for attention in (net.first, net.last) if tp > 1 else ():
+        parallelize_module(attention, mesh["tp"], {**column, "o_proj": RowwiseParallel()})
+    if ep > 1:
+        parallelize_module(net.experts, mesh["ep"], ExpertParallel())
+    if fsdp:
+        fully_shard(net.experts, mesh=mesh["dp"])
+        if ep == 1:
+            fully_shard(net, mesh=mesh["dp"])
+    return net
+
+
+def whole_statics(net: Any) -> dict[str, Tensor]:
+    return {name: local_part(value) for name, value in statics(net).items()}
+
+
+def _with_experts(rank: int, recipe: str, method: Any) -> None:
+    """Experts over 1, 2 and 4 ranks, beside tensor parallelism and FSDP2; 7 batches, so that some ranks have fewer."""
+    expected: Any = lpq.convert(Routed(), recipe)
+    made = lpq.calibrate(expected, data(7, tokens=4), method=method, samples=26, process_group=_of_one())
+    assert {"first", "experts", "last"} == {name.partition(".")[0] for name in statics(expected)}
+    x = data(1, tokens=4)[0]
+    for ep, tp, fsdp in EXPERTS:
+        net = routed(recipe, ep, tp, fsdp)
+        again = lpq.calibrate(net, data(7, tokens=4)[rank // tp :: 4 // tp], method=method, samples=26)
+        assert (again.samples, again.batches, again.layers) == (made.samples, made.batches, made.layers)
+        assert same(dict(again.values), dict(made.values)), (ep, tp, fsdp)
+        assert same(whole_statics(net), statics(expected)), (ep, tp, fsdp)
+        if not (fsdp and ep > 1):  # whose tensors lie over other ranks than the rest
+            assert same(exported(net), exported(expected)), (ep, tp, fsdp)
+        if tp == 1:  # else sums have another order
+            assert torch.equal(net(x), expected(x)), (ep, tp, fsdp)
+        net(x).square().sum().backward()
+
+
+def _fused_experts(rank: int) -> None:
+    """Those of a Hugging Face model, which routes tokens itself."""
+    import transformers
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        config = transformers.MixtralConfig(
+            vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            head_dim=32, intermediate_size=64, num_experts_per_tok=2, num_local_experts=4,
+        )  # fmt: skip
+        return lpq.convert(transformers.MixtralForCausalLM(config), "fp8-current")
+
+    batches = [torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    expected, net = made(), made()
+    lpq.calibrate(expected, batches, method="percentile", process_group=_of_one())
+    experts = net.get_submodule("model.layers.0.mlp.experts")
+    parallelize_module(experts, init_device_mesh("cpu", (4,)), ExpertParallel())
+    lpq.calibrate(net, batches[rank::4], method="percentile")
+    found = {name: local_part(value) for name, value in experts.static_values().items()}
+    assert same(found, expected.get_submodule("model.layers.0.mlp.experts").static_values())
+    assert same(exported(net), exported(expected))
     with torch.no_grad():
-        net.experts.w2.weight.mul_(2)
-    lpq.calibrate(net, data(8, tokens=4))
-    assert not same(statics(net), statics(expected))
+        assert torch.equal(net(batches[0]).logits, expected(batches[0]).logits)
+
+
+def _controls_of_experts(rank: int) -> None:
+    """Experts have numbers among all, see one batch at a time, and none that does not count: those behind the fifth."""
+    batches = data(8, tokens=4)
+    for batch in batches[5:]:
+        batch *= 16
+    expected: Any = lpq.convert(Routed(), "fp8-current")
+    lpq.calibrate(expected, batches, samples=20, process_group=_of_one())
+    mixed_up = (GroupedLinear, "own_groups", lambda layer: slice(0, len(local_part(layer.weight))))
+    at_once = (collecting, "_turns", lambda told, team: (0, 1))
+    all_rows = (collecting, "sending_nothing", lambda model: nullcontext())
+    everywhere: list[Any] = [None] * 4
+    for wrong in (None, mixed_up, at_once, all_rows):
+        net = routed("fp8-current", 4, 1, False)
+        with pytest.MonkeyPatch.context() as patch:
+            if wrong is not None:
+                patch.setattr(*wrong)
+            lpq.calibrate(net, batches[rank::4], samples=20)
+        dist.all_gather_object(everywhere, same(whole_statics(net), statics(expected)))
+        assert everywhere == [wrong is None] * 4, wrong
 
 
 def _controls_of_tensor_parallelism(rank: int) -> None:
@@ -331,8 +400,19 @@ def test_tensor_parallelism_over_2_and_4_ranks(recipe: str, method: str) -> None
     spawn(_tensor_parallel, 4, recipe, method)
 
 
-def test_experts_and_tensor_parallelism_over_4_ranks() -> None:
-    spawn(_with_experts, 4)
+@pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
+def test_experts_beside_tensor_parallelism_and_fsdp_over_4_ranks(recipe: str, method: str) -> None:
+    spawn(_with_experts, 4, recipe, method)
+
+
+def test_experts_of_hugging_face_models_over_4_ranks() -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+    spawn(_fused_experts, 4)
+
+
+@pytest.mark.filterwarnings("ignore:no token went through")
+def test_experts_that_are_mixed_up_or_see_more_differ() -> None:
+    spawn(_controls_of_experts, 4)
 
 
 def test_multiplied_in_parts_it_would_differ() -> None:

@@ -94,6 +94,10 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{SHARDED}/test_grouped_sharded.py::a_checkpoint_of_two_ranks_loads_on_two_and_on_one",
             f"{EXPERTS}::a_checkpoint_loads_on_another_number_of_ranks",
         ),
+        "calibrated scales": (
+            "tests/calibration/test_calibrated_experts.py::experts_in_stacks_are_calibrated_as_separate_layers",
+            *("tests/calibration/test_layouts.py::experts_beside_tensor_parallelism_and_fsdp_over_4_ranks",) * 2,
+        ),
         "export to engines": (
             "tests/engines/test_export_experts.py::each_expert_has_the_bytes_of_a_layer", "–",
             "tests/engines/test_export_experts.py::experts_of_several_ranks_are_exported_as_of_one",

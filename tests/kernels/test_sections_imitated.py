@@ -23,6 +23,7 @@ from lpq.kernels import sections, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import groups, sectioned
 from lpq.operations.fused_pair import TileSide
+from lpq.operations.operands import recall
 from lpq.operations.quantizing import quantize
 from lpq.testing.comparing import Poisoned
 
@@ -32,8 +33,12 @@ pytestmark = [
 ]
 COUNTS = [0, 5, 130, 0, 16, 257, 0]
 SIZES = (3, 160, 96)
-OF_GROUPS = ("fp8", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true, stochastic=true)")
+OF_GROUPS = (
+    "fp8", "fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true, stochastic=true)", "fp8(static=true)",
+    "nvfp4(rht=true, static=true)",
+)  # fmt: skip
 OF_STACKS = ("fp8", "fp8(scaling=row)", "mxfp8", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)")
+OF_STACKS += ("nvfp4(block=16x16, static=true)",)
 EITHER = [(False, False), (True, True)]
 
 
@@ -65,16 +70,23 @@ def made(
     col: Quantizer | None,
     seeds: Tensor,
     decoded: tuple[bool, bool],
+    given: sectioned.Given = (None, None),
 ) -> tuple[list[Tensor], list[Tensor]]:
     *count, high, cols = x.shape
     number = len(offs) if offs is not None else count[0]
     rows = high if offs is not None else number * high
-    e = sectioned.InSections(row, col, rows, cols, number, offs is None, decoded, x.dtype, x.device, True)
+    known = given[0] is not None, given[1] is not None
+    e = sectioned.InSections(row, col, rows, cols, number, offs is None, decoded, x.dtype, x.device, True, False, known)
     assert sectioned.why_not(e) is None
     run = sectioned.bind_sides(e, side_of(row, "row"), side_of(col, "col"))
     assert run is not None
     with Poisoned():  # type: ignore[no-untyped-call]
-        return run(x, offs, seeds)
+        return run(x, offs, seeds, given)
+
+
+def static_state(quantizer: Quantizer, count: int) -> dict[str, Tensor]:
+    """Other values for each section, from ones that clamp on."""
+    return {name: (0.5 + i) * 4.0 ** torch.arange(count) for i, name in enumerate(quantizer.new_state())}
 
 
 def same_bytes(first: Tensor, second: Tensor) -> bool:
@@ -94,11 +106,18 @@ def check_groups(
     x = torch.cat([*(3.0**i * torch.randn(n, cols) for i, n in enumerate(counts)), torch.full((7, cols), torch.nan)])
     x, offs, seeds = x.to(dtype), torch.tensor(counts).cumsum(0, dtype=torch.int32), torch.arange(len(counts)) - 3
     sides = [None if t is None else lpq.quantizer(t).side(d) for t, d in ((row, "row"), (col, "col"))]  # type: ignore[arg-type]
-    found = made(x, offs, *sides, seeds, decoded)
+    states = [static_state(side, len(counts)) if side is not None else {} for side in sides]
+    pairs = (sides[0], None), (None, sides[1])
+    known = [
+        sectioned.given_of(side, *pair, state)[i] if side is not None and state else None
+        for i, (side, pair, state) in enumerate(zip(sides, pairs, states, strict=True))
+    ]
+    assert (None in known) == (not any(states))
+    found = made(x, offs, *sides, seeds, decoded, (known[0], known[1]))
     for dim, side in enumerate(sides):
         if side is None:
             continue
-        wanted = groups.encode_groups_reference(x, offs, side, dim == 0, dim == 1, seeds)
+        wanted = groups.encode_groups_reference(x, offs, side, dim == 0, dim == 1, seeds, states[dim] or None)
         shape, at = (len(x), cols) if dim == 0 else (cols, len(x)), starts(offs.tolist(), unit(side, dim))
         for i, (start, stop) in enumerate(bounds(offs.tolist())):
             one = Grouped(side, wanted, shape, dtype, dim).matrix(i, start, stop, at[i])
@@ -141,8 +160,10 @@ def test_stacks(text: str, decoded: tuple[bool, bool]) -> None:
     x = (torch.randn(SIZES) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]).bfloat16()
     seeds, quantizer = torch.arange(len(x)) - 3, lpq.quantizer(text)
     row, col = quantizer.side("row"), quantizer.side("col")
-    found = made(x, None, row, col, seeds, decoded)
-    wanted = [quantize(x, None, row, None, seeds)[0], quantize(x, None, None, col, seeds)[1]]
+    state = static_state(quantizer, len(x)) or None
+    found = made(x, None, row, col, seeds, decoded, sectioned.given_of(quantizer, row, col, state))
+    of_row, of_col = ((recall(quantizer, *sides, state) if state else None) for sides in ((row, None), (None, col)))
+    wanted = [quantize(x, of_row, row, None, seeds)[0], quantize(x, of_col, None, col, seeds)[1]]
     for tensors, operand, is_decoded in zip(found, wanted, decoded, strict=True):
         assert operand is not None
         if is_decoded:

@@ -66,6 +66,8 @@ def separately(module: GroupedLinear, x: Tensor, dy: Tensor, counts: Sequence[in
         made.weight = nn.Parameter(module.weight.detach()[i].clone())
         if module.bias is not None:
             made.bias = nn.Parameter(module.bias.detach()[i].clone())
+        for name, value in made.static_values().items():
+            value.copy_(module.static_values()[name][i])
         layers.append(made)
     torch.manual_seed(5)
     xs = [part.clone().requires_grad_() for part in x.split([*counts, BEHIND])[:-1]]
@@ -103,6 +105,41 @@ def test_any_counts(recipe: str, counts: list[int]) -> None:
     module = layer(recipe, len(counts), bias=False)
     x, dy = data(counts)
     assert equal(run(module, module, x, dy, ends(counts)), separately(module, x, dy, counts))
+
+
+STATIC = [
+    "x=fp8(static=true), w=fp8(static=true), dy=fp8(dtype=e5m2)",
+    "x=nvfp4(rht=true, static=true), w=nvfp4(block=16x16, static=true), dy=nvfp4(rht=true)",
+    "fprop=nvfp4(static=true), dgrad=mxfp8, wgrad=fp8(static=true), x.save=input",
+]
+
+
+def static_layer(recipe: str, groups: int, **how: Any) -> GroupedLinear:
+    """With other values for each group, from numbers that clamp to some that waste most of the range."""
+    module = layer(recipe, groups, **how)
+    for name, value in module.static_values().items():
+        value.copy_((2.0 if name[0] == "x" else 0.1) * 3.0 ** torch.arange(groups))
+    return module
+
+
+@pytest.mark.parametrize("recipe", STATIC)
+def test_static_scales_of_groups_are_those_of_separate_linears(recipe: str) -> None:
+    """Compiled, too, and of held weights. Controls: the values of another group, and dynamic ones, change it."""
+    counts = [0, 5, 40, 0, 17]
+    module = static_layer(recipe, len(counts))
+    x, dy = data(counts)
+    expected = separately(module, x, dy, counts)
+    assert equal(run(module, module, x, dy, counts), expected)
+    assert equal(run(torch.compile(module, backend="aot_eager", fullgraph=True), module, x, dy, ends(counts)), expected)
+    with torch.no_grad(), lpq.hold_weights(module):
+        assert torch.equal(module(x, counts), expected[0])
+    for value in module.static_values().values():
+        value.copy_(value.roll(1))
+    module.forget_calls()
+    assert not torch.equal(run(module, module, x, dy, counts)[0], expected[0])
+    module.recipe = recipe.replace(", static=true", "").replace("(static=true)", "()")
+    assert not torch.equal(run(module, module, x, dy, counts)[0], expected[0])
+    assert not module.static_values()
 
 
 def test_groups_that_shared_statistics_would_be_noticed() -> None:

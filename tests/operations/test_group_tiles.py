@@ -18,6 +18,8 @@ from lpq.operations import group_tiles, groups
 from lpq.testing.options import family
 
 EVERY = [q for name in ("fp8", "mxfp8", "nvfp4", "hybrid") for q in family(name).quantizers if not q.new_state()]
+STATIC = ("fp8(static=true)", "nvfp4(rht=true, static=true)", "hybrid(row=fp8(static=true), col=mxfp8)")
+EVERY += [lpq.quantizer(text) for text in STATIC]
 COLS = 48
 
 
@@ -41,11 +43,16 @@ def pieces(side: lpq.Quantizer, tensors: list[Tensor], x: Tensor, offs: Tensor, 
 
 def check(quantizer: lpq.Quantizer, counts: list[int]) -> None:
     x, offs = rows(counts)
+    state = {n: 2.0 * 3.0 ** torch.arange(len(counts)) for n in quantizer.new_state()} or None
     row, col = (not quantizer.side(d).plain or quantizer.col_source == "row" for d in ("row", "col"))
     seeds = torch.arange(len(counts)) - 1
     made = [
-        encode(x, offs, quantizer, row, col, seeds) for encode in (groups.encode_groups_reference, group_tiles.encode)
+        encode(x, offs, quantizer, row, col, seeds, state)
+        for encode in (groups.encode_groups_reference, group_tiles.encode)
     ]
+    if state is not None:
+        dynamic = group_tiles.encode(x, offs, quantizer.frozen(static=False), row, col, seeds)
+        assert not all(torch.equal(row_major(a), row_major(b)) for a, b in zip(made[1], dynamic, strict=True))
     assert [t.shape for t in made[0]] == [t.shape for t in made[1]]
     at = 0
     for wanted, direction, dim in ((row, "row", 0), (col, "col", 1)):

@@ -1,0 +1,163 @@
+"""Experts that lie in stacks: each is calibrated as a layer of its own, by its number among all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lpq.checkpoint.model import Model
+from lpq.checkpoint.tensors import chunk, held
+from lpq.distributed.shard import plain
+from lpq.engines.experts import by_tensor, counted
+from lpq.nn.experts import Experts, is_transposed, stacks
+from lpq.nn.functional import as_offsets
+from lpq.nn.grouped_linear import GroupedLinear
+from lpq.nn.names import plain_name
+
+Holder = GroupedLinear | Experts
+"""A module with stacks: it has one recipe."""
+See = Callable[[str, int, Tensor], None]
+"""``see(stack, expert, rows)``: the rows that an expert is given."""
+ONLY = ""
+"""The name of the stack of a module that has but one."""
+
+
+class Stack(NamedTuple):
+    """The matrices of all experts of a layer."""
+
+    holder: Holder
+    key: str
+    """Its name in that; ``ONLY`` if there is but one."""
+    names: Sequence[str]
+    """The names of the layers that engines have for it, one for each expert."""
+    weight: str
+    """The name of its parameter."""
+
+
+def stacks_in(model: nn.Module) -> Iterator[Stack]:
+    """The stacks of a converted model, of modules with a recipe."""
+    for own, module in Model(model).module.named_modules():
+        name = plain_name(own)
+        if isinstance(module, GroupedLinear) and module.recipe is not None:
+            names = [layer for (layer,) in counted(name, module.num_groups)]
+            yield Stack(module, ONLY, names, f"{name}.weight".lstrip("."))
+        elif isinstance(module, Experts) and module.recipe is not None:
+            for key, weight in stacks(module).items():
+                path = f"{name}.{key}".lstrip(".")
+                yield Stack(module, key, [layer for (layer,) in counted(path, len(weight))], path)
+
+
+def weight_of(stack: Stack) -> Tensor:
+    """The parameter of a stack."""
+    found: Tensor = getattr(stack.holder, stack.key or "weight")
+    return found
+
+
+def bias_of(stack: Stack) -> Tensor | None:
+    """Its biases, ``[experts, out]``, if it has some."""
+    found: Tensor | None = getattr(stack.holder, f"{stack.key}_bias" if stack.key else "bias", None)
+    return found
+
+
+def states_of(stack: Stack) -> Mapping[str, Mapping[str, Tensor]]:
+    """Its static statistics, by tensor and by what the quantizer of that calls them."""
+    holder = stack.holder
+    return holder.states(stack.key) if isinstance(holder, Experts) else by_tensor(holder.memories())
+
+
+def is_shared_out(holder: nn.Module) -> bool:
+    """Whether ranks share its experts out, so that each sees the rows of all ranks for its own."""
+    return isinstance(holder, Holder) and holder.dispatched is not None
+
+
+def matrix_of(weight: Tensor, holder: nn.Module, expert: int) -> Tensor | None:
+    """The matrix of an expert, ``[out, in]``; None if this rank does not hold it."""
+    first, last, _ = chunk(weight)[0].indices(len(weight))
+    if not first <= expert < last:
+        return None
+    found = plain(held(weight.detach()))[expert - first]
+    return found.t() if isinstance(holder, Experts) and is_transposed(holder) else found
+
+
+@contextmanager
+def watching(holders: Iterable[Holder], see: Callable[[Holder], See]) -> Iterator[None]:
+    """Within, ``see(holder)`` is called with the rows that each expert of a holder is given, if it is given some."""
+    with ExitStack() as stack:
+        for holder in holders:
+            if isinstance(holder, GroupedLinear):
+                stack.callback(holder.register_forward_pre_hook(_hook(see(holder)), with_kwargs=True).remove)
+            else:
+                holder.observer = _observer(see(holder), holder.own_groups().start)
+                stack.callback(holder.__dict__.pop, "observer")
+        yield
+
+
+@contextmanager
+def watching_products(stack: Stack, see: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
+    """Within, ``see(rows, ends, y)`` is called with each product of a stack; for models that are not sharded."""
+    holder = stack.holder
+    if isinstance(holder, GroupedLinear):
+
+        def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
+            given = dict(zip(("input", "offs"), args, strict=False)) | kwargs
+            see(given["input"], as_offsets(layer.title, given["offs"], layer.num_groups, given["input"]), y)
+
+        hook = holder.register_forward_hook(note, with_kwargs=True)
+        yield
+        hook.remove()
+        return
+    before = holder.observer
+
+    def observe(key: str, rows: Tensor, ends: Tensor, y: Tensor) -> None:
+        if key == stack.key:
+            see(rows, ends, y)
+        if before is not None:
+            before(key, rows, ends, y)
+
+    holder.observer = observe
+    yield
+    holder.observer = before
+
+
+@contextmanager
+def sending_nothing(model: nn.Module) -> Iterator[None]:
+    """Within, modules whose experts ranks share out send none of this rank's rows to any."""
+
+    def without(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, ends = args
+        return rows, torch.zeros_like(ends) if isinstance(ends, Tensor) else [0 for _ in ends]
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if getattr(module, "shares_out_experts", False):
+                stack.callback(module.register_forward_pre_hook(without, prepend=True).remove)
+            elif isinstance(module, Experts) and module.dispatched is not None:
+                module.sends_rows = False
+                stack.callback(module.__dict__.pop, "sends_rows")
+        yield
+
+
+def _hook(see: See) -> Callable[..., None]:
+    def take(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(("input", "offs"), args, strict=False)) | kwargs
+        own, x = layer.own_groups(), given["input"]
+        ends = as_offsets(layer.title, given["offs"], own.stop - own.start, x)
+        _each(see, ONLY, own.start, x, ends)
+
+    return take
+
+
+def _observer(see: See, first: int) -> Callable[[str, Tensor, Tensor, Tensor], None]:
+    return lambda key, rows, ends, _: _each(see, key, first, rows, ends)
+
+
+def _each(see: See, key: str, first: int, x: Tensor, ends: Tensor) -> None:
+    start = 0
+    for number, stop in enumerate(ends.tolist()):
+        if stop > start:
+            see(key, first + number, x[start:stop].detach())
+        start = stop

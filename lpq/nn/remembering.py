@@ -1,0 +1,59 @@
+"""Modules whose quantizers remember something, in buffers that are saved, loaded and moved beside the weights."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from lpq.nn.quantizer_state import Memory
+from lpq.recipes.gemms import TENSORS
+
+
+class Remembering(nn.Module):
+    """A module with such buffers. They are fp32 whatever the weights are cast to."""
+
+    owners: ClassVar[tuple[str, ...]] = TENSORS
+    """With these begin the names of the buffers that recipes of any kind have here."""
+
+    def kept(self) -> tuple[Memory, ...]:
+        """The buffers of the recipe that it has."""
+        raise NotImplementedError(f"{type(self).__name__} does not list what it remembers")
+
+    def memories(self) -> dict[str, Tensor]:
+        """All that its quantizers remember across steps, by the names of the buffers."""
+        return {memory.name: getattr(self, memory.name) for memory in self.kept()}
+
+    def static_values(self) -> dict[str, Tensor]:
+        """Those of them that no step moves, which ``lpq.calibrate`` finds."""
+        return {memory.name: getattr(self, memory.name) for memory in self.kept() if not memory.moves}
+
+    def forget_calls(self) -> None:
+        """Check inputs and static values anew in the next pass."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, memory in self.memories().items():
+            if prefix + name in state_dict and state_dict[prefix + name].shape != memory.shape:
+                del state_dict[prefix + name]  # another recipe's, which remembers more steps or fewer
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing: list[str] = args[2]
+        unexpected: list[str] = args[3]
+        for name, memory in self.memories().items():
+            if prefix + name in missing:
+                missing.remove(prefix + name)
+                device = next(self.parameters()).device
+                fresh = memory.is_meta and device.type != "meta"
+                setattr(self, name, torch.zeros_like(memory, device=device) if fresh else memory.zero_())
+        self.forget_calls()
+        others = tuple(f"{prefix}{owner}_" for owner in self.owners)
+        unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        state = self.memories()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
+            device = getattr(self, name).device
+            fresh = before.is_meta and device.type != "meta"
+            setattr(self, name, torch.zeros_like(before, device=device) if fresh else before.to(device))
+        return self
