@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import spawn
+from test_tensor_parallel import held_groups
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -134,6 +135,7 @@ def _sent_encoded(rank: int, ranks: int, recipe: str, bias: bool, of_x: int, of_
         gone = len(own) - BEHIND
         expected = [8 * EXPERTS, size * gone, HIGH * came, back * gone, HIGH * came]
         assert [c.bytes for c in seen if c.kind == "all_to_all_single"] == expected
+        assert held_groups(model) == held_groups(y) == []
         assert own.grad is not None
         made.append([y, own.grad, *(local_part(p.grad) for p in model.parameters())])
         for parameter in model.parameters():

@@ -245,7 +245,7 @@ def _parts(holder: Any) -> Iterator[Any]:
         yield getattr(holder, "grad_fn", None) if isinstance(holder, Tensor) else None
 
 
-def _held_groups(root: object) -> list[str]:
+def held_groups(root: object) -> list[str]:
     """The classes of what holds a process group, among all that an object holds; torch's meshes find theirs."""
     seen, left, found = {}, [root], []
     while left:
@@ -270,14 +270,14 @@ def _holds_no_group(rank: int, folder: str) -> None:
     y.square().mean().backward()
     optimizer.step()
     for holder in (net, optimizer, y):
-        assert _held_groups(holder) == []
+        assert held_groups(holder) == []
     net.down.spare = partial(print, [mesh.get_group()])
-    assert _held_groups(net) == ["list"]
+    assert held_groups(net) == ["list"]
     del net.down.spare
     path = f"{folder}/{rank}.pt"
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, path)
     loaded = torch.load(path)
-    assert _held_groups(loaded) == []
+    assert held_groups(loaded) == []
     assert isinstance(loaded["model"]["down.weight"], DTensor)
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lpq
 from lpq.nn import GroupedLinear, Linear
 from lpq.nn.functional import grouped_linear
+from lpq.operations import groups
 
 RECIPES = [
     "bf16", "fp8-current", "fp8-row", "fp8-row-bf16-wgrad", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
@@ -214,6 +215,27 @@ def test_a_part_of_the_gradients() -> None:
         assert torch.equal(module(x, counts), full[0])
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["group by group", "at once"])
+@pytest.mark.parametrize(
+    "x", ["row=fp8(scaling=row), col=nvfp4(rht=true, stochastic=true)", "row=mxfp8, col=fp8", "row=mxfp8, col=identity"]
+)
+def test_rows_that_are_encoded_already(x: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself; the column operand of a group is made of the rows that are in it. A GPU does it at once."""
+    monkeypatch.setattr(groups, "at_once", lambda rows, offs: at_once)
+    counts, col = [0, 5, 40, 0, 17], x.partition("col=")[2]
+    recipe = f"x=hybrid({x}, col_source=row), w=mxfp8(), dy=hybrid(row=mxfp8, col={col})"
+    module, (rows, dy) = layer(recipe, len(counts), torch.bfloat16), data(counts, torch.bfloat16)
+    expected = run(module, module, rows, dy, ends(counts))
+    torch.manual_seed(5)
+    encoded = module.recipe.x.quantize(rows, col=False).requires_grad_()
+    module.zero_grad()
+    y = module(encoded, ends(counts))
+    y.backward(dy)
+    found = [y.detach(), encoded.grad, *(p.grad for p in module.parameters())]
+    assert type(encoded.grad) is Tensor
+    assert equal(found, expected)
+
+
 def test_the_function_is_the_module() -> None:
     counts, module = [9, 20], layer("mxfp8", 2)
     x, _ = data(counts)
@@ -285,3 +307,10 @@ def test_what_is_not_built_is_refused_in_words() -> None:
         layer("fp8-delayed", 2)
     with pytest.raises(ValueError, match=r"the input is \[2, 4, 48\]"):
         layer("mxfp8", 2)(torch.randn(2, 4, K), [4, 4])
+    encoded = lpq.quantizer("mxfp8").quantize(torch.randn(8, K))
+    with pytest.raises(
+        ValueError, match=r"GroupedLinear\(2, 48, 32\): its input is encoded already, .* made of its row"
+    ):
+        layer("mxfp8", 2)(encoded, [4, 4])
+    with pytest.raises(ValueError, match="the row operand of the input is encoded as mxfp8, and its recipe encodes"):
+        layer("x=hybrid(row=fp8(scaling=row), col=fp8, col_source=row), w=fp8(), dy=fp8()", 2)(encoded, [4, 4])

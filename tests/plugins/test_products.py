@@ -477,7 +477,7 @@ def test_elsewhere_too(hopper: None) -> None:
     quantizer = lpq.quantizer("nvfp4")
     found = served("gemm", (quantizer, quantizer), GPU)
     assert (found.impl, found.note) == ("lpq.emulation.bf16_gemm:gemm", "")
-    reasons = dict(found.why_not)
+    reasons = {rejected.impl: rejected.words for rejected in found.why_not}
     assert "needs compute capability 10.0" in reasons["torch lpq_nvfp4.gemm:native"]
     assert "never run on hardware" in reasons["torch lpq_nvfp4.gemm:native"]
 
