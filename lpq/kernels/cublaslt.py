@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from lpq.kernels import native
 from lpq.kernels.errors import KernelError
 from lpq.kernels.fresh import allocator, fresh
 from lpq.torch_private import cuda as torch_cuda
@@ -86,10 +87,12 @@ def bind(
         plan = usual if ends & -ends == ALIGNED else _plan(how._replace(aligned=ends & -ends))
         out = empty(*out_of)
         workspace = empty(*plan.workspace) if plan.workspace else None
-        plan.run(
-            first, second, scalars.data_ptr(), bias.data_ptr() if bias is not None else None, out.data_ptr(),
+        status = (plan.in_c or plan.run)(
+            first, second, scalars.data_ptr(), bias.data_ptr() if bias is not None else 0, out.data_ptr(),
             workspace.data_ptr() if workspace is not None else 0,
         )  # fmt: skip
+        if status:
+            raise _failed(status)
         return out
 
     return multiply
@@ -122,10 +125,12 @@ def bind_scaled(
         plan = usual if ends == ALIGNED else _plan(how._replace(aligned=ends))
         out = empty(*out_of)
         workspace = empty(*plan.workspace) if plan.workspace else None
-        plan.run_scaled(
+        status = (plan.in_c or plan.run_scaled)(
             first, second, of_left.data_ptr(), of_right.data_ptr(), out.data_ptr(),
             workspace.data_ptr() if workspace is not None else 0,
         )  # fmt: skip
+        if status:
+            raise _failed(status)
         return out
 
     return multiply
@@ -206,36 +211,43 @@ class _Plan:
         self.workspace = fresh((self._bytes,), torch.uint8) if self._bytes else None
         """The memory that it wants."""
         self._algorithm = ctypes.addressof(self._heuristic)
+        self.in_c = self._in_c(scaled is not None)
+        """``run`` or ``run_scaled`` from C, if that can be had."""
 
-    def run(self, left: int, right: int, alpha: int, bias: int | None, out: int, workspace: int) -> None:
-        """Multiply what lies at these addresses. ``alpha`` is that of the factor, after which a zero lies."""
-        first, second, result = self._layouts
-        stream = torch_cuda.current_stream(self._index)
+    def run(self, left: int, right: int, alpha: int, bias: int, out: int, workspace: int) -> int:
+        """Multiply what lies at these addresses, and return a status. ``alpha`` is that of the factor, after which a
+        zero lies; ``bias`` is 0 if there is none."""
         with self._lock:
-            if bias is not None:
+            if bias:
                 self._set("MatmulDesc", self._description, BIAS, c_void_p(bias))
-            status = self._matmul(
-                self._handle, self._description, alpha, right, first, left, second, alpha + 4, out, result, out,
-                result, self._algorithm, workspace, self._bytes, stream,
-            )  # fmt: skip
-        if status:
-            raise KernelError(f"cublasLtMatmul failed with status {status}")
+            return self._multiply(left, right, alpha, out, workspace)
 
-    def run_scaled(self, left: int, right: int, of_left: int, of_right: int, out: int, workspace: int) -> None:
-        """Multiply what lies at these addresses, with the scales of both."""
-        first, second, result = self._layouts
+    def run_scaled(self, left: int, right: int, of_left: int, of_right: int, out: int, workspace: int) -> int:
+        """The same with the scales of both."""
         of_first, of_second = self._scales
-        stream = torch_cuda.current_stream(self._index)
         with self._lock:
             of_first.value, of_second.value = of_right, of_left
             for tell in self._set_scales:
                 tell()
-            status = self._matmul(
-                self._handle, self._description, ONE, right, first, left, second, ONE + 4, out, result, out,
-                result, self._algorithm, workspace, self._bytes, stream,
-            )  # fmt: skip
-        if status:
-            raise KernelError(f"cublasLtMatmul failed with status {status}")
+            return self._multiply(left, right, ONE, out, workspace)
+
+    def _multiply(self, left: int, right: int, alpha: int, out: int, workspace: int) -> int:
+        first, second, result = self._layouts
+        return self._matmul(
+            self._handle, self._description, alpha, right, first, left, second, alpha + 4, out, result, out, result,
+            self._algorithm, workspace, self._bytes, torch_cuda.current_stream(self._index),
+        )  # fmt: skip
+
+    def _in_c(self, scaled: bool) -> Callable[[int, int, int, int, int, int], int] | None:
+        matmul, attribute = native.address_of(self._matmul), native.address_of(_attribute())
+        if matmul is None or attribute is None or (calls := native.calls()) is None:
+            return None
+        described = (part.value for part in (self._handle, self._description, *self._layouts))
+        made: Callable[[int, int, int, int, int, int], int] = calls.Product(
+            matmul, attribute, *described, self._algorithm, self._bytes, FIRST_SCALES if scaled else 0, SECOND_SCALES,
+            BIAS, self._index, torch_cuda.current_stream,
+        )  # fmt: skip
+        return made
 
     def _matrix(self, dtype: int, rows: int, cols: int) -> c_void_p:
         """A matrix whose columns lie one after the other."""
@@ -250,6 +262,10 @@ class _Plan:
     def _set(self, kind: str, of: c_void_p, attribute: int, value: Any) -> None:
         held = c_int(value) if isinstance(value, int) else value
         _call(f"{kind}SetAttribute", of, attribute, byref(held), c_size_t(ctypes.sizeof(held)))
+
+
+def _failed(status: int) -> KernelError:
+    return KernelError(f"cublasLtMatmul failed with status {status}")
 
 
 def _destroy(made: list[tuple[str, c_void_p]]) -> None:

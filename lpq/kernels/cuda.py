@@ -31,6 +31,7 @@ from typing import Any, cast
 import torch
 
 from lpq import registry
+from lpq.kernels import native
 from lpq.kernels.errors import KernelError
 from lpq.kernels.nvrtc_cache import compiler_version, csrc, cubin, knows
 from lpq.torch_private import cuda as torch_cuda
@@ -103,7 +104,7 @@ class CudaKernel:
         if blocks == 0:
             return lambda *arguments: None
         loaded = self._loaded.get((device, macros)) or self._load(device, macros)
-        return Launch(self, loaded, device, blocks)
+        return Launch(self, loaded, device, blocks).in_c()
 
     def ready(self, device: int, macros: tuple[str, ...] = ()) -> None:
         """Compile and load it now, for launches that a CUDA graph will record."""
@@ -155,6 +156,19 @@ class Launch:
         self._run = functools.partial(_driver_launch(), how.config.getPtr(), int(loaded.function))
         self._pointers = how.arguments.pointers
         self._turn = threading.Lock()
+        self._letters = "".join(a for a in kernel.letters if a not in "()")
+        self._first = bytes(place // 8 for place in kernel._places)
+
+    def in_c(self) -> Callable[..., None]:
+        """The same from C, if that can be had; it leaves to this what goes wrong."""
+        driver = native.address_of(_driver_launch())
+        if driver is None or (calls := native.calls()) is None:
+            return self
+        made: Callable[..., None] = calls.Launch(
+            driver, self._how.config.getPtr(), int(self._loaded.function), self._letters, self._first, self._device,
+            torch_cuda.current_device, torch_cuda.current_stream, self,
+        )  # fmt: skip
+        return made
 
     def __call__(self, *arguments: float) -> None:
         """Launch it on the current stream of its device. Pointers are integers."""
