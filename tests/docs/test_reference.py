@@ -7,12 +7,13 @@ import importlib
 import inspect
 import re
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import cli_page
 import pytest
+import reference_page
+from reference_page import DIRECTIVE, is_own, resolve
 from snippets import PAGES, ROOT
 
 from lpq import registry
@@ -25,7 +26,6 @@ PUBLIC = (
     "lpq", "lpq.checkpoint", "lpq.core", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.kernels",
     "lpq.optim", "lpq.recipes", "lpq.registry",
 )  # fmt: skip
-DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
 NOT_RENDERED = {"Include", "PolicyLike", "RecipeLike", "Steps", "Described", "hookimpl"}
 """Words for a function's arguments, which its own text explains; and a marker, of which the text speaks throughout."""
 
@@ -33,18 +33,6 @@ NOT_RENDERED = {"Include", "PolicyLike", "RecipeLike", "Steps", "Described", "ho
 def signature(hook: str) -> str:
     """A hook as a plugin writes it."""
     return f"{hook}({', '.join(inspect.signature(getattr(hookspecs, hook)).parameters)})"
-
-
-def resolve(path: str) -> Any:
-    """Return the object of a dotted path: the longest module, then attributes."""
-    parts = path.split(".")
-    for cut in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        return attrgetter(".".join(parts[cut:]))(found) if parts[cut:] else found
-    raise AssertionError(f"{path} is not there")
 
 
 @cache
@@ -63,11 +51,6 @@ def rendered() -> dict[str, Any]:
                 members = [name for name, value in vars(target).items() if is_own(name, value, path)]
             found |= {f"{path}.{member}": getattr(target, member) for member in members}
     return found
-
-
-def is_own(name: str, value: Any, module: str) -> bool:
-    """Whether a module defines this, and for everybody."""
-    return not name.startswith("_") and getattr(value, "__module__", None) == module
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -108,6 +91,15 @@ def test_what_is_documented_has_a_docstring() -> None:
     for path, value in rendered().items():
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), path
+
+
+@pytest.mark.parametrize("page", reference_page.PAGES, ids=lambda page: page.name)
+def test_who_reads_the_repository_has_each_name_with_its_signature(page: Path) -> None:
+    text = page.read_text()
+    assert text == reference_page.made(text), f"{page} is out of date: run python tests/docs/reference_page.py"
+    lists = "".join(reference_page.MADE.findall(text))
+    assert lists.count("\n- `") > 40
+    assert ") -> " in lists
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,127 @@
+"""The names of each section of the reference pages, with signatures and first sentences, made from the code.
+
+The site renders all docstrings; who reads the repository has these lists. Run this to bring the pages up to date.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "api.md", DOCS / "plugins" / "reference.md")
+DIRECTIVE = re.compile(r"^::: (\S+)\n((?:^ {4}.*\n)*)", re.MULTILINE)
+BEGIN, END = "<!-- made from the code -->", "<!-- end -->"
+MADE = re.compile(rf"{BEGIN}\n.*?{END}\n\n", re.DOTALL)
+
+
+def resolve(path: str) -> Any:
+    """Return the object of a dotted path: the longest module, then attributes."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        return attrgetter(".".join(parts[cut:]))(found) if parts[cut:] else found
+    raise AssertionError(f"{path} is not there")
+
+
+def is_own(name: str, value: Any, module: str) -> bool:
+    """Whether a module defines this, and for everybody."""
+    return not name.startswith("_") and getattr(value, "__module__", None) == module
+
+
+def made(page: str) -> str:
+    """Return the page with a list below each heading that has directives."""
+    first, *sections = re.split(r"^(?=## )", MADE.sub("", page), flags=re.MULTILINE)
+    found = [first]
+    for section in sections:
+        heading, _, rest = section.partition("\n\n")
+        lines = [line for match in DIRECTIVE.finditer(rest + "\n") for line in described(match[1], match[2])]
+        text = f"{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}\n\n" if lines else ""
+        found.append(f"{heading}\n\n{text}{rest}")
+    return "".join(found)
+
+
+def described(path: str, options: str) -> list[str]:
+    """Return the lines of one directive: the object, and under it the members that are rendered."""
+    target, members = resolve(path), re.findall(r"^ +- (\w+)$", options, re.MULTILINE)
+    if path == "lpq.registry.hookspecs":
+        return []  # the page has a table of the hooks
+    if inspect.ismodule(target):
+        found = {name: value for name, value in vars(target).items() if is_own(name, value, path)}
+        names = members or [name for name, value in found.items() if not isinstance(value, TypeVar)]
+        return [line for name in names for line in described(f"{path}.{name}", "")]
+    lines = [f"- {signed(target, path.rpartition('.')[2])}{first_sentence(target)}"]
+    if inspect.isclass(target) and not is_error(target):
+        own = members or [name for name, value in vars(target).items() if is_method(name, value)]
+        for name in own:
+            value = inspect.getattr_static(target, name, None)
+            if name.startswith("_") or value is None:
+                continue
+            inner = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+            inner = inner.fget if isinstance(inner, property) else inner
+            if not inner.__doc__:
+                continue
+            shown = signed(inner, name) if not isinstance(value, property) else f"`{name}`"
+            lines.append(f"    - {shown}{first_sentence(inner)}")
+    return lines
+
+
+def is_error(target: Any) -> bool:
+    return inspect.isclass(target) and issubclass(target, BaseException)
+
+
+def is_method(name: str, value: Any) -> bool:
+    """Whether a class defines this method, or property, for everybody."""
+    if name.startswith("_"):
+        return False
+    return inspect.isfunction(value) or isinstance(value, classmethod | staticmethod | property)
+
+
+def signed(target: Any, name: str) -> str:
+    """Return the name with its parameters and their types, as code."""
+    if not (inspect.isfunction(target) or inspect.isclass(target)) or is_error(target):
+        return f"`{name}`"
+    signature = inspect.signature(target)
+    kept = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    text = str(signature.replace(parameters=kept, return_annotation=signature.return_annotation))
+    if inspect.isclass(target):
+        text = text.removesuffix(" -> None").removesuffix(" -> 'None'")
+    text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", text)  # annotations of a NamedTuple
+    text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)
+    text = re.sub(r"<function [\w.<>]+ at 0x\w+>", "…", text)
+    plain = re.sub(r"'([^']*)'", _unquoted, text)
+    return f"`{name}{plain}`"
+
+
+def _unquoted(match: re.Match[str]) -> str:
+    """An annotation is a string where its module says so; a default that is one stays as it is."""
+    before = match.string[: match.start()]
+    return match[1] if before.endswith((": ", "-> ")) else match[0]
+
+
+def first_sentence(target: Any) -> str:
+    """Return ``: `` and the first sentence of what its docstring has, in one line."""
+    if isinstance(target, int | str | tuple):
+        return f" = `{target!r}`"
+    if not callable(target):
+        return ""
+    text = " ".join(inspect.cleandoc(target.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
+    sentence = re.split(r"(?<=[^.…][.!?]) (?=[A-Z`])", text)[0].rstrip(".")
+    return f": {sentence}." if sentence else ""
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(page)
+
+
+if __name__ == "__main__":
+    main()
