@@ -6,6 +6,7 @@ into another process see what is there, and must say what they look for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -49,6 +50,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     patch = pytest.MonkeyPatch()
     costly.guard(patch)
     session.config.add_cleanup(patch.undo)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if workers > 1:
+        items[:] = costly.shared_out(items, workers)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,4 +1,5 @@
 """Which tests start a process or a compiler: they carry the marker ``starts``, and ``make test-fast`` leaves them out.
+Where several processes run the tests, such ones come first.
 
 Nobody has to think of it. A test whose code, or the code of its fixtures and helpers, names what starts one is marked
 when it is collected; one that starts one without being marked (by a method, or deep in a library) fails, and the words
@@ -90,6 +91,31 @@ def _meant(value: Any) -> Iterator[FunctionType | None]:
     for function in [value] if isinstance(value, FunctionType) else vars(value).values():
         if isinstance(function, FunctionType) and function.__code__.co_filename.startswith(OURS):
             yield function
+
+
+def shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Return the tests in an order in which none that takes long is left for the end, when the workers share the rest.
+
+    Each worker begins with as long a stretch of them: first the files with costly tests, dealt to the workers in turn,
+    whole, as the tests of a file share what they set up; then the others, of which workers that are through take some.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    costly_ones = [path for path, tests in files.items() if any(is_costly(test) for test in tests)]
+    first = [[test for path in costly_ones[i::workers] for test in files[path]] for i in range(workers)]
+    rest = [test for path, tests in files.items() if path not in {*costly_ones} for test in tests]
+    found: list[pytest.Item] = []
+    for i, own in enumerate(first):
+        end = len(items) * (i + 1) // workers
+        room = max(0, end - len(found) - len(own))
+        found += own + rest[:room]
+        del rest[:room]
+    return found + rest
+
+
+def is_costly(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in ("starts", "slow"))
 
 
 def guard(patch: pytest.MonkeyPatch) -> None:

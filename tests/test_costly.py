@@ -98,3 +98,24 @@ def test_one_that_is_not_marked_cannot_start_any(what: str) -> None:
     start = {"process": getattr(subprocess, "check" + "_call"), "compiler": getattr(THERE, "compile")}[what]  # noqa: B009
     with pytest.raises(pytest.fail.Exception, match=rf"this test starts a {what}: mark it with @pytest\.mark\.starts"):
         start(["true"] if what == "process" else torch.nn.Linear(2, 2))
+
+
+class Item:
+    """A test, as far as its order goes."""
+
+    def __init__(self, file: str, marker: str | None = None) -> None:
+        self.path, self.marker = file, marker
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name == self.marker else None
+
+
+def test_costly_files_come_first_for_each_worker_and_stay_whole() -> None:
+    light = [Item(file) for file in "aabbbcccccc"]
+    long = [Item("d"), Item("d", "slow"), Item("e", "starts"), Item("f", "gpu"), Item("g", "starts")]
+    given: list[Any] = [*light, *long]
+    for workers in (2, 3, 20):
+        found = costly.shared_out(given, workers)
+        assert sorted(map(id, found)) == sorted(map(id, given))
+        text = "".join(str(item.path) for item in found)
+        assert text == {2: "ddgaabbbeccccccf", 3: "ddaabebbccgccccf", 20: "ddegaabbbccccccf"}[workers]
