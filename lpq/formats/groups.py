@@ -76,6 +76,9 @@ def why_not_row_by_row(quantizer: Quantizer) -> str | None:
             return f"{covering.name} of {side} is of {covering.block[0]} rows together"
     if side.why_no_parts(0) is not None:
         return side.why_no_parts(0)
+    for each in (side, quantizer.side("col")):
+        if each.state:
+            return f"{each} is scaled by what is known of the experts of each rank"
     if quantizer.col_source != "row":
         return (
             f"the column operand of {quantizer}, of which the gradient of the weight is made, is not made of its row "

@@ -312,5 +312,11 @@ def test_what_is_not_built_is_refused_in_words() -> None:
         ValueError, match=r"GroupedLinear\(2, 48, 32\): its input is encoded already, .* made of its row"
     ):
         layer("mxfp8", 2)(encoded, [4, 4])
+    static = "x=hybrid(row=mxfp8, col=fp8(static=true), col_source=row), w=mxfp8(), dy=mxfp8()"
+    calibrated = layer(static, 2)
+    for value in calibrated.static_values().values():
+        value.fill_(3.0)
+    with pytest.raises(ValueError, match=r"fp8\(static=true\) is scaled by what is known of the experts of each rank"):
+        calibrated(encoded, [4, 4])
     with pytest.raises(ValueError, match="the row operand of the input is encoded as mxfp8, and its recipe encodes"):
         layer("x=hybrid(row=fp8(scaling=row), col=fp8, col_source=row), w=fp8(), dy=fp8()", 2)(encoded, [4, 4])
