@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import spawn
-from test_expert_parallel import as_one
+from test_expert_parallel import MX, ROWS, as_one
 from test_parallel_combined import with_fsdp
 from test_parallel_operands import MODES, same_operands
 
@@ -30,3 +30,8 @@ def test_training_with_fsdp2(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", None])
 def test_experts(recipe: str | None) -> None:
     spawn(as_one, 2, 2, recipe, "cuda", backend=BACKEND)
+
+
+@pytest.mark.parametrize("recipe", [MX, ROWS])
+def test_experts_whose_rows_travel_encoded(recipe: str) -> None:
+    spawn(as_one, 2, 2, recipe, "cuda", False, "encoded", backend=BACKEND)
