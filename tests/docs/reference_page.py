@@ -59,7 +59,7 @@ def described(path: str, options: str) -> list[str]:
         return [line for name in names for line in described(f"{path}.{name}", "")]
     lines = [f"- {signed(target, path.rpartition('.')[2])}{first_sentence(target)}"]
     if inspect.isclass(target) and not is_error(target):
-        own = members or [name for name, value in vars(target).items() if is_method(name, value)]
+        own = members or [name for name, value in vars(target).items() if is_method(name, value, target.__module__)]
         for name in own:
             value = inspect.getattr_static(target, name, None)
             if name.startswith("_") or value is None:
@@ -77,11 +77,12 @@ def is_error(target: Any) -> bool:
     return inspect.isclass(target) and issubclass(target, BaseException)
 
 
-def is_method(name: str, value: Any) -> bool:
-    """Whether a class defines this method, or property, for everybody."""
-    if name.startswith("_"):
-        return False
-    return inspect.isfunction(value) or isinstance(value, classmethod | staticmethod | property)
+def is_method(name: str, value: Any, module: str) -> bool:
+    """Whether a class defines this method, or property, for everybody; others may be given to it at run time."""
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "__func__", value)
+    return not name.startswith("_") and inspect.isfunction(value) and value.__module__ == module
 
 
 def signed(target: Any, name: str) -> str:
@@ -97,7 +98,7 @@ def signed(target: Any, name: str) -> str:
     text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)
     text = re.sub(r"<function [\w.<>]+ at 0x\w+>", "…", text)
     plain = re.sub(r"'([^']*)'", _unquoted, text)
-    return f"`{name}{plain}`"
+    return f"`{name}{plain.replace(' -> ', ' → ')}`"  # which no line ends within
 
 
 def _unquoted(match: re.Match[str]) -> str:

@@ -99,7 +99,7 @@ def test_who_reads_the_repository_has_each_name_with_its_signature(page: Path) -
     assert text == reference_page.made(text), f"{page} is out of date: run python tests/docs/reference_page.py"
     lists = "".join(reference_page.MADE.findall(text))
     assert lists.count("\n- `") > 40
-    assert ") -> " in lists
+    assert ") → " in lists
 
 
 @pytest.mark.parametrize("command", COMMANDS)
