@@ -267,23 +267,32 @@ def whole_statics(net: Any) -> dict[str, Tensor]:
     return {name: local_part(value) for name, value in statics(net).items()}
 
 
+def _experts_alone(recipe: str, batches: list[Tensor], method: Any, samples: int) -> tuple[Any, Any]:
+    """The same in one process, and the record of its calibration."""
+    net = lpq.convert(Routed(), recipe)
+    return net, lpq.calibrate(net, batches, method=method, samples=samples, process_group=_of_one())
+
+
 def _with_experts(rank: int, recipe: str, method: Any) -> None:
     """Experts over 1, 2 and 4 ranks, beside tensor parallelism and FSDP2; 7 batches, so that some ranks have fewer."""
-    expected: Any = lpq.convert(Routed(), recipe)
-    made = lpq.calibrate(expected, data(7, tokens=4), method=method, samples=26, process_group=_of_one())
-    assert {"first", "experts", "last"} == {name.partition(".")[0] for name in statics(expected)}
+    _of_one()
+    expected, made = on_one(_experts_alone, recipe, data(7, tokens=4), method, 26)
+    static, codes = statics(expected), exported(expected)
+    assert {"first", "experts", "last"} == {name.partition(".")[0] for name in static}
     x = data(1, tokens=4)[0]
+    y = expected(x)
     for ep, tp, fsdp in EXPERTS:
         net = routed(recipe, ep, tp, fsdp)
         again = lpq.calibrate(net, data(7, tokens=4)[rank // tp :: 4 // tp], method=method, samples=26)
         assert (again.samples, again.batches, again.layers) == (made.samples, made.batches, made.layers)
         assert same(dict(again.values), dict(made.values)), (ep, tp, fsdp)
-        assert same(whole_statics(net), statics(expected)), (ep, tp, fsdp)
+        assert same(whole_statics(net), static), (ep, tp, fsdp)
         if not (fsdp and ep > 1):  # whose tensors lie over other ranks than the rest
-            assert same(exported(net), exported(expected)), (ep, tp, fsdp)
+            assert same(exported(net), codes), (ep, tp, fsdp)
+        computed = net(x)
         if tp == 1:  # else sums have another order
-            assert torch.equal(net(x), expected(x)), (ep, tp, fsdp)
-        net(x).square().sum().backward()
+            assert torch.equal(computed, y), (ep, tp, fsdp)
+        computed.square().sum().backward()
 
 
 def _fused_experts(rank: int) -> None:
@@ -316,8 +325,9 @@ def _controls_of_experts(rank: int) -> None:
     batches = data(8, tokens=4)
     for batch in batches[5:]:
         batch *= 16
-    expected: Any = lpq.convert(Routed(), "fp8-current")
-    lpq.calibrate(expected, batches, samples=20, process_group=_of_one())
+    _of_one()
+    expected, _ = on_one(_experts_alone, "fp8-current", batches, "max", 20)
+    static = statics(expected)
     mixed_up = (GroupedLinear, "own_groups", lambda layer: slice(0, len(local_part(layer.weight))))
     at_once = (collecting, "_turns", lambda told, team: (0, 1))
     all_rows = (collecting, "sending_nothing", lambda model: nullcontext())
@@ -328,7 +338,7 @@ def _controls_of_experts(rank: int) -> None:
             if wrong is not None:
                 patch.setattr(*wrong)
             lpq.calibrate(net, batches[rank::4], samples=20)
-        dist.all_gather_object(everywhere, same(whole_statics(net), statics(expected)))
+        dist.all_gather_object(everywhere, same(whole_statics(net), static))
         assert everywhere == [wrong is None] * 4, wrong
 
 

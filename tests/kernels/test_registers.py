@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import imitated
+import merged
 import pytest
 import torch
 from test_csrc_compiles import run_nvcc
@@ -30,14 +31,14 @@ QUANTIZERS = [
 ]
 
 
-def spilled(source: Path, macros: tuple[str, ...], folder: Path) -> dict[str, int]:
+def spilled(source: Path, macros: tuple[str, ...], folder: Path, *options: str) -> dict[str, int]:
     """The bytes that each kernel of a source spills to memory, on Hopper."""
-    done = run_nvcc(source, macros, "sm_90a", folder / "out.cubin", "-Xptxas=-v")
+    done = run_nvcc(source, macros, "sm_90a", folder / "out.cubin", "-Xptxas=-v", places=options)
     assert done.returncode == 0, done.stderr
     return {name: int(stored) for name, stored in SPILLS.findall(done.stderr)}
 
 
-def launched(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, tuple[str, ...]]:
+def launched(text: str, patch: pytest.MonkeyPatch) -> tuple[Path, tuple[str, ...]]:
     """The source and the macros of the kernel that encodes both operands of a large matrix."""
     found: list[tuple[Path, tuple[str, ...]]] = []
 
@@ -45,8 +46,8 @@ def launched(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, tuple[st
         if self.name == "quantize":
             found.append((self.source.resolve(), macros))
 
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(tiles, "MANY_TILES", 1)
+    patch.setattr(tiles, "multiprocessors", lambda device: 132)
+    patch.setattr(tiles, "MANY_TILES", 1)
     quantizer = lpq.quantizer(text)
     (kernel,) = (k for k in registry.kernels("quantize", (text.partition("(")[0],)) if k.backend == "cuda")
     x = torch.zeros(512, 512, dtype=torch.bfloat16)
@@ -57,14 +58,27 @@ def launched(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, tuple[st
     return one
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", QUANTIZERS)
-def test_large_matrices_are_cast_in_registers(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def spills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """The bytes that the kernel of each quantizer spills: all are compiled at once."""
     if not shutil.which("nvcc"):
         pytest.skip("needs nvcc on the PATH, which says what a kernel spills")
-    source, macros = launched(text, monkeypatch)
-    found = spilled(source, macros, tmp_path)
-    assert found["quantize"] == 0, f"{source.name} {macros}: {found['quantize']} bytes"
+    folder = tmp_path_factory.mktemp("registers")
+    copies = merged.headers(folder / "csrc")
+    with pytest.MonkeyPatch.context() as patch:
+        sets = [launched(text, patch) for text in QUANTIZERS]
+    source = folder / "all.cu"
+    source.write_text(merged.merged(sets, copies))
+    found = spilled(source, (), folder, f"-I{copies / 'common'}")
+    of_sets = [[count for name, count in found.items() if f"set{i}8quantize" in name] for i in range(len(sets))]
+    assert [len(counts) for counts in of_sets] == [1] * len(QUANTIZERS)
+    return {text: count for text, (count,) in zip(QUANTIZERS, of_sets, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_large_matrices_are_cast_in_registers(text: str, spills: dict[str, int]) -> None:
+    assert spills[text] == 0, f"{text}: {spills[text]} bytes"
 
 
 def test_spills_are_noticed(tmp_path: Path) -> None:
