@@ -219,14 +219,14 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.last, self.router = Attention(64), Attention(64), nn.Linear(64, 8, bias=False)
+        self.first, self.last, self.router = Attention(64), Attention(64), nn.Linear(64, 4, bias=False)
         self.experts = Stacked()
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.first(x).flatten(0, 1)
         chosen = self.router(rows).argmax(-1)
         order = chosen.argsort(stable=True)
-        ends = torch.bincount(chosen, minlength=8).cumsum(0, dtype=torch.int32)
+        ends = torch.bincount(chosen, minlength=4).cumsum(0, dtype=torch.int32)
         y = torch.zeros_like(rows).index_copy(0, order, self.experts(rows[order], ends))
         return self.last((rows + y).view(x.shape))
 
@@ -234,7 +234,7 @@ class Routed(nn.Module):
 class Stacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.w1, self.w3, self.w2 = (lpq.nn.GroupedLinear(8, 64, 64, bias=False, recipe=None) for _ in range(3))
+        self.w1, self.w3, self.w2 = (lpq.nn.GroupedLinear(4, 64, 64, bias=False, recipe=None) for _ in range(3))
         with torch.no_grad():
             self.w3.weight[2, 5, 7] = 0.75
 
@@ -274,16 +274,16 @@ def _experts_alone(recipe: str, batches: list[Tensor], method: Any, samples: int
 
 
 def _with_experts(rank: int, recipe: str, method: Any) -> None:
-    """Experts over 1, 2 and 4 ranks, beside tensor parallelism and FSDP2; 7 batches, so that some ranks have fewer."""
+    """Experts over 1, 2 and 4 ranks, beside tensor parallelism and FSDP2; 5 batches, so that some ranks have fewer."""
     _of_one()
-    expected, made = on_one(_experts_alone, recipe, data(7, tokens=4), method, 26)
+    expected, made = on_one(_experts_alone, recipe, data(5, tokens=4), method, 18)
     static, codes = statics(expected), exported(expected)
     assert {"first", "experts", "last"} == {name.partition(".")[0] for name in static}
     x = data(1, tokens=4)[0]
     y = expected(x)
     for ep, tp, fsdp in EXPERTS:
         net = routed(recipe, ep, tp, fsdp)
-        again = lpq.calibrate(net, data(7, tokens=4)[rank // tp :: 4 // tp], method=method, samples=26)
+        again = lpq.calibrate(net, data(5, tokens=4)[rank // tp :: 4 // tp], method=method, samples=18)
         assert (again.samples, again.batches, again.layers) == (made.samples, made.batches, made.layers)
         assert same(dict(again.values), dict(made.values)), (ep, tp, fsdp)
         assert same(whole_statics(net), static), (ep, tp, fsdp)
