@@ -43,18 +43,28 @@ def counted(name: str, count: int) -> list[tuple[str, ...]]:
 def stacks(model: nn.Module) -> dict[str, Stack]:
     """The stacks of a model that engines have as layers, by the names of their parameters."""
     found = {}
-    for own, module in model.named_modules():
-        name = plain_name(own)
+    for weight, (module, _, key, names) in every_stack(model).items():
         recipe: Any = getattr(module, "recipe", None)
         if recipe is None or recipe.w.side("row").plain:
             continue
+        own = module.states(key.rstrip("_")) if isinstance(module, Experts) else by_tensor(module.memories())
+        found[weight] = Stack(names, recipe, own)
+    return found
+
+
+def every_stack(model: nn.Module) -> dict[str, tuple[Any, str, str, Names]]:
+    """The stacks of a model, converted or not, that engines have as layers, by the names of their parameters: the
+    module that holds it, the name of that, what names of its statistics begin with there, and the layers."""
+    found: dict[str, tuple[Any, str, str, Names]] = {}
+    for own, module in model.named_modules():
+        name = plain_name(own)
         if isinstance(module, GroupedLinear):
-            own = by_tensor(module.memories())
-            found[f"{name}.weight".lstrip(".")] = Stack(counted(name, module.num_groups), recipe, own)
-        elif isinstance(module, Experts) and not _is_unlike(module):
+            found[f"{name}.weight".lstrip(".")] = module, name, "", counted(name, module.num_groups)
+        elif holds_experts(module) and not _is_unlike(module):
             for key, leaves in _halves(module).items():
-                if (names := _stored_names(model, f"{name}.{key}".lstrip("."), _count(module), leaves)) is not None:
-                    found[f"{name}.{key}".lstrip(".")] = Stack(names, recipe, module.states(key))
+                path = f"{name}.{key}".lstrip(".")
+                if (names := _stored_names(model, path, _count(module), leaves)) is not None:
+                    found[path] = module, name, f"{key}_", names
     return found
 
 

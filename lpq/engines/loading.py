@@ -19,9 +19,11 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, touched
 from lpq.engines.inputs import RECORD
+from lpq.engines.loading_experts import Held, held_stacks, make_static, operand_of, renamed, store_quantized
 from lpq.engines.reading import Files, Quantized
 from lpq.formats import Quantizer, Storage
 from lpq.nn import Layer, convert
+from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
 from lpq.operations import decode, remember
 from lpq.operations.operands import DTYPES
@@ -58,12 +60,14 @@ def load_quantized(
         files = Files(Path(path))
         found = files.quantized()
         given = Model(model)
-        _check_model(given, found)
-        if not any(isinstance(module, Layer) for module in model.modules()):
-            convert(model, policy if policy is not None else _rules(found), weights=weights)
-        elif policy is not None:
-            convert(model, policy, weights=weights)
-        job = _Job(files, given, found)
+        stacks = held_stacks(given.module, found)
+        _check_model(given, found, stacks)
+        fresh = not any(isinstance(m, Layer | Experts) and m.recipe is not None for m in model.modules())
+        if fresh or policy is not None:
+            convert(model, policy if policy is not None else _rules(renamed(found, stacks)), weights=weights)
+            if weights == "quantized":
+                store_quantized(stacks)
+        job = _Job(files, given, found, stacks)
         job.judge()
         job.fill()
     return model
@@ -80,13 +84,13 @@ def recipe_of(layer: Quantized) -> Recipe:
 
 def _rules(found: Mapping[str, Quantized]) -> dict[str, Any]:
     """A policy with a rule for all layers that lie alike."""
-    alike: dict[tuple[int, int], list[Quantized]] = {}
-    for layer in found.values():
-        alike.setdefault((id(layer.scheme), id(layer.inputs)), []).append(layer)
-    return {"rules": [{"match": [one.name for one in some], "recipe": recipe_of(some[0])} for some in alike.values()]}
+    alike: dict[tuple[int, int], list[str]] = {}
+    for name, layer in found.items():
+        alike.setdefault((id(layer.scheme), id(layer.inputs)), []).append(name)
+    return {"rules": [{"match": names, "recipe": recipe_of(found[names[0]])} for names in alike.values()]}
 
 
-def _check_model(model: Model, found: Mapping[str, Quantized]) -> None:
+def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[str, Held]) -> None:
     tensors, _ = model.state()
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -94,6 +98,7 @@ def _check_model(model: Model, found: Mapping[str, Quantized]) -> None:
         if tensor.is_meta:
             raise CheckpointError(f"{name.removeprefix(PREFIX)} is on the meta device: call model.to_empty(…) first")
     linear = {plain_name(n) for n, m in model.module.named_modules() if isinstance(m, nn.Linear | Layer)}
+    linear |= {layer for one in stacks.values() for layer in one.layers}
     if strange := [name for name in found if name not in linear]:
         raise CheckpointError(
             f"the files have quantized weights of {listed(strange)}, and the model no such linear layers"
@@ -107,6 +112,8 @@ class _Job:
     files: Files
     model: Model
     found: Mapping[str, Quantized]
+    stacks: Mapping[str, Held]
+    """Those of the model's experts, by the names of their parameters."""
     operands: list[tuple[Tensor, Storage]] = field(default_factory=list)
     """Weights, each with the row operand that it gets or the value of."""
     plain: list[tuple[Tensor, str]] = field(default_factory=list)
@@ -125,7 +132,10 @@ class _Job:
             layer = name.removesuffix(".weight")
             if key in memories:
                 continue
-            if name.endswith(".weight") and layer in self.found:
+            if (own := self._judge_experts(name, tensor)) is not None:
+                used |= own
+                filled.add(id(tensor))
+            elif name.endswith(".weight") and layer in self.found:
                 self._judge_layer(self.found[layer], tensor, layers.get(layer))
                 used |= {f"{layer}.{part.name}" for part in self.found[layer].parts}
                 filled.add(id(tensor))
@@ -149,8 +159,31 @@ class _Job:
                 stacklevel=4,
             )
 
+    def _judge_experts(self, name: str, tensor: Tensor) -> set[str] | None:
+        """The tensors that a stack of experts, or their biases, gets; None if it is neither."""
+        if (one := self.stacks.get(name)) is not None:
+            _, rows, cols = tensor.shape
+            each = rows // len(one.names[0])
+            self.operands.append(
+                (tensor, operand_of(one.names, lambda layer: self._operand(self.found[layer], tensor, each, cols)))
+            )
+            return {f"{layer}.{part.name}" for layer in one.layers for part in self.found[layer].parts}
+        one = self.stacks.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
+        if one is None:
+            return None
+        biases = [f"{layer}.bias" for layer in one.layers]
+        if lacking := [bias for bias in biases if bias not in self.files.tensors]:
+            raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(lacking)}")
+        for bias, row in zip(biases, held(tensor), strict=True):
+            self._judge_plain(bias, row)
+        return {*biases}
+
     def _judge_layer(self, said: Quantized, weight: Tensor, layer: Layer | None) -> None:
         rows, cols = weight.shape
+        self.operands.append((weight, self._operand(said, weight, rows, cols)))
+
+    def _operand(self, said: Quantized, weight: Tensor, rows: int, cols: int) -> Storage:
+        """The row operand of a layer, of this many rows of a weight."""
         if (reason := said.scheme.why_not(rows, cols)) is not None:
             raise CheckpointError(f"{said.name}.weight is {rows}x{cols} in the model, and {reason}")
         parts = self.files.parts(said, rows, cols)
@@ -162,9 +195,10 @@ class _Job:
             buffers = said.scheme.read(side, parts[: len(said.scheme.parts)])
         except ValueError as error:
             raise CheckpointError(f"{said.name}: {error}") from error
-        self.operands.append((weight, side.storage.wrap([*buffers], side, (rows, cols), weight.dtype)))
         if said.inputs is not None and said.inputs.read is not None:
             self.amaxes[said.name] = said.inputs.read(parts[-1])
+        operand: Storage = side.storage.wrap([*buffers], side, (rows, cols), weight.dtype)
+        return operand
 
     def _judge_plain(self, name: str, tensor: Tensor) -> None:
         shown, local = self.files.tensors[name], held(tensor)
@@ -190,6 +224,8 @@ class _Job:
                 local.copy_(decode(operand, weight.dtype))
             touched(weight)
         kept = dict(self.amaxes)
+        for one in self.stacks.values():
+            make_static(one, kept)
         for name, layer in self.model.layers():
             if name in kept and _remembers(layer, kept[name]):
                 del kept[name]

@@ -77,8 +77,41 @@ def test_each_expert_has_the_bytes_of_a_layer(recipe: str, tmp_path: Path) -> No
             read.experts[1].down_proj.weight.row.decode(), tiny.operand(apart.experts[1].down_proj).decode()
         )
         assert read.experts[1].up_proj(x).isfinite().all()
-    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj.*no such linear layers"):
-        lpq.load_quantized(tmp_path / "None", Model())
+    for weights in (None, "quantized"):
+        stacks: Any = lpq.load_quantized(tmp_path / "None", Model(), weights=weights)
+        with torch.no_grad():
+            y = stacks.experts.up_proj(x, [2, 0, 5, 1])
+            for i, rows in ((0, slice(0, 2)), (2, slice(2, 7)), (3, slice(7, 8))):
+                assert torch.equal(y[rows], read.experts[i].up_proj(x[rows])) or weights is None
+        if weights is not None:
+            lpq.export(stacks, tmp_path / "again", layout=LAYOUT)
+            assert same(tensors(tmp_path / "again"), expected)
+
+
+def test_calibrated_experts_are_imported_with_their_scales(tmp_path: Path) -> None:
+    """Static as they were, or as recipes of the user's want them; and written again with the same bytes."""
+    model: Any = lpq.convert(Model(), "nvfp4")
+    rows = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 17)[:, None]
+    for batch in (rows, rows.flip(0)):
+        lpq.calibrate(model, [batch], forward=lambda net, x: (net.router(x), net.experts(x, [4, 4, 4, 4])))
+    lpq.export(model, tmp_path / "x", layout="modelopt")
+    expected = tensors(tmp_path / "x")
+    assert len({expected[f"experts.{i}.up_proj.input_scale"].item() for i in range(COUNT)}) == COUNT
+    read: Any = lpq.load_quantized(tmp_path / "x", Model())
+    side = model.experts.up_proj.recipe.x.side("row")
+    assert read.experts.up_proj.recipe.x.side("row") == side
+    assert torch.allclose(read.experts.up_proj.static_values()["x_row_amax"], model.experts.up_proj.x_row_amax)
+    for policy in (None, "nvfp4"):
+        again = lpq.load_quantized(tmp_path / "x", Model(), policy=policy)
+        lpq.export(again, tmp_path / f"{policy}", layout="modelopt")
+        assert same(tensors(tmp_path / f"{policy}"), expected)
+    again.train()
+    again.experts(rows, [4, 4, 4, 4]).sum().backward()
+    lacking = {name: value for name, value in expected.items() if not name.startswith("experts.1.up_proj.")}
+    safetensors: Any = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(lacking, tmp_path / "x" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"experts\.0\.up_proj.*quantized and not experts\.1\.up_proj"):
+        lpq.load_quantized(tmp_path / "x", Model())
 
 
 def test_experts_that_are_left_are_ignored_by_name(tmp_path: Path) -> None:
@@ -150,6 +183,35 @@ def test_transformers_reads_the_experts_that_lpq_decodes(name: str, recipe: str,
         expected = experts.recipe.w.quantize(weight, col=False, stack=True).dequantize()
         assert torch.equal(read[f"model.layers.0.mlp.experts.{key}"], expected)
         assert not torch.equal(expected, weight)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("name", "recipe"), [("Qwen3Moe", "fp8-block"), ("Mixtral", "nvfp4"), ("Mixtral", "mxfp8")])
+def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path: Path) -> None:
+    """Calibrated or not, and written again with the same bytes; in evaluation the imported model computes the same."""
+    sizes = {"moe_intermediate_size": 128} if name == "Qwen3Moe" else {}
+    model = lpq.convert(fused(name, **sizes), policy(recipe)).eval()
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    if recipe == "nvfp4":
+        lpq.calibrate(model, [tokens])
+    lpq.export(model, tmp_path / "x", layout=LAYOUT)
+    expected = tensors(tmp_path / "x")
+    assert any(".gate_proj." in key or ".w1." in key for key in expected)
+    read = lpq.load_quantized(tmp_path / "x", fused(name, **sizes)).eval()
+    lpq.export(read, tmp_path / "y", layout=LAYOUT)
+    assert same(tensors(tmp_path / "y"), expected)
+    with torch.no_grad():
+        assert torch.equal(read(tokens).logits, model(tokens).logits)
+    decoded = lpq.load_quantized(tmp_path / "x", fused(name, **sizes), weights=None)
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(decoded.get_parameter(key), read.get_parameter(key).dequantize())
+    changed = {**expected}
+    scale = next(k for k in changed if "experts" in k and (".gate_proj." in k or ".w1." in k) and k.endswith("scale"))
+    del changed[scale]
+    safetensors: Any = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(changed, tmp_path / "x" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks .*scale"):
+        lpq.load_quantized(tmp_path / "x", fused(name, **sizes))
 
 
 def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Importing experts: what files have as a layer for each expert becomes the stacks in which a model holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.engines.experts import Names, every_stack
+from lpq.engines.reading import Quantized
+from lpq.formats import Quantizer, Storage
+from lpq.formats.joined import cat
+from lpq.formats.stacks import stacked
+from lpq.nn.experts import Experts
+from lpq.nn.grouped_linear import GroupedLinear
+from lpq.operations.derived_operands import derives_col
+
+
+class Held(NamedTuple):
+    """A stack of a model, and the layers that files have for it."""
+
+    holder: nn.Module
+    holder_name: str
+    key: str
+    """What the names of its static statistics begin with."""
+    names: Names
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers."""
+        return [layer for layers in self.names for layer in layers]
+
+
+def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, Held]:
+    """The stacks for whose experts the files have quantized layers, by the names of their parameters."""
+    held = {}
+    for weight, (holder, name, key, names) in every_stack(model).items():
+        one = Held(holder, name, key, names)
+        there = [layer for layer in one.layers if layer in found]
+        if not there:
+            continue
+        if lacking := [layer for layer in one.layers if layer not in found]:
+            raise CheckpointError(
+                f"the files have {listed(there)} quantized and not {listed(lacking)}, and {weight} of the model holds "
+                "all of them in one tensor"
+            )
+        kinds = {(id(found[layer].scheme), id(found[layer].inputs)): layer for layer in there}
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"the files have {listed([*kinds.values()])} in several formats, and {weight} of the model holds them "
+                "in one tensor"
+            )
+        held[weight] = one
+    return held
+
+
+def renamed(found: Mapping[str, Quantized], held: Mapping[str, Held]) -> dict[str, Quantized]:
+    """The quantized layers by the names that modules of the model have: those of experts are one."""
+    holder_of = {layer: one.holder_name for one in held.values() for layer in one.layers}
+    made: dict[str, Quantized] = {}
+    for layer, said in found.items():
+        name = holder_of.get(layer, layer)
+        before = made.setdefault(name, said)
+        if (before.scheme, before.inputs) != (said.scheme, said.inputs):
+            raise CheckpointError(
+                f"the files have {before.name} and {layer} in several formats, and {name} of the model has one recipe"
+            )
+    return made
+
+
+def store_quantized(held: Mapping[str, Held]) -> None:
+    """Have converted experts of Hugging Face's models store their stacks quantized, which lpq.convert leaves as they
+    are: files have codes for them."""
+    for one in held.values():
+        experts = one.holder
+        if not isinstance(experts, Experts) or experts.recipe is None or experts.recipe.w.side("row").plain:
+            continue
+        name, w = one.key.rstrip("_"), experts.recipe.w
+        weight: Tensor = getattr(experts, name)
+        if type(weight) is nn.Parameter and not (w.side("row").static or w.side("col").static):
+            made = w.quantize(weight.detach(), col=not derives_col(w), stack=True)
+            setattr(experts, name, nn.Parameter(made, requires_grad=weight.requires_grad))
+
+
+def operand_of(names: Names, read: Callable[[str], Storage]) -> Storage:
+    """The stack of the operands of all experts."""
+    return stacked([_joined(layers, [read(layer) for layer in layers]) for layers in names])
+
+
+def _joined(layers: Sequence[str], operands: Sequence[Storage]) -> Storage:
+    if len(operands) == 1:
+        return operands[0]
+    found = cat(operands, 0)
+    if found is None:
+        raise CheckpointError(
+            f"{listed(layers)} are one matrix of the model, and they do not join: their scales of the whole differ, or "
+            "blocks would have rows of both. Load them with weights=None"
+        )
+    return found
+
+
+def static_places(one: Held, x: Quantizer) -> Tensor | None:
+    """The buffer of the static amaxes of its experts' inputs; None if they are not static."""
+    side = x.side("row")
+    if not side.static or [stat.of_all for stat in side.stats if side.recalls(stat)] != [True]:
+        return None
+    prefix = next(name for name, branch in x.state_branches().items() if branch == side)
+    (buffer,) = side.state
+    holder: Any = one.holder
+    found: Tensor = holder.static_values()[f"{one.key}x_{prefix}{buffer.name}"]
+    return found
+
+
+@torch.no_grad()
+def make_static(one: Held, amaxes: dict[str, Tensor]) -> None:
+    """Have experts be static by the amaxes of their inputs in the files, which are taken out, if their recipe is."""
+    holder = one.holder
+    assert isinstance(holder, GroupedLinear | Experts)
+    place = static_places(one, holder.recipe.x) if holder.recipe is not None else None
+    if place is None or any(layer not in amaxes for layer in one.layers):
+        return
+    for number, layers in enumerate(one.names):  # layers of one matrix have one input
+        place[number].copy_(torch.stack([amaxes.pop(layer).reshape(()) for layer in layers]).amax())
+    holder.forget_calls()
