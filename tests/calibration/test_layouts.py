@@ -109,8 +109,14 @@ def _without_the_reduction(rank: int) -> None:
         assert not all(found), left_out
 
 
+def _differs_on_some_rank(net: Any, expected: dict[str, Tensor]) -> bool:
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, same(whole_statics(net), expected))
+    return not all(found)
+
+
 def _resharded(rank: int, folder: str) -> None:
-    """4 → 2 → 4 by checkpoints, calibrated anew or not."""
+    """4 → 2 → 4 by checkpoints, calibrated anew or not. Control: without the reduction scales are others."""
     net = sharded("nvfp4", 4)
     lpq.calibrate(net, data(7)[rank::4])
     expected, static = exported(net), statics(net)
@@ -121,12 +127,17 @@ def _resharded(rank: int, folder: str) -> None:
         lpq.checkpoint.load(Path(folder) / str(step), net)
         assert same(statics(net), static)
         assert same(exported(net), expected), ranks
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reducing.Ranks, "combine", lambda self, packed, how: packed)
+            lpq.calibrate(net, data(7)[rank::4])
+        assert _differs_on_some_rank(net, static)
         lpq.calibrate(net, data(7)[rank::4])
         assert same(exported(net), expected), ranks
 
 
 def _reshared(rank: int, folder: str) -> None:
-    """Tensor parallelism over 4 → 2 → 4 ranks by checkpoints, calibrated anew or not."""
+    """Tensor parallelism over 4 → 2 → 4 ranks by checkpoints, calibrated anew or not. Control: layers multiplied in
+    parts while statistics are collected give others."""
     net = parallel(lpq.convert(model(experts=1), "nvfp4"), 1, 4)
     lpq.calibrate(net, data(7))
     expected, static = exported(net), statics(net)
@@ -137,6 +148,10 @@ def _reshared(rank: int, folder: str) -> None:
         lpq.checkpoint.load(Path(folder) / str(step), net)
         assert same({name: local_part(value) for name, value in statics(net).items()}, static), tp
         assert same(exported(net), expected), tp
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Team, "whole", lambda self: nullcontext())
+            lpq.calibrate(net, data(7)[rank // tp :: 4 // tp])
+        assert _differs_on_some_rank(net, static)
         lpq.calibrate(net, data(7)[rank // tp :: 4 // tp])
         assert same(exported(net), expected), tp
 
