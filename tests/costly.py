@@ -96,13 +96,13 @@ def _meant(value: Any) -> Iterator[FunctionType | None]:
 def shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Return the tests in an order in which none that takes long is left for the end, when the workers share the rest.
 
-    Each worker begins with as long a stretch of them: first the files with costly tests, dealt to the workers in turn,
-    whole, as the tests of a file share what they set up; then the others, of which workers that are through take some.
+    Each worker begins with as long a stretch of them: first the files with many costly tests, dealt to the workers in
+    turn, whole, as tests of a file share what they set up; then the others, of which workers that are through take some.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    costly_ones = [path for path, tests in files.items() if any(is_costly(test) for test in tests)]
+    costly_ones = [path for path, tests in files.items() if sum(map(is_costly, tests)) > len(tests) / 10]
     first = [[test for path in costly_ones[i::workers] for test in files[path]] for i in range(workers)]
     rest = [test for path, tests in files.items() if path not in {*costly_ones} for test in tests]
     found: list[pytest.Item] = []

@@ -119,3 +119,5 @@ def test_costly_files_come_first_for_each_worker_and_stay_whole() -> None:
         assert sorted(map(id, found)) == sorted(map(id, given))
         text = "".join(str(item.path) for item in found)
         assert text == {2: "ddgaabbbeccccccf", 3: "ddaabebbccgccccf", 20: "ddegaabbbccccccf"}[workers]
+    few: list[Any] = [*(Item("a") for _ in range(10)), Item("a", "starts"), Item("b", "starts")]
+    assert [str(item.path) for item in costly.shared_out(few, 2)] == ["b", *"aaaaaaaaaaa"]
