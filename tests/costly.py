@@ -97,7 +97,7 @@ def shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Return the tests in an order in which none that takes long is left for the end, when the workers share the rest.
 
     Each worker begins with as long a stretch of them: first the files with many costly tests, dealt to the workers in
-    turn, whole, as tests of a file share what they set up; then the others, of which workers that are through take some.
+    turn, whole, as tests of a file share what they set up; then the others, of which idle workers take some.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
