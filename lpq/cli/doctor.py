@@ -25,7 +25,7 @@ from lpq.cli.kernels import (
 from lpq.cli.listing import broken_recipes, described, fault
 from lpq.cli.output import Json, as_json, say, table
 from lpq.cli.overview import show_overview
-from lpq.kernels import KernelError, nvrtc_cache
+from lpq.kernels import KernelError, native, nvrtc_cache
 from lpq.kernels.table import ENVIRONMENT
 from lpq.registry.errors import OptionError, suggestion, words
 
@@ -86,6 +86,8 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
         if (problem := nvrtc_cache.why_unkept()) is not None:
             where_to = f"Set {nvrtc_cache.CACHE} to a folder that you can write, and nobody else"
             say(f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew.")
+        if where.type == "cuda" and (lack := native.lacking()) is not None:
+            say(f"CUDA kernels are launched from Python, which takes the host twice as long as from C: {lack}.")
         for kernel in unused_kernels():
             say(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
         for name, problem in broken.items():

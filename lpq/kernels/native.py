@@ -41,18 +41,27 @@ def why_not() -> str | None:
     return _made()[1]
 
 
+def lacking() -> str | None:
+    """Why it cannot be compiled here, as far as is seen without trying; None: nothing is missing."""
+    if sys.implementation.name != "cpython" or os.name != "posix":
+        return "they are written for CPython on systems like Linux"
+    if _compiler() is None:
+        return "there is no C compiler"
+    headers = sysconfig.get_paths()["include"]
+    return None if Path(headers, "Python.h").is_file() else f"Python's headers are not in {headers}"
+
+
+def _compiler() -> str | None:
+    found = (shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang"))
+    return next((path for path in found if path), None)
+
+
 @functools.cache
 def _made() -> tuple[Any | None, str | None]:
-    source = csrc() / "host/calls.c"
-    found = (shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang"))
-    compiler = next((path for path in found if path), None)
-    headers = sysconfig.get_paths()["include"]
-    if sys.implementation.name != "cpython" or os.name != "posix":
-        return None, "they are written for CPython on systems like Linux"
-    if compiler is None:
-        return None, "there is no C compiler"
-    if not Path(headers, "Python.h").is_file():
-        return None, f"Python's headers are not in {headers}"
+    source, compiler, headers = csrc() / "host/calls.c", _compiler(), sysconfig.get_paths()["include"]
+    why = lacking()
+    if why is not None or compiler is None:
+        return None, why
     how = (source.read_bytes(), sys.version, sysconfig.get_platform(), compiler, OPTIONS)
     name = f"{hashlib.sha256(repr(how).encode()).hexdigest()}.so"
     folder = cache_dir()

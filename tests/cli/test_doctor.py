@@ -437,6 +437,16 @@ def test_gpus_that_torch_counts_and_cannot_use_are_a_finding(machine: Machine, l
     assert "--device cuda: torch cannot use CUDA here: RuntimeError: The NVIDIA driver" in ended.err
 
 
+def test_launches_that_are_made_from_python_are_told(
+    machine: Machine, lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for lack in (None, "there is no C compiler"):
+        monkeypatch.setattr("lpq.kernels.native.lacking", lambda lack=lack: lack)
+        said = " ".join(lpq("doctor", "--device", "cuda:0").out.split())
+        assert ("as long as from C: there is no C compiler." in said) == (lack is not None)
+        assert "launched from Python" not in " ".join(lpq("doctor", "--device", "cpu").out.split())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_gpu_that_is_not_there_is_refused(lpq: Callable) -> None:
     for name in ("cuda", "cuda:3"):
