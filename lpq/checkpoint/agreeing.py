@@ -22,7 +22,7 @@ class Told:
     place: str
     meshes: Meshes
     optimizers: tuple[str, ...]
-    """Of which kind each is."""
+    """The kind of each."""
     description: str
     """The digest of it."""
     tensors: str

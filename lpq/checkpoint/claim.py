@@ -64,7 +64,7 @@ class Claim:
         return cls(partial, descriptor)
 
     def refused(self) -> list[str]:
-        """Who was refused meanwhile."""
+        """List the jobs that were refused meanwhile."""
         return _lines(self._lock)[1:]
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "version": (int,), "step": (int, type(None)), "conversions": (dict,), "recipes": (dict,),
     "memories": (list, tuple), "quantized": (dict,), "formats": (dict,), "stored": (list, tuple),
 }  # fmt: skip
-"""Of what type each field of a description is in a file."""
+"""The type that each field of a description has in a file."""
 ENTRY: dict[str, tuple[type, ...]] = {"quantizer": (str,), "shape": (list,), "dtype": (str,), "operands": (dict,)}
 """The same of what is known of a quantized tensor."""
 ORIGIN: dict[str, tuple[type, ...]] = {"plugin": (str,), "distribution": (str,), "version": (str,)}
@@ -45,7 +45,7 @@ class Description:
     memories: tuple[str, ...] = ()
     """The names of the buffers in which quantizers remember something across steps."""
     quantized: Mapping[str, Any] = field(default_factory=dict)
-    """Of each tensor that is stored quantized: its quantizer, shape, dtype and operands."""
+    """The quantizer, shape, dtype and operands of each tensor that is stored quantized."""
     formats: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The plugin, distribution and version that brought each format in use."""
     stored: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ class Found:
 
     path: Path
     sizes: dict[str, int]
-    """Of its files, which its manifest lists."""
+    """The sizes of its files, which its manifest lists."""
     refused: tuple[str, ...]
     """What was refused before it, in words."""
     why: str

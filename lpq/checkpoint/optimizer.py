@@ -73,7 +73,7 @@ class OptimizerState:
 
     @property
     def kinds(self) -> list[str]:
-        """Of which kind each is."""
+        """The kind of each."""
         return [one.kind for one in self._optimizers]
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

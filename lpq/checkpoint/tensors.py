@@ -1,6 +1,6 @@
 """What a checkpoint holds of one tensor: plain tensors only, each with its own placement.
 
-A quantized tensor is its buffers. Of a weight that is sharded by rows, row buffers are sharded along their rows, column
+A quantized tensor is its buffers. Where a weight is sharded by rows, row buffers are sharded along their rows, column
 buffers along their columns, and a buffer whose elements span the sharded dimension is the same on every rank. What is
 returned here shares its memory with the model, so that loading into it is loading in place.
 """

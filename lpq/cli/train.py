@@ -26,7 +26,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no na
 
 
 class Command(TyperCommand):
-    """Of the processes of torchrun one alone says what the options are, or what is wrong with those it got."""
+    """The command of torchrun's processes: the first alone prints the options, or what is wrong with them."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         if speaks():

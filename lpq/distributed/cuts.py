@@ -152,8 +152,8 @@ def _sums(values: Sequence[Tensor], group: str) -> list[Tensor]:
 def reduce_together(values: Sequence[Tensor], seeds: Tensor | None, group: str) -> tuple[list[Tensor], Tensor | None]:
     """The MAX over the ranks of non-negative fp32 values, and one of the ranks' seeds, in one collective.
 
-    What is reduced are integers: a non-negative float orders as its bits do, and NaN above infinity. Of a seed the
-    halves are, one by one: any mixture of seeds is one. Seeds stand first, where they lie as integers of 64 bits must.
+    What is reduced are integers: a non-negative float orders as its bits do, and NaN above infinity. The halves
+    of a seed are, one by one: any mixture of seeds is one. Seeds come first, where integers of 64 bits must lie.
     """
     if not values and seeds is None:
         return [], None

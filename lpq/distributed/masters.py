@@ -82,7 +82,7 @@ class Pieces(Sequence[Piece]):
         return [self._agreement.shape, self._shares.shape, *kinds]
 
     def _views(self, told: Tensor) -> tuple[Tensor, Tensor, Views]:
-        """Of all that is told: which cast it is, how much each rank owns, and what is said of weights of each kind."""
+        """Split what ranks exchange: which cast it is, what each rank owns, and the facts of each kind of weights."""
         shapes = self._shapes
         parts = torch.split(told, [math.prod(shape) for shape in shapes])
         rest = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])

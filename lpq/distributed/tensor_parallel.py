@@ -32,7 +32,7 @@ class Layouts:
 class ColwiseParallel(torch_styles.ColwiseParallel):
     """Share out the rows of a layer's weight, and the columns of its output.
 
-    With ``input_layouts=Shard(1)`` each rank has a part of the sequence. Of a layer with a recipe the input is encoded
+    With ``input_layouts=Shard(1)`` each rank has a part of the sequence. The input of a layer with a recipe is encoded
     first, and its codes are gathered: the row operand in forward, the column operand in backward. Layers that are given
     the same tensor, as q, k and v are, gather it once.
     """
@@ -51,7 +51,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 class RowwiseParallel(torch_styles.RowwiseParallel):
     """Share out the columns of a layer's weight, and those of its input; the output is the sum over the ranks.
 
-    With ``output_layouts=Shard(1)`` each rank has the sum of its part of the sequence. Of a layer with a recipe the
+    With ``output_layouts=Shard(1)`` each rank has the sum of its part of the sequence. In a layer with a recipe the
     gradient of that is encoded first, and its codes are gathered. A bias is added once, after the sum.
     """
 

@@ -37,7 +37,7 @@ OF_ALL, OF_ROWS, OF_1X128, OF_128X128 = 0, 3, 4, 5
 """What has a scale: a matrix, each of its rows, or blocks of it."""
 WORKSPACE_BYTES, REDUCTIONS, ALIGNMENT_FIRST, ALIGNMENT_SECOND = 1, 3, 5, 6
 IN_FP32 = 2
-"""Of reductions of partial sums: never in the dtype of the result."""
+"""How partial sums are reduced: never in the dtype of the result."""
 WORKSPACE = 32 << 20
 ALIGNED = 256
 """To how many bytes cuBLASLt takes matrices to be aligned unless it is told. What torch allocates is; a view need not

@@ -116,7 +116,7 @@ class Turned(NamedTuple):
     rows: int
     cols: int
     bits: int
-    """Of an element. Of 4 bits there are two in a byte, and the lines are padded to 16 elements."""
+    """The bits of an element. Two of 4 bits are in a byte, and the lines are padded to 16 elements."""
 
 
 @dataclass(frozen=True)

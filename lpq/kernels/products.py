@@ -16,7 +16,7 @@ BIASED = 8
 """cuBLASLt adds a bias before it rounds where the rows of operands and result are multiples of this many elements.
 Elsewhere it was seen to round twice."""
 ALIGNED = 16
-"""Of a bias that cuBLASLt adds, the bytes."""
+"""The address of a bias that cuBLASLt adds is a multiple of so many bytes."""
 
 
 def sums(left: Tensor, right: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Layer(Saved):
     _calls: tuple[object, dict[object, Call]]
     """What was bound, by what it depends on; and the epoch of the registry in which it was."""
     _static_checked: dict[object, Call] | None = None
-    """Of these calls the static values were found right, where none is bound."""
+    """The calls whose static values were found right, where none is bound."""
     schedule: Schedule | None
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     stages: Stages | None
@@ -141,7 +141,7 @@ class Layer(Saved):
         return {**self.__dict__, "_held": None, "stages": None, "_calls": (None, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or of what is loaded from a pickle."""
+        """Take the state of a copy, or of what is loaded from a pickle."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.claim_weight()
 

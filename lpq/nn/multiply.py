@@ -82,7 +82,7 @@ class Multiplication(torch.autograd.Function):
         ctx.call, ctx.counts = call, (len(x_col), len(w_col), len(x_stats), len(w_stats))
         if bias is not None:
             ctx.bias = bias.dtype
-        # Of its buffers autograd does not count what is written: that happens inside of operators.
+        # Autograd does not count what is written to its buffers: that happens inside of operators.
         watched = step.x is None or isinstance(weight, QuantizedTensor)
         ctx.watched = _as_they_are(x, weight, shapes) if watched and not torch.compiler.is_compiling() else ()
         if accumulate is not None:

@@ -1,8 +1,8 @@
 """The three products of a layer whose weight tensor parallelism shards, as one function to autograd.
 
 The operands of x and of the weight are given. What is partial is reduced here: the output where the contraction is
-shared out. Of an input whose rows the ranks share out, forward has gathered the row operand, and backward gathers the
-column operand; of such a gradient backward gathers both.
+shared out. Where ranks share out the rows of an input, forward has gathered its row operand, and backward gathers its
+column operand; it gathers both operands of such a gradient.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Operands(NamedTuple):
 
     x: Given
     kept: Given | None
-    """Of this the column operand of x is made in backward; None: it is not needed."""
+    """Backward makes the column operand of x from this; None: it is not needed."""
     w: Given
     w_col: Given | None
     x_stats: Sequence[Tensor] = ()

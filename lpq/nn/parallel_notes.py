@@ -20,7 +20,7 @@ TOKENS = 2**14
 
 
 def parallel_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Of each layer that a style of ``lpq.distributed`` shares out: how, and what travels."""
+    """Return, for each layer that a style of ``lpq.distributed`` shares out, how, and what travels."""
     for name, module in model.named_modules():
         if getattr(module, "dispatched", None) is not None:
             yield name, _of_experts(module)

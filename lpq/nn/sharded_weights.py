@@ -149,7 +149,7 @@ def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
 
 
 def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str]]:
-    """Of each layer whose weight was prepared, or could not be: what is stored and what is gathered.
+    """Yield, for each layer whose weight was prepared, or could not be, what is stored and what is gathered.
 
     ``ranks``: how many will share the weights out, where they do not yet.
     """
@@ -180,7 +180,7 @@ def _form(weight: Tensor) -> str:
 
 
 def _note_unsharded(layer: Layer) -> str:
-    """Of a weight that FSDP2 does not shard, though it shards others of the model."""
+    """Return the note on a weight that FSDP2 does not shard, though it shards others of the model."""
     form = _form(layer.weight)
     return f"{form}, whole on every rank and not gathered: fully_shard ignores it, or got no module that it is in"
 

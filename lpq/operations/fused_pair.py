@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 ALIGNED = 16
-"""Of a matrix of which exact forms are made, rows and columns are multiples of this."""
+"""Rows and columns of a matrix are multiples of this where exact forms of it are made."""
 
 
 class Job(NamedTuple):
     """One operand that is wanted, of matrices of one shape, which are contiguous and not empty."""
 
     shape: tuple[int, int]
-    """Of the operand: that of the matrix, or the other way round."""
+    """The operand's: that of the matrix, or the other way round."""
     dtype: torch.dtype
     """That of the matrix."""
     device: torch.device
@@ -99,7 +99,7 @@ class TileSide:
     by_product: bool = False
     """Statistics that are given need not be measured before: the struct does that on the way."""
     shape: Shape = SQUARE
-    """Of its tiles; of two sides the smaller one is taken."""
+    """The shape of its tiles; the smaller one of two sides is taken."""
     turns: int = 1
     """How many tiles a block of threads should take in turn; of two sides the smaller number."""
     aligned: int = 1

@@ -33,7 +33,7 @@ def quantize(
     across: int = 0,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
     """The wanted operands of the matrix ``x``, rounded to ``dtype`` if one is given, and the statistics it measured if
-    ``measure``. Of a stack ``x`` they are those of its matrices, each by itself: a statistic that is given has one for
+    ``measure``. For a stack ``x`` they are those of its matrices, each by itself: a statistic that is given has one for
     each along its first dimension, as a seed has, and none is returned. ``offset`` and ``across``: the first row and
     the first column of ``x`` in the whole tensor, by which random bits are drawn. Kernels begin at the first column;
     from another on the reference encodes with random bits.

@@ -303,6 +303,6 @@ def _whose(weight: Tensor) -> str:
 
 
 def _shape(tensor: Tensor) -> str:
-    """Of the whole and, where that is another, of this rank's part."""
+    """Return the shape of the whole and, where that is another, of this rank's part."""
     whole, part = list(tensor.shape), list(local_part(tensor).shape)
     return f"{whole}" if part == whole else f"{whole} ({part} on this rank)"

@@ -45,7 +45,7 @@ OPERANDS = (
     Operand("wgrad", "dy", "col"),
     Operand("wgrad", "x", "col"),
 )
-"""The operands in the order in which the products multiply them. Of every tensor the row operand comes first."""
+"""The operands in the order in which the products multiply them. The row operand of a tensor comes first."""
 SAVES = {"x": ("encoded", "input"), "w": ("encoded", "weight")}
 """The choices of what is kept of a tensor for backward: the operand that backward multiplies, which is the default, or
 the tensor itself, of which backward makes it."""

@@ -21,7 +21,7 @@ class _Sums(NamedTuple):
 
     weights: list[tuple[str, Draft]]
     sums: Tensor
-    """Of absolute values, on the CPU once ``arrived`` is there."""
+    """Sums of absolute values, on the CPU once ``arrived`` is there."""
     arrived: torch.Event | None
 
 

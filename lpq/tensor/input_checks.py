@@ -9,19 +9,19 @@ from lpq.torch_private.dispatch import schema_of
 
 
 def check_received(func: Any, tensor: QuantizedTensor) -> None:
-    """Of one that an operator has among its first arguments. A collective would write to it: the broadcast of
+    """Refuse one that an operator has among its first arguments. A collective would write to it: the broadcast of
     ZeroRedundancyOptimizer, or the scatter of tensor parallelism."""
     name = schema_of(func).name
     if func.namespace == "c10d" and name.endswith("_"):
         raise TypeError(
             f"{tensor.whose}{name} would receive into a decoded copy of a QuantizedTensor, and that would "
-            f"be lost. ZeroRedundancyOptimizer and tensor parallelism do that with weights: {REMEDY}. Of a tensor of "
-            "your own pass its buffers, [t for _, operand in tensor.operands for t in operand.tensors()]"
+            f"be lost. ZeroRedundancyOptimizer and tensor parallelism do that with weights: {REMEDY}. Pass the "
+            "buffers of a tensor of your own, [t for _, operand in tensor.operands for t in operand.tensors()]"
         )
 
 
 def check_flattened(tensor: QuantizedTensor) -> None:
-    """Of one that ``torch.cat`` joins with others. So FullyShardedDataParallel makes one parameter of many that are
+    """Refuse one that ``torch.cat`` joins with others. So FullyShardedDataParallel makes one parameter of many that are
     flattened, and DistributedDataParallel a message from which it writes them anew."""
     _, storage = tensor.sides[0]
     *_, rows, cols = storage.shape

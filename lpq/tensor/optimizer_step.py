@@ -113,7 +113,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.asked: list[Callable[[Optimizer, Reductions], None]] = []
-        """Who is asked what else is reduced when a step has written to stored weights."""
+        """The functions that add what else is reduced when a step has written to stored weights."""
         self.finite = Finite()
         register_optimizer_step_pre_hook(self)
 

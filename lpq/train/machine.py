@@ -31,7 +31,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def _own(device: torch.device, name: str) -> torch.device:
-    """Of several processes that torchrun starts on this machine, each has a GPU of its own."""
+    """Return the GPU of this process: each that torchrun starts on a machine has its own."""
     ours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
         return device

@@ -30,7 +30,7 @@ class Outcome:
 
     title: str
     losses: tuple[float, ...]
-    """Of every step, in nats per byte."""
+    """The loss of every step, in nats per byte."""
     held_out_loss: float
     measured: Measured
     """What a step holds and sends."""

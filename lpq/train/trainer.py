@@ -132,7 +132,7 @@ class Trainer:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def learning_rate(self) -> float:
-        """Of the next step: a linear warm-up, then half a cosine down to a tenth."""
+        """The learning rate of the next step: a linear warm-up, then half a cosine down to a tenth."""
         warm = max(1, self.config.steps // 20)
         if self.step < warm:
             return self.config.lr * (self.step + 1) / warm

@@ -17,7 +17,7 @@ from lpq.kernels.host_to_device import on_device
 from lpq.torch_private.operators import assert_later
 
 BITS = 30
-"""Of a word: each and its complement are told as non-negative int32, so that a MAX shows whether all are equal."""
+"""The bits of a word: each and its complement travel as int32 of 0 or more, so that a MAX shows whether all agree."""
 DIGEST, SEED = 2, 3
 """The words that say which weights these are, and with what seed they are rounded."""
 LIMIT = (1 << BITS) - 1

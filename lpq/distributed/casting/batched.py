@@ -65,7 +65,7 @@ class Group(NamedTuple):
     side: Quantizer
     direction: Direction
     in_parts: bool
-    """Of fragments, and not of whole weights whose elements were all told."""
+    """Whether it is of fragments, and not of whole weights whose elements all ranks have."""
 
     @property
     def block(self) -> Block:

@@ -95,7 +95,7 @@ class Grid:
         return flat.view(-1, *self.shape, *several)
 
     def cut(self, laid: Tensor, band: Band) -> list[Tensor]:
-        """Of a stack of this grid for many weights: what covers the rows of a band, weight by weight."""
+        """Return, from a stack of this grid for many weights, what covers the rows of a band, weight by weight."""
         lines = blocks(band.height, self.step[0])
         return [laid[i, self.line(top) : self.line(top) + lines] for i, top in zip(band.which, band.tops, strict=True)]
 

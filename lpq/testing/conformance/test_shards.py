@@ -17,7 +17,7 @@ WHOLE = 48
 
 
 def sizes(side: Quantizer, dim: int) -> list[int]:
-    """Of three shards: the unit at which an operand can be cut, an odd multiple of it, and the rest."""
+    """Return three sizes of shards: the unit at which an operand can be cut, an odd multiple of it, and the rest."""
     step = unit(side, dim)
     return [step, 3 * step, step * (max(7, WHOLE // step) - 4)]
 

@@ -310,5 +310,5 @@ def _macros(row: str | None, col: str | None, square: bool, blocks: bool) -> tup
 
 @cache
 def _options(pow2: bool, stats: bool) -> tuple[str, ...]:
-    """Of blocks along the rows: scales are powers of two; amaxes are given or wanted."""
+    """Return the macros for blocks along the rows: scales are powers of two; amaxes are given or wanted."""
     return *(["LPQ_POW2"] if pow2 else []), *(["LPQ_STATS"] if stats else [])

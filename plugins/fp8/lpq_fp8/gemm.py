@@ -23,7 +23,7 @@ from lpq_fp8.storage import FP8Storage
 ALIGNED = 16
 """The sizes of a product must be multiples of this, but for the rows of the first operand."""
 SCALES_ALIGNED = 4
-"""Of scales of 1x128 each column, and of 128x128 each row, must be a multiple of this many."""
+"""The length of each column of scales of 1x128, and of each row of 128x128, must be a multiple of this."""
 SCALES = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
 SCALED = {
     "tensor": cublaslt.OF_ALL, "row": cublaslt.OF_ROWS, "1x128": cublaslt.OF_1X128, "128x128": cublaslt.OF_128X128,

@@ -60,7 +60,7 @@ def quantize_why_not(first: NVFP4Quantizer, second: NVFP4Quantizer | None = None
 def measure(
     x: Tensor, row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The amaxes of the wanted operands and of their blocks. Of a shared pair only the row's are measured."""
+    """The amaxes of the wanted operands and of their blocks. Only the row's are measured where a pair shares them."""
     dtype = dtype or x.dtype
     if x.numel() == 0 or (row is not None and row.rht):
         return measure_reference(x.to(dtype), row, col)

@@ -2,7 +2,7 @@
 
 The error of a block is the sum of the squares of what rounding to the nearest changes, in fp32, in units of the scale
 of the whole matrix, and in an order that depends on the places in the block alone. So the scale is a function of the
-block and of the amax of the matrix, however a matrix is cut. Of scales that are equally good the larger one is taken,
+block and of the amax of the matrix, however a matrix is cut. The largest of equally good scales is taken,
 and a block that is not finite keeps the scale of its amax.
 """
 
