@@ -24,14 +24,14 @@ COMMANDS = {
     "formats": ("lpq.cli.listing", "List the number formats that are installed."),
     "recipes": ("lpq.cli.listing", "List the named recipes."),
     "plugins": ("lpq.cli.listing", "List the plugins: where each comes from, what it brings, what is wrong."),
-    "doctor": ("lpq.cli.doctor", "Say what this machine can run: versions, devices, plugins, kernels."),
+    "doctor": ("lpq.cli.doctor", "Show what this machine can run: versions, devices, plugins, kernels."),
     "explain": (
         "lpq.cli.explain",
-        "Say what a recipe does: operands, quantizers, kernels.",
+        "Show what a recipe does: operands, quantizers, kernels.",
     ),
     "memory": (
         "lpq.cli.memory",
-        "Say what the weights of a model take: stored, gathered, in the optimizer.",
+        "Show what the weights of a model take: stored, gathered, in the optimizer.",
     ),
     "calibrate": ("lpq.cli.calibrate", "Make the scales of a checkpoint static, and list its layers by their noise."),
     "export": ("lpq.cli.export", "Write a checkpoint of lpq for inference engines."),

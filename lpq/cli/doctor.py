@@ -41,7 +41,7 @@ Quantizers = Annotated[
 
 
 def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = False) -> None:
-    """Say what this machine can run: versions, devices, plugins, and the kernel of each operation.
+    """Show what this machine can run: versions, devices, plugins, and the kernel of each operation.
 
     A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 if
     anything is broken.

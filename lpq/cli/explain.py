@@ -25,7 +25,7 @@ Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, the gramm
 
 
 def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None:
-    """Say what a recipe does: the operands of its three products, their quantizers, and what runs each.
+    """Show what a recipe does: the operands of its three products, their quantizers, and what runs each.
 
     A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 where a step
     cannot run, because LPQ_KERNELS leaves no kernel for it.

@@ -38,7 +38,7 @@ def export(
     dtype: Dtype = "",
     leave: Leave = None,
 ) -> None:
-    """Write a checkpoint of lpq for inference engines, with the codes of training, and say what was written."""
+    """Write a checkpoint of lpq for inference engines, with the codes of training, and show what was written."""
     if dtype and dtype not in DTYPES:
         raise OptionError(f"there is no dtype {dtype!r} here: {suggestion(dtype, DTYPES)}")
     import torch  # `lpq export --help` can do without

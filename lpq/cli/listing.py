@@ -43,7 +43,7 @@ def formats(json: Json = False) -> None:
 
 
 def recipes(json: Json = False) -> None:
-    """List the named recipes. `lpq explain NAME` says what one does.
+    """List the named recipes. `lpq explain NAME` shows what one does.
 
     A recipe that cannot be built is listed with the reason. The exit status is 0 all the same.
     """

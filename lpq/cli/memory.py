@@ -44,7 +44,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 8, json: Json = False) -> None:
-    """Say what the weights of a model take under a recipe: stored, gathered, and in the optimizer.
+    """Show what the weights of a model take under a recipe: stored, gathered, and in the optimizer.
 
     The model is built on the meta device in fp32, converted as `lpq.convert` does it, and its tensors are counted as
     FSDP2 shards them: each block, then the rest, which stays as it is; what is not quantized is gathered in bf16.
