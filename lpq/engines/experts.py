@@ -112,6 +112,21 @@ def _stored_names(model: Any, key: str, count: int, leaves: Sequence[str]) -> Na
     return [tuple(found[i * len(leaves) + j] for j in range(len(leaves))) for i in range(count)]
 
 
+def file_names(model: Any) -> Callable[[str], str]:
+    """The name in files of a tensor in high precision beside stacks of experts, such as a router's: transformers may
+    have another one there than in memory, as for experts."""
+    convert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
+    fused = any(holds_experts(module) for module in model.modules())
+    if convert is None or not hasattr(model, "config") or not fused:
+        return lambda name: name
+
+    def file_name(name: str) -> str:
+        found = [*convert(model, {name: torch.zeros(1)})]
+        return str(found[0]) if len(found) == 1 else name
+
+    return file_name
+
+
 def split(
     names: Names, shape: Sequence[int], like: Entry, gather: Callable[[], Pieces],
     used: Callable[[str], Multiplied], stored: Stored | None, memories: Memories,

@@ -18,6 +18,7 @@ from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, touched
+from lpq.engines.experts import file_names
 from lpq.engines.inputs import RECORD
 from lpq.engines.loading_experts import Held, held_stacks, make_static, operand_of, renamed, store_quantized
 from lpq.engines.reading import Files, Quantized
@@ -124,6 +125,7 @@ class _Job:
     def judge(self) -> None:
         """Find what each tensor of the model gets; everything that can be wrong."""
         tensors, _ = self.model.state()
+        file_name = file_names(self.model.module)
         memories, layers = self.model.memories(), dict(self.model.layers())
         used: set[str] = set()
         filled: set[int] = set()
@@ -139,9 +141,9 @@ class _Job:
                 self._judge_layer(self.found[layer], tensor, layers.get(layer))
                 used |= {f"{layer}.{part.name}" for part in self.found[layer].parts}
                 filled.add(id(tensor))
-            elif name in self.files.tensors:
-                self._judge_plain(name, tensor)
-                used.add(name)
+            elif (stored := name if name in self.files.tensors else file_name(name)) in self.files.tensors:
+                self._judge_plain(stored, tensor)
+                used.add(stored)
                 filled.add(id(tensor))
         lacking = [
             key.removeprefix(PREFIX) for key, t in tensors.items() if key not in memories and id(t) not in filled

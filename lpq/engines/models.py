@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
-from lpq.engines.experts import by_tensor, left_stacks, split, split_rows, stacks
+from lpq.engines.experts import by_tensor, file_names, left_stacks, split, split_rows, stacks
 from lpq.engines.inputs import RECORD
 from lpq.formats import Quantizer
 from lpq.nn import Layer
@@ -32,6 +33,7 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
     owners = Counter(id(p) for m in model.module.modules() for p in m.parameters(recurse=False))
     memories, gathered = model.memories(), gathered_dtypes(model.module)
     known, experts = model.module.__dict__.get(RECORD, {}), stacks(model.module)
+    file_name = file_names(model.module)
     found: dict[int, list[Entry]] = {}
     for key, tensor in state.items():
         if id(tensor) in found or key in memories:
@@ -62,7 +64,7 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
                 "a checkpoint of it into a model that was not converted with weights='quantized', and export that"
             )
         else:
-            found[id(tensor)] = [entry]
+            found[id(tensor)] = [entry if used is not None else replace(entry, name=file_name(name))]
     return [entry for own in found.values() for entry in own]
 
 
@@ -70,11 +72,12 @@ def unquantized(model: nn.Module, quantized: set[str]) -> Iterator[str]:
     """The modules that an engine takes for linear layers, and that are not in this set: all with a matrix as weight,
     and modules with experts that are no layers to engines."""
     yield from (name for name, _ in left_stacks(model))  # experts that stay in one tensor
+    file_name = file_names(model)
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         matrix = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
         if matrix and plain_name(name) not in quantized:
-            yield plain_name(name)
+            yield file_name(f"{plain_name(name)}.weight").removesuffix(".weight")
 
 
 def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tensor]) -> Multiplied | None:

@@ -197,6 +197,9 @@ def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path
     lpq.export(model, tmp_path / "x", layout=LAYOUT)
     expected = tensors(tmp_path / "x")
     assert any(".gate_proj." in key or ".w1." in key for key in expected)
+    router = "model.layers.0.block_sparse_moe.gate" if name == "Mixtral" else "model.layers.0.mlp.gate"
+    assert f"{router}.weight" in expected
+    assert router in tiny.config(tmp_path / "x")["ignore"]
     read = lpq.load_quantized(tmp_path / "x", fused(name, **sizes)).eval()
     lpq.export(read, tmp_path / "y", layout=LAYOUT)
     assert same(tensors(tmp_path / "y"), expected)
