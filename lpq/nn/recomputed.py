@@ -2,17 +2,14 @@
 
 A run that is recomputed must see what it saw. What a layer remembers moves in backward: of two runs, the backward of
 one moves it before the other is recomputed. Autograd counts the writes to a tensor, so a state is known by its counts.
-There are two ways to checkpoint. One saves tensors that it recomputes: among them is saved what the run saw that they
-come from, and backward compares. The other runs forward inside of an autograd function, and again in that function's
-backward: what a run saw is noted on the function's context. A run of which nothing is noted is compared with the last.
+Checkpointing saves tensors that it recomputes: among them is saved what the run saw that they come from, and backward
+compares. The older way, ``use_reentrant=True``, runs forward without saving anything, and is refused.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +20,6 @@ from lpq.torch_private.tensors import version_of
 if TYPE_CHECKING:
     from lpq.nn.saved import Saved
 
-NOTES = "_lpq_seen"
 States = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -39,22 +35,14 @@ def check(layer: Saved, states: States) -> None:
     found = _counts(states)
     if autograd.graph_task() == -1:  # outside of backward
         layer.__dict__["_seen"] = found
-    else:
-        noted = getattr(autograd.current_node(), NOTES, {})
-        if noted.get(id(layer), layer.__dict__.get("_seen", found)) != found:
-            _refuse(layer.title)
-    if not torch.is_grad_enabled() and (context := _context()) is not None:
-        context.__dict__.setdefault(NOTES, {})[id(layer)] = found
-
-
-def _context() -> Any:
-    """The context of the autograd function whose forward this runs in; None: of none."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_code.co_varnames[:1] == ("ctx",):
-            return frame.f_locals["ctx"]
-        frame = frame.f_back
-    return None
+    elif not autograd.saves_to_hooks():
+        raise RuntimeError(
+            f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, and nothing "
+            "tells what it remembered for delayed scaling when it ran first: pass use_reentrant=False, or give it a "
+            "recipe that remembers nothing"
+        )
+    elif layer.__dict__.get("_seen", found) != found:
+        _refuse(layer.title)
 
 
 def seen(states: States) -> Tensor | None:
