@@ -107,7 +107,7 @@ class OptimizerState:
     def _masters_alone(self) -> dict[str, Any]:
         """What to load where no optimizer was saved: masters start from the weights, and there is no more to them."""
         given = [one.optimizer for one in self._optimizers]
-        if not all(isinstance(optimizer, MasterWeights) and not optimizer.optimizer.state for optimizer in given):
+        if not all(isinstance(one, MasterWeights) and one.keep and not one.optimizer.state for one in given):
             raise CheckpointError("it was saved without an optimizer: load it without, or start the optimizer anew")
         groups = [{"params": names, "options": own} for one in self._optimizers for names, own in one.groups()]
         return {"state": {}, "groups": groups}
@@ -196,13 +196,16 @@ class Loaded:
             else:
                 self.optimizer.take(weight)
         self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
-        wrapped, masters = self.optimizer, {}
-        if isinstance(self.optimizer, MasterWeights):
-            wrapped, masters = self.optimizer.optimizer, self.optimizer.masters
+        whole = self.optimizer if isinstance(self.optimizer, MasterWeights) else None
+        wrapped = whole.optimizer if whole is not None else self.optimizer
         starting = {id(weight) for weight in self.starting}  # moments of a master that starts here are made fp32
         for number, values in self.state.items():
             param = self.params[number]
-            given = {} if id(param) in starting else wrapped.state.get(masters.get(param, param), {})
+            given = (
+                {}
+                if id(param) in starting
+                else wrapped.state.get(whole.updated(param) if whole is not None else param, {})
+            )
             cast = [name for name, value in values.items() if name in given and _dtypes(given[name]) != _dtypes(value)]
             given.update({name: values[name] for name in cast})  # to the dtype of the parameter, by load_state_dict
 

@@ -56,9 +56,9 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: dtensor_over(ordinary, tensor.device_mesh, tensor.placements, tensor.shape)}
     found = {}
     rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-    count = tensor.shape[:1] if is_stack(local.sides[0][1].shape) else ()
+    count = tensor.shape[:1] if is_stack(local.operands[0][1].shape) else ()
     rows = tensor.shape[-2] if count else rows
-    for direction, storage in local.settled(together=True).sides:
+    for direction, storage in local.operands:
         matrix = (rows, cols) if direction == "row" else (cols, rows)
         for buffer, value in zip(storage.quantizer.layout, storage.tensors(), strict=True):
             part = f"{name}.{direction}.{buffer.name}"
@@ -77,8 +77,8 @@ def described(tensor: Tensor) -> dict[str, Any] | None:
         "quantizer": local.quantizer.text,
         "shape": list(tensor.shape),
         "dtype": str(local.dtype).removeprefix("torch."),
-        "operands": {direction: storage.quantizer.text for direction, storage in local.sides},
-        **({"stack": True} if is_stack(local.sides[0][1].shape) else {}),
+        "operands": {direction: storage.quantizer.text for direction, storage in local.operands},
+        **({"stack": True} if is_stack(local.operands[0][1].shape) else {}),
     }
 
 
@@ -122,7 +122,7 @@ def encode(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for tensor in tensors:
         attach(tensor)
     targets = [cast("QuantizedTensor", held(t)) for t in tensors]
-    stacks = [is_stack(target.sides[0][1].shape) for target in targets]
+    stacks = [is_stack(target.operands[0][1].shape) for target in targets]
     write(targets, [held(v) if stack else as_matrix(held(v)) for v, stack in zip(values, stacks, strict=True)])
 
 

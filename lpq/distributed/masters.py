@@ -163,7 +163,7 @@ def _reference(items: Sequence[Item]) -> Iterator[None]:
     with torch.no_grad(), torch.autocast(device, enabled=False):
         yield
     for item in items:
-        item.weight.draft.writes += 1
+        item.weight.writes.count += 1
         if not item.weight.is_inference():
             torch.autograd.graph.increment_version(item.weight)
 

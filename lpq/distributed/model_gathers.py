@@ -14,22 +14,17 @@ from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
 
 from lpq.distributed.alike import check_alike
+from lpq.distributed.optimizer_steps import Watcher, watch
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
 from lpq.distributed.weight_gather import Gather, Layer
 from lpq.operations.reduce_statistics import Reductions
-from lpq.tensor.optimizer_step import reduce_beside, wrapping
 from lpq.torch_private import fsdp
-from lpq.torch_private.compiling import CALLBACKS, call_around_compiling
+from lpq.torch_private.compiling import CALLBACKS, PRINTS_GUARDED, call_around_compiling
 from lpq.torch_private.distributed import CheckpointWrapper
 from lpq.torch_private.tensors import local_part
 
@@ -60,7 +55,7 @@ class Gathering:
         """How the weight of this layer is gathered. When that is asked first, FSDP2 has sharded the model."""
         if layer not in self._gathers:
             self._find()
-        compiler = sys.modules.get(CALLBACKS)
+        compiler = sys.modules.get(CALLBACKS) if PRINTS_GUARDED else None
         if compiler is not None and self._steps.lend not in compiler.callback_handler.start_callbacks:
             self._steps.lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
         if layer not in self._gathers:
@@ -122,31 +117,26 @@ class Gathering:
         return [t for gather in self._gathers.values() for t in gather.missing()]
 
 
-class _Steps:
-    """What torch calls before and after the step of any optimizer of this process, and before and after it compiles.
+class _Steps(Watcher):
+    """What is done before and after the step of any optimizer of this process, and before and after torch compiles.
 
     One for all gatherings, so that what one step writes is reduced together, however many models it belongs to.
     """
 
     def __init__(self) -> None:
         self._gatherings: list[weakref.ref[Gathering]] = []
-        self._reduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those in whose step everything was reduced already, together with what it wrote to stored weights."""
         self._trained = Trained()
         self._lent: list[Tensor] = []
         """The buffers that hold memory while torch compiles."""
-        reduce_beside(self.add)
-        register_optimizer_step_pre_hook(torch.compiler.disable(self.before))  # type: ignore[no-untyped-call]
-        register_optimizer_step_post_hook(torch.compiler.disable(self.after))  # type: ignore[no-untyped-call]
+        watch(self)
 
     def watch(self, gathering: Gathering) -> None:
         """Reduce what steps write to its weights, for as long as it lives."""
         self._gatherings = [ref for ref in self._gatherings if ref() is not None]
         self._gatherings.append(weakref.ref(gathering))
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """Weights are about to be written to, stored ones maybe before any forward."""
-        self._reduced.discard(optimizer)  # a step that raised may have left it
         if not (alive := self._alive()):
             return
         params = _params(optimizer)
@@ -163,12 +153,10 @@ class _Steps:
             self._trained.look(optimizer, params, [gathering.weights() for gathering in alive])
         self._trained.check(optimizer)
 
-    def add(self, optimizer: Optimizer, reductions: Reductions) -> None:
-        """Reduce what belongs to the weights that it has, but for those of an optimizer that wraps it, whose step ends
-        later. All are measured, since a compiled step writes without a trace."""
-        self._reduced.add(optimizer)
-        outer = wrapping(optimizer)
-        params = {id(p) for p in _params(optimizer)} - {id(p) for p in _params(outer)}
+    def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
+        """Reduce what belongs to the weights that it has. All are measured, since a compiled step writes without a
+        trace."""
+        params = {id(p) for p in _params(optimizer)}
         for gathering in self._alive():
             for gather in gathering.written_by(params):
                 site = gather.site
@@ -176,18 +164,10 @@ class _Steps:
                 memories = [*gather.layer.memories().values()]
                 reductions.add(memories, site.group, site.replicas)  # replicas saw other inputs
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Do that now, if the step wrote to no stored weights."""
-        if optimizer not in self._reduced:
-            reductions = Reductions()
-            self.add(optimizer, reductions)
-            reductions.run()
-        self._reduced.discard(optimizer)
-
     def lend_while_compiling(self) -> None:
         """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.
 
-        For the words of its guards torch (2.11) prints every tensor that it meets, and so reads it.
+        Where for the words of its guards it prints every tensor that it meets, and so reads it.
         """
         call_around_compiling(self.lend, self.take_back)
 
@@ -205,12 +185,12 @@ class _Steps:
 
 @cache
 def _steps() -> _Steps:
-    """The one there is, since torch's hooks are there once for all optimizers."""
+    """The one there is."""
     return _Steps()
 
 
-def _params(optimizer: Optimizer | None) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]] if optimizer is not None else []
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _checkpointed(root: nn.Module) -> set[nn.Module]:

@@ -204,7 +204,6 @@ class Gather:
             )
         if isinstance(shard, QuantizedTensor):
             attach(self.site.param)
-            shard.settled(together=True)
         elif self.stale:
             self._model.refresh()
         self._filled.clear()

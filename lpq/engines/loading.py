@@ -235,7 +235,7 @@ class _Job:
 
 
 def _stored_side(said: Quantized, weight: QuantizedTensor) -> Quantizer:
-    row = weight.settled().stored[0]
+    row = weight.row
     side = row.quantizer if row is not None else weight.quantizer.side("row")
     if row is None or not said.scheme.serves(side):
         raise CheckpointError(

@@ -99,7 +99,7 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
 def _stored(name: str, local: Tensor) -> Stored | None:
     if not isinstance(local, QuantizedTensor):
         return None
-    row = local.settled(together=True).stored[0]
+    row = local.row
     if row is None:
         raise CheckpointError(f"{name} is stored without its row operand, and that is what engines multiply")
     return Stored(row.quantizer, row.dtype)

@@ -115,7 +115,7 @@ def _go_on(model: nn.Module, step: int, steps: int, told: Any, any_policy: bool)
 def _encode_again(model: nn.Module, optimizer: Any) -> None:
     """Make weights that are stored quantized what they were: they were loaded from what one operand decodes to."""
     masters = itself(optimizer) if optimizer is not None else None
-    if isinstance(masters, MasterWeights):
+    if isinstance(masters, MasterWeights) and masters.keep:
         masters.encode()
     elif any(isinstance(w, QuantizedTensor) and w.write_count for w in map(local_part, model.parameters())):
         warnings.warn(

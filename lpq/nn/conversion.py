@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from lpq import recipes, registry
 from lpq.nn.accumulation import Accumulate
@@ -420,35 +417,3 @@ def replan(model: nn.Module, *, steps: int) -> None:
         converted = tuple(again(part, entry) for entry in conversion.report.converted)
         report = replace(conversion.report, converted=converted, unreached=conversion.policy.unreached(every, steps))
         module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)
-
-
-@contextmanager
-def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
-    """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside.
-
-    Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not look, on leaving.
-    Inside of another ``hold_weights`` those that it holds stay its own.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"hold_weights: the model is a {type(model).__name__}: pass an nn.Module")
-    layers = [m for m in model.modules() if isinstance(m, Layer)]
-    if not layers:
-        raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")
-    own = [layer for layer in layers if layer.held is None]
-
-    def stepped(optimizer: Optimizer, *_: object) -> None:
-        """Fused optimizers write to weights, and autograd does not count it."""
-        theirs = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        torch.autograd.graph.increment_version([m.weight for m in own if id(m.weight) in theirs])
-
-    noticing = register_optimizer_step_post_hook(stepped)
-    try:
-        for layer in own:
-            layer.hold_weight()
-        yield model
-        for layer in own:
-            layer.held_weight()
-    finally:
-        noticing.remove()
-        for layer in own:
-            layer.release_weight()

@@ -19,7 +19,7 @@ from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes import recipe_sources
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
-from lpq.tensor.quantized_tensor import operand_tensors
+from lpq.tensor.traced import operand_tensors
 from lpq.torch_private.compiling import once_when_traced
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
-from lpq.tensor.quantized_tensor import operand_tensors
+from lpq.tensor.traced import operand_tensors
 from lpq.torch_private.compiling import is_exporting
 from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.tensors import local_part

@@ -1,6 +1,6 @@
 """Stages of a policy: the step that a model was given last, and a warning where nobody gives it the next one.
 
-torch calls a function after the step of any optimizer, and forward of a layer compares. A model whose recipes do not
+It is called after the step of any optimizer, and forward of a layer compares. A model whose recipes do not
 change by step has no ``Stages``, and pays nothing.
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim import Optimizer
+
+from lpq.distributed.optimizer_steps import Watcher, watch
 
 if TYPE_CHECKING:
+    from lpq.operations.reduce_statistics import Reductions
     from lpq.recipes import Schedule
 
 
@@ -26,7 +28,7 @@ def last_change(schedules: Iterable[Schedule | None]) -> int | None:
     return None if any(isinstance(end, float) for end in ends) else max((int(end) for end in ends), default=0)
 
 
-class Stages:
+class Stages(Watcher):
     """The step of one converted model whose policy gives layers other recipes at later steps."""
 
     def __init__(self, model: nn.Module, last: int | None) -> None:
@@ -40,7 +42,7 @@ class Stages:
         self.due = False
         """Whether an optimizer of the model has made a step since the step moved."""
         self.warned = False
-        _watched().add(self)
+        watch(self)
 
     def move(self, step: int) -> None:
         """Take the step that ``set_step`` gives."""
@@ -53,7 +55,7 @@ class Stages:
         if not torch.compiler.is_compiling() and self.due and layer.training and torch.is_grad_enabled():
             self._warn()
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """An optimizer has made a step."""
         model = self._model()
         if self.warned or model is None or (self.last is not None and self.step >= self.last):
@@ -77,17 +79,3 @@ class Stages:
             f"step{until}, and do so only if the training loop calls lpq.set_step(model, step) before each step",
             stacklevel=4,
         )
-
-
-@cache
-def _watched() -> weakref.WeakSet[Stages]:
-    """Those that are told of optimizers' steps, from when the first is made on."""
-    watched: weakref.WeakSet[Stages] = weakref.WeakSet()
-
-    def stepped(optimizer: Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            for stages in tuple(watched):
-                stages.stepped(optimizer)
-
-    register_optimizer_step_post_hook(stepped)
-    return watched

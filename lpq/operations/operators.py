@@ -113,14 +113,20 @@ def unaliased(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Qu
 
 
 OVERWRITES = frozenset(
-    ("zero_", "fill_", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "geometric_", "cauchy_")
-)
+    (
+        "zero_", "fill_", "copy_", "uniform_", "normal_", "random_", "exponential_", "log_normal_", "geometric_",
+        "cauchy_", "bernoulli_",
+    )
+)  # fmt: skip
 """Operators that write every element of a tensor, whatever stood there."""
 
 
 def overwrites(func: Any) -> bool:
-    """Whether an operator reads nothing of the tensor that it writes to, which may hold no number yet."""
-    return func.namespace == "aten" and schema_of(func).name.removeprefix("aten::") in OVERWRITES
+    """Whether an operator reads nothing of what it writes to, which may hold no number yet: as ``out=``, in which torch
+    takes it by name, or because that is what it is for, of one tensor or of a list."""
+    writes = [a for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
+    name = schema_of(func).name.removeprefix("aten::").removeprefix("_foreach_")
+    return all(a.kwarg_only for a in writes) or (func.namespace == "aten" and name in OVERWRITES)
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -1,26 +1,31 @@
 """MasterWeights: an optimizer that updates fp32 copies of quantized weights, and encodes these from them.
 
 It wraps any torch optimizer. To everybody else (schedulers, checkpoints, ``zero_grad``) it is an optimizer of the
-model's parameters; the wrapped one updates the masters in their places. A master is cut as its weight is, so that an
-optimizer's state is sharded too. After a step the weights whose masters changed are encoded, with one reduction of
-their statistics; any other stays as it is, to the bit.
+model's parameters; the wrapped one updates the copies in their places. A copy is cut as its weight is, so that an
+optimizer's state is sharded too. After a step the weights whose copies changed are encoded, with one reduction of
+their statistics; any other stays as it is, to the bit. Copies that are kept between steps are *masters*. Others are
+decoded when a step begins, and have no memory when it has ended.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lpq.distributed.optimizer_steps import as_part, reductions_after
 from lpq.distributed.shard_groups import attach
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
-from lpq.tensor.optimizer_step import reduced_with, watch
+from lpq.tensor.finite import Finite
+from lpq.torch_private.dtensor import dtensor_over
 from lpq.torch_private.optimizers import load_post_hooks, load_pre_hooks
 from lpq.torch_private.tensors import local_part, version_of
 
@@ -38,8 +43,8 @@ class _Seen(NamedTuple):
     def of(weight: Tensor) -> _Seen:
         """As it is now."""
         stored = cast("QuantizedTensor", local_part(weight))
-        buffers = [(buffer, version_of(buffer)) for _, side in stored.sides for buffer in side.tensors()]
-        return _Seen((version_of(weight), version_of(stored), stored.draft.writes), buffers)
+        buffers = [(buffer, version_of(buffer)) for _, side in stored.operands for buffer in side.tensors()]
+        return _Seen((version_of(weight), version_of(stored), stored.write_count), buffers)
 
     def still(self, now: _Seen) -> bool:
         """Whether nothing was written since. Buffers that are other tensors now, as ``model.to()`` leaves them where it
@@ -49,9 +54,13 @@ class _Seen(NamedTuple):
 
 
 class MasterWeights(Optimizer):
-    """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters."""
+    """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    ``keep=False``: there are no masters between steps, but fp32 copies for as long as a step runs. A weight is still
+    rounded once a step; updates that are too small for its format are lost.
+    """
+
+    def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"MasterWeights wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
@@ -59,7 +68,8 @@ class MasterWeights(Optimizer):
             )
         if isinstance(optimizer, MasterWeights | torch.optim.LBFGS):
             raise TypeError(
-                f"MasterWeights cannot wrap {type(optimizer).__name__}: it needs more than gradients. Use it alone"
+                f"MasterWeights cannot wrap {type(optimizer).__name__}: it needs more than gradients. Use it alone, "
+                "over weights that are not stored quantized"
             )
         if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad has one at once
             raise ValueError(
@@ -69,45 +79,62 @@ class MasterWeights(Optimizer):
         super().__init__(groups, dict(optimizer.defaults))
         self.optimizer = optimizer
         """The wrapped optimizer."""
-        self.masters: dict[Tensor, Tensor] = {}
-        """The fp32 master of each quantized weight."""
+        self.keep = keep
+        """Whether the copies of quantized weights are kept between steps, as masters."""
+        self._copies: dict[Tensor, Tensor] = {}
+        """The fp32 copy of each quantized weight, which the wrapped optimizer updates in its place."""
+        self._finite = Finite()
         self._seen: dict[Tensor, _Seen] = {}
         self._due: set[Tensor] = set()
         """The weights that are to be encoded from their masters; of a step that raised they remain for the next one."""
         self._shared = [dict(group) for group in self.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [self._master_of(p) for p in group["params"]]
-        if not self.masters:
+            group["params"] = [self._copy_of(p) for p in group["params"]]
+        if not self._copies:
             warnings.warn(
-                "MasterWeights has no master to keep: none of the optimizer's weights is stored quantized. "
+                "MasterWeights has nothing to do: none of the optimizer's weights is stored quantized. "
                 "lpq.convert(model, recipe, weights='quantized') stores them so, before the optimizer is made",
                 stacklevel=2,
             )
 
-    def _master_of(self, weight: Tensor) -> Tensor:
-        if not isinstance(local_part(weight), QuantizedTensor):
+    @property
+    def masters(self) -> dict[Tensor, Tensor]:
+        """The fp32 master of each quantized weight; none where copies are not kept."""
+        return self._copies if self.keep else {}
+
+    def updated(self, weight: Tensor) -> Tensor:
+        """The tensor that the wrapped optimizer updates for a parameter, under which it has its state."""
+        return self._copies.get(weight, weight)
+
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        stored = local_part(weight)
+        if not isinstance(stored, QuantizedTensor):
             return weight
-        if weight in self.masters:
+        if weight in self._copies:
             raise ValueError(
                 f"{_whose(weight)}a {list(weight.shape)} weight stands in the optimizer twice: give it each parameter "
                 "once"
             )
         attach(weight)
         state = self.optimizer.state.pop(weight, None)
-        self.masters[weight] = torch.zeros_like(weight, dtype=torch.float32)  # on its device, shared out as it is
-        self.take(weight)
+        with torch.no_grad():
+            value = _decoded(stored) if self.keep else _without_memory(stored)
+        copy = value
+        if isinstance(weight, DTensor):  # it is shared out as its weight is
+            copy = dtensor_over(value, weight.device_mesh, weight.placements, tuple(weight.shape))
+        self._copies[weight] = copy
+        self.seen(weight)
         if state is not None:
-            self.optimizer.state[self.masters[weight]] = {
+            self.optimizer.state[copy] = {
                 name: value.float() if isinstance(value, Tensor) else value for name, value in state.items()
             }
-        return self.masters[weight].requires_grad_(weight.requires_grad)
+        return copy.requires_grad_(weight.requires_grad)
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
         """Start the master of this weight, if it has one, from what the weight is now."""
         if weight in self.masters:
-            stored = cast("QuantizedTensor", local_part(weight))
-            local_part(self.masters[weight]).copy_(stored.dequantize(torch.float32))
+            local_part(self.masters[weight]).copy_(_decoded(local_part(weight)))
             self.seen(weight)
 
     def seen(self, weight: Tensor) -> None:
@@ -121,14 +148,16 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the masters, then encode the weights of those that changed. Where that raises, masters are as far as
-        it came, and the next step encodes their weights, as does ``encode()``."""
+        """Update the copies, then encode the weights of those that changed. Where that raises, the stored weights are
+        as they were. Masters are as far as it came; the next step encodes their weights, as does ``encode()``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for weight, stand_in in self._pairs():
-            if self.masters.get(weight, weight) is not stand_in:
+        if not self.keep and not self.optimizer.state:
+            self._follow()
+        for weight, updated in self._pairs():
+            if self.updated(weight) is not updated:
                 raise RuntimeError(
                     f"{_whose(weight)}a {list(weight.shape)} parameter took the place of another one after "
                     "MasterWeights was made, so that a step would train nothing: have parameters exchanged, as "
@@ -142,25 +171,53 @@ class MasterWeights(Optimizer):
                     "take(weight), or seen(weight) where it is again what it was"
                 )
         self._share_options()
-        before = {weight: version_of(local_part(master)) for weight, master in self.masters.items()}
+        with self._filled():
+            self._update()
+            self._encode(reductions_after(self))
+        self._share_options()  # some optimizers keep numbers of theirs in the groups
+        self._show_state()
+        return loss
+
+    @contextmanager
+    def _filled(self) -> Iterator[None]:
+        """Inside of it copies that are not kept have memory, with what their weights decode to."""
+        empty = [] if self.keep else [(local_part(copy), local_part(copy).data) for copy in self._copies.values()]
+        try:
+            for weight, (part, _) in zip(self._copies, empty, strict=not self.keep):
+                part.data = _decoded(local_part(weight))
+            yield
+        finally:
+            if not self.keep:
+                self._due.clear()
+            for part, without_memory in empty:
+                part.data = without_memory
+
+    def _update(self) -> None:
+        """Step the wrapped optimizer; the weights of what that changed are due."""
+        before = {weight: _writes(copy) for weight, copy in self._copies.items()}
         reached: list[Tensor] = []
         try:
-            for weight, master in self.masters.items():
-                master.grad = None if weight.grad is None else weight.grad.float()
-            reached = [weight for weight, master in self.masters.items() if master.grad is not None]
-            self.optimizer.step()
+            for weight, copy in self._copies.items():
+                copy.grad = None if weight.grad is None else weight.grad.float()
+            reached = [weight for weight, copy in self._copies.items() if copy.grad is not None]
+            with as_part(self.optimizer):
+                self.optimizer.step()
         finally:
             # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
             # checkpoint, or was made before its master, may have been encoded of more than it decodes to. Which
             # ones a step reached that raised nobody knows: autograd does not count what fused and foreach optimizers
             # write; nor which it reached afterwards: a hook of it may have emptied the gradients.
-            self._due.update(reached, (w for w, m in self.masters.items() if version_of(local_part(m)) != before[w]))
-            for master in self.masters.values():
-                master.grad = None
-        self._encode(reduced_with(self))
-        self._share_options()  # some optimizers keep numbers of theirs in the groups
-        self._show_state()
-        return loss
+            self._due.update(reached, (w for w, c in self._copies.items() if _writes(c) != before[w]))
+            for copy in self._copies.values():
+                copy.grad = None
+
+    def _follow(self) -> None:
+        """Take parameters that libraries which shard a model have put in place of others, before the first step."""
+        given = [p for group in self.param_groups for p in group["params"]]
+        if any(self.updated(weight) is not updated for weight, updated in self._pairs()):
+            self._copies = {weight: copy for weight, copy in self._copies.items() if any(weight is p for p in given)}
+            for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+                theirs["params"] = [self._copies[p] if p in self._copies else self._copy_of(p) for p in ours["params"]]
 
     def _share_options(self) -> None:
         """Options of the groups are one, here and in the wrapped optimizer, whoever sets them: what schedulers and
@@ -181,12 +238,12 @@ class MasterWeights(Optimizer):
 
     def _encode(self, beside: Reductions | None = None) -> None:
         """Encode the weights that are due."""
-        due = [weight for weight in self.masters if weight in self._due]  # in the same order on all ranks
-        values = [local_part(self.masters[weight]).detach() for weight in due]
+        due = [weight for weight in self._copies if weight in self._due]  # in the same order on all ranks
+        values = [local_part(self._copies[weight]).detach() for weight in due]
         stored = [cast("QuantizedTensor", local_part(weight)) for weight in due]
         try:
             write(stored, values, beside=beside)
-            watch().finite.check(stored, values)
+            self._finite.check(stored, values)
         finally:  # whatever was written before it raised is no write of somebody else's
             for weight in due:
                 self._seen[weight] = _Seen.of(weight)
@@ -198,20 +255,20 @@ class MasterWeights(Optimizer):
         if hasattr(self, "optimizer"):
             added = self.param_groups[-1]
             self._shared.append(dict(added))
-            self.optimizer.add_param_group({**added, "params": [self._master_of(p) for p in added["params"]]})
+            self.optimizer.add_param_group({**added, "params": [self._copy_of(p) for p in added["params"]]})
 
     # ------------------------------------------------------------------------------ copying, saving and loading
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = [weight for weight in self.masters if self._fresh(weight)]
-        own = {"optimizer": self.optimizer, "masters": self.masters, "_shared": self._shared, "fresh": fresh}
-        return {**super().__getstate__(), **own, "due": [*self._due]}
+        own = {"optimizer": self.optimizer, "keep": self.keep, "_copies": self._copies, "_shared": self._shared}
+        return {**super().__getstate__(), **own, "fresh": fresh, "due": [*self._due]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """In a copy, or what is loaded from a pickle, tensors count their writes anew."""
         fresh, due = state.pop("fresh", []), state.pop("due", [])
         super().__setstate__(state)
-        self._seen, self._due = {}, set()
+        self._finite, self._seen, self._due = Finite(), {}, set()
         for weight in fresh:
             self.seen(weight)
         self._due.update(due)
@@ -219,8 +276,8 @@ class MasterWeights(Optimizer):
     def _show_state(self) -> None:
         """In ``state``: the wrapped optimizer's state of each parameter and, beside it, its master."""
         self.state.clear()
-        for weight, stand_in in self._pairs():
-            state = dict(self.optimizer.state.get(stand_in, {}))
+        for weight, updated in self._pairs():
+            state = dict(self.optimizer.state.get(updated, {}))
             if weight in self.masters:
                 state[MASTER] = self.masters[weight]
             if state:
@@ -272,12 +329,14 @@ class MasterWeights(Optimizer):
         inner = dict(state_dict["state"])
         masters: dict[Tensor, Tensor] = {}
         for key, (weight, own) in zip(keys, self._pairs(), strict=True):
-            if weight not in self.masters:
+            if weight not in self._copies:
                 continue
             state = dict(inner.pop(key, {}))
             master = state.pop(MASTER, None)
             if state:
                 inner[key] = state
+            if not self.keep:
+                continue
             if master is None:
                 raise ValueError(
                     f"{_whose(weight)}the state has no master for parameter {key}, a {list(weight.shape)} weight: it "
@@ -300,6 +359,24 @@ class MasterWeights(Optimizer):
 
 def _whose(weight: Tensor) -> str:
     return getattr(local_part(weight), "whose", "")
+
+
+def _decoded(weight: Tensor) -> Tensor:
+    """What a stored tensor stands for, in memory of its own."""
+    stored = cast("QuantizedTensor", weight)
+    value = stored.dequantize(torch.float32)
+    plain = any(operand.quantizer.plain for _, operand in stored.operands)  # decoded, its operand is its buffer
+    return value.clone() if plain else value
+
+
+def _writes(copy: Tensor) -> int:
+    """How often autograd saw it written to: what is written to a DTensor it counts there alone."""
+    return version_of(copy) + version_of(local_part(copy))
+
+
+def _without_memory(like: Tensor) -> Tensor:
+    """In place of an fp32 copy of this tensor: of its shape, and NaN, should somebody read it."""
+    return torch.full((), torch.nan, device=like.device).expand(like.shape)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -1,8 +1,7 @@
 """QuantizedTensor: a tensor that is stored quantized, with its operators and what FSDP2 asks of it."""
 
 from lpq.tensor.aten import dispatch
-from lpq.tensor.optimizer_step import watch
 from lpq.tensor.quantize import quantize
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor
 
-__all__ = ["PrecisionWarning", "QuantizedTensor", "dispatch", "quantize", "watch"]
+__all__ = ["PrecisionWarning", "QuantizedTensor", "dispatch", "quantize"]

@@ -1,8 +1,8 @@
 """What PyTorch's operators do with a QuantizedTensor, written once over the declared layout.
 
 Three kinds. *Views and moves* act on the buffers (the table below). *Writes* (any operator whose schema mutates an
-argument: ``copy_``, ``lerp_``, ``_foreach_add_``, a fused optimizer …) run on the decoded tensor, which is then encoded
-again. *Everything else* decodes, and says so once: the result is an ordinary tensor.
+argument) assign or are refused, see ``lpq.tensor.assigning``. *Everything else* decodes, and says so once: the result
+is an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lpq.formats.joined import cat
 from lpq.operations.operands import DTYPES, as_matrix
-from lpq.operations.operators import overwrites, written
-from lpq.tensor.encode_writes import overwrite, write
+from lpq.tensor.assigning import assign, copy_
 from lpq.tensor.input_checks import check_flattened, check_received, check_shard
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
 from lpq.tensor.stacked import cat_stacks, empty_stack, is_stacked, select, slice_stack
@@ -54,7 +53,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.inplace_view in func.tags:
         raise TypeError(f"{func} would change the shape of a QuantizedTensor in place: take what a view of it gives")
     if schema_of(func).is_mutable:
-        return _write(func, args, kwargs)
+        return assign(func, args, kwargs)
     return _read(func, args, kwargs)
 
 
@@ -63,14 +62,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _natural(t: QuantizedTensor) -> bool:
     """Whether the last dimension is the matrix's columns, so that the leading ones are its rows."""
-    return t.dim() >= 1 and t.shape[-1] == _matrix(t)[-1]
-
-
-def _matrix(t: QuantizedTensor) -> tuple[int, ...]:
-    """The rows and the columns of the matrix; of a stack, behind the number of its matrices."""
-    direction, storage = t.sides[0]
-    *count, rows, cols = storage.shape
-    return (*count, rows, cols) if direction == "row" else (*count, cols, rows)
+    return t.dim() >= 1 and t.shape[-1] == t.matrix_shape[-1]
 
 
 def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
@@ -81,26 +73,26 @@ def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence
     if (row is None) != (whole_row is None) or (col is None) != (whole_col is None):
         return NotImplemented
     part = _same_matrix(t, t.with_operands(row, col, torch.Size(shape), t.dtype))
-    if (start, stop) != (0, _matrix(t)[dim]):
+    if (start, stop) != (0, t.matrix_shape[dim]):
         window = _window(t)
         part.window = window.narrow(dim, start, stop, window.apart and not _shares(t, dim))
     return part
 
 
 def _window(t: QuantizedTensor) -> Window:
-    rows, cols = _matrix(t)[:2]
+    rows, cols = t.matrix_shape[:2]
     return t.window or Window(t, (0, rows), (0, cols), flipped=False, apart=True)
 
 
 def _shares(t: QuantizedTensor, dim: int) -> bool:
     """Whether some value covers the whole of this dimension of the matrix, and so every part of it."""
     along = {"row": dim, "col": 1 - dim}
-    return any(b.unit(along[d]) is None for d, s in t.sides for b in s.quantizer.layout)
+    return any(b.unit(along[d]) is None for d, s in t.operands for b in s.quantizer.layout)
 
 
 def _same_matrix(t: QuantizedTensor, view: QuantizedTensor) -> QuantizedTensor:
     """``view``, over the same matrix as ``t``, written to as ``t`` is."""
-    view.window, view.draft = t.window, t.draft
+    view.window, view.writes = t.window, t.writes
     return view
 
 
@@ -136,7 +128,7 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
     shape = [*t.shape[:dim], stop - begin, *t.shape[dim + 1 :]]
     if is_stacked(t):
         return slice_stack(t, dim, begin, stop, shape)
-    cols = _matrix(t)[1]
+    cols = t.matrix_shape[1]
     if t.window is not None and is_stacked(t.window.whole):
         return NotImplemented  # a part of one of its matrices, which no window describes
     if _natural(t) and dim == t.dim() - 1:
@@ -190,7 +182,7 @@ def _t(t: QuantizedTensor) -> Any:
     view = QuantizedTensor(col, row, flipped, shape, t.dtype)
     window = _window(t)
     apart = window.apart and t.amax_group is None  # the view does not know who has the other shards
-    view.window, view.draft = replace(window, flipped=not window.flipped, apart=apart), t.draft
+    view.window, view.writes = replace(window, flipped=not window.flipped, apart=apart), t.writes
     view.place = t.place
     return view
 
@@ -212,6 +204,7 @@ def _permute(t: QuantizedTensor, dims: Sequence[int]) -> Any:
 
 
 _HANDLERS[aten.select.int] = select
+_HANDLERS[aten.copy_.default] = copy_
 _VIEWS = {
     aten.detach.default, aten.alias.default, aten.view.default, unsafe_view.default, aten.unsqueeze.default,
     aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.as_strided.default, aten.t.default,
@@ -224,7 +217,7 @@ _VIEWS = {
 
 @implements(aten.clone.default)
 def _clone(t: QuantizedTensor, *, memory_format: Any = None) -> Any:
-    return NotImplemented if t.draft.written else t.map(torch.clone)
+    return t.map(torch.clone)
 
 
 @implements(to_copy.default)
@@ -233,13 +226,9 @@ def _to_copy(
     pin_memory: bool | None = None, non_blocking: bool = False, memory_format: Any = None,
 ) -> Any:  # fmt: skip
     dtype = dtype or t.dtype
-    # FSDP2 moves shards off the CPU before a gather, on all ranks; what else is moved or copied is values
-    gathers = t.device.type == "cpu" and device is not None and torch.device(device).type != "cpu"
-    if dtype not in DTYPES or (t.draft.written and not gathers):
+    if dtype not in DTYPES:
         return NotImplemented
-    moved = t.settled(together=True).map(
-        lambda b: b.to(device=device or b.device, non_blocking=non_blocking, copy=True)
-    )
+    moved = t.map(lambda b: b.to(device=device or b.device, non_blocking=non_blocking, copy=True))
     if dtype == t.dtype:
         return moved
     row, col = (s.astype(dtype) if s is not None else None for s in moved.stored)
@@ -248,17 +237,17 @@ def _to_copy(
 
 @implements(pin_memory.default)
 def _pin_memory(t: QuantizedTensor, device: Any = None) -> Any:
-    return t.settled().map(lambda b: b.pin_memory())
+    return t.map(lambda b: b.pin_memory())
 
 
 @implements(aten.is_pinned.default)
 def _is_pinned(t: QuantizedTensor, device: Any = None) -> Any:
-    return all(b.is_pinned() for _, s in t.sides for b in s.tensors())
+    return all(b.is_pinned() for _, s in t.operands for b in s.tensors())
 
 
 @implements(aten.record_stream.default)
 def _record_stream(t: QuantizedTensor, stream: Any) -> None:
-    for _, storage in t.sides:
+    for _, storage in t.operands:
         for buffer in storage.tensors():
             buffer.record_stream(stream)
 
@@ -266,7 +255,7 @@ def _record_stream(t: QuantizedTensor, stream: Any) -> None:
 @implements(torch.ops.lpq.draw_seeds.default)
 def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Any:
     """They only say where, and tell draws apart, and a buffer of theirs does that."""
-    where, whose = (t.sides[0][1].tensors()[0] if isinstance(t, QuantizedTensor) else t for t in (x, owner))
+    where, whose = (t.operands[0][1].tensors()[0] if isinstance(t, QuantizedTensor) else t for t in (x, owner))
     return torch.ops.lpq.draw_seeds(where, whose, count)
 
 
@@ -293,7 +282,7 @@ def _new_empty(
     rows, cols = as_matrix(torch.empty(size, device="meta")).shape
     sides = {
         d: s.quantizer.storage.empty(s.quantizer, (rows, cols) if d == "row" else (cols, rows), t.dtype, device)
-        for d, s in t.sides
+        for d, s in t.operands
     }
     return t.with_operands(sides.get("row"), sides.get("col"), torch.Size(size), t.dtype)
 
@@ -305,7 +294,7 @@ def _new_zeros(
     """A tensor to hold another piece of this one; FSDP2 makes its shards so."""
     is_shard = t.dim() and not is_stacked(t) and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
     if is_shard:
-        check_shard(t, size[0], _matrix(t)[0] // t.shape[0] * size[0], REMEDY)
+        check_shard(t, size[0], t.matrix_shape[0] // t.shape[0] * size[0], REMEDY)
     made = _new_empty(t, size, dtype=dtype, device=device).zero_()
     if is_shard and isinstance(made, QuantizedTensor):
         made.amax_group = "unattached"
@@ -354,121 +343,11 @@ def _joins(first: Any, other: Any) -> bool:
     return (
         isinstance(first, QuantizedTensor)
         and isinstance(other, QuantizedTensor)
-        and not other.draft.written
         and _natural(first)
         and _natural(other)
         and (first.dim(), first.dtype) == (other.dim(), other.dtype)
-        and [(d, s.quantizer) for d, s in first.sides] == [(d, s.quantizer) for d, s in other.sides]
+        and [(d, s.quantizer) for d, s in first.operands] == [(d, s.quantizer) for d, s in other.operands]
     )
-
-
-# ---------------------------------------------------------------------------------------------- writes
-
-
-@implements(aten.copy_.default)
-def _copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
-    if not isinstance(target, QuantizedTensor):
-        return target.copy_(source.dequantize(target.dtype), non_blocking)
-    if isinstance(source, QuantizedTensor):
-        alone = target.window is None or (target.window.apart and not target.draft.open)
-        if alone and not source.draft.written and _same_layout(target, source):
-            overwrite(target, *source.stored)
-            return target
-        target.tell_if_rounded_twice(source)
-        source = source.dequantize(torch.float32)
-    kept = source.dtype if source.dtype in DTYPES else target.dtype  # of others torch casts what it copies as well
-    _write_all([target], [source.to(target.device, kept).expand(target.shape)])
-    return target
-
-
-def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    def described(t: QuantizedTensor) -> list[Any]:
-        return [(d, s.quantizer, tuple(s.shape), s.dtype) for d, s in t.sides]
-
-    return a.shape == b.shape and described(a) == described(b)
-
-
-def _write_all(targets: list[QuantizedTensor], values: list[Tensor]) -> None:
-    """Write these values: into drafts while the step of an optimizer runs, else with one reduction for all that are no
-    parts of others."""
-    now: list[tuple[QuantizedTensor, Tensor]] = []
-    parts: list[tuple[Window, Tensor]] = []
-    for target, value in zip(targets, values, strict=True):
-        matrix = value.reshape(_matrix(target))
-        if target.draft.open:
-            draft = _drafted(target)
-            target.draft.unless = None
-            if draft.data_ptr() != matrix.data_ptr():  # else it was written in place
-                draft.copy_(matrix)
-        elif target.window is None or target.window.apart:
-            now.append((target, matrix))
-        else:
-            parts.append((target.window, matrix))
-    write([target for target, _ in now], [matrix for _, matrix in now])
-    for window, matrix in parts:
-        _write_through(window, matrix)
-
-
-def _write_through(window: Window, matrix: Tensor) -> None:
-    """Write a part of a tensor, and encode the whole again."""
-    whole = window.whole
-    plain = whole.dequantize(torch.float32)
-    window.of(plain.view(_matrix(whole))).copy_(matrix)
-    whole.copy_(plain)
-
-
-def _drafted(t: QuantizedTensor) -> Tensor:
-    """The draft of this tensor as a matrix, begun if there is none: a view of that of the whole tensor."""
-    draft = t.draft
-    if draft.matrix is None:
-        whole = t.window.whole if t.window is not None else t
-        matrix = whole.dequantize(torch.float32).view(_matrix(whole))
-        plain = any(side.quantizer.plain for _, side in whole.sides)  # decoded, its operand is its buffer
-        draft.matrix = matrix.clone() if plain else matrix
-    return t.window.of(draft.matrix) if t.window is not None else draft.matrix
-
-
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a mutating operator on decoded tensors, or on drafts, and encode what it wrote.
-
-    A draft is in fp32, and some operators want one dtype of all: so the others are cast where their tensor has another.
-    """
-    mutated = {id(value): value for value in written(func, args, kwargs)}
-    drafts = {i: t for i, t in mutated.items() if isinstance(t, QuantizedTensor) and t.draft.open}
-    unless = kwargs.get("found_inf")
-    skipping = [t.draft for t in drafts.values() if t.draft.matrix is None or t.draft.unless is unless]
-    narrow = {t.dtype for t in drafts.values()} - {torch.float32}
-    taken: dict[int, tuple[Tensor, Tensor]] = {}  # each argument, and what the operator gets for it
-
-    def take(value: Any) -> Any:
-        if id(value) in taken:
-            return taken[id(value)][1]
-        if id(value) in drafts:
-            plain = _drafted(value).reshape(value.shape)
-        elif isinstance(value, QuantizedTensor) and id(value) in mutated and overwrites(func):
-            plain = torch.empty(value.shape, dtype=torch.float32 if narrow else value.dtype, device=value.device)
-        elif isinstance(value, QuantizedTensor):
-            plain = value.dequantize(torch.float32 if narrow else None)
-        elif isinstance(value, Tensor) and value.dtype in narrow:
-            plain = value.float()
-        else:
-            return value
-        taken[id(value)] = value, plain
-        return plain
-
-    out = func(*tree_map(take, args), **tree_map(take, kwargs))
-    changed = [(t, plain) for t, plain in taken.values() if id(t) in mutated]
-    stored = [(t, plain) for t, plain in changed if isinstance(t, QuantizedTensor)]
-    _write_all([t for t, _ in stored], [plain for _, plain in stored])
-    for draft in skipping:
-        draft.unless = unless
-    for original, plain in changed:
-        if not isinstance(original, QuantizedTensor):
-            original.copy_(plain)
-        elif not original.is_inference():  # autograd counts a write to a tensor, but not to one in a list
-            torch.autograd.graph.increment_version(original)
-    originals = {id(plain): original for original, plain in taken.values()}
-    return tree_map(lambda v: originals.get(id(v), v), out)
 
 
 # ---------------------------------------------------------------------------------------------- everything else

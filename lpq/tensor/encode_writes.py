@@ -67,21 +67,18 @@ class _Part:
 def write(
     targets: Sequence[QuantizedTensor],
     values: Sequence[Tensor],
-    unless: Sequence[Tensor | None] | None = None,
     beside: Reductions | None = None,
 ) -> None:
     """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
     each device. A second one, where column operands encode decoded row operands and have statistics of the whole, or
     where statistics are counts or of a second round.
 
-    ``unless``: of each target a number, on its device, which leaves it as it is where it is not zero; or None.
     ``beside``: what else is reduced in the same collectives.
     """
     together: list[_Part] = []
     in_turn: list[_Part] = []
-    kept = {id(target): skip for target, skip in zip(targets, unless or (), strict=False)}
     for target, value in zip(targets, values, strict=True):
-        sides = {direction: target.quantizer.side(direction) for direction, _ in target.sides}
+        sides = {direction: target.quantizer.side(direction) for direction, _ in target.operands}
         row, col = sides.get("row"), sides.get("col")
         if col is not None and target.quantizer.col_source == "row":
             in_turn.append(_Part(target, _as_kept(target, value), target.quantizer.side("row"), None))
@@ -96,9 +93,9 @@ def write(
     ]
     _reduce(cols, Reductions())
     for part in together:  # from here on no rank waits for another
-        overwrite(part.target, *part.encode(), kept.get(id(part.target)))
+        overwrite(part.target, *part.encode())
     for part, first in zip(cols, encoded, strict=True):
-        overwrite(part.target, first, part.encode()[1], kept.get(id(part.target)))
+        overwrite(part.target, first, part.encode()[1])
 
 
 def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
@@ -119,16 +116,10 @@ def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
     second.run()
 
 
-def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None, unless: Tensor | None = None) -> None:
-    """Put the buffers of these operands in place of those that the target has; not where ``unless`` is not zero."""
-    target.draft.writes += 1
+def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
+    """Put the buffers of these operands in place of those that the target has."""
+    target.writes.count += 1
     for old, new in zip(target.stored, (row, col), strict=True):
         if old is not None and new is not None:
             for buffer, written in zip(old.tensors(), new.tensors(), strict=True):
-                if unless is None:
-                    buffer.copy_(written)
-                else:
-                    was, now = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (buffer, written))
-                    was.copy_(torch.where(unless.reshape(()) != 0, was, now))
-    if target.window is None:
-        target.draft.matrix = None
+                buffer.copy_(written)

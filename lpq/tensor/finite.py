@@ -12,14 +12,13 @@ from torch import Tensor
 from lpq.torch_private.operators import norm_of_each
 
 if TYPE_CHECKING:
-    from lpq.tensor.draft import Draft
-    from lpq.tensor.quantized_tensor import QuantizedTensor
+    from lpq.tensor.quantized_tensor import QuantizedTensor, Writes
 
 
 class _Sums(NamedTuple):
     """What steps wrote to some weights, summed up."""
 
-    weights: list[tuple[str, Draft]]
+    weights: list[tuple[str, Writes]]
     sums: Tensor
     """Sums of absolute values, on the CPU once ``arrived`` is there."""
     arrived: torch.Event | None
@@ -46,7 +45,7 @@ class Finite:
                 sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
                 arrived = torch.Event(device)
                 arrived.record()
-            named = [(target.place or f"a {list(target.shape)} tensor", target.draft) for target, _ in pairs]
+            named = [(target.place or f"a {list(target.shape)} tensor", target.writes) for target, _ in pairs]
             self._pending.append(_Sums(named, sums, arrived))
         pending, self._pending = self._pending, []
         for of in pending:
@@ -60,10 +59,10 @@ def _tell(of: _Sums) -> None:
     if bool(of.sums.isfinite().all()):
         return
     names = []
-    for (name, draft), finite in zip(of.weights, of.sums.isfinite().tolist(), strict=True):
-        if not finite and not draft.told:
+    for (name, writes), finite in zip(of.weights, of.sums.isfinite().tolist(), strict=True):
+        if not finite and not writes.told:
             names.append(name)
-            draft.told = True
+            writes.told = True
     if names:
         warnings.warn(
             f"the step of an optimizer made NaN or infinite what is stored quantized: {', '.join(names[:3])}"

@@ -23,7 +23,7 @@ def check_received(func: Any, tensor: QuantizedTensor) -> None:
 def check_flattened(tensor: QuantizedTensor) -> None:
     """Refuse one that ``torch.cat`` joins with others. So FullyShardedDataParallel makes one parameter of many that are
     flattened, and DistributedDataParallel a message from which it writes them anew."""
-    _, storage = tensor.sides[0]
+    _, storage = tensor.operands[0]
     *_, rows, cols = storage.shape
     if tensor.dim() == 1 and rows > 1 and cols > 1:
         raise TypeError(
@@ -35,7 +35,7 @@ def check_flattened(tensor: QuantizedTensor) -> None:
 
 def check_shard(t: QuantizedTensor, rows: int, matrix_rows: int, remedy: str) -> None:
     """Refuse shards of so many rows that are uneven or no parts of it: all ranks do, from sizes that are global."""
-    along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.sides]
+    along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.operands]
     why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)
     units = [b.unit(dim) for side, dim in along for b in side.layout]
     cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)

@@ -21,9 +21,7 @@ from lpq import registry
 from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import derive_col, derives_col
-from lpq.operations.operators import opaque_when_traced
 from lpq.operations.transposing import transpose
-from lpq.tensor.draft import Draft
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
 from lpq.tensor.rebuilt import operands_of
@@ -35,6 +33,17 @@ if TYPE_CHECKING:
 
 REMEDY = "shard with fully_shard (FSDP2), HSDP for replicas; or convert with weights=None"
 """In place of what other wrappers do with weights."""
+
+
+class Writes:
+    """How a tensor was written to; autograd's count does not grow by what goes through ``.data``."""
+
+    __slots__ = ("count", "told")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.told = False
+        """Whether somebody was told that it is not finite."""
 
 
 class PrecisionWarning(UserWarning):
@@ -73,7 +82,7 @@ class QuantizedTensor(Gathered, Tensor):
     """A tensor that is stored quantized; made by ``Quantizer.quantize``."""
 
     stored: tuple[Storage | None, Storage | None]
-    """The operands as they are. While there is a draft of the tensor, they have an old value."""
+    """``row`` and ``col``."""
     quantizer: Quantizer
     """What encodes it again when it is written to."""
     amax_group: ProcessGroup | Literal["unattached"] | None
@@ -81,8 +90,8 @@ class QuantizedTensor(Gathered, Tensor):
     to which it is not attached yet cannot be written to where its format needs statistics of the whole."""
     window: Window | None
     """Set on a view of a part, and on a transposed one."""
-    draft: Draft
-    """What the step of an optimizer wrote to it, and has yet to encode."""
+    writes: Writes
+    """How often it was written to; its views have the same."""
     place: str
     """What error messages call it: the name of its parameter in the model that was converted; empty if nobody said.
     Views and copies keep it. It is not saved, and no compiler is told, which would tell layers apart by it."""
@@ -93,8 +102,6 @@ class QuantizedTensor(Gathered, Tensor):
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """What an operator does; ``lpq.tensor.aten``, which is written over this class, provides it."""
-    watch_steps: ClassVar[Callable[[], object]]
-    """Has steps of optimizers write drafts; ``lpq.tensor.optimizer_step`` provides it."""
 
     @staticmethod
     def __new__(
@@ -115,17 +122,16 @@ class QuantizedTensor(Gathered, Tensor):
                 cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
             )
         self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
-        self.window, self.draft, self.place, self.owner = None, Draft(), "", None
-        cls.watch_steps()
+        self.window, self.writes, self.place, self.owner = None, Writes(), "", None
         return self
 
     @property
     def write_count(self) -> int:
-        return self.draft.writes
+        return self.writes.count
 
     @property
     def first_buffer(self) -> Tensor:
-        return self.sides[0][1].tensors()[0]
+        return self.operands[0][1].tensors()[0]
 
     @property
     def whose(self) -> str:
@@ -142,41 +148,25 @@ class QuantizedTensor(Gathered, Tensor):
     @property
     def row(self) -> Storage | None:
         """The operand ``X``, or None."""
-        return self.settled().stored[0]
+        return self.stored[0]
 
     @property
     def col(self) -> Storage | None:
         """The operand ``Xᵀ``, or None."""
-        return self.settled().stored[1]
+        return self.stored[1]
 
     @property
     def operands(self) -> list[tuple[Direction, Storage]]:
         """The operands that are there."""
-        return self.settled().sides
-
-    @property
-    def sides(self) -> list[tuple[Direction, Storage]]:
-        """The operands that are there, for whom the values in their buffers do not matter."""
         both: list[tuple[Direction, Storage | None]] = [("row", self.stored[0]), ("col", self.stored[1])]
         return [(direction, storage) for direction, storage in both if storage is not None]
 
-    def settled(self, together: bool = False) -> QuantizedTensor:
-        """This tensor, once its draft, if there is one, is encoded, so that the operands have its value.
-
-        That of a shard takes a collective: then it is an error, unless all ranks do it ``together``, which encodes all
-        that the step has written.
-        """
-        step = self.draft.step
-        if step is not None and self.draft.written:
-            group = (self.window.whole if self.window is not None else self).amax_group
-            if not together and group is not None and (group == "unattached" or group.size() > 1):
-                raise RuntimeError(
-                    f"{self.whose}this {list(self.shape)} tensor, stored as {self.quantizer}, is a shard that the step "
-                    "of an optimizer is writing to: it has operands again when the step has ended. Until then its "
-                    "values are there: dequantize()"
-                )
-            step.write(None if together else self.draft)
-        return self
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """The rows and the columns of the matrix; of a stack, behind the number of its matrices."""
+        direction, storage = self.operands[0]
+        *count, rows, cols = storage.shape
+        return (*count, rows, cols) if direction == "row" else (*count, cols, rows)
 
     def operand(self, direction: Direction) -> Storage:
         """The operand in this direction, derived from the other one where the format can."""
@@ -194,14 +184,7 @@ class QuantizedTensor(Gathered, Tensor):
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there.
-
-        Within the step of an optimizer, what that has made of it so far.
-        """
-        draft = self.draft.value
-        if draft is not None:
-            matrix = self.window.of(draft) if self.window is not None else draft
-            return matrix.to(dtype or self.dtype, copy=True, memory_format=torch.contiguous_format).view(self.shape)
+        """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there."""
         row, col = self.stored
         if row is not None:
             return decode(row, dtype or self.dtype).reshape(self.shape)
@@ -227,7 +210,7 @@ class QuantizedTensor(Gathered, Tensor):
 
     def tell_if_rounded_twice(self, source: QuantizedTensor) -> None:
         """What another tensor decodes to will be encoded: as when a checkpoint of another format is loaded."""
-        sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.sides]
+        sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.operands]
         if source.quantizer != self.quantizer and not any(side.plain for side in sides):
             warnings.warn(
                 f"{self.whose}what is written to this {list(self.shape)} tensor, stored as {self.quantizer}, was "
@@ -239,7 +222,7 @@ class QuantizedTensor(Gathered, Tensor):
     @property
     def held_bytes(self) -> int:
         """The bytes of all its buffers."""
-        return sum(storage.nbytes for _, storage in self.sides)
+        return sum(storage.nbytes for _, storage in self.operands)
 
     @property
     def data(self) -> Tensor:
@@ -273,26 +256,25 @@ class QuantizedTensor(Gathered, Tensor):
         raise BufferError(f"{self.whose}this tensor is stored as {self.quantizer}: hand on what dequantize() gives")
 
     def share_memory_(self) -> QuantizedTensor:
-        for _, storage in self.sides:
+        for _, storage in self.operands:
             for buffer in storage.tensors():
                 buffer.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def is_shared(self) -> bool:
-        return all(b.is_shared() for _, s in self.sides for b in s.tensors())  # type: ignore[no-untyped-call]
+        return all(b.is_shared() for _, s in self.operands for b in s.tensors())  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------------------ to PyTorch
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        self.settled(together=True)  # compiled code reads and writes the buffers, on all ranks
-        names = [f"{d}_{name}" for d, storage in self.sides for name in storage.buffers()]
-        sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.sides)
+        names = [f"{d}_{name}" for d, storage in self.operands for name in storage.buffers()]
+        sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.operands)
         return names, (self.quantizer, sides, self.dtype, _Group(self.amax_group))
 
     def __getattr__(self, name: str) -> Tensor:
         direction, _, buffer = name.partition("_")
         if direction in ("row", "col") and buffer and "stored" in self.__dict__:
-            storage = self.settled(together=True).stored[direction == "col"]
+            storage = self.stored[direction == "col"]
             if storage is not None:
                 return cast("Tensor", getattr(storage, buffer))
         raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
@@ -322,7 +304,7 @@ class QuantizedTensor(Gathered, Tensor):
     __torch_function__ = no_torch_function
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = ", ".join(f"{d}={s!r}" for d, s in self.sides)
+        held = ", ".join(f"{d}={s!r}" for d, s in self.operands)
         return f"QuantizedTensor({list(self.shape)}, {self.dtype}, {held})"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -336,7 +318,7 @@ class QuantizedTensor(Gathered, Tensor):
         return rebuild, state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
-        copy = self.settled().map(torch.clone).requires_grad_(self.requires_grad)
+        copy = self.map(torch.clone).requires_grad_(self.requires_grad)
         if is_parameter(self):
             mark_as_parameter(copy)
         memo[id(self)] = copy
@@ -382,60 +364,3 @@ def rebuild(
 
 
 torch.serialization.add_safe_globals([rebuild])
-
-
-def _operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: str) -> list[Tensor]:
-    """The buffers of ``tensor.operand(direction)``, which must be what this quantizer encodes.
-
-    Also inside ``torch.compile``, which knows tensors and constants only.
-    """
-    operand = tensor.operand(direction)
-    if operand.quantizer.text != quantizer:
-        raise ValueError(
-            f"{tensor.whose}the {direction} operand of this {list(tensor.shape)} tensor is stored as "
-            f"{operand.quantizer}, and the recipe wants {quantizer}: use one with w={tensor.quantizer}; or make an "
-            "ordinary weight of it, layer.weight = nn.Parameter(layer.weight.dequantize()); or, if FSDP2 gathered it, "
-            "call reshard() of its module"
-        )
-    return operand.tensors()
-
-
-operand_tensors = opaque_when_traced(_operand_tensors)
-
-
-def wrap_operands(
-    row: Storage | None,
-    col: Storage | None,
-    quantizer: Quantizer,
-    shape: torch.Size | tuple[int, ...],
-    dtype: torch.dtype,
-    group: ProcessGroup | None,
-) -> QuantizedTensor:
-    """A tensor over these operands; also inside ``torch.compile``, where only tensors and constants may meet."""
-    if not torch.compiler.is_compiling() or group is not None:
-        return QuantizedTensor(row, col, quantizer, shape, dtype, amax_group=group)
-    operands = [(d, s) for d, s in (("row", row), ("col", col)) if s is not None]
-    tensors = [t for _, s in operands for t in s.tensors()]
-    sides = [(d, s.quantizer.text, list(s.shape), s.dtype) for d, s in operands]
-    return _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype)
-
-
-def _wrap(
-    tensors: list[Tensor],
-    sides: list[tuple[str, str, list[int], torch.dtype]],
-    quantizer: str,
-    shape: list[int],
-    dtype: torch.dtype,
-) -> QuantizedTensor:
-    operands: dict[str, Storage] = {}
-    for direction, text, matrix, stored in sides:
-        side: Quantizer = registry.quantizer(text)
-        count = len(side.layout)
-        operands[direction] = side.storage.wrap(tensors[:count], side, tuple(matrix), stored)
-        tensors = tensors[count:]
-    return QuantizedTensor(
-        operands.get("row"), operands.get("col"), registry.quantizer(quantizer), torch.Size(shape), dtype
-    )
-
-
-_wrap_in_graph = opaque_when_traced(_wrap)

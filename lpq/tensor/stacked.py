@@ -20,22 +20,15 @@ from lpq.torch_private.operators import canonicalize_dim
 
 def is_stacked(t: QuantizedTensor) -> bool:
     """Whether a tensor, or what this is a view of, is a stack."""
-    return is_stack(t.sides[0][1].shape)
-
-
-def stack_shape(t: QuantizedTensor) -> tuple[int, ...]:
-    """How many matrices there are, and their rows and columns."""
-    direction, storage = t.sides[0]
-    count, rows, cols = storage.shape
-    return (count, rows, cols) if direction == "row" else (count, cols, rows)
+    return is_stack(t.operands[0][1].shape)
 
 
 def slice_stack(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
     """Matrices ``[start, stop)`` as a view; of a flattened stack, their elements."""
     if dim != 0:
         return NotImplemented
-    if tuple(t.shape) != stack_shape(t):
-        size = math.prod(stack_shape(t)[1:])
+    if tuple(t.shape) != t.matrix_shape:
+        size = math.prod(t.matrix_shape[1:])
         if t.dim() != 1 or not size or start % size or stop % size:
             return NotImplemented
         start, stop = start // size, stop // size
@@ -45,7 +38,7 @@ def slice_stack(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequ
 
 def select(t: QuantizedTensor, dim: int, index: int) -> Any:
     """One matrix, as a view."""
-    if not is_stacked(t) or tuple(t.shape) != stack_shape(t) or canonicalize_dim(t.dim(), dim) != 0:
+    if not is_stacked(t) or tuple(t.shape) != t.matrix_shape or canonicalize_dim(t.dim(), dim) != 0:
         return NotImplemented
     index = canonicalize_dim(t.shape[0], index)
     row, col = (matrices(part(s, index, index + 1))[0] if s is not None else None for s in t.stored)
@@ -58,15 +51,15 @@ def _view(
     t: QuantizedTensor, row: Storage | None, col: Storage | None, shape: Sequence[int], start: int, stop: int
 ) -> QuantizedTensor:
     view = t.with_operands(row, col, torch.Size(shape), t.dtype)
-    count, rows, _ = stack_shape(t)
+    count, rows, _ = t.matrix_shape
     window = t.window or Window(t, (0, count), (0, rows), flipped=False, apart=True)
-    view.window, view.draft = window.narrow(0, start, stop, apart=True), t.draft
+    view.window, view.writes = window.narrow(0, start, stop, apart=True), t.writes
     return view
 
 
 def cat_stacks(tensors: Sequence[QuantizedTensor], dim: int) -> Any:
     """Stacks of matrices of one size behind each other."""
-    first, sizes = tensors[0], [stack_shape(t) for t in tensors]
+    first, sizes = tensors[0], [t.matrix_shape for t in tensors]
     if dim != 0 or any(
         tuple(t.shape) != size or size[1:] != sizes[0][1:] for t, size in zip(tensors, sizes, strict=True)
     ):
@@ -87,10 +80,10 @@ def _joined(operands: Sequence[Storage | None], total: int) -> Storage | None:
 def empty_stack(t: QuantizedTensor, size: Sequence[int], device: torch.device) -> QuantizedTensor | None:
     """An uninitialised stack of so many such matrices; None where the size is that of something else."""
     size = tuple(size)
-    if len(size) != 3 or size[1:] != stack_shape(t)[1:]:
+    if len(size) != 3 or size[1:] != t.matrix_shape[1:]:
         return None
     made = {}
-    for direction, side in t.sides:
+    for direction, side in t.operands:
         shape = size if direction == "row" else (size[0], size[2], size[1])
         made[direction] = side.quantizer.storage.empty(side.quantizer, shape, t.dtype, device)
     return t.with_operands(made.get("row"), made.get("col"), torch.Size(size), t.dtype)

@@ -12,9 +12,6 @@ from torch import Tensor
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """A number of the backward that runs in this thread; -1 outside of any."""
 
-current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The node of the graph whose backward runs in this thread; None outside of any."""
-
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether this backward will run a node. An error where ``torch.autograd.grad`` wants what that node accumulates."""
 

@@ -32,6 +32,10 @@ CALLBACKS = "torch._dynamo.callback"
 """The module whose ``callback_handler.start_callbacks`` are called before torch compiles. Its import takes a second."""
 
 
+PRINTS_GUARDED = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 13)
+"""Whether the compiler prints each tensor that it guards, and so reads it, for the words of the guard. 2.11 does."""
+
+
 def call_around_compiling(before: Callable[..., None], after: Callable[..., None]) -> None:
     """Have these called before and after torch compiles, until ``torch.compiler.reset``."""
     from torch._dynamo.callback import callback_handler

@@ -1,4 +1,4 @@
-"""The functions that an optimizer calls around a step and around loading, in their order."""
+"""The functions that an optimizer calls around loading, in their order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 Hooks = OrderedDict[int, Callable[..., Any]]
-
-post_step_hooks: Callable[[Optimizer], Hooks] = attrgetter("_optimizer_step_post_hooks")
-"""Those that are called after a step of this optimizer."""
 
 load_pre_hooks: Callable[[Optimizer], Hooks] = attrgetter("_optimizer_load_state_dict_pre_hooks")
 """Those that are called before it loads a state, each with what the one before returned."""

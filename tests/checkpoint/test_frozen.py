@@ -15,7 +15,7 @@ import torch
 import trained
 from operands import expected, gathered, same
 from ranks import spawn
-from sharded import How, built, step, whole
+from sharded import How, built, optimizer_for, step, whole
 from torch import Tensor, nn
 
 import lpq
@@ -98,7 +98,7 @@ def _loads_them(path: Path, **options: Any) -> None:
         assert not any(buffer.any() for buffer in _frozen(net).values())
         checkpoint.load(path / name, net)
         _check_frozen(net)
-        step(net, how.optimizer(net.parameters()), 9, how)
+        step(net, optimizer_for(how, net), 9, how)
         _check_frozen(net)
 
 

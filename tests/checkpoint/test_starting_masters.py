@@ -178,7 +178,7 @@ def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
     checkpoint.save(folder / "dropped", stored, optimizer)
     before = {n: [as_bytes(b).clone() for _, s in w.operands for b in s.tensors()] for n, w in values(stored).items()}
     net = made(recipe, "quantized", shard)
-    ordinary = adam(net)
+    ordinary = MasterWeights(adam(net), keep=False)
     with pytest.warns(CheckpointWarning) as told:
         checkpoint.load(folder / "dropped", net, ordinary)
     (line,) = [str(w.message) for w in told]
@@ -197,7 +197,7 @@ def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
 def _masters_of_stored_weights(folder: Path, recipe: str, shard: bool) -> None:
     """Saved without masters: they start from what the weights decode to, as if they were made after loading."""
     stored = made(recipe, "quantized", shard)
-    ordinary = adam(stored)
+    ordinary = MasterWeights(adam(stored), keep=False)
     step(stored, ordinary, 0, how(recipe, "quantized", shard))
     checkpoint.save(folder / "plain", stored, ordinary)
     net = made(recipe, "quantized", shard)
@@ -354,7 +354,7 @@ def test_a_frozen_stored_layer_loads_into_an_ordinary_model(tmp_path: Path, wrap
 
 def test_a_stored_weight_that_may_have_been_trained_is_not_decoded(tmp_path: Path) -> None:
     net = layer()
-    checkpoint.save(tmp_path / "trained", net, stepped(net, adam(net)))
+    checkpoint.save(tmp_path / "trained", net, stepped(net, MasterWeights(adam(net), keep=False)))
     checkpoint.save(tmp_path / "unknown", net)
     for name in ("trained", "unknown"):
         with pytest.raises(CheckpointError, match=r"0\.weight was saved as mxfp8, .*export_file\(…, decode=True\)"):

@@ -76,7 +76,7 @@ def _made(run: dict[str, Any], name: str, **options: Any) -> tuple[How, nn.Modul
     net = built(how)
     assert any(".row.data" in part for part in _values(net)) == (how.weights == "quantized")
     optimizer = how.optimizer(net.parameters())
-    return how, net, MasterWeights(optimizer) if name == "masters" else optimizer
+    return how, net, MasterWeights(optimizer, keep=name == "masters") if how.weights == "quantized" else optimizer
 
 
 def _write_down(folder: Path, name: str, number: int, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

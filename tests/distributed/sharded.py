@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 import lpq
+from lpq.optim import MasterWeights
 
 WIDTH, INNER, TOKENS = 256, 512, 32
 
@@ -94,6 +95,13 @@ def batch(step: int, how: How, micro: int = 0, rank: int = 0) -> Tensor:
     return x.to(how.device, torch.bfloat16 if how.mixed else torch.float32)
 
 
+def optimizer_for(how: How, net: nn.Module) -> torch.optim.Optimizer:
+    """One that keeps no masters, unless it is asked for one that does."""
+    optimizer = how.optimizer(net.parameters())
+    wraps = how.weights == "quantized" and not isinstance(optimizer, MasterWeights)
+    return MasterWeights(optimizer, keep=False) if wraps else optimizer
+
+
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int, how: How) -> float:
     """One optimizer step, on the same data on all ranks unless each has its own; its loss."""
     rank = dist.get_rank() if how.own_data else 0
@@ -119,7 +127,7 @@ def enough(recipe: Any) -> int:
 def train(how: How, steps: int | None = None) -> tuple[list[float], nn.Sequential]:
     """The losses of some steps, and the model after them."""
     net = built(how)
-    optimizer = how.optimizer(net.parameters())
+    optimizer = optimizer_for(how, net)
     return [step(net, optimizer, i, how) for i in range(enough(how.recipe) if steps is None else steps)], net
 
 

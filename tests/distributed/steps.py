@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
 from lpq.core import QuantizedTensor
 from lpq.observe import collectives
+from lpq.optim import MasterWeights
 
 WRITERS: dict[str, Callable[[Any], Optimizer]] = {
     "loop": lambda params: AdamW(params, lr=1e-2, weight_decay=0.5, foreach=False),
@@ -41,9 +42,9 @@ def give_gradients(net: nn.Module, number: int) -> None:
     (net(x) - x.roll(1, 0)).float().square().mean().backward()
 
 
-def step_apart(optimizer: Optimizer) -> None:
-    """A step of which torch tells nobody, so that each write encodes by itself."""
-    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+def rounding(optimizer: Optimizer) -> MasterWeights:
+    """It keeps no masters."""
+    return MasterWeights(optimizer, keep=False)
 
 
 class Does(Optimizer):

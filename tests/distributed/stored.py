@@ -72,7 +72,7 @@ def sharded(net: nn.Sequential, reshard: bool = True, offload: bool = False, mix
 
 def optimizer_of(net: nn.Module, way: Way) -> Optimizer:
     optimizer = OPTIMIZERS[way.optimizer](net.parameters())
-    return MasterWeights(optimizer) if way.masters else optimizer
+    return MasterWeights(optimizer, keep=way.masters)
 
 
 def step(net: nn.Sequential, optimizer: Optimizer, number: int, way: Way) -> float:

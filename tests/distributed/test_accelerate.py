@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import spawn
 from sharded import How, batch, built, model, train, whole
+from steps import rounding
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.optim import AdamW, Optimizer
@@ -86,9 +87,9 @@ def _trains_as_by_hand(rank: int) -> None:
     assert len(set(ordinary)) == STEPS
     assert _trained(rank, HOW) == ordinary
     stored = replace(HOW, weights="quantized")
-    losses = _trained(rank, stored)
+    losses = _trained(rank, stored, rounding)
     assert losses[0] == ordinary[0]
-    assert losses == train(stored, STEPS)[0]
+    assert losses == train(replace(stored, optimizer=lambda params: rounding(_adam(params))), STEPS)[0]
     with_masters = _trained(rank, stored, MasterWeights)
     assert with_masters == train(replace(stored, optimizer=_masters), STEPS)[0] != losses
 

@@ -121,7 +121,7 @@ def _sharded(
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     made = AdamW(net.parameters(), lr=1e-3)  # it writes twice to each weight
-    return net, MasterWeights(made) if weights == "masters" else made
+    return net, made if weights == "high_precision" else MasterWeights(made, keep=weights == "masters")
 
 
 @dataclass
@@ -259,7 +259,7 @@ def _nothing_escapes_the_count(rank: int) -> None:
         stored = weights == "quantized"
         assert isinstance(net[0].weight._local_tensor, QuantizedTensor) == stored
         with torch.no_grad(), collectives() as seen:
-            net[0].weight.mul_(2)
+            net[0].weight.fill_(2)
         assert seen == [Collective("all_reduce", 4)] * stored, (weights, seen)
         with collectives() as seen:
             net[0].weight.full_tensor()  # of a stored weight what it decodes to

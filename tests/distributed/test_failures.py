@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from operands import gathered, watched
 from ranks import fully_shard, processes, spawn
-from sharded import How, batch, built, step, whole
+from sharded import How, batch, built, optimizer_for, step, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Optimizer
@@ -136,7 +136,9 @@ def _unlucky(process: int, ranks: int, folder: str) -> None:
         how = How("fp8-current", weights=weights.partition(",")[0], width=64, inner=64)
         net = built(how)
         optimizer: Optimizer = AdamW(net.parameters())
-        run = Run(how, net, MasterWeights(optimizer) if weights == "quantized" else optimizer, Path(folder))
+        if how.weights == "quantized":
+            optimizer = MasterWeights(optimizer, keep=weights == how.weights)
+        run = Run(how, net, optimizer, Path(folder))
         run.step()
         dist.barrier()
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT))
@@ -254,7 +256,7 @@ def _a_stored_weight_keeps_its_format(rank: int) -> None:
         built(How(changing, weights="quantized"))
     how = How("fp8-current", weights="quantized")
     net = built(how)
-    step(net, AdamW(net.parameters()), 0, how)
+    step(net, optimizer_for(how, net), 0, how)
     net[0].up.recipe = "mxfp8"
     with pytest.raises(ValueError, match=r"is stored as fp8 and its recipe wants mxfp8: .* keeps its format"):
         net(batch(1, how))

@@ -46,7 +46,7 @@ def _model(recipe: str, weights: Any, ranks: int) -> Experts:
 def _trained(model: nn.Module, masters: bool, steps: int = 2) -> list[Tensor]:
     """Outputs and, after the last step, whole weights."""
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    optimizer = MasterWeights(optimizer) if masters else optimizer
+    optimizer = MasterWeights(optimizer, keep=masters)
     torch.manual_seed(1)  # of random bits
     offs, found = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32), []
     for step in range(steps):

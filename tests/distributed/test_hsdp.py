@@ -86,7 +86,7 @@ def _step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Bytes:
 def _trained(rank: int, mesh: DeviceMesh, recipe: str, weights: str, masters: bool) -> None:
     net = built(How(recipe, weights=weights, width=WIDTH, inner=2 * WIDTH, mesh=mesh))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    optimizer = MasterWeights(optimizer) if masters else optimizer
+    optimizer = MasterWeights(optimizer, keep=masters) if weights == "quantized" else optimizer
     replicas, shards = mesh.get_group("replicate"), mesh.get_group("shard")
     before = _local_bytes(net)
     for step in range(3):

@@ -29,7 +29,7 @@ BLOCKS = ["fp8(scaling=block)", "fp8(scaling=block, block=128x128)"]
 EVERY = [*FORMATS, *ROTATED, *BLOCKS]
 OPTIMIZERS: dict[str, tuple[str, Callable[[Any], Optimizer]]] = {
     "high_precision": ("high_precision", lambda params: AdamW(params, lr=1e-2)),
-    "stored": ("quantized", lambda params: AdamW(params, lr=1e-2)),
+    "stored": ("quantized", lambda params: MasterWeights(AdamW(params, lr=1e-2), keep=False)),
     "stored, with masters": ("quantized", lambda params: MasterWeights(AdamW(params, lr=1e-2))),
 }
 

@@ -27,6 +27,7 @@ from lpq.distributed.shard import WeightShard
 Wrap = Callable[[nn.Module], nn.Module]
 JOINED = r"0\.up\.weight: a flattened weight that is stored as nvfp4.* would be joined with others.*fully_shard"
 SENT = r"0\.up\.weight: c10d::\w+ would receive into a decoded copy.*tensor parallelism do that.*fully_shard"
+ROUNDED = r"0\.\w+\.weight: add_ would compute in place in this .* stored as nvfp4.*MasterWeights"
 TAKEN = r"layer 0\.up, .* its weight, which .* prepared, was made a part of another parameter.*fully_shard"
 ASSIGNED = r"0\.up\.weight: this weight, .* is \[128, 64\], and what is assigned to its data \[\d+\].*fully_shard"
 NOT_BUILT = r"layer 0\.up, .* its weight was prepared by .*not built for weights that tensor parallelism shares out"
@@ -71,7 +72,7 @@ CASES: dict[str, tuple[Wrap, Callable[[nn.Module], Optimizer], str | None, str]]
     "FSDP1": (_fsdp1, _sgd, TAKEN, JOINED),
     "FSDP1 with parameters as they were": (_in_place, _sgd, ASSIGNED, JOINED),
     "tensor parallelism": (_tensor_parallel, _sgd, NOT_BUILT, SENT),
-    "ZeroRedundancyOptimizer": (_itself, _zero, None, SENT),
+    "ZeroRedundancyOptimizer": (_itself, _zero, None, ROUNDED),
 }
 
 
@@ -94,7 +95,7 @@ def _trained(net: nn.Module, wrap: Wrap, optimizer_of: Callable[[nn.Module], Opt
 
 def _bytes(net: nn.Module) -> list[Tensor]:
     stored = (p for p in net.parameters() if isinstance(p, QuantizedTensor))
-    return [as_bytes(buffer) for p in stored for _, s in p.sides for buffer in s.tensors()]
+    return [as_bytes(buffer) for p in stored for _, s in p.operands for buffer in s.tensors()]
 
 
 def _trains_or_is_refused(rank: int, name: str) -> None:

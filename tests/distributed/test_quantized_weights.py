@@ -48,10 +48,10 @@ def _values(seed: int = 7, blocks: int = 2) -> dict[str, Tensor]:
 
 
 def _large() -> list[Any]:
-    """The ordinary tensors in memory that are as large as a shard of a weight."""
+    """The ordinary tensors with memory that are as large as a shard of a weight."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype in (torch.float32, torch.bfloat16)]
-    return [(t.shape, t.dtype) for t in tensors if t.numel() >= 128 * 256 and t.untyped_storage().size()]
+    return [(t.shape, t.dtype) for t in tensors if t.numel() >= 128 * 256 and t.untyped_storage().nbytes() >= t.numel()]
 
 
 def _nothing_in_high_precision(rank: int) -> None:
@@ -59,7 +59,7 @@ def _nothing_in_high_precision(rank: int) -> None:
     for recipe, share in (("fp8-current", 0.52), (W8.format("nvfp4(block=16x16)"), 0.29), ("fp8-block", 0.52)):
         net = sharded(converted(recipe, bf16=True))
         weights = [layer.weight for layer in net.modules() if isinstance(layer, lpq.nn.Linear)]
-        optimizer = SGD(net.parameters(), lr=0.1, foreach=False)
+        optimizer = MasterWeights(SGD(net.parameters(), lr=0.1, foreach=False), keep=False)
         for number in range(2):
             step(net, optimizer, number, Way(recipe, bf16=True))
         held = sum(local(w).held_bytes for w in weights)
@@ -217,7 +217,7 @@ def _initialised(rank: int) -> None:
         dist.all_gather_object(every, scales)
         assert scales
         assert all(torch.equal(a, b) for a, b in zip(*every, strict=True))
-        step(net, AdamW(net.parameters(), lr=1e-2), 0, Way(recipe))
+        step(net, MasterWeights(AdamW(net.parameters(), lr=1e-2), keep=False), 0, Way(recipe))
 
 
 # ---------------------------------------------------------------------------------- saving, loading and the group
@@ -297,9 +297,10 @@ def _by_torchs_own_functions(rank: int, folder: str) -> None:
 def _without_masters_in_the_state(rank: int) -> None:
     net = sharded(converted("fp8-current"))
     ordinary = AdamW(net.parameters(), lr=1e-2)
-    step(net, ordinary, 0, Way("fp8-current"))
+    without = MasterWeights(ordinary, keep=False)
+    step(net, without, 0, Way("fp8-current"))
     with pytest.raises(ValueError, match=r"^0\.up\.weight: the state has no master for parameter"):
-        MasterWeights(AdamW(net.parameters(), lr=1e-2)).load_state_dict(ordinary.state_dict())
+        MasterWeights(AdamW(net.parameters(), lr=1e-2)).load_state_dict(without.state_dict())
     with pytest.raises(ValueError, match="an optimizer that has not taken a step yet"):
         MasterWeights(ordinary)
 
@@ -321,9 +322,9 @@ def _nothing_saves_the_group(rank: int) -> None:
     refused = "is a shard, and the group that holds the others is not known yet: call lpq.distributed.attach"
     assert weight._local_tensor.amax_group == "unattached"
     with torch.no_grad():
-        weight.mul_(2)  # finds it
+        weight.fill_(2)  # finds it
     assert weight._local_tensor.amax_group is weight.device_mesh.get_group()
-    step(net, SGD(net.parameters(), lr=0.1), 0, Way("fp8-current"))
+    step(net, MasterWeights(SGD(net.parameters(), lr=0.1), keep=False), 0, Way("fp8-current"))
     group = weight._local_tensor.amax_group
     assert isinstance(group, dist.ProcessGroup)
     before = weight._local_tensor.detach().clone()
@@ -341,14 +342,14 @@ def _nothing_saves_the_group(rank: int) -> None:
         assert isinstance(back, QuantizedTensor)
         assert back.amax_group == "unattached"
         assert same(parts(back), parts(before))
-        for write in (lambda t: t.mul_(2), lambda t: t.copy_(torch.ones(128, 256)), lambda t: t[:16].zero_()):
+        for write in (lambda t: t.fill_(2), lambda t: t.copy_(torch.ones(128, 256)), lambda t: t[:16].zero_()):
             with pytest.raises(RuntimeError, match=refused):
                 write(back)
         assert same(parts(back), parts(before))
         parameter = DTensor.from_local(back, weight.device_mesh, weight.placements, run_check=False)
         attach(parameter)
         assert parameter._local_tensor.amax_group is not None
-        parameter.mul_(2)
+        parameter.fill_(2)
     # the write uses the group: rank 1 alone has the large values, and rank 0 knows of them
     values = torch.ones(128, 256) * (1000.0 if rank else 1.0)
     part = DTensor.from_local(unpickled, weight.device_mesh, weight.placements, run_check=False)

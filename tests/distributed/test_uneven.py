@@ -165,7 +165,7 @@ def _quantized(rank: int) -> None:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
             optimizers = [torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin)]
-            ours, theirs = [MasterWeights(o) for o in optimizers] if masters else optimizers
+            ours, theirs = [MasterWeights(o, keep=masters) for o in optimizers]
             losses = _run(net, ours, float(rank == 0))
             _on_every_rank(str(losses))
             values = {name: _whole(p) for name, p in net.named_parameters()}

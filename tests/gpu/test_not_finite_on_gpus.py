@@ -23,8 +23,7 @@ def test_it_is_said_at_the_next_step(masters: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))).cuda()
     lpq.convert(net, "mxfp8", weights="quantized")
-    optimizer = AdamW(net.parameters(), lr=1e-2)
-    optimizer = MasterWeights(optimizer) if masters else optimizer  # type: ignore[assignment]
+    optimizer = MasterWeights(AdamW(net.parameters(), lr=1e-2), keep=masters)
     said: list[list[str]] = []
     for number in range(5):
         for i, layer in enumerate(net):

@@ -31,6 +31,13 @@ class MasterAdamW(MasterWeights):
         super().__init__(torch.optim.AdamW(params, **options))
 
 
+class RoundedAdamW(MasterWeights):
+    """It keeps no masters."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(torch.optim.AdamW(params, **options), keep=False)
+
+
 def llama(seed: int = 0) -> Any:
     """The same weights each time."""
     torch.manual_seed(seed)
@@ -58,7 +65,9 @@ def trainer(
         "max_steps": STEPS, "per_device_train_batch_size": 2, "save_steps": 2, "logging_steps": 1, "report_to": [],
         "use_cpu": True, "learning_rate": 1e-2, "disable_tqdm": True, **options,
     }  # fmt: skip
-    given = {"optimizer_cls_and_kwargs": (MasterAdamW, {"lr": 1e-2})} if masters else {}
+    stored = any(isinstance(p, QuantizedTensor) for p in model.parameters())
+    steps = (MasterAdamW if masters else RoundedAdamW, {"lr": settings["learning_rate"]})
+    given = {"optimizer_cls_and_kwargs": steps} if stored else {}
     arguments = transformers.TrainingArguments(str(out), **settings)
     data = examples()
     return (cls or transformers.Trainer)(

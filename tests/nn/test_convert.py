@@ -322,17 +322,17 @@ def test_the_report_is_the_same_while_a_weight_is_gathered(weights: str, note: s
 def test_an_optimizer_of_weights_that_fully_shard_replaced_is_refused(weights: Any, mesh: DeviceMesh) -> None:
     """Its steps would train nothing."""
     model, x = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights=weights), torch.ones(4, 64)
-    early: Optimizer = AdamW(model.parameters())
-    early = MasterWeights(early) if weights == "quantized" else early
+    wrap: Callable[[Optimizer], Optimizer] = MasterWeights if weights == "quantized" else lambda optimizer: optimizer
+    early = wrap(AdamW(model.parameters()))
     model(x).sum().backward()
     early.step()  # until then it trains it
     twin = copy.deepcopy(model)
-    of_the_twin = AdamW(twin.parameters())
+    of_the_twin = wrap(AdamW(twin.parameters()))
     fully_shard(model, mesh=mesh)
     words = rf"{type(early).__name__} has a \[64, 64\] parameter that fully_shard replaced .* and after fully_shard"
     with pytest.raises(RuntimeError, match=words):
         early.step()
-    late = AdamW(model.parameters())
+    late = wrap(AdamW(model.parameters()))
     for one, optimizer in ((model, late), (twin, of_the_twin)):
         before = one[0].weight.detach().clone()
         one(x).sum().backward()

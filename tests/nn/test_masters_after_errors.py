@@ -62,7 +62,9 @@ def _fail(optimizer: MasterWeights, reaches: int = 1) -> None:
 
 
 def _bytes(weights: list[Any]) -> list[list[Tensor]]:
-    return [[t.clone().reshape(-1).view(torch.uint8) for _, side in w.sides for t in side.tensors()] for w in weights]
+    return [
+        [t.clone().reshape(-1).view(torch.uint8) for _, side in w.operands for t in side.tensors()] for w in weights
+    ]
 
 
 def _same(a: list[list[Tensor]], b: list[list[Tensor]]) -> list[bool]:
@@ -148,7 +150,7 @@ def test_a_weight_that_is_written_to_after_the_error_is_refused_as_ever() -> Non
     weights, optimizer = _made()
     _fail(optimizer)
     with torch.no_grad():
-        weights[0].mul_(2)
+        weights[0].fill_(2)
     with pytest.raises(RuntimeError, match="was written to since its master was made"):
         optimizer.step()
 

@@ -106,7 +106,7 @@ def test_what_the_wrapped_optimizer_refuses_is_not_loaded_either() -> None:
     optimizer = MasterWeights(Refusing(model.parameters()))
     before = copy.deepcopy([*optimizer.masters.values()])
     with torch.no_grad():
-        model[0].weight.mul_(2)  # type: ignore[index]
+        model[0].weight.fill_(2)  # type: ignore[index]
     with pytest.raises(RuntimeError, match="not today"):
         optimizer.load_state_dict(_saved())
     assert all(torch.equal(a, b) for a, b in zip(before, optimizer.masters.values(), strict=True))

@@ -112,7 +112,9 @@ def test_what_cannot_be_wrapped_is_refused_in_words() -> None:
     weight = nn.Parameter(lpq.quantizer("fp8").quantize(torch.randn(32, 48)))
     with pytest.raises(TypeError, match=r"got a generator: make one first"):
         MasterWeights(p for p in [weight])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"cannot wrap LBFGS: it needs more than gradients\. Use it alone"):
+    with pytest.raises(
+        TypeError, match=r"cannot wrap LBFGS: it needs more than gradients\. Use it alone, over weights"
+    ):
         MasterWeights(LBFGS([weight]))
 
 
@@ -152,9 +154,8 @@ def test_a_copy_goes_on_as_the_original_does(pickled: bool, fused: bool) -> None
 @pytest.mark.parametrize(
     "write",
     [
-        lambda p: p.data.clamp_(-0.01, 0.01),
         lambda p: p.data[:32].zero_(),
-        lambda p: p.data.t().mul_(2),
+        lambda p: p.data.t().fill_(2),
         lambda p: torch._foreach_zero_([p.data]),
         lambda p: p.data.copy_(torch.ones(p.shape)),
     ],
@@ -204,7 +205,7 @@ def test_a_copy_knows_that_a_weight_was_written_to() -> None:
     model = _model()
     optimizer = MasterWeights(SGD(model.parameters(), 0.1))
     with torch.no_grad():
-        model[0].weight.mul_(2)
+        model[0].weight.fill_(2)
     twin, other = copy.deepcopy((model, optimizer))
     twin(torch.randn(8, 64)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^0\.weight: a \[.*\] weight was written to since its master was made"):

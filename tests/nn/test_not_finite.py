@@ -15,9 +15,8 @@ import lpq
 from lpq.optim import MasterWeights
 
 OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
-    lambda params: AdamW(params, lr=1e-2, foreach=True),
-    lambda params: AdamW(params, lr=1e-2, fused=True),
-    lambda params: SGD(params, lr=0.1, foreach=False),
+    lambda params: MasterWeights(AdamW(params, lr=1e-2, fused=True), keep=False),
+    lambda params: MasterWeights(SGD(params, lr=0.1, foreach=False), keep=False),
     lambda params: MasterWeights(AdamW(params, lr=1e-2)),
 ]
 

@@ -19,7 +19,7 @@ def test_what_is_joined_shares_nothing(text: str, dim: int) -> None:
     first = lpq.quantizer(text).quantize(torch.ones(64, 64))
     second = first.clone()
     joined = torch.cat([first, second], dim)
-    joined.mul_(8)
+    joined.fill_(8)
     assert torch.equal(first.dequantize(), torch.ones(64, 64))
     first.zero_()
     assert torch.allclose(joined.dequantize(), torch.full_like(joined.dequantize(), 8.0))

@@ -1,0 +1,100 @@
+"""Steps of optimizers: the only hook on all of them, and what is called by it.
+
+torch calls a function before and after the step of any optimizer of this process. By that a training loop needs no line
+for what lpq does there: the statistics of weights that are gathered quantized are reduced together, an optimizer that
+would train nothing is refused, and a policy whose step nobody moves is told of. Writes alone would not do: neither a
+compiled step nor a fused one leaves a trace in what autograd counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lpq.operations.reduce_statistics import Reductions
+
+
+class Watcher:
+    """Something that is called before and after steps, for as long as it lives."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer, or prepare what it will write to."""
+
+    def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
+        """Act on what it wrote. All that is reduced for that goes through ``reductions``, which are run next."""
+
+
+class _Steps:
+    """What torch calls."""
+
+    def __init__(self) -> None:
+        self._watchers: list[weakref.ref[Watcher]] = []
+        self._parts: list[Optimizer] = []
+        """Those whose steps are at present parts of one that acts for them."""
+        self._done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those for whose steps the watchers have been called already."""
+        register_optimizer_step_pre_hook(torch.compiler.disable(self._before))  # type: ignore[no-untyped-call]
+        register_optimizer_step_post_hook(torch.compiler.disable(self._after))  # type: ignore[no-untyped-call]
+
+    def add(self, watcher: Watcher) -> None:
+        self._watchers = [ref for ref in self._watchers if ref() is not None]
+        self._watchers.append(weakref.ref(watcher))
+
+    def _alive(self) -> Iterator[Watcher]:
+        return (watcher for ref in tuple(self._watchers) if (watcher := ref()) is not None)
+
+    def _before(self, optimizer: Optimizer, *_: object) -> None:
+        self._done.discard(optimizer)  # a step that raised may have left it
+        if not self._is_part(optimizer):
+            for watcher in self._alive():
+                watcher.before_step(optimizer)
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._is_part(optimizer) and optimizer not in self._done:
+            self.reductions(optimizer).run()
+        self._done.discard(optimizer)
+
+    def _is_part(self, optimizer: Optimizer) -> bool:
+        return any(part is optimizer for part in self._parts)
+
+    def reductions(self, optimizer: Optimizer) -> Reductions:
+        reductions = Reductions()
+        for watcher in self._alive():
+            watcher.after_step(optimizer, reductions)
+        self._done.add(optimizer)
+        return reductions
+
+    @contextmanager
+    def part(self, optimizer: Optimizer) -> Iterator[None]:
+        self._parts.append(optimizer)
+        try:
+            yield
+        finally:
+            self._parts.pop()
+
+
+@cache
+def _steps() -> _Steps:
+    """The one there is, since torch's hooks are there once for all optimizers."""
+    return _Steps()
+
+
+def watch(watcher: Watcher) -> None:
+    """Have a watcher called."""
+    _steps().add(watcher)
+
+
+def as_part(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Inside of it the step of this optimizer is a part of another one's, for which alone watchers are called."""
+    return _steps().part(optimizer)
+
+
+def reductions_after(optimizer: Optimizer) -> Reductions:
+    """What watchers have reduced after the step of this optimizer, which is about to end and runs these reductions
+    together with its own."""
+    return _steps().reductions(optimizer)

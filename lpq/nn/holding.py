@@ -1,0 +1,56 @@
+"""Holding weights: each is encoded once for all micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lpq.distributed.optimizer_steps import Watcher, watch
+from lpq.nn.linear import Layer
+
+if TYPE_CHECKING:
+    from lpq.operations.reduce_statistics import Reductions
+
+
+class _Held(Watcher):
+    """Layers that hold their weights. Fused optimizers write to these, and autograd does not count it."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = [*layers]
+        watch(self)
+
+    def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
+        theirs = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        torch.autograd.graph.increment_version([m.weight for m in self.layers if id(m.weight) in theirs])
+
+
+@contextmanager
+def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
+    """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside.
+
+    Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not look, on leaving.
+    Inside of another ``hold_weights`` those that it holds stay its own.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"hold_weights: the model is a {type(model).__name__}: pass an nn.Module")
+    layers = [m for m in model.modules() if isinstance(m, Layer)]
+    if not layers:
+        raise ValueError("hold_weights: the model has no layer of lpq: call lpq.convert(model, …) first")
+    own = [layer for layer in layers if layer.held is None]
+
+    noticing = _Held(own)
+    try:
+        for layer in own:
+            layer.hold_weight()
+        yield model
+        for layer in own:
+            layer.held_weight()
+    finally:
+        noticing.layers.clear()
+        for layer in own:
+            layer.release_weight()
