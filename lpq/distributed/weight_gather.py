@@ -220,7 +220,8 @@ class Gather:
             return self._begin_high(quantizer, dtype)
         else:
             with torch.no_grad():
-                self._local = self._encoded(self._prepared(shard), quantizer, self._statistics(quantizer))
+                use = self._statistics(quantizer, self._matrices(shard))
+                self._local = self._encoded(self._prepared(shard), quantizer, use)
         travels = [(w, s.astype(dtype)) for w, s in zip((row, col), self._local, strict=True) if s is not None]
         if row.ranks == 1:  # there is nobody to send to, and FSDP2 takes one tensor only
             self.site.gather_into([_nothing(self.site.device)])
@@ -270,16 +271,22 @@ class Gather:
             _, col, _ = quantize(x, use[len(row_side.stats) :], None, col_side, dtype=self.site.dtype)
         return row, col
 
-    def _statistics(self, quantizer: Quantizer) -> list[Tensor | None]:
+    def _matrices(self, shard: Tensor) -> slice:
+        """The matrices of a stack that a shard has, of each of which a layer may remember something."""
+        count = shard.shape[0]
+        first = self.site.group.rank() * count
+        return slice(first, first + count) if is_stack(shard.shape) else slice(None)
+
+    def _statistics(self, quantizer: Quantizer, matrices: slice = slice(None)) -> list[Tensor | None]:
         """What to encode with: what the layer remembers of earlier steps, else what was measured of the whole weight;
         None where what is encoded has all. Backward encodes with what forward did, even if another backward moved the
-        layer's memory in between."""
+        layer's memory in between. ``matrices``: those of a stack that are encoded."""
         row, col, of = _sides(quantizer)
         known: list[Tensor | None] = [None] * len(of)
         if state := self.layer.weight_state():
             if not (self._known and self.site.for_backward):
                 self._known = [None if k is None else k.clone() for k in recall(quantizer, row, col, state)]
-            known = self._known
+            known = [k if k is None or matrices == slice(None) else k[matrices] for k in self._known]
         return [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
 
     def _stored(self, shard: QuantizedTensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:

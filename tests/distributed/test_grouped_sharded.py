@@ -40,6 +40,9 @@ class Experts(nn.Module):
 def _model(recipe: str, weights: Any, ranks: int) -> Experts:
     model = Experts()
     lpq.convert(model, recipe, weights=weights, ranks=ranks)
+    for name, memory in model.named_buffers():
+        if name.endswith("w_amax"):  # static, and another one for each expert
+            memory.copy_(torch.tensor([1.0, 300.0, 2.0, 0.5]))
     return model
 
 
@@ -92,6 +95,7 @@ def _as_one(rank: int, recipe: str, weights: Any) -> None:
         ("mxfp8", "quantized"),
         ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", "high_precision"),
         ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", "quantized"),
+        ("x=mxfp8(), w=fp8(static=true), dy=mxfp8()", "high_precision"),
     ],
 )
 def test_two_ranks_compute_what_one_does(recipe: str, weights: str | None) -> None:
