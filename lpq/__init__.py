@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from lpq.calibration import calibrate
     from lpq.engines import export, load_quantized
     from lpq.formats import Quantizer, Storage
-    from lpq.nn.conversion import convert, replan, report, set_step
+    from lpq.nn.conversion import convert, report
     from lpq.nn.holding import hold_weights
+    from lpq.nn.stepping import replan, set_step
     from lpq.operations import gemm
     from lpq.recipes import Policy, Recipe, policy, recipe
     from lpq.registry import quantizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 
@@ -109,14 +109,14 @@ def convert(
             f"accumulate={accumulate!r} does not work with weights={weights!r}, which FSDP2 shards: use one"
         )
     if steps not in (None, "later"):
-        _check_length(steps)
+        check_length(steps)
     policy = recipes.policy(policy, include=include)
-    names = _names(model)
+    names = names_of(model)
     without = left_out(model, names, policy)
     schedules = {  # all, before any swap
         name: LEFT_ALONE if name in without else _schedule(policy, aliases, steps) for name, aliases in names.items()
     }
-    _check_layers(model, schedules, accumulate)
+    check_layers(model, schedules, accumulate)
     check_weights(model, weights, ranks, schedules)
     prepared = _prepared(model, weights, ranks)
     converted: list[Entry] = []
@@ -167,7 +167,7 @@ def convert(
     return model
 
 
-def _names(model: nn.Module) -> dict[str, list[str]]:
+def names_of(model: nn.Module) -> dict[str, list[str]]:
     """Every module's first name, and all its names: a module may be in several places."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
@@ -185,7 +185,7 @@ def _prepared(model: nn.Module, weights: Weights | None, ranks: int | None) -> t
     return (earlier[0].weights, earlier[0].ranks) if earlier else (None, None)
 
 
-def _check_length(steps: object) -> None:
+def check_length(steps: object) -> None:
     if type(steps) is not int or steps < 1:
         raise ValueError(f"steps={steps!r}: it is the length of the run in steps, from 1 on")
 
@@ -202,7 +202,7 @@ def _schedule(policy: Policy, aliases: list[str], steps: Steps) -> Schedule:
     return schedule
 
 
-def _check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulate: Accumulate | None = None) -> None:
+def check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulate: Accumulate | None = None) -> None:
     """Refuse what layers cannot be given, at this step or a later one, before anything is changed."""
     for name, schedule in schedules.items():
         module = model.get_submodule(name)
@@ -284,7 +284,7 @@ def _close_shortcuts(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def _conversions(model: nn.Module) -> dict[str, Conversion]:
+def conversions(model: nn.Module) -> dict[str, Conversion]:
     """That of the model or, where it was converted in parts by several calls, those of its parts, by their names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
@@ -306,7 +306,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
     As text it begins with how much of the model is converted. Equal lines are one; ``full=True`` gives each module its
     own.
     """
-    parts = _conversions(model)
+    parts = conversions(model)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
 
     def named(part: str, entries: tuple[Entry, ...]) -> Iterator[Entry]:
@@ -363,57 +363,3 @@ def _given_since(module: nn.Module | None) -> str:
     if any(module.recipe == recipe for _, recipe in module.schedule.pieces):
         return ""
     return f"; since then {module.recipe.title if module.recipe else 'left alone'}"
-
-
-def set_step(model: nn.Module, step: int) -> None:
-    """Give every layer the recipe that the policy has for this step. Weights and optimizer state stay.
-
-    A step beyond the length of the run is refused. Where recipes change by step and an optimizer steps without this,
-    the next forward warns.
-    """
-    if type(step) is not int or step < 0:
-        raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
-    lengths = [c.steps for c in _conversions(model).values() if isinstance(c.steps, int)]
-    if lengths and step > min(lengths):
-        raise ValueError(
-            f"set_step: step {step} is beyond the run, which lpq.convert was told has steps={min(lengths)}: convert "
-            "with the length of the run, or give it to lpq.replan"
-        )
-    for module in model.modules():
-        if isinstance(module, Layer) and module.schedule is not None:
-            module.recipe = module.schedule.at(step)
-            if module.stages is not None:
-                module.stages.move(step)
-
-
-def replan(model: nn.Module, *, steps: int) -> None:
-    """Plan the policy for a run of so many steps, in place of what ``convert`` was told. Layers keep the recipe that
-    they have until ``set_step``. What ``convert`` would refuse of that is refused, and then nothing is changed.
-    """
-    _check_length(steps)
-    _conversions(model)
-    before = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}
-    planned = {name: schedule.replan(steps) for name, schedule in before.items()}
-    _check_layers(model, planned)
-    check_weights(model, None, None, planned)
-    for name, schedule in planned.items():
-        layer = cast("Layer", model.get_submodule(name))
-        layer.schedule = schedule
-        if layer.stages is not None:
-            layer.stages.last = last_change(planned.values())
-
-    called = {plain_name(name): name for name in planned}
-
-    def again(part: str, entry: Entry) -> Entry:
-        name = plain_name(f"{part}.{entry.name}".strip("."))
-        inside = f"{name}.".lstrip(".")
-        of = next((own for n, own in called.items() if f"{n}.".startswith(inside)), None)  # what is inside follows it
-        return entry if of is None else replace(entry, note=entry.note.replace(str(before[of]), str(planned[of])))
-
-    for part, module in model.named_modules():
-        if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
-            continue
-        every = [plain_name(alias) for aliases in _names(module).values() for alias in aliases]
-        converted = tuple(again(part, entry) for entry in conversion.report.converted)
-        report = replace(conversion.report, converted=converted, unreached=conversion.policy.unreached(every, steps))
-        module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)

@@ -21,8 +21,9 @@ from lpq.nn.plan import Plan
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoded_stacks import encode_stack
 from lpq.operations.group_choice import OfProduct, decoded_at_once
+from lpq.operations.group_products import multiply_columns, multiply_rows, sum_rows
 from lpq.operations.group_tiles import spans
-from lpq.operations.groups import derive_columns, encode_groups, multiply_columns, multiply_rows, sum_rows
+from lpq.operations.groups import derive_columns, encode_groups
 from lpq.operations.operands import State
 from lpq.operations.operators import can_call_directly
 from lpq.tensor import QuantizedTensor

@@ -40,7 +40,7 @@ class KernelSpec:
     ``lpq.distributed.cast_master_weights``, which without it takes them shape by shape."""
     impl: str
     """Import string of the callable. It has the signature of the operation's reference; for ``grouped_gemm`` it is
-    ``f(a, b, offs, fast_accumulate) -> Tensor | None``, see ``lpq.operations.groups``; for ``cast`` it is
+    ``f(a, b, offs, fast_accumulate) -> Tensor | None``, see ``lpq.operations.group_products``; for ``cast`` it is
     ``f(side) -> lpq.kernels.fragments.CastKernels``, for ``tile`` and ``exact_tile``
     ``f(side, direction) -> lpq.operations.fused_pair.TileSide``."""
     bind: str | None = None

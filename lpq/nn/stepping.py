@@ -1,0 +1,69 @@
+"""Moving a converted model through its run: the recipes of a step, and another length of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from torch import nn
+
+from lpq.nn.conversion import RECORD, Conversion, check_layers, check_length, conversions, names_of
+from lpq.nn.linear import Layer
+from lpq.nn.names import plain_name
+from lpq.nn.reports import Entry
+from lpq.nn.sharded_weights import check_weights
+from lpq.nn.stages import last_change
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Give every layer the recipe that the policy has for this step. Weights and optimizer state stay.
+
+    A step beyond the length of the run is refused. Where recipes change by step and an optimizer steps without this,
+    the next forward warns.
+    """
+    if type(step) is not int or step < 0:
+        raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
+    lengths = [c.steps for c in conversions(model).values() if isinstance(c.steps, int)]
+    if lengths and step > min(lengths):
+        raise ValueError(
+            f"set_step: step {step} is beyond the run, which lpq.convert was told has steps={min(lengths)}: convert "
+            "with the length of the run, or give it to lpq.replan"
+        )
+    for module in model.modules():
+        if isinstance(module, Layer) and module.schedule is not None:
+            module.recipe = module.schedule.at(step)
+            if module.stages is not None:
+                module.stages.move(step)
+
+
+def replan(model: nn.Module, *, steps: int) -> None:
+    """Plan the policy for a run of so many steps, in place of what ``convert`` was told. Layers keep the recipe that
+    they have until ``set_step``. What ``convert`` would refuse of that is refused, and then nothing is changed.
+    """
+    check_length(steps)
+    conversions(model)
+    before = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}
+    planned = {name: schedule.replan(steps) for name, schedule in before.items()}
+    check_layers(model, planned)
+    check_weights(model, None, None, planned)
+    for name, schedule in planned.items():
+        layer = cast("Layer", model.get_submodule(name))
+        layer.schedule = schedule
+        if layer.stages is not None:
+            layer.stages.last = last_change(planned.values())
+
+    called = {plain_name(name): name for name in planned}
+
+    def again(part: str, entry: Entry) -> Entry:
+        name = plain_name(f"{part}.{entry.name}".strip("."))
+        inside = f"{name}.".lstrip(".")
+        of = next((own for n, own in called.items() if f"{n}.".startswith(inside)), None)  # what is inside follows it
+        return entry if of is None else replace(entry, note=entry.note.replace(str(before[of]), str(planned[of])))
+
+    for part, module in model.named_modules():
+        if not isinstance(conversion := module.__dict__.get(RECORD), Conversion):
+            continue
+        every = [plain_name(alias) for aliases in names_of(module).values() for alias in aliases]
+        converted = tuple(again(part, entry) for entry in conversion.report.converted)
+        report = replace(conversion.report, converted=converted, unreached=conversion.policy.unreached(every, steps))
+        module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)
