@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 def exchange(mine: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
-    """The objects of all ranks that these groups join, by their ranks among all processes; each group in turn hands on
-    what the ones before have brought. Without groups, this process's own."""
+    """The objects of all ranks that these groups join, by rank among all processes; each group in turn passes on what
+    the groups before it brought. Without groups, this process's own."""
     import torch.distributed as dist
 
     known = {dist.get_rank() if dist.is_available() and dist.is_initialized() else 0: mine}
@@ -37,9 +37,9 @@ def exchange(mine: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
 
 @contextmanager
 def together(parameters: Iterable[Tensor], what: str) -> Iterator[None]:
-    """If one rank raises inside, all ranks raise that share out any of these parameters, or hold a replica of them.
+    """Raise on all ranks that share out any of these parameters, or hold a replica of them, if one rank raises inside.
 
-    ``what``: in words, for ranks on which nothing went wrong.
+    ``what``: what failed, in words, for ranks on which nothing went wrong.
     """
     error: Exception | None = None
     try:
@@ -70,17 +70,17 @@ class Ranks:
             )
         self.group = group
         self.rank = dist.get_rank(group) if self.many else 0
-        """Which of them this process is."""
+        """The place of this process among them."""
         self.names = dist.get_process_group_ranks(group or dist.group.WORLD) if self.many else [0]
-        """Their ranks among all processes, by which the user knows them."""
+        """Their ranks among all processes, which messages use."""
         self.size = len(self.names)
 
     def as_error(self, raised: BaseException) -> Exception:
-        """What is raised on all ranks for this: an error that travels, being made from its message alone."""
+        """The error to raise on all ranks for this one: it can travel, since it is made from a message alone."""
         return RuntimeError(message(raised))
 
     def all(self, function: Callable[[], T]) -> list[T]:
-        """Call ``function`` on every rank; what it returned on each. An error on any rank is raised on all."""
+        """Call ``function`` on every rank, and return the results of all. An error on any rank is raised on all."""
         result: T | None = None
         error = cause = None
         try:
@@ -93,19 +93,19 @@ class Ranks:
         return [found[name][0] for name in self.names]  # type: ignore[misc]
 
     def alike(self, function: Callable[[], T], differ: str) -> T:
-        """As ``all``; what all ranks return must be equal. ``differ``: the error on all of them, if it is not."""
+        """As ``all``, for results that must be equal: return one. ``differ``: the error on all ranks if they differ."""
         found = self.all(function)
         if any(other != found[0] for other in found):
             raise self.as_error(LpqError(differ))
         return found[self.rank]
 
     def first(self, function: Callable[[], T]) -> T:
-        """Call ``function`` on rank 0 alone; all get what it returned, or its error."""
+        """Call ``function`` on rank 0 alone; all ranks get its result, or its error."""
         found: T = self.all(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[assignment]
         return found
 
     def raised(self, errors: Mapping[int, Exception]) -> Exception:
-        """The error of the first rank that has one, which says whose it is unless all have it."""
+        """The error of the first rank that has one; its message names the rank unless all ranks have the same error."""
         name, error = min(errors.items())
         if len(errors) == self.size and len({str(e) for e in errors.values()}) == 1:
             return type(error)(str(error))
@@ -125,8 +125,8 @@ def message(raised: BaseException) -> str:
 
 
 def _groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
-    """The groups of all dimensions of all meshes over which they lie, in the order of the parameters, which is the same
-    on all ranks."""
+    """The groups of all dimensions of all meshes over which these parameters lie, in the order of the parameters, which
+    is the same on all ranks."""
     found: dict[tuple[int, ...], ProcessGroup] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor):

@@ -1,7 +1,7 @@
 """Whether the ranks that share weights out mean the same model: other recipes on other ranks would be mixed in silence.
 
 They compare one hash, in a collective of a few words, before the first gather and when a recipe has changed. Where it
-differs they tell each other what they have, and all raise.
+differs they exchange descriptions of their models, and all raise.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 WORDS = 4
 BITS = 30
 LIMIT = (1 << BITS) - 1
-"""Words of so many bits, of the hash. With each goes its complement, so that a MAX shows whether all are equal."""
+"""The largest word of the hash. With each word goes its complement, so that a MAX shows whether all are equal."""
 REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
 
 
 def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str]) -> None:
-    """Raise on all ranks if those that share out these parameters, or hold replicas of them, have others; a collective
-    for each set of ranks."""
+    """Raise on all ranks if those that share out these parameters, or hold replicas of them, do not have the same. It
+    takes a collective for each set of ranks."""
     shared: dict[tuple[int, ...], list[tuple[nn.Module, Site]]] = {}
     for module, site in sites.items():
         shared.setdefault(same_ranks(site.group), []).append((module, site))
@@ -44,7 +44,7 @@ def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str])
 
 
 def _told(name: str, module: nn.Module, site: Site) -> str:
-    """All that ranks must have alike of a parameter: its module's name, and then what that is."""
+    """A description of all that ranks must have alike of a parameter: its module's name, class, recipe and so on."""
     local, shape = site.local, list(site.param.shape)
     kind = type(module).__name__.removeprefix("FSDP")
     if isinstance(local, QuantizedTensor):
@@ -83,7 +83,7 @@ def _compare(told: Sequence[str], groups: Sequence[ProcessGroup], device: torch.
 
 
 def _first_difference(known: Mapping[int, Sequence[str]]) -> str:
-    """The first thing that a rank has otherwise than the first rank."""
+    """The first difference between the first rank and another one, in words."""
     first = min(known)
     rank = next((rank for rank in sorted(known) if known[rank] != known[first]), first)
     for a, b in zip_longest(known[first], known[rank], fillvalue="no more layers"):

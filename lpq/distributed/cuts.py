@@ -41,18 +41,18 @@ class Cut(NamedTuple):
     rank: int
     ranks: int
     size: int
-    """The rows or columns of one stretch, which lie side by side in the whole matrix."""
+    """How many rows or columns one stretch has; they lie side by side in the whole matrix."""
     stretches: int = 1
-    """How many of them each rank has: in turn, the ranks have one stretch each, and so on. A batch of sequences that
-    are cut has one for each sequence."""
+    """How many stretches each rank has. The ranks take turns: one stretch each, then the next. A batch of sequences has
+    one for each sequence."""
 
     @property
     def mine(self) -> int:
-        """The rows or columns that this rank has."""
+        """How many rows or columns this rank has."""
         return self.size * self.stretches
 
     def place(self, stretch: int) -> int:
-        """The first row or column of a stretch of this rank's in the whole matrix."""
+        """The first row or column, in the whole matrix, of a stretch of this rank."""
         return (stretch * self.ranks + self.rank) * self.size
 
     def why_not(self, quantizer: Quantizer, row: bool, col: bool) -> str | None:
@@ -68,7 +68,7 @@ class Part(NamedTuple):
     quantizer: Quantizer
     row: bool
     col: bool
-    """Which operands are wanted."""
+    """Whether these operands are wanted."""
     cut: Cut | None = None
     """None: this rank has the whole."""
 
@@ -92,7 +92,7 @@ def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None
 
 
 def measure_part(part: Part, x: Tensor, state: State | None) -> list[Tensor]:
-    """The statistics of this rank's part, if some are of data of several ranks too, or are remembered; else none."""
+    """The statistics of this rank's part, if some span several ranks or are remembered; else none."""
     row, col = _first(part)
     if state is None and not any(_spanning(part, row, col)):
         return []
@@ -102,9 +102,11 @@ def measure_part(part: Part, x: Tensor, state: State | None) -> list[Tensor]:
 def reduce_parts(
     measured: Sequence[tuple[Part, Tensor, list[Tensor]]], seeds: Tensor | None, group: str
 ) -> tuple[list[list[Tensor]], Tensor | None]:
-    """The statistics of the whole tensors of those of parts, which stand behind what they were measured of, and of
-    random seeds of the ranks those of all. It takes a collective, if there is anything to reduce, one more for counts,
-    and the same again for a second round."""
+    """The statistics of the whole tensors, made of those of their parts, and the seeds of all ranks, made of theirs.
+
+    ``measured``: each part with the values and the statistics that were measured of them. It takes a collective, if
+    there is anything to reduce, one more for counts, and the same again for a second round.
+    """
     entries = [_Measured(part, x, *_first(part), [*stats]) for part, x, stats in measured]
     return [m.stats for m in entries], _reduce([m for m in entries if m.stats], seeds, group)
 
@@ -119,7 +121,7 @@ class _Measured(NamedTuple):
     stats: list[Tensor]
 
     def spanning(self, kind: str, number: int) -> list[tuple[list[Tensor], int]]:
-        """Where those stand that are of data of several ranks, are combined so, and are of this round."""
+        """The places of statistics that span several ranks, are combined in this way, and belong to this round."""
         several, needed = _spanning(self.part, self.row, self.col), declared(self.row, self.col)
         how = [(stat.reduce, stat.round) for stat, _ in needed]
         return [(self.stats, i) for i, found in enumerate(how) if several[i] and found == (kind, number)]
@@ -152,8 +154,8 @@ def _sums(values: Sequence[Tensor], group: str) -> list[Tensor]:
 def reduce_together(values: Sequence[Tensor], seeds: Tensor | None, group: str) -> tuple[list[Tensor], Tensor | None]:
     """The MAX over the ranks of non-negative fp32 values, and one of the ranks' seeds, in one collective.
 
-    What is reduced are integers: a non-negative float orders as its bits do, and NaN above infinity. The halves
-    of a seed are, one by one: any mixture of seeds is one. Seeds come first, where integers of 64 bits must lie.
+    Integers are reduced: a non-negative float orders as its bits do, and NaN above infinity. The halves of a seed are
+    reduced apart, as any mixture of seeds is a seed. Seeds come first, where integers of 64 bits must lie.
     """
     if not values and seeds is None:
         return [], None
@@ -174,7 +176,7 @@ def _first(part: Part) -> tuple[Quantizer | None, Quantizer | None]:
 
 
 def _spanning(part: Part, row: Quantizer | None, col: Quantizer | None) -> list[bool]:
-    """For each statistic that these operands need whether it is of data of several ranks."""
+    """Whether each statistic that these operands need spans several ranks."""
     needed, cut = declared(row, col), part.cut
     return [cut is not None and spans((stat, dim if cut.dim == 0 else 1 - dim)) for stat, dim in needed]
 
@@ -260,14 +262,14 @@ class Gathering(NamedTuple):
 
 
 def begin_gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) -> Gathering:
-    """Make the operands of the whole of those of the parts, in one collective. The ranks have each some rows (0) of an
-    operand, or some of its columns (1), as stands beside it. Buffers that are the same for all parts stay."""
+    """Begin to gather the operands of the whole from those of the parts, in one collective. Beside each operand stands
+    whether a rank has some of its rows (0) or of its columns (1). Buffers that are the same for all parts stay."""
     sent = [as_bytes(t) for operand, dim in operands for b, t in _travelling(operand, dim)]
     return Gathering(operands, cut, begin_all_gather(sent, cut.ranks, group))
 
 
 def gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) -> list[Storage]:
-    """The same, at once."""
+    """Gather as ``begin_gather`` does, and wait for it."""
     return begin_gather(operands, cut, group).finish()
 
 
@@ -300,7 +302,7 @@ def _joined(operand: Storage, dim: int, cut: Cut, came: Iterator[Tensor]) -> Sto
 
 
 def _in_place(came: Tensor, lines: int, cut: Cut) -> Tensor:
-    """The bytes that arrived rank by rank, in the order of the whole: lines along which the stretches lie."""
+    """Bytes that arrived rank by rank, in the order of the whole: in so many lines, along which the stretches lie."""
     if not came.numel():
         return came
     size = came.numel() // (cut.ranks * lines * cut.stretches)

@@ -24,14 +24,15 @@ class ExpertParallel(ParallelStyle):
 
     Its forward takes rows, ``[rows, features]``, which lie expert by expert, and where each expert's end, as
     ``lpq.nn.GroupedLinear`` does, and returns a row for each. Its parameters have one part for each expert along their
-    first dimension. Each rank calls it with rows for all experts and gets those rows back; what its forward sees is the
-    rows of all ranks for the experts of this one. The host waits for how many go where.
+    first dimension. Each rank calls it with rows for all experts and gets the results of those rows; its forward gets
+    the rows of all ranks for the experts of this one. The host waits for the numbers of rows.
 
     Experts of Hugging Face's models that ``lpq.convert`` has converted are taken, too: each rank calls them with its
     own tokens, as on one process.
 
-    ``dispatch="high_precision"``: rows travel as they are. ``"encoded"``: as the row operand of the module's recipe,
-    which is refused where that is not the same to the bit; and so do the gradients of results, where it is.
+    ``dispatch="high_precision"``: rows travel as they are. ``"encoded"``: they travel as the row operand of the
+    module's recipe, which is refused where the result would not be the same to the bit. The gradients of results travel
+    encoded, too, where that changes no bit.
     """
 
     def __init__(self, *, dispatch: Dispatch = "high_precision") -> None:
@@ -62,10 +63,10 @@ class _Hooks:
     def __init__(self, how: Dispatch) -> None:
         self.how = how
         self._calls: list[Sent] = []
-        """Those that run."""
+        """The calls that have begun and not ended."""
 
     def dispatch(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-        """What the module's forward is called with."""
+        """The arguments of the module's forward: the rows for this rank's experts, and where each expert's end."""
         if len(inputs) != 2:
             raise TypeError(
                 f"ExpertParallel: {type(module).__name__} was called with {len(inputs)} arguments, and a module of "
@@ -78,7 +79,7 @@ class _Hooks:
         return rows, ends
 
     def combine(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        """What the caller gets of what it returns."""
+        """The results of the caller's own rows, from the output of the module's forward."""
         return combine(output, self._calls.pop(), self.how)
 
 

@@ -1,8 +1,8 @@
 """Rows on their way to the ranks of their experts, and the results on their way back.
 
-Rows lie expert by expert. What arrives lies likewise, of each expert those of one rank behind those of the other. Where
-it travels encoded, each row is encoded before it is sent, and has the bytes that it would have been given where it
-arrives: that takes a format in which no value is of two rows (``why_not_row_by_row``).
+Rows lie expert by expert, and so do those that arrive: for each expert, those of one rank behind those of the other.
+Where rows travel encoded, each is encoded before it is sent, into the bytes that it would get where it arrives: that
+takes a format in which no value belongs to two rows (``why_not_row_by_row``).
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ Dispatch = Literal["high_precision", "encoded"]
 
 
 class Sent(NamedTuple):
-    """What was sent for one call."""
+    """Where the rows of one call went, and where the results belong."""
 
     order: Tensor
-    """Which of the rows that arrived, rank by rank, stands where, expert by expert."""
+    """For each place in the order expert by expert, the row that stands there: its number among those that arrived."""
     back: Tensor
-    """And the other way round."""
+    """The inverse of ``order``."""
     sent: list[int]
-    """How many rows went to each rank; and how many came from each."""
+    """How many rows went to each rank."""
     received: list[int]
+    """How many rows came from each rank."""
     rows: int
-    """How many the caller gave, those behind the last expert's included."""
+    """How many rows the caller gave, those behind the last expert's included."""
     group: str
 
 
 def dispatch(
     rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh, quantizer: Quantizer | None
 ) -> tuple[Tensor, Tensor, Sent]:
-    """The rows of all ranks for the experts of this one, where each expert's end, and what ``combine`` needs to know.
+    """The rows of all ranks for the experts of this one, where each expert's end, and what ``combine`` needs.
 
-    With a quantizer they travel as its row operand, and what is returned has that alone. The host waits for how many
-    go where.
+    With a quantizer they travel as its row operand, and the tensor that is returned has that operand alone. The host
+    waits for the numbers of rows.
     """
     if not isinstance(ends, Tensor):
         ends = torch.tensor(list(ends), device=rows.device).cumsum(0)

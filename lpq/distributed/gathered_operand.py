@@ -3,8 +3,8 @@
 A shard holds some rows of the weight: those rows of the row operand, those columns of the column operand. A buffer
 whose elements span the sharded dimension is the same on every rank and does not travel.
 
-An ordinary matrix (``Quantizer.plain``) lies in memory as the weight does, and its column operand is a view of that, as
-where nothing is gathered: products may sum in another order where a matrix lies otherwise.
+An ordinary matrix (``Quantizer.plain``) lies in memory as the weight does, and its column operand is a view of it, just
+as where nothing is gathered: in another memory layout, products might sum in another order.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Whole:
         """The buffers that travel."""
         in_place = direction == "row" or ranks == 1 or self._turned or stack  # whose shards are whole matrices
         self.arrived = [as_bytes(t) if in_place else as_bytes(torch.empty_like(t)) for t in self.large]
-        """Where their bytes arrive, one rank's after the other's: of rows, that is their place."""
+        """Where their bytes arrive, one rank's after the other's. For rows, that is their final place."""
         self._in_place = in_place
         if self._turned:
             self.operand = transpose(self.operand)
         fsdp.free((*self.large, *self.arrived))
 
     def departing(self, local: Storage) -> list[Tensor]:
-        """What this rank sends of its operand."""
+        """The bytes that this rank sends of its operand."""
         tensors = (transpose(local) if self._turned else local).tensors()
         return [as_bytes(tensors[i]) for i in self._travels]
 
     def receive(self, local: Storage) -> None:
-        """Complete the operand by what arrived and, of this rank's, what is the same on all."""
+        """Complete the operand: with the bytes that arrived, and with this rank's buffers that are the same on all."""
         if self.ranks == 1:
             self.take(local)
             return
@@ -83,7 +83,7 @@ class Whole:
         fsdp.free(self.arrived)
 
     def take(self, local: Storage) -> None:
-        """Take what is the whole operand already."""
+        """Take over an operand that is whole already."""
         fsdp.allocate(self.large)
         fsdp.fill(self.operand.tensors(), local.tensors())
 

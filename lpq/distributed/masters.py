@@ -1,8 +1,8 @@
 """Master weights that ranks share out: cast to quantized weights that every rank holds whole.
 
 As in ZeRO: each rank owns a piece of each flattened fp32 master, anywhere, of any length. One collective for all
-weights tells every rank what it needs of the others; then each rank has all scales and encodes its piece. When the
-bytes are gathered, every buffer is what encoding the whole master would have made it, bit for bit.
+weights brings every rank the facts that it needs from the others; then each rank has all scales and encodes its piece.
+Once the bytes are gathered, every buffer equals that of encoding the whole master, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Piece", "Pieces", "cast_master_weights", "finish_gather"]
 
 
 class Pieces(Sequence[Piece]):
-    """What is to be gathered after a cast: the same buffers on all ranks, in the same order."""
+    """The pieces to gather after a cast: those of the same buffers on all ranks, in the same order."""
 
     def __init__(self, items: Sequence[Item], rank: int, ranks: int) -> None:
         kinds: dict[Kind, list[Item]] = {}
@@ -55,7 +55,7 @@ class Pieces(Sequence[Piece]):
         return len(self._pieces)
 
     def tell(self) -> Tensor:
-        """What this rank tells the others, for a MAX over the ranks."""
+        """The words that this rank sends to the others, for a MAX over the ranks."""
         count = sum(math.prod(shape) for shape in self._shapes)
         told = torch.zeros(count, dtype=torch.int32, device=self._shares.device)
         agreement, shares, views = self._views(told)
@@ -66,7 +66,7 @@ class Pieces(Sequence[Piece]):
         return told
 
     def encode(self, told: Tensor) -> None:
-        """Write what this rank can write, from what all ranks told."""
+        """Write what this rank can write, from the words of all ranks."""
         agreement, shares, views = self._views(told)
         self._agreement.check(agreement)
         self._shares.check(shares)
@@ -77,7 +77,7 @@ class Pieces(Sequence[Piece]):
 
     @property
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Those of all that is told, in its order."""
+        """The shapes of all that the ranks exchange, in its order."""
         kinds = (shape for same in self._told.values() for shape in same)
         return [self._agreement.shape, self._shares.shape, *kinds]
 
@@ -114,7 +114,7 @@ def cast_master_weights(
     weight ``i`` from ``offsets[i]`` on; the ranks of ``group`` together own each element once. Without a group this
     process owns all. Every rank passes the same weights, in the same order. Afterwards each has all scales, and the
     codes of what it owns. Gather the pieces that are returned, that is fill each ``piece.buffer`` from
-    the ``piece.own`` of all ranks (``piece.span`` says where that of a rank lies), and call ``finish_gather``.
+    the ``piece.own`` of all ranks (``piece.span`` gives the place of a rank's part), and call ``finish_gather``.
 
     Before anything is written, all ranks refuse a part of a master that one of them refuses, and weights, states or
     seeds that differ between them. (Where they differ so that the all-reduce itself has another size, the backend ends
@@ -158,7 +158,7 @@ def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
 
 @contextmanager
 def _reference(items: Sequence[Item]) -> Iterator[None]:
-    """What formats wrote runs in the precision in which it is written, and autograd sees only that weights changed."""
+    """Run the code of formats in the precision in which it is written. Autograd gets notice of changed weights only."""
     device = items[0].weight.device.type if items else "cpu"
     with torch.no_grad(), torch.autocast(device, enabled=False):
         yield

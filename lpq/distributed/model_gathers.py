@@ -1,9 +1,9 @@
-"""Gathering: the weights of one model that are gathered quantized, and what all ranks must know of them together.
+"""Gathering: the weights of one model that are gathered quantized, and their statistics, which ranks make together.
 
-After an optimizer's step, every weight that it wrote to is measured, and one collective makes the statistics of all
-of them those of the whole weights, whatever models they are of; what layers remember across steps is combined in the
-same way. A weight that was written to otherwise (a checkpoint was loaded, no step was taken yet) is measured when it is
-gathered next, with all others of that kind in its model, whatever calls of ``lpq.convert`` got them.
+After an optimizer's step, every weight that it wrote to is measured. One collective reduces the statistics of all of
+them, and all that layers remember across steps, to those of the whole weights, whatever models they belong to. A weight
+that was written to otherwise (a checkpoint was loaded, no step was taken yet) is measured when it is gathered next,
+with all other such weights of its model, whatever calls of ``lpq.convert`` got them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gathering:
 
     def _begin(self) -> None:
         self.alike = False
-        """Whether all ranks have the same model: to be compared again when a recipe has changed."""
+        """Whether all ranks have the same model. It becomes false when a recipe changes, so that they compare again."""
         self._gathers: dict[nn.Module, Gather] = {}
         self._steps = _steps()
         self._steps.watch(self)
@@ -47,12 +47,12 @@ class Gathering:
         return self.root
 
     def __setstate__(self, root: nn.Module) -> None:
-        """A copy, or what is loaded from a file, finds for itself how its model is sharded."""
+        """Begin anew: a copy, or one that is loaded from a file, finds for itself how its model is sharded."""
         self.root = root
         self._begin()
 
     def of(self, layer: nn.Module) -> Gather:
-        """How the weight of this layer is gathered. When that is asked first, FSDP2 has sharded the model."""
+        """How the weight of this layer is gathered. The first call comes when FSDP2 has sharded the model."""
         if layer not in self._gathers:
             self._find()
         compiler = sys.modules.get(CALLBACKS) if PRINTS_GUARDED else None
@@ -69,7 +69,7 @@ class Gathering:
     def _find(self) -> list[Gather]:
         """How each weight of the whole model is gathered, also where another call of ``lpq.convert`` got it.
 
-        All is read off the model as it is sharded now, in its order: so it is the same on all ranks.
+        The order is that of the model as it is sharded now, and so the same on all ranks.
         """
         around = fsdp.outermost(self.root)  # a part of a model may have been converted, and the whole sharded
         checkpointed = _checkpointed(around)
@@ -109,7 +109,7 @@ class Gathering:
         return {f"{name}.weight".strip("."): weight for name, weight in found.items() if weight is not None}
 
     def written_by(self, params: Collection[int]) -> Iterator[Gather]:
-        """Those of the parameters with these ids."""
+        """The gathers of the parameters with these ids."""
         return (g for g in self._gathers.values() if id(g.site.param) in params)
 
     def missing(self) -> list[Tensor]:
@@ -118,9 +118,10 @@ class Gathering:
 
 
 class _Steps(Watcher):
-    """What is done before and after the step of any optimizer of this process, and before and after torch compiles.
+    """The actions before and after the step of any optimizer of this process, and before and after torch compiles.
 
-    One for all gatherings, so that what one step writes is reduced together, however many models it belongs to.
+    One instance serves all gatherings, so that all weights that one step writes to are reduced together, however many
+    models they belong to.
     """
 
     def __init__(self) -> None:
@@ -136,7 +137,7 @@ class _Steps(Watcher):
         self._gatherings.append(weakref.ref(gathering))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Weights are about to be written to, stored ones maybe before any forward."""
+        """Refuse parameters that are no longer in the model, and attach stored shards, maybe before any forward."""
         if not (alive := self._alive()):
             return
         params = _params(optimizer)
@@ -154,8 +155,8 @@ class _Steps(Watcher):
         self._trained.check(optimizer)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
-        """Reduce what belongs to the weights that it has. All are measured, since a compiled step writes without a
-        trace."""
+        """Reduce the statistics and the memories of all weights of this optimizer: all, since a compiled step writes
+        without a trace."""
         params = {id(p) for p in _params(optimizer)}
         for gathering in self._alive():
             for gather in gathering.written_by(params):
@@ -167,7 +168,7 @@ class _Steps(Watcher):
     def lend_while_compiling(self) -> None:
         """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.
 
-        Where for the words of its guards it prints every tensor that it meets, and so reads it.
+        This is for a torch that prints every tensor that it meets into the text of its guards, and so reads it.
         """
         call_around_compiling(self.lend, self.take_back)
 
@@ -185,7 +186,7 @@ class _Steps(Watcher):
 
 @cache
 def _steps() -> _Steps:
-    """The one there is."""
+    """The only instance."""
     return _Steps()
 
 

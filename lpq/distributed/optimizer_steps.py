@@ -1,9 +1,9 @@
-"""Steps of optimizers: the only hook on all of them, and what is called by it.
+"""Steps of optimizers: the only hook on all of them, and the watchers that it calls.
 
-torch calls a function before and after the step of any optimizer of this process. By that a training loop needs no line
+torch calls a function before and after the step of any optimizer of this process. So a training loop needs no line
 for what lpq does there: the statistics of weights that are gathered quantized are reduced together, an optimizer that
-would train nothing is refused, and a policy whose step nobody moves is told of. Writes alone would not do: neither a
-compiled step nor a fused one leaves a trace in what autograd counts.
+would train nothing is refused, and a policy whose step nobody moves gets a warning. Writes alone would not do: neither
+a compiled step nor a fused one leaves a trace in what autograd counts.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Watcher:
         """Refuse an optimizer, or prepare what it will write to."""
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
-        """Act on what it wrote. All that is reduced for that goes through ``reductions``, which are run next."""
+        """Act on what it wrote. Everything to be reduced for that is added to ``reductions``, which run next."""
 
 
 class _Steps:
-    """What torch calls."""
+    """The functions that torch calls, and the watchers that they call."""
 
     def __init__(self) -> None:
         self._watchers: list[weakref.ref[Watcher]] = []
         self._parts: list[Optimizer] = []
-        """Those whose steps are at present parts of one that acts for them."""
+        """Optimizers whose steps are at present parts of the step of another one."""
         self._done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those for whose steps the watchers have been called already."""
+        """Optimizers for whose present step the watchers have been called already."""
         register_optimizer_step_pre_hook(torch.compiler.disable(self._before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self._after))  # type: ignore[no-untyped-call]
 
@@ -80,7 +80,7 @@ class _Steps:
 
 @cache
 def _steps() -> _Steps:
-    """The one there is, since torch's hooks are there once for all optimizers."""
+    """The only instance, since torch's hooks are there once for all optimizers."""
     return _Steps()
 
 
@@ -95,6 +95,6 @@ def as_part(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 
 def reductions_after(optimizer: Optimizer) -> Reductions:
-    """What watchers have reduced after the step of this optimizer, which is about to end and runs these reductions
-    together with its own."""
+    """The reductions that watchers want after the step of this optimizer, which is about to end and runs them together
+    with its own."""
     return _steps().reductions(optimizer)

@@ -1,8 +1,8 @@
 """WeightShard: a high-precision weight that FSDP2 gathers in its quantized form.
 
-It wraps an ordinary tensor, and adds that FSDP2 asks the layer what to gather and that writes are counted. FSDP2 cuts,
-pads and moves parameters, so views and copies keep the class, and every other operator gives an ordinary tensor. A
-state dict has an ordinary tensor over the same data.
+It wraps an ordinary tensor, has its layer decide what FSDP2 gathers, and counts writes. FSDP2 cuts, pads and moves
+parameters, so views and copies keep the class, and every other operator gives an ordinary tensor. A state dict has an
+ordinary tensor over the same data.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ COPIES = {
     pin_memory.default, to_copy.default, aten.clone.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_zeros.default,
 }  # fmt: skip
-"""With these and with views a parameter is cut, padded, moved and made."""
+"""The operators by which, beside views, a parameter is cut, padded, moved and made."""
 
 
 class WeightShard(Gathered, Tensor):
     """A weight, or a shard of one, in high precision."""
 
     held: Tensor
-    """The ordinary tensor that has the data."""
+    """The ordinary tensor that holds the data."""
     writes: list[int]
     """How often an operator wrote to it: a list of one number that it shares with its views."""
 
     @property
     def write_count(self) -> int:
-        """What changes when it is written to, also by compiled code, which writes to ``held`` itself."""
+        """A number that changes when it is written to, also by compiled code, which writes to ``held`` itself."""
         return self.writes[0] + version_of(self.held)
 
     @property
@@ -51,7 +51,7 @@ class WeightShard(Gathered, Tensor):
 
     @property
     def data(self) -> Tensor:
-        """A view that autograd does not know. It takes the memory of what is assigned to it."""
+        """A view that is detached from autograd. Assigning a tensor to it takes over the memory of that."""
         view: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return view
 
@@ -136,12 +136,12 @@ def _parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def as_shard(tensor: Tensor) -> Tensor:
-    """The same data, gathered quantized; a tensor that is of a class of its own stays as it is."""
+    """The same data as a WeightShard; a tensor of any class but ``Tensor`` stays as it is."""
     return WeightShard(tensor) if type(tensor) is Tensor else tensor
 
 
 def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
-    """What is to be a layer's weight from now on, prepared for being gathered as ``weight``, whole or sharded, is."""
+    """The new weight of a layer, prepared for being gathered as ``weight``, whole or sharded, is."""
     stored, given = local_part(weight), as_shard(local_part(new).detach())
     if isinstance(stored, QuantizedTensor) and not isinstance(given, QuantizedTensor):
         raise ValueError(
@@ -159,8 +159,8 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
 
 
 def ordinary(weight: Tensor) -> Tensor:
-    """The same data in an ordinary tensor, whole or sharded, which a write to it counts; one that is stored quantized
-    stays so."""
+    """The same data in an ordinary tensor, whole or sharded, whose version counts writes; a weight that is stored
+    quantized stays so."""
     part = local_part(weight)
     if not isinstance(part, WeightShard):
         return weight.detach()

@@ -1,6 +1,6 @@
-"""Telling the part of a sharded parameter that this rank holds which ranks hold the others.
+"""Attaching to this rank's part of a sharded parameter the group of the ranks that hold the other parts.
 
-That is found from the mesh, at run time, and never saved.
+The group is found from the mesh, at run time, and never saved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def attach(parameter: Tensor) -> None:
     """Attach to the local part of a sharded parameter, if it is stored quantized, the group that shards it.
 
     FSDP2's first gather, the step of any optimizer, ``lpq.optim``, ``lpq.checkpoint`` and any write to the weight of a
-    layer that FSDP2 has sharded do it. It is for shards that are made otherwise, such as what a file or a pickle had:
+    layer that FSDP2 has sharded do it. Call it for shards that are made otherwise, such as those of a file or a pickle:
     before it, a write that needs statistics of the whole tensor is an error.
     """
     part = local_part(parameter)

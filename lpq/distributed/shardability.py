@@ -1,6 +1,6 @@
-"""Whether a weight can be cut into equal shards that are quantized one by one. Decided from global sizes only.
+"""Whether a weight can be cut into equal shards that are quantized one by one. It depends on global sizes only.
 
-So every rank decides alike, and the report of a conversion can say what was decided.
+So every rank decides alike, and the report of a conversion can list the decisions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def why_uncut(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) 
 
 def why_cut(sides: Iterable[tuple[Quantizer, int]], size: int, what: str) -> str | None:
     """Why operands cannot be cut every ``size`` rows or columns, along the dimension named for each; None if they can.
-    ``what``: in words, what there are so many of."""
+    ``what``: the noun for these rows or columns in the message."""
     for side, dim in sides:
         if (reason := side.why_no_parts(dim)) is not None:
             return reason
@@ -61,7 +61,7 @@ def sent_bytes(
 ) -> tuple[int, int]:
     """The bytes that all ranks together send of a weight in forward, and in backward.
 
-    ``kept``: it stays gathered from forward to backward, which both operands are gathered for. ``stored``: as for
+    ``kept``: it stays gathered from forward to backward, so that forward gathers both operands. ``stored``: as for
     ``operand_bytes``.
     """
     high = math.inf if stored else rows * cols * dtype.itemsize

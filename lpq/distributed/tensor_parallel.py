@@ -23,7 +23,7 @@ __all__ = ["ColwiseParallel", "Layouts", "PrepareInput", "RowwiseParallel", "Seq
 
 @dataclass(frozen=True)
 class Layouts:
-    """How a layer's input comes over the ranks, and how its output is to go."""
+    """How a layer's input lies over the ranks, and how its output is to lie."""
 
     input: Placement
     output: Placement
@@ -52,7 +52,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """Share out the columns of a layer's weight, and those of its input; the output is the sum over the ranks.
 
     With ``output_layouts=Shard(1)`` each rank has the sum of its part of the sequence. In a layer with a recipe the
-    gradient of that is encoded first, and its codes are gathered. A bias is added once, after the sum.
+    gradient of this sum is encoded first, and its codes are gathered. A bias is added once, after the sum.
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ def _has_recipe(module: nn.Module) -> bool:
 
 
 def _prepare(module: nn.Module, input: Placement, output: Placement) -> None:
-    """Say to a layer of lpq how its input comes and how its output is to go."""
+    """Set on a layer of lpq how its input lies over the ranks, and how its output is to lie."""
     if not hasattr(module, "weight_quantizer"):
         return
     if isinstance(module.weight, Gathered):

@@ -1,10 +1,10 @@
 """Whether optimizers train each weight of a model, and each once.
 
-Some libraries exchange the parameters of an optimizer for those of a sharded model. Where that goes wrong, a weight
-stands in it several times and others in none, and the loss may fall nevertheless. Several optimizers may share a model
-out, have parameters of others beside, and leave weights alone that are frozen or get no gradient.
+Some libraries exchange the parameters of an optimizer for those of a sharded model. Where that goes wrong, an optimizer
+has one weight several times, and other weights are in none, and the loss may fall nevertheless. Several optimizers may
+share a model out, have parameters of other models, too, and leave out weights that are frozen or get no gradient.
 
-It is decided from what all ranks have alike: which optimizers there are, and of what.
+The decision depends on what all ranks have alike: the optimizers and their parameters.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Named = Mapping[str, Tensor]
 
 
 class Trained:
-    """What is known of the optimizers that have stepped."""
+    """The optimizers that have stepped, and the weights that none of them has."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
-        """The ids of the parameters that each had when it was looked at."""
+        """The ids of the parameters that each optimizer had when it was taken in."""
         self._left: weakref.WeakKeyDictionary[Optimizer, list[_Weight]] = weakref.WeakKeyDictionary()
-        """The weights beside those of each that no optimizer is known to have; most of the time there are none."""
+        """For each optimizer, the weights of its models that no known optimizer has; mostly there are none."""
 
     def is_new(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-        """Whether it has not stepped yet, or has other parameters since."""
+        """Whether an optimizer has not stepped yet, or has other parameters since."""
         return self._seen.get(optimizer) != [*map(id, params)]
 
     def look(self, optimizer: Optimizer, params: Sequence[Tensor], models: Iterable[Named]) -> None:
-        """Look at an optimizer that is new; an error if it has one of its parameters several times."""
+        """Take in an optimizer that is new; raise if it has one of its parameters several times."""
         ids = [*map(id, params)]
         has = set(ids)
         mine = [weights for weights in models if any(id(weight) in has for weight in weights.values())]
@@ -51,7 +51,7 @@ class Trained:
             left[:] = [weight for weight in left if weight.id not in known]
 
     def check(self, optimizer: Optimizer) -> None:
-        """An error if a weight beside those of this optimizer got a gradient, and no optimizer has it."""
+        """Raise if another weight of this optimizer's models got a gradient, and no optimizer has it."""
         left = self._left.get(optimizer)
         if not left or not any(weight.got_a_gradient for weight in left):
             return
@@ -88,7 +88,7 @@ class _Weight(NamedTuple):
 
 
 def _optimizers() -> list[Optimizer]:
-    """All there are. torch has no list of them."""
+    """All optimizers of this process. torch has no list of them."""
     gc.collect()  # else it would depend on when a rank did it last
     return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]  # isinstance() may run code
 

@@ -36,39 +36,39 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """What a layer says of its weight."""
+    """A layer, as far as the gather of its weight reads it."""
 
     weight: Tensor
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name of the layer in messages."""
 
     def weight_quantizer(self) -> Quantizer | None:
-        """What quantizes the weight at this step; None: nothing does."""
+        """The quantizer of the weight at this step; None: it stays in high precision."""
 
     def weight_state(self) -> Mapping[str, Tensor] | None:
-        """What the quantizer remembers of the weight across steps."""
+        """The statistics of the weight that the quantizer remembers across steps."""
 
     def memories(self) -> dict[str, Tensor]:
-        """All that the layer's quantizers remember across steps."""
+        """All statistics that the layer's quantizers remember across steps."""
 
 
 class Model(Protocol):
-    """The model of a weight, as far as a gather asks."""
+    """The model of a weight, as far as a gather reads it."""
 
     alike: bool
     """Whether all ranks have the same model."""
 
     def compare(self) -> None:
-        """Make sure of that; a collective."""
+        """Raise unless all ranks have the same model; a collective."""
 
     def refresh(self) -> None:
         """Measure every weight of it that was written to; a collective."""
 
 
 class Measured(NamedTuple):
-    """What was measured: which tensor, at which of its versions, for which quantizer."""
+    """The last measurement: of which tensor, at which of its versions, for which quantizer."""
 
     local: weakref.ref[Tensor]
     version: int
@@ -76,13 +76,13 @@ class Measured(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """What is encoded from the shard."""
+    """The quantizers of the operands that are encoded from the shard."""
 
     row: Quantizer
     col: Quantizer | None
-    """None: that operand follows from the other one."""
+    """None: the column operand follows from the row operand."""
     stats: list[tuple[Stat, int]]
-    """The statistics that they need, as ``declared`` has them."""
+    """The statistics that they need, in the order of ``declared``."""
 
 
 class Gather:
@@ -91,35 +91,35 @@ class Gather:
     def __init__(self, layer: Layer, site: fsdp.Site, model: Model, checkpointed: bool) -> None:
         self.layer, self.site = layer, site
         self.stats: list[Tensor | None] = []
-        """The statistics of the whole weight that reach beyond a shard or are remembered, as ``declared`` has them."""
+        """Statistics of the whole weight that reach beyond a shard or are remembered, in the order of ``declared``."""
         self.runs_again = checkpointed
         """Whether forward runs again in backward, which then needs the row operand too."""
         self._checkpointed = checkpointed
         self._model = model
         self._measured: Measured | None = None
         self._asked: tuple[Quantizer | None, Quantizer | None] = (None, None)
-        """What was last wanted, and what that is quantized with."""
+        """The quantizer that the layer last wanted, and the one that is used for it: the same, or None."""
         self._whole: tuple[Quantizer, Whole, Whole] | None = None
         self._made_for: tuple[Quantizer | None, torch.dtype] | None = None
         self._wanted = (False, False)
         self._known: list[Tensor | None] = []
-        """What forward recalled of earlier steps."""
+        """The statistics of earlier steps that forward recalled."""
         self._local: tuple[Storage | None, Storage | None] = (None, None)
         self._heavy: frozenset[tuple[bool, bool]] = frozenset()
-        """The operands wanted together that are more bytes than the weight in high precision, which then travels."""
+        """Choices, as ``_wanted``, with more bytes than the weight in high precision, which then travels instead."""
         self._high: list[Tensor] = []
-        """Where the bytes of that arrive, while it travels."""
+        """The memory in which a weight in high precision arrives, while it travels."""
         self._use: list[Tensor | None] = []
-        """The statistics to encode it with."""
+        """The statistics with which to encode a weight that arrives in high precision."""
         self._filled: list[Tensor] = []
-        """What FSDP2 frees beside what it gathered into: it holds this very list."""
+        """The tensors that FSDP2 frees beside those that it gathered into: it holds this very list."""
 
     def note(self, runs_again: bool) -> None:
-        """Forward begins, and it will, or will not, run again in backward."""
+        """Take note, as forward begins, of whether it will run again in backward."""
         self.runs_again = runs_again or self._checkpointed
 
     def attached(self) -> ProcessGroup:
-        """The group that shards the weight; that is attached to this rank's shard, if it is stored quantized."""
+        """The group that shards the weight. It is attached to this rank's shard, if that is stored quantized."""
         attach(self.site.param)
         return self.site.group
 
@@ -127,7 +127,7 @@ class Gather:
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """What the gathered weight is quantized with; None: it is gathered in high precision."""
+        """The quantizer of the gathered weight; None: it is gathered in high precision."""
         wanted = self.layer.weight_quantizer()
         if wanted is not self._asked[0]:
             self._asked = wanted, wanted if wanted is not None and self.why_whole(wanted) is None else None
@@ -150,7 +150,7 @@ class Gather:
         )
 
     def measure(self, reductions: Reductions) -> None:
-        """Measure this rank's shard into ``stats``, which these reductions make those of the whole weight."""
+        """Measure this rank's shard into ``stats``. These reductions make them the statistics of the whole weight."""
         local = self.site.local
         version = local.write_count if isinstance(local, WeightShard) else 0
         measured = Measured(weakref.ref(local), version, self.layer.weight_quantizer())
@@ -180,13 +180,13 @@ class Gather:
             reductions.add_stats(of, measured, self.site.group, 1)
 
     def _prepared(self, shard: Tensor) -> Tensor:
-        """The shard where it is encoded. What is encoded is what FSDP2 would gather of an ordinary parameter, so it is
-        rounded to ``site.dtype``; before it travels from another device, else by the kernels that read it."""
+        """The shard, on the device where it is encoded. FSDP2 would gather an ordinary parameter in ``site.dtype``, so
+        its values are rounded to that: here if they move to another device, else by the kernels that read them."""
         x = plain(shard)
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
     def missing(self) -> list[Tensor]:
-        """The freed buffers of a weight of which others are filled: those of the operand that is not wanted now."""
+        """The freed buffers of a weight that has filled ones, too: those of the operand that is not wanted now."""
         large = [t for whole in self._whole[1:] for t in whole.large] if self._whole is not None else []
         freed = [t for t in large if not t.untyped_storage().size()]
         return freed if len(freed) < len(large) else []
@@ -194,7 +194,7 @@ class Gather:
     # ------------------------------------------------------------------------------ before a gather
 
     def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Encode the shard; what FSDP2 gathers of it."""
+        """Encode the shard, and return the tensors that FSDP2 is to gather."""
         if not self._model.alike:
             self._model.compare()
         if self.site.reshards_to_fewer_ranks:
@@ -230,7 +230,7 @@ class Gather:
         return tuple(t for whole, storage in travels for t in whole.departing(storage))
 
     def _make(self, quantizer: Quantizer | None, dtype: torch.dtype) -> None:
-        """Have what the gather fills, made once for a quantizer."""
+        """Make the tensors that the gather fills, once for each quantizer."""
         if self._made_for == (quantizer, dtype):
             return
         self.site.forget()
@@ -242,8 +242,8 @@ class Gather:
             self._heavy = heavy(quantizer, shape[-2], shape[-1], dtype) if ranks > 1 else frozenset()
 
     def _begin_high(self, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Have the weight itself gathered, and encoded where it arrives: into the same bytes, with the statistics that
-        its shards would be encoded with."""
+        """Have the weight gathered in high precision, to be encoded where it arrives: with the statistics for its
+        shards, and so into the same bytes."""
         self._use = self._statistics(quantizer)
         shard = plain(self.site.padded).to(self.site.device, dtype, non_blocking=True)
         self._high = [torch.empty(shard.nbytes * self.site.group.size(), dtype=torch.uint8, device=shard.device)]
@@ -252,7 +252,7 @@ class Gather:
         return (as_bytes(shard),)
 
     def _encoded_high(self, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Storage | None, Storage | None]:
-        """The operands of the whole weight, which arrived."""
+        """The operands of a whole weight that arrived in high precision."""
         for stat in self._use:
             if stat is not None and stat.is_cuda:  # it was made on the stream on which FSDP2 gathers
                 stat.record_stream(torch.cuda.current_stream(stat.device))
@@ -262,7 +262,7 @@ class Gather:
     def _encoded(
         self, x: Tensor, quantizer: Quantizer, use: list[Tensor | None]
     ) -> tuple[Storage | None, Storage | None]:
-        """The operands that are wanted, and do not follow from each other, of a shard or of the whole."""
+        """The operands of a shard, or of the whole, that are wanted, but for one that follows from the other."""
         row_side, col_side, _ = _sides(quantizer)
         row = col = None
         if self._wanted[0] or col_side is None:
@@ -272,15 +272,16 @@ class Gather:
         return row, col
 
     def _matrices(self, shard: Tensor) -> slice:
-        """The matrices of a stack that a shard has, of each of which a layer may remember something."""
+        """The matrices of a stack that a shard has. A layer may remember statistics of each."""
         count = shard.shape[0]
         first = self.site.group.rank() * count
         return slice(first, first + count) if is_stack(shard.shape) else slice(None)
 
     def _statistics(self, quantizer: Quantizer, matrices: slice = slice(None)) -> list[Tensor | None]:
-        """What to encode with: what the layer remembers of earlier steps, else what was measured of the whole weight;
-        None where what is encoded has all. Backward encodes with what forward did, even if another backward moved the
-        layer's memory in between. ``matrices``: those of a stack that are encoded."""
+        """The statistics to encode with: those that the layer remembers, else those that were measured of the whole
+        weight; None where the matrix that is encoded has all values of one. Backward encodes with the statistics of
+        forward, even if another backward changed the layer's memory in between. ``matrices``: those of a stack that are
+        encoded."""
         row, col, of = _sides(quantizer)
         known: list[Tensor | None] = [None] * len(of)
         if state := self.layer.weight_state():
@@ -290,7 +291,7 @@ class Gather:
         return [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
 
     def _stored(self, shard: QuantizedTensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
-        """As ``_encoded``, of a shard that is quantized already."""
+        """As ``_encoded``, for a shard that is stored quantized."""
         derived = derives_col(quantizer)
         row = shard.operand("row") if self._wanted[0] or derived else None
         return row, (shard.operand("col") if self._wanted[1] and not derived else None)
@@ -315,7 +316,7 @@ class Gather:
     # ------------------------------------------------------------------------------ after a gather
 
     def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
-        """The whole weight of what arrived; FSDP2 gives it back as ``out`` later, and then it is filled."""
+        """The whole weight, from the bytes that arrived. FSDP2 passes it as ``out`` at later gathers, to be filled."""
         if self._whole is None:
             return (outputs[0].reshape(-1), []) if out is None else None
         quantizer, row, col = self._whole
@@ -345,14 +346,14 @@ class Gather:
 
 
 def heavy(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype) -> frozenset[tuple[bool, bool]]:
-    """Which operands of a weight, the row and the column one, are more bytes together than it has in high precision."""
+    """The choices of operands, (row, column), that have more bytes than the weight in high precision."""
     wanted, high = ((True, False), (False, True), (True, True)), rows * cols * dtype.itemsize
     return frozenset(w for w in wanted if operand_bytes(quantizer, rows, cols, dtype, *w) > high)
 
 
 @cache  # asked before every gather
 def _sides(quantizer: Quantizer) -> Sides:
-    """What is encoded from the shard with this quantizer."""
+    """The quantizers of the operands that are encoded from a shard, and the statistics that they need."""
     row, col = quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")
     return Sides(row, col, declared(row, col))
 

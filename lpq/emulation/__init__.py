@@ -1,6 +1,7 @@
 """Products of formats that the hardware does not multiply, and operands of two formats from one read.
 
-They serve every format that says how, and come in as a plugin like any: named are no formats, but ``ANY`` two.
+They serve every format that declares how, and come in as a plugin like any other. It names no format: it registers for
+``ANY`` two.
 """
 
 from lpq.registry import ANY, KernelSpec, hookimpl

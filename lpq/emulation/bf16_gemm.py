@@ -1,8 +1,8 @@
 """Products of any two formats through bf16, for hardware that multiplies no encoded operands.
 
-A format says, by a ``KernelSpec`` for the operation ``exact``, how one operand of its is a bf16 matrix, without loss,
-and a factor in fp32. With every other format that says so it is then multiplied by one bf16 product, whose sums get the
-factors of both, and no pair of formats has code of its own. The operation has no reference: a format need not do this.
+By a ``KernelSpec`` for the operation ``exact``, a format declares how an operand becomes, without loss, a bf16 matrix
+and a factor in fp32. One bf16 product, whose sums get the factors of both, then multiplies operands of any two such
+formats, and no pair of formats has code of its own. The operation has no reference: a format need not declare it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def exact(operand: Storage) -> Exact | None:
-    """The operand as a bf16 matrix and a factor, or None if its format cannot say that of an operand of its shape."""
+    """The operand as a bf16 matrix and a factor, or None if its format has no such form for an operand of its shape."""
     if isinstance(operand, Multiplicand):
         return operand.form
     impl = choose("exact", (operand.quantizer.text,), operand.device).impl
@@ -37,7 +37,7 @@ def exact(operand: Storage) -> Exact | None:
 
 
 def decoded(operand: Storage) -> Exact:
-    """``impl`` for a format that bf16 holds as it decodes: an element's bits and those of its scale are 8 at most."""
+    """``impl`` for a format whose decoded values bf16 holds: an element and its scale have 8 bits together at most."""
     return Exact(decode(operand, torch.bfloat16))
 
 
@@ -51,12 +51,12 @@ def _multiplied_exactly(a: str, b: str, device: torch.device) -> bool:
     try:
         kernel = choose("gemm", (a, b), device).kernel
         return kernel is not None and registry.ANY in kernel.formats
-    except KernelError:  # the product will say so
+    except KernelError:  # the product will report it
         return False
 
 
 def why_not(a: Quantizer, b: Quantizer) -> str | None:
-    """Both operands need an exact form, in the same basis."""
+    """Why two formats cannot be multiplied so: both need an exact form, in the same basis. None if they can."""
     if a.rotation != b.rotation:
         return f"{a} and {b} are stored in different bases, and what undoing a rotation gives is not exact in bf16"
     device = torch.device("cuda", torch.cuda.current_device())
@@ -72,7 +72,7 @@ def why_not(a: Quantizer, b: Quantizer) -> str | None:
 
 
 def why_not_alpha(a: Quantizer, b: Quantizer) -> str | None:
-    """A factor on the device takes a call that torch does not make."""
+    """Why not with a factor on the device, which takes a call that torch does not make; None if it can be done."""
     if cublaslt.library() is None:
         return "torch came without cuBLASLt"
     return why_not(a, b)
@@ -124,7 +124,7 @@ _product_with_alpha = registry.cached_few(bind_product_with_alpha)
 
 
 def _exact_form(operand: Operand, device: torch.device) -> Callable[[Sequence[Tensor]], Exact | None]:
-    """What gives the exact form of an operand of its buffers."""
+    """The function that makes the exact form of an operand from its buffers."""
     form = operand.form
     if form is not None:
         factor, constant = form.factor, form.constant

@@ -38,7 +38,7 @@ class Quantizer(Options):
     @property
     def stats(self) -> tuple[Stat, ...]:
         """The statistics that ``encode`` needs. This and the properties below may be plain class attributes, and
-        cached ones: a layer asks for them at every step."""
+        cached ones: a layer reads them at every step."""
         return ()
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ class Quantizer(Options):
         return {}
 
     def measure_again(self, x: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The statistics of round 2, by name, from those of round 1, which are of all ranks. Pure, and local."""
+        """The statistics of round 2, by name, from those of round 1, which span all ranks. Pure, and local."""
         raise NotImplementedError(f"{type(self).__name__} must define measure_again(self, x, stats)")
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
@@ -57,7 +57,7 @@ class Quantizer(Options):
 
     @property
     def transposable(self) -> bool:
-        """``Storage.transposed`` gives the bytes that encoding the transposed matrix would give."""
+        """Whether ``Storage.transposed`` gives the bytes that encoding the transposed matrix would give."""
         return False
 
     @property
@@ -67,7 +67,7 @@ class Quantizer(Options):
 
     @property
     def state(self) -> tuple[StateBuffer, ...]:
-        """What is remembered across steps; empty for most formats; if ``static``, statistics of the whole."""
+        """The statistics that are remembered across steps; none for most formats; if ``static``, those of the whole."""
         if not self.static:
             return ()
         return tuple(StateBuffer(stat.name, stat.grid(1, 1)) for stat in self.stats if stat.of_all)
@@ -77,11 +77,11 @@ class Quantizer(Options):
     fills it. A format offers that by an option of this name, ``static: bool = False``, and nothing else. Without a
     state they are measured as ever."""
     stochastic: bool = False
-    """``encode_stochastic`` is called in place of ``encode``."""
+    """Whether ``encode_stochastic`` is called in place of ``encode``."""
     plain: ClassVar[bool] = False
-    """The operand is an ordinary matrix, its buffer ``data`` a view or a cast: there is nothing to launch."""
+    """Whether the operand is an ordinary matrix, its buffer ``data`` a view or a cast: there is nothing to launch."""
     col_source: Literal["original", "row"] = "original"
-    """What the column operand encodes: the tensor itself, or the decoded row operand."""
+    """The source that the column operand encodes: the tensor itself, or the decoded row operand."""
 
     @property
     def uncut(self) -> tuple[int, ...]:
@@ -118,11 +118,11 @@ class Quantizer(Options):
     # ------------------------------------------------------------------------------ what every format has
 
     quantize: ClassVar[Callable[..., Any]]
-    """``quantizer.quantize(x)`` is a tensor that is encoded: ``lpq.tensor.quantize``, which is put here by that."""
+    """``quantizer.quantize(x)`` is a tensor that is encoded. ``lpq.tensor.quantize`` is put here by its own module."""
 
     @property
     def moves(self) -> bool:
-        """Whether a step changes what is remembered."""
+        """Whether a step changes the state."""
         return len(self.state) > 0 and not self.static
 
     def recalls(self, stat: Stat) -> bool:
@@ -151,7 +151,7 @@ class Quantizer(Options):
         }
 
     def state_branches(self) -> dict[str, Quantizer]:
-        """The quantizers whose state a tensor needs, by name prefix: one if both directions share all they know."""
+        """The quantizers whose state a tensor needs, by name prefix: one if both directions share their statistics."""
         row, col = self.side("row"), self.side("col")
         if (row is col or row == col) and row.transposable and self.col_source == "original":
             return {"": row}
@@ -191,16 +191,16 @@ class Quantizer(Options):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """What the buffers of an operand are called, in their order."""
+        """The names of the buffers of an operand, in their order."""
         return tuple(buffer.name for buffer in self.layout)
 
     @cached_property
     def checked(self) -> set[object]:
-        """Which methods returned what is declared, for which dtype and device; added to by whoever checks them."""
+        """The methods that were found to return what is declared, by dtype and device; each check adds to it."""
         return set()
 
     def ready(self) -> Self:
-        """Look up now what is looked up once: ``torch.compile``, which cannot trace that, then finds it done."""
+        """Make all cached lookups now: ``torch.compile``, which cannot trace them, then finds them done."""
         for quantizer in (self, self.side("row"), self.side("col")):
             _ = quantizer.text, quantizer.storage
         for direction in get_args(Direction):
@@ -250,7 +250,7 @@ class Storage:
     quantizer: Quantizer
     """The quantizer of this operand: its options are the storage's options."""
     shape: tuple[int, ...]
-    """Rows and columns of the matrix it stands for; before them how many there are, of a stack (``formats.stacks``)."""
+    """Rows and columns of the matrix it stands for; in a stack (``formats.stacks``), behind the number of matrices."""
     dtype: torch.dtype
     """The dtype of the matrix it stands for."""
 
@@ -295,7 +295,7 @@ class Storage:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its buffers are {list(known) or given}")
 
     def bind(self, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """Say what this storage stands for."""
+        """Set the quantizer, and the shape and dtype of the matrix that this storage stands for."""
         self.quantizer, self.shape, self.dtype = quantizer, shape, dtype
         return self
 
@@ -327,7 +327,7 @@ class Storage:
 
     @property
     def text(self) -> str:
-        """What an operator is told of it, beside its tensors, shape and dtype."""
+        """The text that operators get of it, beside its tensors, shape and dtype."""
         return self.quantizer.text
 
     def buffers(self) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Rows in groups: an operand of several matrices of different sizes, one behind the other, each encoded by itself.
 
-Where each group ends, only a tensor on the device tells. So buffers have the size that suffices whatever the groups'
+Only a tensor on the device holds where each group ends. So buffers have the size that suffices whatever the groups'
 sizes are. In an operand each group begins at a multiple of ``unit``, so that no block is of two groups. A buffer with a
-value for all rows of a matrix has one for each group. What no group has is zero.
+value for all rows of a matrix has one for each group. Places that belong to no group are zero.
 
 The groups lie along dimension 0 of a row operand and along dimension 1, the contraction, of a column operand.
 """
@@ -29,10 +29,10 @@ class Grouped(NamedTuple):
     quantizer: Quantizer
     tensors: Sequence[Tensor]
     shape: tuple[int, int]
-    """That of the matrix of all rows, those behind the last group included."""
+    """The shape of the matrix of all rows, those behind the last group included."""
     dtype: torch.dtype
     dim: int
-    """Along which dimension the groups lie."""
+    """The dimension along which the groups lie."""
     decoded: bool = False
     """Whether only what it decodes to was made, for a product: a matrix in bf16, in the basis in which the operand is
     stored, with the groups where they are in the operand."""
@@ -53,7 +53,7 @@ class Grouped(NamedTuple):
 
 
 def unit(side: Quantizer, dim: int) -> int:
-    """To a multiple of how many rows (0) or columns (1) a group is padded in an operand."""
+    """The number of rows (0) or columns (1) to whose multiple each group is padded in an operand."""
     if side.plain:
         return 1
     steps = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
@@ -61,9 +61,8 @@ def unit(side: Quantizer, dim: int) -> int:
 
 
 def why_not_row_by_row(quantizer: Quantizer) -> str | None:
-    """Why rows cannot be encoded before it is known which group each belongs to, and their row operand be all that is
-    left of them; None if they can be: each row then has the same bytes in any group, and the column operand of a group
-    is made of them."""
+    """Why rows cannot be encoded before their groups are known, and kept as a row operand alone; None if they can be.
+    Each row then has the same bytes in any group, and the column operand of a group is made of these bytes."""
     side = quantizer.side("row")
     if side.plain:
         return f"{side} leaves rows as they are"
@@ -108,7 +107,7 @@ def grid(buffer: Buffer, rows: int, cols: int, groups: int, dim: int, unit: int)
 
 
 def piece(buffer: Buffer, tensor: Tensor, group: int, at: int, rows: int, cols: int, dim: int) -> Tensor:
-    """What a buffer has of one group, a matrix ``[rows, cols]`` that begins at ``at``: a view."""
+    """The part of a buffer that belongs to one group, a matrix ``[rows, cols]`` that begins at ``at``: a view."""
     if buffer.block == (None, None):
         return tensor[group]
     step = buffer.block[dim]

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 NEAR = 4
-"""So many neighbours of a first guess are tried, on either side."""
+"""How many neighbours of a first guess are tried on either side."""
 
 
 def preimage(function: Callable[[Tensor], Tensor], value: Tensor, guess: Tensor) -> Tensor:
     """The positive fp32 number next to ``guess`` of which ``function`` makes ``value``, both 0-dimensional.
 
-    A quotient is often that of several numbers: this is the one with the fewest bits, as has what was measured in bf16.
-    If it is that of none, as a value that was not made so, this is the guess.
+    Several numbers often give the same quotient: this is the one with the fewest bits, as a value measured in bf16 has
+    few. If no number gives it, since the value was made in another way, this is the guess.
     """
     bits = guess.reshape(1).view(torch.int32) + torch.arange(-NEAR, NEAR + 1, dtype=torch.int32, device=guess.device)
     near = bits[bits > 0].view(torch.float32)

@@ -29,7 +29,7 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
             return None
         if unit is None and not agreed and not all(_same(tensors[0], t) for t in tensors[1:]):
             return None
-        # What all have alike is copied, too: nobody expects what torch.cat made to change with its parts.
+        # A buffer that all parts share is copied, too: a result of torch.cat must not change with its parts.
         joined.append(tensors[0].clone() if unit is None else torch.cat(tensors, dim))
     rows, cols = first.shape
     shape = (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))

@@ -1,4 +1,4 @@
-"""A layout is data: what each buffer of an encoded matrix holds, said once.
+"""A layout is data: what each buffer of an encoded matrix holds, declared once.
 
 An encoded matrix of logical shape ``[rows, cols]`` (``cols`` is the contraction) is a few named buffers. One element
 of a buffer covers a block of ``block[0] x block[1]`` logical elements; ``None`` is the whole dimension. Packing needs
@@ -18,7 +18,7 @@ from torch import Tensor
 
 Block = tuple[int | None, int | None]
 DIMENSIONS = ("rows", "columns")
-"""What the dimensions of a matrix are called."""
+"""The names of the dimensions of a matrix."""
 
 
 def blocks(size: int, block: int | None) -> int:
@@ -71,8 +71,9 @@ class Buffer(Covering):
     dtype: torch.dtype | None
     """Its dtype; None: the dtype of the tensor that is encoded."""
     block: Block = (1, 1)
-    """Logical rows and columns that one element covers; None: the whole dimension. All parts of that then have the
-    buffer alike, if a statistic is of the whole dimension too; else the operand has no parts (``Quantizer.uncut``)."""
+    """Logical rows and columns that one element covers; None: the whole dimension. All parts along that then
+    have the same buffer, if a statistic is of the whole dimension too; else the operand has no parts
+    (``Quantizer.uncut``)."""
     pad: int = 1
     """Columns are padded to a multiple of this (a multiple of ``block[1]``)."""
     column_major: bool = False
@@ -104,7 +105,7 @@ class Buffer(Covering):
         grid, dtype = self.grid(rows, cols), self.dtype or x.dtype
         if count or not self.column_major:
             return x.new_empty((*count, *grid), dtype=dtype)
-        apart = torch.sym_max(grid[0], 1)  # type: ignore[no-untyped-call]  # a compiler may not know the rows yet
+        apart = torch.sym_max(grid[0], 1)  # type: ignore[no-untyped-call]  # a compiler may have no number of rows yet
         return x.new_empty_strided(grid, (1, apart), dtype=dtype)
 
     def laid(self, tensor: Tensor) -> Tensor:
@@ -143,10 +144,10 @@ class Stat(Covering):
     block: Block = (None, None)
     """Logical rows and columns that one element covers; None: the whole dimension."""
     reduce: Literal["max", "sum"] = "max"
-    """How the values of several ranks make one. ``"sum"`` is for counts: whole numbers, below 2^24 in all, of which
-    alone the sum is the same however a tensor is cut. That of others is NaN."""
+    """How the values of several ranks make one. ``"sum"`` is for counts: whole numbers, below 2^24 in all. Only their
+    sum is the same however a tensor is cut. The sum of other values is NaN."""
     round: Literal[1, 2] = 1
-    """2: it is measured by ``Quantizer.measure_again``, when those of round 1 are of all ranks."""
+    """2: it is measured by ``Quantizer.measure_again``, once the statistics of round 1 are those of all ranks."""
 
     def zeros(self, rows: int, cols: int, device: torch.device) -> Tensor:
         return torch.zeros(self.grid(rows, cols), dtype=torch.float32, device=device)
@@ -156,7 +157,7 @@ class Stat(Covering):
 class StateBuffer:
     """One fp32 tensor that lives across steps (an amax history, a calibrated amax); it starts as zeros.
 
-    Like a statistic it is non-negative, and that of several ranks is the MAX of theirs.
+    Like a statistic it is non-negative, and several ranks combine theirs by MAX.
     """
 
     name: str

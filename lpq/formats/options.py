@@ -33,7 +33,7 @@ class Options:
                 object.__setattr__(self, field.name, float(value) + 0.0)  # 3 and 3.0, or 0.0 and -0.0, are one text
 
     def ready(self) -> Self:
-        """Look up now what is looked up once."""
+        """Make all cached lookups now, and return itself."""
         _ = self.text
         return self
 

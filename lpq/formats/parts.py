@@ -56,8 +56,8 @@ def _unfit(part: Quantizer) -> str:
 
 
 def side(whole: Whole, direction: Direction) -> Whole:
-    """The same quantizer with the side of each part in this direction; itself if these are its parts. It is made at
-    each call: keep it, as ``Quantizer.side`` must return the same object."""
+    """The same quantizer with the side of each part in this direction; itself if these are its parts. Each call makes
+    a new one: keep it, as ``Quantizer.side`` must return the same object."""
     parts = {f.name: getattr(whole, f.name) for f in fields(whole)}  # type: ignore[arg-type]
     sides = {name: q.side(direction) for name, q in parts.items() if isinstance(q, Quantizer)}
     return whole if all(sides[name] == parts[name] for name in sides) else replace(whole, **sides)  # type: ignore[type-var]
@@ -67,8 +67,8 @@ def uncut(*first: Quantizer, later: Sequence[Quantizer] = ()) -> tuple[int, ...]
     """``Quantizer.uncut`` of a format with these parts.
 
     The statistics of the ``first`` parts are declared, and so are reduced over ranks. A ``later`` part encodes what
-    others leave. That is not known when statistics are reduced, so it is measured when it is encoded: there is no
-    second round. A statistic of a whole dimension would then be of a shard alone.
+    others leave, which is there only after statistics are reduced. So it is measured when it is encoded, with no second
+    round, and a statistic of a whole dimension would be of a shard alone.
     """
     return tuple(
         dim
@@ -101,7 +101,7 @@ def taken(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def encode(part: Quantizer, x: Tensor, stats: Mapping[str, Tensor] | None = None) -> Storage:
-    """A part of ``x``, as its format encodes it. Without ``stats`` they are those of ``x``: for a later part."""
+    """The operand of one part of ``x``. Without ``stats``, as for a later part, ``x`` is measured here."""
     if stats is None:
         rows, cols = x.shape
         stats = part.measure(x) if x.numel() else {s.name: s.zeros(rows, cols, x.device) for s in part.stats}

@@ -2,7 +2,7 @@
 
 Element ``(row, col)`` of an operand takes byte ``col % 16`` of the 16 bytes that Philox gives for the counter
 ``(col // 16, row, direction, 0)`` under the key ``(seed mod 2^32, seed div 2^32)``. So a kernel calls Philox
-once for 16 elements along the contraction, a shard that knows its offset draws the bits of the whole, and the
+once for 16 elements along the contraction, a shard that has its offset draws the bits of the whole, and the
 two directions of a tensor are independent.
 """
 

@@ -44,14 +44,14 @@ def joined(stack: Storage) -> Storage | None:
 
 
 def stacked(operands: Sequence[Storage]) -> Storage:
-    """The stack of these operands of matrices, of one size and one quantizer, of which there is one at least."""
+    """The stack of these operands, at least one, of matrices of one size and with one quantizer."""
     first = operands[0]
     tensors = [torch.stack(buffers) for buffers in zip(*(o.tensors() for o in operands), strict=True)]
     return first.wrap(tensors, first.quantizer, (len(operands), *first.shape), first.dtype)
 
 
 def each(function: Callable[[Storage], Storage], stack: Storage, empty: Callable[[], Storage]) -> Storage:
-    """The stack of what ``function`` makes of each matrix; ``empty`` makes that of none."""
+    """The stack of the results of ``function`` for each matrix; ``empty`` makes it where there is none."""
     return stacked([function(matrix) for matrix in matrices(stack)]) if stack.shape[0] else empty()
 
 

@@ -39,7 +39,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], opti
         others = dict(state_dict)
         for name, target in targets.items():
             if name not in others or others[name].shape != target.shape:
-                continue  # load_state_dict says so, unless it may be absent
+                continue  # load_state_dict reports it, unless it may be absent
             others[name] = shared_out(others[name], target)
             if isinstance(local_part(target), QuantizedTensor):
                 attach(target)

@@ -30,25 +30,25 @@ from lpq.torch_private.optimizers import load_post_hooks, load_pre_hooks
 from lpq.torch_private.tensors import local_part, version_of
 
 MASTER = "master"
-"""Under this name a master is part of the optimizer's state."""
+"""The name of a master in the optimizer's state."""
 
 
 class _Seen(NamedTuple):
-    """What grows when a weight is written to, as a whole or one of its buffers."""
+    """The counts that grow when a weight, or one of its buffers, is written to."""
 
     written: tuple[int, int, int]
     buffers: list[tuple[Tensor, int]]
 
     @staticmethod
     def of(weight: Tensor) -> _Seen:
-        """As it is now."""
+        """The counts of a weight as they are now."""
         stored = cast("QuantizedTensor", local_part(weight))
         buffers = [(buffer, version_of(buffer)) for _, side in stored.operands for buffer in side.tensors()]
         return _Seen((version_of(weight), version_of(stored), stored.write_count), buffers)
 
     def still(self, now: _Seen) -> bool:
-        """Whether nothing was written since. Buffers that are other tensors now, as ``model.to()`` leaves them where it
-        moves nothing, count from the beginning."""
+        """Whether nothing was written since. A buffer that is another tensor now is not compared: ``model.to()`` makes
+        new tensors even where it moves nothing."""
         pairs = zip(self.buffers, now.buffers, strict=True)
         return self.written == now.written and all(a is not b or count == then for (a, count), (b, then) in pairs)
 
@@ -86,7 +86,7 @@ class MasterWeights(Optimizer):
         self._finite = Finite()
         self._seen: dict[Tensor, _Seen] = {}
         self._due: set[Tensor] = set()
-        """The weights that are to be encoded from their masters; of a step that raised they remain for the next one."""
+        """The weights to encode from their masters. Those of a step that raised remain for the next one."""
         self._shared = [dict(group) for group in self.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self._copy_of(p) for p in group["params"]]
@@ -132,13 +132,13 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
-        """Start the master of this weight, if it has one, from what the weight is now."""
+        """Start the master of this weight, if it has one, from the weight's present values."""
         if weight in self.masters:
             local_part(self.masters[weight]).copy_(_decoded(local_part(weight)))
             self.seen(weight)
 
     def seen(self, weight: Tensor) -> None:
-        """The weight and its master belong together as they are now."""
+        """Take note that the weight and its master belong together as they are now."""
         self._seen[weight] = _Seen.of(weight)
         self._due.discard(weight)
 
@@ -180,7 +180,7 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _filled(self) -> Iterator[None]:
-        """Inside of it copies that are not kept have memory, with what their weights decode to."""
+        """Give copies that are not kept memory inside, with the decoded values of their weights."""
         empty = [] if self.keep else [(local_part(copy), local_part(copy).data) for copy in self._copies.values()]
         try:
             for weight, (part, _) in zip(self._copies, empty, strict=not self.keep):
@@ -193,7 +193,7 @@ class MasterWeights(Optimizer):
                 part.data = without_memory
 
     def _update(self) -> None:
-        """Step the wrapped optimizer; the weights of what that changed are due."""
+        """Step the wrapped optimizer, and put the weights whose copies it changed among those that are due."""
         before = {weight: _writes(copy) for weight, copy in self._copies.items()}
         reached: list[Tensor] = []
         try:
@@ -205,8 +205,8 @@ class MasterWeights(Optimizer):
         finally:
             # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
             # checkpoint, or was made before its master, may have been encoded of more than it decodes to. Which
-            # ones a step reached that raised nobody knows: autograd does not count what fused and foreach optimizers
-            # write; nor which it reached afterwards: a hook of it may have emptied the gradients.
+            # ones a step reached that raised cannot be found out: autograd does not count the writes of fused and
+            # foreach optimizers. Nor can it be found out afterwards: a hook of it may have emptied the gradients.
             self._due.update(reached, (w for w, c in self._copies.items() if _writes(c) != before[w]))
             for copy in self._copies.values():
                 copy.grad = None
@@ -220,8 +220,8 @@ class MasterWeights(Optimizer):
                 theirs["params"] = [self._copies[p] if p in self._copies else self._copy_of(p) for p in ours["params"]]
 
     def _share_options(self) -> None:
-        """Options of the groups are one, here and in the wrapped optimizer, whoever sets them: what schedulers and
-        others changed here since the last time goes there, and what changed there comes here."""
+        """Make the options of the groups the same here and in the wrapped optimizer: those that schedulers and others
+        changed here since the last call go there, and changes there come here."""
         for ours, theirs, last in zip(self.param_groups, self.optimizer.param_groups, self._shared, strict=True):
             for key in (ours.keys() | theirs.keys()) - {"params"}:
                 if key in ours and (key not in last or ours[key] is not last[key]):
@@ -265,7 +265,7 @@ class MasterWeights(Optimizer):
         return {**super().__getstate__(), **own, "fresh": fresh, "due": [*self._due]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a copy, or what is loaded from a pickle, tensors count their writes anew."""
+        """Restore a copy, or one from a pickle, whose tensors count their writes anew."""
         fresh, due = state.pop("fresh", []), state.pop("due", [])
         super().__setstate__(state)
         self._finite, self._seen, self._due = Finite(), {}, set()
@@ -362,7 +362,7 @@ def _whose(weight: Tensor) -> str:
 
 
 def _decoded(weight: Tensor) -> Tensor:
-    """What a stored tensor stands for, in memory of its own."""
+    """The values that a stored tensor stands for, in memory of their own."""
     stored = cast("QuantizedTensor", weight)
     value = stored.dequantize(torch.float32)
     plain = any(operand.quantizer.plain for _, operand in stored.operands)  # decoded, its operand is its buffer
@@ -370,12 +370,12 @@ def _decoded(weight: Tensor) -> Tensor:
 
 
 def _writes(copy: Tensor) -> int:
-    """How often autograd saw it written to: what is written to a DTensor it counts there alone."""
+    """How many writes autograd has counted: those to a DTensor are counted there alone."""
     return version_of(copy) + version_of(local_part(copy))
 
 
 def _without_memory(like: Tensor) -> Tensor:
-    """In place of an fp32 copy of this tensor: of its shape, and NaN, should somebody read it."""
+    """A stand-in for an fp32 copy of this tensor: it has the shape, and NaN for whoever reads it."""
     return torch.full((), torch.nan, device=like.device).expand(like.shape)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer that another one stands for, as accelerate's does: it hands on all that it is asked."""
+"""The optimizer that another one stands for: accelerate's, for instance, passes all calls on to the one inside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lpq.optim.masters import MasterWeights
 
 
 def itself(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose state it is. One that keeps state of its own, as ``MasterWeights`` does, is that itself."""
+    """The optimizer that keeps the state of this one: the one inside, or, as for ``MasterWeights``, this one itself."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(optimizer, MasterWeights) or not isinstance(inner, Optimizer) or inner.state is not optimizer.state:
         return optimizer

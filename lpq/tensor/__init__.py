@@ -1,4 +1,4 @@
-"""QuantizedTensor: a tensor that is stored quantized, with its operators and what FSDP2 asks of it."""
+"""QuantizedTensor: a tensor that is stored quantized, with its operators and the methods that FSDP2 calls."""
 
 from lpq.tensor.aten import dispatch
 from lpq.tensor.quantize import quantize

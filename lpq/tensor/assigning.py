@@ -1,7 +1,7 @@
-"""Writes to a QuantizedTensor: it is assigned to, as a whole or in part, and what is assigned is encoded at once.
+"""Writes to a QuantizedTensor, to the whole or to a part: the values that are assigned are encoded at once.
 
-An operator that reads what it writes (``add_``, ``_foreach_lerp_``, a fused optimizer …) is refused: it would round the
-tensor, and where that is a shard reduce its statistics, at each operation of what is meant as one update.
+An operator that reads the tensor to which it writes (``add_``, ``_foreach_lerp_``, a fused optimizer …) is refused: it
+would round the tensor, and for a shard reduce its statistics, at each operation of what is meant as one update.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lpq.torch_private.pytree import tree_map, tree_map_only
 
 
 def assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that writes: it gets decoded tensors to read, and fresh ones to write to in place of stored ones,
-    which are encoded from these."""
+    """Run an operator that writes. It gets decoded tensors to read, and in place of each stored tensor a fresh one to
+    write to, from which the stored one is then encoded."""
     stored = [value for value in written(func, args, kwargs) if isinstance(value, QuantizedTensor)]
     if stored and not overwrites(func):
         _refuse(func, stored[0])

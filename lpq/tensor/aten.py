@@ -1,8 +1,8 @@
-"""What PyTorch's operators do with a QuantizedTensor, written once over the declared layout.
+"""PyTorch's operators on a QuantizedTensor, written once over the declared layout.
 
 Three kinds. *Views and moves* act on the buffers (the table below). *Writes* (any operator whose schema mutates an
-argument) assign or are refused, see ``lpq.tensor.assigning``. *Everything else* decodes, and says so once: the result
-is an ordinary tensor.
+argument) assign or are refused, see ``lpq.tensor.assigning``. *Everything else* decodes, and warns of it once: the
+result is an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _view(t: QuantizedTensor, size: Sequence[int]) -> Any:
         known = math.prod(s for s in size if s != -1)
         size[size.index(-1)] = t.numel() // known if known else 0
     if math.prod(size) != t.numel():
-        return NotImplemented  # the operator itself says what is wrong
+        return NotImplemented  # the operator itself reports the error
     return _same_matrix(t, t.with_operands(*t.stored, torch.Size(size), t.dtype))
 
 
@@ -181,7 +181,7 @@ def _t(t: QuantizedTensor) -> Any:
     row, col = t.stored
     view = QuantizedTensor(col, row, flipped, shape, t.dtype)
     window = _window(t)
-    apart = window.apart and t.amax_group is None  # the view does not know who has the other shards
+    apart = window.apart and t.amax_group is None  # the view has no group for the other shards
     view.window, view.writes = replace(window, flipped=not window.flipped, apart=apart), t.writes
     view.place = t.place
     return view
@@ -254,7 +254,7 @@ def _record_stream(t: QuantizedTensor, stream: Any) -> None:
 
 @implements(torch.ops.lpq.draw_seeds.default)
 def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Any:
-    """They only say where, and tell draws apart, and a buffer of theirs does that."""
+    """Draw with a buffer in place of each tensor, which only gives the device and keeps draws apart."""
     where, whose = (t.operands[0][1].tensors()[0] if isinstance(t, QuantizedTensor) else t for t in (x, owner))
     return torch.ops.lpq.draw_seeds(where, whose, count)
 
@@ -269,7 +269,7 @@ def _new_empty(
     t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
     device = torch.device(device) if device is not None else t.device
-    if t.dim() > 1 and tuple(size) == (0,):  # so FSDP2 makes, on every rank, what ranks get when the rows are too few
+    if t.dim() > 1 and tuple(size) == (0,):  # FSDP2 makes it, on every rank, where rows are too few for all ranks
         raise ValueError(
             f"{t.whose}shards of {t.shape[0]} rows of a tensor that is stored as {t.quantizer} leave nothing to some "
             f"ranks: {REMEDY}"

@@ -47,7 +47,7 @@ class _Part:
         return group if group.size() > 1 else None
 
     def measure(self, group: ProcessGroup, reductions: Reductions) -> None:
-        """Measure the value into statistics that these reductions make those of the ranks of the group."""
+        """Measure the value. These reductions make its statistics those of all ranks of the group."""
         check_shard(self.row, self.col, self.declared, self.value.shape[0])
         self.stats = operations.measure(self.value, self.row, self.col)
         reductions.add_stats(self.declared, self.stats, group, 1)
@@ -70,10 +70,10 @@ def write(
     beside: Reductions | None = None,
 ) -> None:
     """Encode each value, a matrix, into the operands that its target has; one collective for each group of ranks and
-    each device. A second one, where column operands encode decoded row operands and have statistics of the whole, or
-    where statistics are counts or of a second round.
+    each device. There is a second one where column operands encode decoded row operands and have statistics of the
+    whole, or where statistics are counts or of a second round.
 
-    ``beside``: what else is reduced in the same collectives.
+    ``beside``: other values to reduce in the same collectives.
     """
     together: list[_Part] = []
     in_turn: list[_Part] = []
@@ -99,13 +99,13 @@ def write(
 
 
 def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
-    """The value as the row operand will have it, where that keeps the dtype of the tensor."""
+    """The value in the dtype of the tensor, if the row operand keeps that; else as it is."""
     as_is = any(b.dtype is None for b in target.quantizer.side("row").layout)
     return value.to(target.dtype) if as_is else value
 
 
 def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
-    """Measure what has statistics that ranks share, and reduce them."""
+    """Measure the parts whose statistics ranks share, and reduce these."""
     shared = [(part, group) for part in parts if (group := part.shared_with()) is not None]
     for part, group in shared:
         part.measure(group, reductions)

@@ -1,4 +1,4 @@
-"""Telling which stored weights a step has made NaN or infinite, once each, without waiting for a device."""
+"""Warnings of stored weights that a step has made NaN or infinite, once for each, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ if TYPE_CHECKING:
 
 
 class _Sums(NamedTuple):
-    """What steps wrote to some weights, summed up."""
+    """Sums of the values that a step wrote to some weights."""
 
     weights: list[tuple[str, Writes]]
     sums: Tensor
-    """Sums of absolute values, on the CPU once ``arrived`` is there."""
+    """Sums of absolute values: on the CPU, and complete once ``arrived`` has happened."""
     arrived: torch.Event | None
 
 
 class Finite:
-    """What was written and has yet to be looked at: where the host is ahead of a GPU, what the step before wrote."""
+    """The written values that have yet to be checked: where the host is ahead of a GPU, those of the step before."""
 
     def __init__(self) -> None:
         self._pending: list[_Sums] = []
 
     def check(self, targets: Sequence[QuantizedTensor], values: Sequence[Tensor]) -> None:
-        """Warn of what is not finite among these values, now or, where a device has yet to compute it, when this is
-        called next."""
+        """Warn of values that are not finite: now, or at the next call where a device has yet to compute them."""
         on: dict[torch.device, list[tuple[QuantizedTensor, Tensor]]] = {}
         for target, value in zip(targets, values, strict=True):
             on.setdefault(value.device, []).append((target, value))

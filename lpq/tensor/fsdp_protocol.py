@@ -1,4 +1,4 @@
-"""What FSDP2 asks of a tensor that it shards: what to gather, and what to make of that. Its layer answers."""
+"""The methods that FSDP2 calls on a tensor that it shards, before and after a gather. Its layer carries them out."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class Gatherer(Protocol):
     """How one parameter is gathered."""
 
     def begin(self, shard: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What is gathered of this rank's shard, for a parameter of this dtype."""
+        """The tensors to gather of this rank's shard, for a parameter of this dtype."""
 
     def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
-        """The whole parameter and the tensors to free with it, of what was gathered; or nothing, into ``out``."""
+        """Return the whole parameter, made of what was gathered, and the tensors to free with it; or fill ``out``."""
 
 
 class Gathered:
-    """A tensor of which FSDP2 gathers what its layer says."""
+    """A tensor whose layer decides what FSDP2 gathers of it."""
 
     layer: weakref.ref[nn.Module] | None = None
-    """Whose weight it is; of the parameter that ``lpq.convert`` made alone, and not of a view or a copy of that, nor of
-    what FSDP2 makes of it."""
+    """The layer whose weight it is. Only the parameter that ``lpq.convert`` made has it: neither a view or a copy of
+    that, nor what FSDP2 makes of it."""
 
     @property
     def write_count(self) -> int:
-        """Grows when it is written to, also where autograd does not count."""
+        """A number that grows when it is written to, also where autograd does not count."""
         raise NotImplementedError(f"{type(self).__name__} does not count what is written to it")
 
     @property
     def first_buffer(self) -> Tensor:
-        """The ordinary tensor that has its data, or the first of those."""
+        """The ordinary tensor that holds its data, or the first of several."""
         raise NotImplementedError(f"{type(self).__name__} has no buffer")
 
     def data_ptr(self) -> int:
-        """Where the first buffer of a parameter lies, by which code outside of PyTorch tells parameters apart. Anything
-        else, such as a detached tensor in a state dict, has 0, by which PyTorch tells that it has no memory to copy."""
+        """The address of the first buffer of a parameter, by which code outside of PyTorch tells parameters apart. For
+        anything else, such as a detached tensor in a state dict, 0: so PyTorch finds no memory to copy."""
         return self.first_buffer.data_ptr() if is_parameter(self) else 0
 
     def storage(self) -> Any:
@@ -61,7 +61,7 @@ class Gathered:
 
     @property
     def replaced_by(self) -> str | None:
-        """What has put another parameter in its place, so that an optimizer which has this one trains nothing."""
+        """The function that put another parameter in its place, so that an optimizer of this one trains nothing."""
         weight = getattr(self.layer(), "weight", None) if self.layer is not None else None
         if weight is self or not (isinstance(weight, Gathered) or hasattr(weight, "device_mesh")):
             return None
@@ -75,7 +75,7 @@ class Gathered:
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Gatherer]:
-        """Called before a gather."""
+        """Return the tensors to gather, and how it goes on. FSDP2 calls it before a gather."""
         gather_of = getattr(module, "weight_gather", None)
         if gather_of is None:
             raise RuntimeError(
@@ -90,10 +90,10 @@ class Gathered:
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], gather: Gatherer, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Called after it; ``out`` is what the first call returned."""
+        """Return the whole parameter, or fill ``out``, which the first call returned. FSDP2 calls it after a gather."""
         with normal_tensors():  # they are kept from gather to gather
             return gather.finish(outputs, out)
 
 
-# FSDP2 asks for it at every gather, and Python works it out anew each time unless it stands there.
+# FSDP2 reads the signature at every gather, and Python works it out each time unless it is stored here.
 Gathered.fsdp_pre_all_gather.__signature__ = inspect.signature(Gathered.fsdp_pre_all_gather)  # type: ignore[attr-defined]

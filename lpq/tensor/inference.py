@@ -1,4 +1,4 @@
-"""Inference mode: what is made in it is for inference alone. What is kept for training too must not be so."""
+"""Inference mode: tensors that are made in it serve inference alone. Those that training uses, too, must not be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def normal_tensors(wanted: bool = True) -> Iterator[None]:
-    """Tensors that are made inside serve training too, also where inference mode is on."""
+    """Make the tensors inside fit for training, too, where inference mode is on."""
     if not wanted or not torch.is_inference_mode_enabled():
         yield
         return

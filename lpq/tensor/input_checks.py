@@ -1,4 +1,4 @@
-"""What is refused of a stored tensor, because it would go on with other values than it has."""
+"""Refusals of operators that would go on with other values than a stored tensor has."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lpq.torch_private.dispatch import schema_of
 
 
 def check_received(func: Any, tensor: QuantizedTensor) -> None:
-    """Refuse one that an operator has among its first arguments. A collective would write to it: the broadcast of
-    ZeroRedundancyOptimizer, or the scatter of tensor parallelism."""
+    """Refuse a tensor to which a collective would write: the broadcast of ZeroRedundancyOptimizer, or the scatter of
+    tensor parallelism."""
     name = schema_of(func).name
     if func.namespace == "c10d" and name.endswith("_"):
         raise TypeError(
@@ -21,8 +21,8 @@ def check_received(func: Any, tensor: QuantizedTensor) -> None:
 
 
 def check_flattened(tensor: QuantizedTensor) -> None:
-    """Refuse one that ``torch.cat`` joins with others. So FullyShardedDataParallel makes one parameter of many that are
-    flattened, and DistributedDataParallel a message from which it writes them anew."""
+    """Refuse a flattened tensor that ``torch.cat`` joins with others. FullyShardedDataParallel does so to make one
+    parameter of many, and DistributedDataParallel to make a message, from which it writes them anew."""
     _, storage = tensor.operands[0]
     *_, rows, cols = storage.shape
     if tensor.dim() == 1 and rows > 1 and cols > 1:

@@ -2,7 +2,7 @@
 
 ``row`` encodes the tensor as a matrix ``[M, K]`` (all leading dimensions are rows), ``col`` its transpose ``[K, M]``;
 either may be absent. In a stack, ``[count, M, K]``, they encode each matrix by itself. To PyTorch it is a tensor of the
-shape, dtype and device it stands for; ``lpq.tensor.aten`` says what each operator does with the buffers. Pickled and
+shape, dtype and device it stands for; ``lpq.tensor.aten`` defines what each operator does with the buffers. Pickled and
 saved, it is its quantizer's string and its plain buffers.
 """
 
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 
 REMEDY = "shard with fully_shard (FSDP2), HSDP for replicas; or convert with weights=None"
-"""In place of what other wrappers do with weights."""
+"""The advice in errors about other wrappers of models."""
 
 
 class Writes:
-    """How a tensor was written to; autograd's count does not grow by what goes through ``.data``."""
+    """A count of the writes to a tensor; autograd's count leaves out those through ``.data``."""
 
     __slots__ = ("count", "told")
 
     def __init__(self) -> None:
         self.count = 0
         self.told = False
-        """Whether somebody was told that it is not finite."""
+        """Whether a warning that it is not finite was given."""
 
 
 class PrecisionWarning(UserWarning):
-    """An operation that the buffers cannot express was done on the decoded tensor."""
+    """The warning that an operation which the buffers cannot express was done on the decoded tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +56,10 @@ class Window:
 
     whole: QuantizedTensor
     rows: tuple[int, int]
-    """From the first to the one behind the last, of the tensor's matrix."""
+    """The first row in the tensor's matrix, and the one behind the last."""
     cols: tuple[int, int]
     flipped: bool
-    """The view is the transpose of that part."""
+    """Whether the view is the transpose of that part."""
     apart: bool
     """Whether a write to it changes these rows and columns only. One value may cover the whole of a dimension; then the
     whole tensor is encoded anew."""
@@ -84,24 +84,24 @@ class QuantizedTensor(Gathered, Tensor):
     stored: tuple[Storage | None, Storage | None]
     """``row`` and ``col``."""
     quantizer: Quantizer
-    """What encodes it again when it is written to."""
+    """The quantizer that encodes it again when it is written to."""
     amax_group: ProcessGroup | Literal["unattached"] | None
     """The group that holds the other shards of this tensor, when it is one; attached at run time, never saved. A shard
     to which it is not attached yet cannot be written to where its format needs statistics of the whole."""
     window: Window | None
-    """Set on a view of a part, and on a transposed one."""
+    """Where a view lies, if it is transposed or a view of a part; else None."""
     writes: Writes
-    """How often it was written to; its views have the same."""
+    """The count of the writes to it, which its views share."""
     place: str
-    """What error messages call it: the name of its parameter in the model that was converted; empty if nobody said.
-    Views and copies keep it. It is not saved, and no compiler is told, which would tell layers apart by it."""
+    """The name in error messages: that of its parameter in the model that was converted; empty if it has none. Views
+    and copies keep it. It is neither saved nor passed to a compiler, which would tell layers apart by it."""
 
     owner: weakref.ref[Any] | None
     """The layer whose weight, or shard of a weight, this is: it finds the group of the other shards. Views and copies
-    keep it. It is neither saved nor told to a compiler."""
+    keep it. It is neither saved nor passed to a compiler."""
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
-    """What an operator does; ``lpq.tensor.aten``, which is written over this class, provides it."""
+    """Run an operator; ``lpq.tensor.aten``, which is written over this class, provides it."""
 
     @staticmethod
     def __new__(
@@ -135,11 +135,11 @@ class QuantizedTensor(Gathered, Tensor):
 
     @property
     def whose(self) -> str:
-        """What messages about it begin with."""
+        """The beginning of messages about it."""
         return f"{self.place}: " if self.place else ""
 
     def attached(self) -> bool:
-        """Whether the group of a shard is known. The layer whose it is finds that out, once FSDP2 has sharded it."""
+        """Whether the group of a shard is attached. Its layer finds the group once FSDP2 has sharded it."""
         layer = self.owner() if self.owner is not None else None
         if self.amax_group == "unattached" and layer is not None:
             self.amax_group = layer.weight_gather().attached()
@@ -209,7 +209,7 @@ class QuantizedTensor(Gathered, Tensor):
         return self.with_operands(row, col, self.shape, self.dtype)
 
     def tell_if_rounded_twice(self, source: QuantizedTensor) -> None:
-        """What another tensor decodes to will be encoded: as when a checkpoint of another format is loaded."""
+        """Warn that values of another format will be encoded, as when a checkpoint of another format is loaded."""
         sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.operands]
         if source.quantizer != self.quantizer and not any(side.plain for side in sides):
             warnings.warn(
@@ -226,7 +226,7 @@ class QuantizedTensor(Gathered, Tensor):
 
     @property
     def data(self) -> Tensor:
-        """A view that autograd does not know. What is assigned to it is encoded, as by ``copy_``."""
+        """A view that is detached from autograd. A tensor that is assigned to it is encoded, as by ``copy_``."""
         view: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return view
 
@@ -352,7 +352,7 @@ def rebuild(
     is_param: bool,
     is_shard: bool = False,
 ) -> QuantizedTensor:
-    """A saved QuantizedTensor. The format's plugin is looked up now, so a missing one is an error in words."""
+    """Make a saved QuantizedTensor. The format's plugin is looked up now, so a missing one is an error in words."""
     operands = operands_of(quantizer, sides, shape, dtype)
     tensor = QuantizedTensor(
         operands.get("row"), operands.get("col"), registry.quantizer(quantizer), shape, dtype,

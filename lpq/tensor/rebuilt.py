@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DamagedTensor(LpqError, ValueError):
-    """What was saved is no quantized tensor, or no whole one."""
+    """The error where saved data is no quantized tensor, or no whole one."""
 
 
 def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str, Storage]:
@@ -68,7 +68,7 @@ def _side(text: Any) -> Quantizer:
 
 
 def _buffer(direction: str, buffer: Buffer, found: Any, matrix: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A buffer as it is declared. One of single bytes may have been saved as such."""
+    """A buffer in its declared dtype. One of 8-bit elements may have been saved as bytes."""
     what = f"the buffer {buffer.name} of its {direction} operand"
     if not isinstance(found, Tensor) or found.layout != torch.strided:
         raise _damaged(f"{what} is {brief(found) if not isinstance(found, Tensor) else found.layout}")

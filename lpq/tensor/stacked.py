@@ -1,4 +1,4 @@
-"""What PyTorch's operators do with a QuantizedTensor that is a stack: its leading dimension counts matrices.
+"""PyTorch's operators on a QuantizedTensor that is a stack: its leading dimension counts matrices.
 
 It is cut, joined and taken apart between its matrices only. All other operators are those of ``lpq.tensor.aten``.
 """
@@ -19,12 +19,12 @@ from lpq.torch_private.operators import canonicalize_dim
 
 
 def is_stacked(t: QuantizedTensor) -> bool:
-    """Whether a tensor, or what this is a view of, is a stack."""
+    """Whether a tensor, or the one of which it is a view, is a stack."""
     return is_stack(t.operands[0][1].shape)
 
 
 def slice_stack(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
-    """Matrices ``[start, stop)`` as a view; of a flattened stack, their elements."""
+    """Matrices ``[start, stop)`` as a view; of a flattened stack, elements ``[start, stop)``."""
     if dim != 0:
         return NotImplemented
     if tuple(t.shape) != t.matrix_shape:
@@ -58,7 +58,7 @@ def _view(
 
 
 def cat_stacks(tensors: Sequence[QuantizedTensor], dim: int) -> Any:
-    """Stacks of matrices of one size behind each other."""
+    """One stack of the matrices of several stacks, which have one size."""
     first, sizes = tensors[0], [t.matrix_shape for t in tensors]
     if dim != 0 or any(
         tuple(t.shape) != size or size[1:] != sizes[0][1:] for t, size in zip(tensors, sizes, strict=True)
@@ -78,7 +78,7 @@ def _joined(operands: Sequence[Storage | None], total: int) -> Storage | None:
 
 
 def empty_stack(t: QuantizedTensor, size: Sequence[int], device: torch.device) -> QuantizedTensor | None:
-    """An uninitialised stack of so many such matrices; None where the size is that of something else."""
+    """An uninitialised stack of this size; None unless its matrices have the size of those of ``t``."""
     size = tuple(size)
     if len(size) != 3 or size[1:] != t.matrix_shape[1:]:
         return None

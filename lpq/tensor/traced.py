@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def _operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: str) -> list[Tensor]:
     """The buffers of ``tensor.operand(direction)``, which must be what this quantizer encodes.
 
-    Also inside ``torch.compile``, which knows tensors and constants only.
+    Also inside ``torch.compile``, which takes tensors and constants only.
     """
     operand = tensor.operand(direction)
     if operand.quantizer.text != quantizer:

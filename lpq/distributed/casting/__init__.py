@@ -1,1 +1,1 @@
-"""How masters are cast: what one rank says of its fragments, and what it makes of what all have said."""
+"""How masters are cast: the words that one rank sends about its fragments, and what it makes of those of all."""

@@ -1,7 +1,7 @@
-"""Whether the ranks mean the same cast: they tell each other which weights it is of, and whether one refuses it.
+"""Whether the ranks mean the same cast: they exchange which weights it casts, and whether one rank refuses it.
 
-They do so in the one collective that there is. Else ranks that passed other weights, or the same in another order,
-would make bytes of each other's statistics, and one that refused what it got would leave the others waiting.
+They do so in the only collective of a cast. Else ranks that passed other weights, or the same in another order, would
+encode with statistics of other weights, and a rank that refused its arguments would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lpq.torch_private.operators import assert_later
 BITS = 30
 """The bits of a word: each and its complement travel as int32 of 0 or more, so that a MAX shows whether all agree."""
 DIGEST, SEED = 2, 3
-"""The words that say which weights these are, and with what seed they are rounded."""
+"""How many words describe the weights, and how many the seed with which they are rounded."""
 LIMIT = (1 << BITS) - 1
 
 
 class Agreement:
-    """What the ranks must know of each other's weights, and how they say it."""
+    """The facts about the ranks' arguments that must agree, and the words in which the ranks exchange them."""
 
     def __init__(self, items: Sequence[Item], rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -35,11 +35,11 @@ class Agreement:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of what is told: which ranks refuse, the words and their complements."""
+        """The shape of what is exchanged: a flag for each rank that refuses, the words and their complements."""
         return (self.ranks + 2 * (DIGEST + SEED) if self.ranks > 1 else 0,)
 
     def tell(self, told: Tensor) -> None:
-        """Write what this rank says, for a MAX over the ranks."""
+        """Write the words of this rank, for a MAX over the ranks."""
         if self.ranks == 1:
             return
         refuses = [int(rank == self.rank and self._fault is not None) for rank in range(self.ranks)]
@@ -52,7 +52,7 @@ class Agreement:
             told[self.ranks :].view(2, -1)[:, DIGEST:] = torch.stack([seed, LIMIT - seed]).to(torch.int32)
 
     def check(self, told: Tensor) -> None:
-        """Refuse what one rank refuses, or what is not the same on all; as all are told the same, all refuse."""
+        """Refuse what one rank refuses, or what is not the same on all. All ranks get the same words, so all refuse."""
         if self._fault is not None:
             raise self._fault
         if self.ranks == 1:
@@ -78,7 +78,7 @@ class Agreement:
 
 
 def _digest(items: Sequence[Item]) -> list[int]:
-    """What the weights are in their order, but for their values."""
+    """Words of a hash of the weights in their order: of all but their values."""
     texts: dict[Kind, int] = {}
     order = [texts.setdefault(item.kind, len(texts)) for item in items]
     said = [(str(k.quantizer), k.holds_row, k.holds_col, k.rows, k.cols, str(k.dtype), k.remembers) for k in texts]

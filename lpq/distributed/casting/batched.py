@@ -1,8 +1,8 @@
 """Casting all weights at once that kernels of the table serve, whatever their shapes.
 
 Each operand of each fragment is a row of a table. One launch measures all fragments; after the reduction one makes the
-scales of the whole weights, and one the codes of the fragments. What the ranks tell each other is what they would
-tell without such kernels.
+scales of the whole weights, and one the codes of the fragments. The ranks exchange the same words as without such
+kernels.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lpq.kernels.fragments import (
 from lpq.operations.operands import recall
 
 WORD = 4
-"""Bytes of what is told, of a statistic and of a factor."""
+"""Bytes of a word that is exchanged, of a statistic and of a factor."""
 MEASURE, SCALES, CODES = range(3)
 """The kernels that read a table of fragments."""
 
 
 def serves(kind: Kind, device: torch.device) -> bool:
-    """Whether kernels make whatever weights of this kind hold."""
+    """Whether there are kernels for all operands of weights of this kind."""
     served = [kernels_of(side, device) for _, side in kind.sides]
     if None in served:
         return False
@@ -88,7 +88,7 @@ class Part:
         self.kind, self.items, self.size = kind, items, kind.rows * kind.cols
         self.in_parts = kind.in_parts(ranks)
         self.told = ranks > 1 and not self.in_parts
-        """All ranks are told all elements."""
+        """Whether the ranks exchange all elements."""
         self.operands = {
             "row": dense_operands("row", kind, items) if kind.row is not None else [],
             "col": dense_operands("col", kind, items) if kind.holds_col else [],
@@ -102,7 +102,7 @@ class Part:
         return self.items[i].span if self.in_parts else (0, self.size)
 
     def turned(self, which: Iterable[int], *, derived: bool) -> Iterator[Turned]:
-        """What makes column operands: of row operands, or of the codes of column operands in the weight's order."""
+        """Table rows that make column operands: from row operands, or from codes of their own in the weight's order."""
         kind, cols = self.kind, self.operands["col"]
         kernels = kernels_of(kind.sides[0][1], self.items[0].weight.device)
         for i in which:
@@ -173,7 +173,7 @@ class Batched(Cast):
     # ------------------------------------------------------------------------------ tables
 
     def _said(self, told: Views) -> Iterator[Told]:
-        """What this rank says beside statistics: all elements, or those that share codes with others' elements."""
+        """The elements that this rank sends: all, or those that share codes with elements of others."""
         for part in self.parts:
             kind = part.kind
             if not (part.told or (part.in_parts and kind.reach)):

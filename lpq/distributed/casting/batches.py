@@ -1,8 +1,8 @@
-"""Matrices of one shape measured, encoded and turned round all at once, by as many launches as one of them takes.
+"""Matrices of one shape, measured, encoded and transposed all at once, by as many launches as one of them takes.
 
-``torch.vmap`` runs what a format wrote for one matrix over a whole stack of them. A format that cannot be run like
-that (``lpq.distributed.casting.traits`` asks) gets one matrix after the other. What kernels of the table cast does not
-come here: see ``batched``.
+``torch.vmap`` runs the code of a format for one matrix over a whole stack of them. A format that cannot be run like
+that (``lpq.distributed.casting.traits`` tries it) gets one matrix after the other. Weights that kernels of the table
+cast do not come here: see ``batched``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = 1 << 26
 
 
 def over(function: Function, *stacks: Tensor, together: bool) -> list[Tensor]:
-    """``function`` of each matrix of the stacks: a stack of each of its results."""
+    """Call ``function`` on each matrix of the stacks, and return a stack of each of its results."""
     if together:
         return vmapped(function, *stacks)
     results = [function(*each) for each in zip(*(stack.unbind() for stack in stacks), strict=True)]
@@ -72,8 +72,8 @@ def follow(
 ) -> list[Tensor]:
     """The buffers ``wanted`` of operands ``shape``: those that follow from the statistics alone.
 
-    So it may be zeros that are encoded. Where each block has one statistic of each kind, a single zero stands for
-    it, as if it were a matrix of its own.
+    Since elements do not matter, zeros are encoded. Where each block has one statistic of each kind, a single zero
+    stands for it, as if it were a matrix of its own.
     """
     layout = side.layout
     steps = _steps(side, wanted)
@@ -126,7 +126,7 @@ def derive_col(
     *,
     together: bool,
 ) -> list[Tensor]:
-    """The buffers of column operands from those of row operands, as ``lpq.operations.derived_operands`` says of one."""
+    """The buffers of column operands from those of row operands, as ``lpq.operations.derived_operands`` makes one."""
     side, col = quantizer.side("row"), quantizer.side("col")
 
     def one(*tensors: Tensor) -> list[Tensor]:
@@ -153,7 +153,7 @@ def remember(
     col: bool,
     together: bool,
 ) -> list[Tensor]:
-    """What each tensor's state is after a step with these statistics, in the order of ``states``."""
+    """The state of each tensor after a step with these statistics, in the order of ``states``."""
 
     def one(*tensors: Tensor) -> list[Tensor]:
         state = dict(zip(states, tensors, strict=False))

@@ -1,7 +1,8 @@
-"""Casting what one rank owns of weights of one kind: what it tells the other ranks, and what it encodes then.
+"""Casting what one rank owns of weights of one kind: the words that it sends to the other ranks, and its encoding.
 
-What ranks tell is combined by a MAX of 32-bit integers. A statistic is not negative and orders as its bits do; of any
-other number one rank says the bits, and the others say ``NOTHING``. The simplest cast is here: everything is told.
+The words of all ranks are combined by a MAX of 32-bit integers. A statistic is not negative and orders as its bits do;
+for any other number, one rank writes the bits, and the others write ``NOTHING``. The simplest cast is here: it sends
+all elements.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ NOTHING = torch.iinfo(torch.int32).min
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A buffer of a weight that has to be gathered, and what this rank has written of it.
+    """A buffer of a weight that has to be gathered, and the part of it that this rank has written.
 
     The pieces of all ranks make up the buffer, in the order of their fragments. Where two fragments share an element
     of the buffer it belongs to the piece of the first; the other rank writes it as well, and alike.
     """
 
     weight: int
-    """Its weight: the place in the list that was cast."""
+    """The place of its weight in the list that was cast."""
     name: str
     """The operand and the buffer, such as ``row.data``."""
     buffer: Tensor
@@ -45,17 +46,17 @@ class Piece:
 
     @property
     def own(self) -> Tensor:
-        """What this rank has to send."""
+        """The part of the buffer that this rank has to send."""
         return self.buffer[self.start : self.stop]
 
     def span(self, start: int, stop: int) -> Span:
-        """What is the piece of a rank that owns elements ``[start, stop)`` of the flattened weight: a pair of places in
-        ``buffer``, of which the second is after the last."""
+        """The piece of a rank that owns elements ``[start, stop)`` of the flattened weight: its first place in
+        ``buffer`` and the place after its last."""
         return self.grid.before(start), self.grid.before(stop)
 
 
 Views = Mapping[Kind, Sequence[Tensor]]
-"""What the ranks tell each other of the weights of each kind: int32, of the shapes ``Kind.told``."""
+"""The words that the ranks exchange about the weights of each kind: int32, of the shapes ``Kind.told``."""
 
 
 class Cast(ABC):
@@ -65,23 +66,23 @@ class Cast(ABC):
 
     @abstractmethod
     def tell(self, told: Views) -> None:
-        """Write what this rank tells the others, over zeros."""
+        """Write the words of this rank, over zeros."""
 
     @abstractmethod
     def encode(self, told: Views) -> None:
-        """Write what this rank can write, from what all ranks told together."""
+        """Write what this rank can write, from the words of all ranks."""
 
     def pieces(self) -> list[Piece]:
-        """What has to be gathered after that."""
+        """The pieces that have to be gathered after that."""
         return []
 
     @abstractmethod
     def finish(self, chosen: Sequence[int]) -> None:
-        """Write what follows from what was gathered, of these of the weights."""
+        """Write the operands of these weights that follow from gathered bytes."""
 
 
 class OfOneKind(Cast):
-    """The cast of the weights of one kind by what their format wrote."""
+    """The cast of the weights of one kind by the code of their format."""
 
     def __init__(self, kind: Kind, items: Sequence[Item]) -> None:
         self.kind, self.items = kind, items
@@ -111,7 +112,7 @@ class OfOneKind(Cast):
         return [self.rows[i] for i in which] if direction == "row" else self._held("col", which)
 
     def _batches(self, which: Sequence[int]) -> Iterator[Sequence[int]]:
-        """As many whole weights at a time as fit."""
+        """These weights in batches of as many as fit."""
         count = max(1, batches.MOST // (self.kind.rows * self.kind.cols))
         return (which[at : at + count] for at in range(0, len(which), count))
 
@@ -123,7 +124,7 @@ class OfOneKind(Cast):
         return torch.stack([s for s in seeds if s is not None]) if self.kind.stochastic else None
 
     def _known(self) -> list[Tensor | None]:
-        """The statistics to encode with that states remember, in the order of the kind's; None: those measured."""
+        """The statistics that states remember, to encode with, in the order of the kind's; None: those measured."""
         kind = self.kind
         if not kind.remembers:
             return [None for _ in kind.stats]
@@ -139,7 +140,7 @@ class OfOneKind(Cast):
 
 
 class OnEveryRank(OfOneKind):
-    """Each rank is told all elements, and encodes everything. There is nothing to gather."""
+    """A cast in which each rank gets all elements and encodes everything. There is nothing to gather."""
 
     def tell(self, told: Views) -> None:
         if not told[self.kind]:  # there is nobody else

@@ -1,7 +1,7 @@
 """Where a fragment of a flattened weight lies in the buffers and statistics of the weight. Host arithmetic only.
 
-Everything is said in the order of the weight: along its rows, then along its columns, which is the order of a row
-operand's buffers as they are, and of a column operand's turned round.
+Everything is in the order of the weight: row by row. The buffers of a row operand lie so; those of a column operand
+do when they are transposed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Grid:
-    """A buffer, or a statistic, of one operand of a weight ``[rows, cols]``, in the order of the weight. Places in it
-    are those of its numbers, of which a block may have several."""
+    """A buffer, or a statistic, of one operand of a weight ``[rows, cols]``, in the order of the weight. A place in it
+    is the place of a number, and a block may have several numbers."""
 
     covering: Covering
     direction: Direction
@@ -58,7 +58,7 @@ class Grid:
         return 0 if down is None else row // down
 
     def holding(self, position: int) -> int:
-        """The first place in the flattened grid of what covers this element of the flattened weight."""
+        """The first place in the flattened grid of the block that covers this element of the flattened weight."""
         row, col = divmod(position, self.cols)
         across = self.step[1]
         return (self.line(row) * self.shape[1] + (0 if across is None else col // across)) * self.values
@@ -66,8 +66,8 @@ class Grid:
     def before(self, position: int) -> int:
         """How many numbers of the grid begin before this element of the flattened weight.
 
-        So the numbers of a fragment's own, ``[before(start), before(stop))``, are those that begin in it, and all
-        fragments together have each of them once. What pads the columns begins with the last one.
+        A fragment owns the numbers that begin in it, ``[before(start), before(stop))``, so that all fragments together
+        own each number once. Numbers that pad the columns begin with the last column.
         """
         if position >= self.rows * self.cols:
             return self.count
@@ -95,13 +95,13 @@ class Grid:
         return flat.view(-1, *self.shape, *several)
 
     def cut(self, laid: Tensor, band: Band) -> list[Tensor]:
-        """Return, from a stack of this grid for many weights, what covers the rows of a band, weight by weight."""
+        """Return, from a stack of this grid for many weights, the lines that cover a band, weight by weight."""
         lines = blocks(band.height, self.step[0])
         return [laid[i, self.line(top) : self.line(top) + lines] for i, top in zip(band.which, band.tops, strict=True)]
 
 
 def reach(grids: Iterable[Grid]) -> int:
-    """How far from an element of the flattened weight those lie that share a code with it, in any of these buffers."""
+    """The largest distance, in the flattened weight, of two elements that share a code in one of these buffers."""
     furthest = 0
     for grid in grids:
         down, across = grid.step[0] or grid.rows, grid.step[1] or grid.cols
@@ -110,7 +110,7 @@ def reach(grids: Iterable[Grid]) -> int:
 
 
 def alignment(row: Quantizer | None, col: Quantizer | None) -> int:
-    """Rows of the weight that no buffer and no statistic of these operands lets one cut apart."""
+    """The number of rows of the weight that must stay together for all buffers and statistics of these operands."""
     units: list[int | None] = []
     for side, dim in ((row, 0), (col, 1)):
         if side is not None:
@@ -123,17 +123,17 @@ class Band:
     """Fragments that are encoded together, each in ``height`` whole rows of its weight that cover it."""
 
     which: tuple[int, ...]
-    """Which weights they belong to."""
+    """The weights to which they belong."""
     tops: tuple[int, ...]
-    """The first of the rows, of each."""
+    """The first of the rows in each weight."""
     height: int
 
 
 def bands(spans: Sequence[Span], rows: int, cols: int, unit: int, most: int, *, level: bool) -> Iterator[Band]:
     """Bands over fragments of weights ``[rows, cols]``, of whole units of rows; none over an empty fragment.
 
-    A band that holds a last, ragged unit ends where the weight ends, as what pads a buffer is not what zeros are
-    encoded as. ``most`` elements are in one band, or one weight's. ``level``: all begin at the same row.
+    A band that holds a last, ragged unit ends where the weight ends, since the padding of a buffer is not the code of
+    zeros. A band has at most ``most`` elements, unless one weight alone has more. ``level``: all begin at the same row.
     """
     inner: list[tuple[int, int, int]] = []
     ragged: list[tuple[int, int, int]] = []

@@ -1,7 +1,7 @@
-"""What a caller passed to a cast, refused in words if it makes no sense.
+"""The arguments of a cast, refused in words if they make no sense.
 
-Weights, which all ranks pass alike, are refused at once: all of them do, and none waits for the others. What one rank
-alone may pass wrongly, its part of a master, a state or the seed, is refused when the others have been told.
+All ranks pass the same weights, so wrong ones are refused at once: all ranks do so, and none waits. One rank alone may
+pass a wrong part of a master, a wrong state or a wrong seed: these are refused when the others have been told.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def items_of(
     seed: Tensor | int | None,
     ranks: int,
 ) -> list[Item]:
-    """The weights, with what this rank owns of each."""
+    """The weights, each with the fragment that this rank owns."""
     given = {"weights": len(weights), "masters": len(masters), "offsets": len(offsets)}
     if states is not None:
         given["states"] = len(states)
@@ -49,7 +49,7 @@ def items_of(
         except (TypeError, ValueError) as error:
             if ranks == 1:
                 raise
-            # What stands in for it has this rank tell as many words as the others do.
+            # In its place goes an empty fragment, so that this rank sends as many words as the others.
             remembered = (weight.quantizer.new_state(weight.device) or None) if state else None
             fault, (values, span) = error, _fragment(i, weight, None, 0, ranks)
         items.append(Item(i, weight, values, span, remembered, seeds[i], fault))
@@ -98,7 +98,7 @@ def _check_seed(i: int, quantizer: Quantizer, seed: Tensor | int | None) -> None
 
 
 def _memory(i: int, weight: QuantizedTensor, state: Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
-    """What is remembered of a weight, or None if that is nothing."""
+    """The checked state of a weight; None if its quantizer remembers nothing, or no state was passed."""
     quantizer = weight.quantizer
     remembered = state_of(quantizer, state, weight.device, f"states[{i}]", "the masters") if state else {}
     if not remembered:
@@ -112,7 +112,7 @@ def _memory(i: int, weight: QuantizedTensor, state: Mapping[str, Tensor] | None)
 
 
 def _fragment(i: int, weight: QuantizedTensor, master: Tensor | None, offset: int, ranks: int) -> tuple[Tensor, Span]:
-    """What this rank owns of a master, and where it lies."""
+    """The elements of a master that this rank owns, and where they lie."""
     total = weight.numel()
     if master is None or (isinstance(master, Tensor) and not master.numel()):
         master, offset = torch.empty(0, dtype=torch.float32, device=weight.device), 0

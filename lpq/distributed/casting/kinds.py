@@ -1,4 +1,4 @@
-"""What weights have in common that are cast together, and what follows from it for how they are cast."""
+"""Kinds of weights: the properties that weights share when they are cast together, and how that casts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lpq.operations.derived_operands import derives_col, rounds_stochastically
 from lpq.tensor import QuantizedTensor
 
 HEAD = 4
-"""A rank says of its fragment where it begins and where it ends, each as a row and a column, and then its elements."""
+"""Words before the elements of a fragment: where it begins and where it ends, each as a row and a column."""
 
 
 @dataclass(frozen=True)
@@ -31,32 +31,32 @@ class Kind:
     cols: int
     dtype: torch.dtype
     remembers: bool
-    """Each has a state, which gives the statistics to encode with and takes those of this cast."""
+    """Whether each has a state, which gives the statistics to encode with and takes those of this cast."""
 
     @cached_property
     def derives(self) -> bool:
-        """Column operands follow from row operands."""
+        """Whether column operands follow from row operands."""
         return self.holds_col and derives_col(self.quantizer)
 
     @cached_property
     def row(self) -> Quantizer | None:
-        """What encodes row operands, which are needed also where column operands follow from them."""
+        """The quantizer of row operands, which are needed also where column operands follow from them."""
         return self.quantizer.side("row") if self.holds_row or self.derives else None
 
     @cached_property
     def col(self) -> Quantizer | None:
-        """What encodes column operands, if they do not follow from row operands."""
+        """The quantizer of column operands, if they do not follow from row operands."""
         return self.quantizer.side("col") if self.holds_col and not self.derives else None
 
     @cached_property
     def sides(self) -> list[tuple[Direction, Quantizer]]:
-        """What is encoded."""
+        """The operands that are encoded, and their quantizers."""
         sides: list[tuple[Direction, Quantizer | None]] = [("row", self.row), ("col", self.col)]
         return [(direction, side) for direction, side in sides if side is not None]
 
     @cached_property
     def stats(self) -> list[Grid]:
-        """The statistics that it needs, in the order of ``operations.declared``."""
+        """The statistics that these operands need, in the order of ``operations.declared``."""
         return [Grid(stat, d, self.rows, self.cols) for d, side in self.sides for stat in side.stats]
 
     def coded(self, direction: Direction, side: Quantizer) -> dict[int, Grid]:
@@ -65,7 +65,7 @@ class Kind:
 
     @cached_property
     def reach(self) -> int:
-        """How far apart elements of the flattened weight lie at most that share a code."""
+        """The largest distance, in the flattened weight, of two elements that share a code."""
         grids = [grid for d, side in self.sides for grid in self.coded(d, side).values()]
         return min(reach(grids), self.rows * self.cols)
 
@@ -80,13 +80,13 @@ class Kind:
         return rounds_stochastically(self.quantizer)
 
     def in_parts(self, ranks: int) -> bool:
-        """Whether fragments can be encoded one by one, and that tells the ranks less than all elements would."""
+        """Whether fragments can be encoded one by one, and the ranks then exchange less than all elements."""
         possible = all(traits(side).in_parts for _, side in self.sides)
         return ranks > 1 and possible and 2 * self.reach * ranks < self.rows * self.cols
 
     def told(self, count: int, ranks: int) -> list[tuple[int, ...]]:
-        """The shapes of what the ranks tell each other of this many weights. It is the same on all ranks, whatever
-        kernels they have: in parts the statistics, and what all of them say of their ends; or all elements."""
+        """The shapes of what the ranks exchange of this many weights: in parts, the statistics and the ends of all
+        fragments; else all elements. They are the same on all ranks, whatever kernels these have."""
         if ranks == 1:
             return []
         if not self.in_parts(ranks):
@@ -97,7 +97,7 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One weight, and what this rank has of its master."""
+    """One weight, and the fragment of its master that this rank owns."""
 
     index: int
     weight: QuantizedTensor
@@ -107,7 +107,7 @@ class Item:
     state: Mapping[str, Tensor] | None
     seed: Tensor | None
     fault: Exception | None = None
-    """Why this rank refuses what it got of the master. It says so once the others know."""
+    """Why this rank refuses what it got of the master. It is raised once the others have been told."""
 
     @cached_property
     def kind(self) -> Kind:

@@ -1,7 +1,7 @@
 """Casting fragments one by one: the cast of formats that do not mix elements.
 
-The ranks tell each other the statistics of their fragments, and the few elements that share a code with one of another
-fragment. Then each knows all scales, and the codes of what it owns.
+The ranks exchange the statistics of their fragments, and the few elements that share a code with one of another
+fragment. Then each has all scales, and the codes of what it owns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lpq.formats.format import Direction
 from lpq.kernels.host_to_device import on_device
 
 Coded = tuple[Direction, int, Grid, list[Tensor]]
-"""A buffer that has to be gathered: of which operand, its place in the layout, and that of each weight."""
+"""A buffer that has to be gathered: its operand, its place in the layout, its grid, and the tensor of each weight."""
 
 
 class InParts(OfOneKind):
@@ -110,8 +110,8 @@ class InParts(OfOneKind):
     # ------------------------------------------------------------------------------ the elements
 
     def _stack(self, band: Band) -> Tensor:
-        """The rows that a band covers, with zeros for what other ranks own, one matrix after the other; and one
-        element more."""
+        """The rows that a band covers, one matrix after the other, with zeros for what other ranks own; and one element
+        more."""
         cols, size = self.kind.cols, band.height * self.kind.cols
         flat = torch.zeros(len(band.which) * size + 1, dtype=torch.float32, device=self.device)
         targets: list[Tensor] = []
@@ -125,7 +125,7 @@ class InParts(OfOneKind):
         return flat[:-1].view(len(band.which), band.height, self.kind.cols)
 
     def _tell_ends(self, ends: Tensor) -> None:
-        """The first and the last elements of this rank's fragments, as many as may share a code with others."""
+        """Write the first and the last elements of this rank's fragments, as many as may share a code with others."""
         cols, reach = self.kind.cols, self.kind.reach
         ends.fill_(NOTHING)
         heads = [[*divmod(start, cols), *divmod(stop, cols)] for start, stop in (item.span for item in self.items)]
@@ -140,7 +140,7 @@ class InParts(OfOneKind):
         copy(targets, sources)
 
     def _fill(self, band: Band, flat: Tensor, ends: Tensor) -> None:
-        """Put in the elements of other ranks, as far as they are known."""
+        """Put in the elements of other ranks that these sent."""
         cols, reach, size = self.kind.cols, self.kind.reach, band.height * self.kind.cols
         said = torch.stack([ends[i] for i in band.which])
         place = said[..., :HEAD].long()
@@ -171,7 +171,7 @@ def coded_buffers(kind: Kind, items: Sequence[Item], rows: Sequence[Storage]) ->
 
 
 def pieces_of(items: Sequence[Item], coded: Sequence[Coded]) -> list[Piece]:
-    """What has to be gathered."""
+    """The pieces that have to be gathered."""
     found: list[Piece] = []
     for direction, _, grid, buffers in coded:
         name = f"{direction}.{grid.covering.name}"

@@ -1,4 +1,4 @@
-"""Whether the ranks own each element of the masters once: they tell each other which of each they own."""
+"""Whether the ranks own each element of the masters once: they exchange where their parts lie."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lpq.kernels.host_to_device import on_device
 from lpq.torch_private.operators import assert_later
 
 DIGIT = 1 << 31
-"""A place among the elements may exceed 32 bits. It is told as two numbers that are never negative."""
+"""The base in which a place among the elements, which may exceed 32 bits, is written as two numbers of 0 or more."""
 
 
 class Shares:
@@ -24,7 +24,7 @@ class Shares:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of what is told: where each rank's part begins and ends, and the way back from the end to the start."""
+        """The shape of the words: where each rank's part begins and ends, and the way back from end to start."""
         return len(self.items), self.ranks + 1, 2, 2
 
     def tell(self, told: Tensor) -> None:
@@ -35,7 +35,7 @@ class Shares:
             told.index_copy_(1, places, on_device(said, torch.int32, self.device))
 
     def check(self, told: Tensor) -> None:
-        """Refuse parts that leave a gap or overlap; as all ranks are told the same, all refuse."""
+        """Refuse parts that leave a gap or overlap. All ranks get the same words, so all refuse."""
         right = whole(told)
         if self.device.type != "cpu":  # the host does not wait to know
             assert_later(right.all(), "the ranks of the group must own each element of every master once")
@@ -65,7 +65,7 @@ def _place(digits: Sequence[int]) -> int:
 
 
 def _wrong(item: Item, parts: Sequence[tuple[int, int]]) -> str:
-    """Which elements nobody owns, or several ranks do, in words."""
+    """The first elements that no rank owns, or several ranks own, in words."""
     at, total = 0, item.weight.numel()
     for start, end in sorted([*parts, (total, total)]):
         if start != at:

@@ -1,6 +1,6 @@
-"""What casting fragments needs to know of a format, and the format need not declare: it is tried out, once.
+"""Traits of a format on which the cast of fragments depends. No format declares them: they are tried out, once.
 
-A small matrix is encoded in several ways. Where they do not agree, casts go a dearer way that is right for any format:
+A small matrix is encoded in several ways. Where the results differ, casts go a dearer way that is right for any format:
 they put whole weights together, or take one after the other.
 """
 
@@ -27,10 +27,10 @@ class Traits:
     coded: tuple[int, ...]
     """The buffers that depend on the elements themselves; the others follow from the statistics."""
     in_parts: bool
-    """A fragment, with zeros for what is missing, has codes that are the whole's, and the MAX of all fragments'
-    statistics is the whole's. Not so where elements are mixed, as by a rotation."""
+    """A fragment, with zeros for the elements that it lacks, is encoded to the codes of the whole, and the MAX of the
+    statistics of all fragments is that of the whole. Not so where elements are mixed, as by a rotation."""
     together: bool
-    """``torch.vmap`` makes of a stack what is made of one matrix after the other."""
+    """``torch.vmap`` over a stack gives the bytes that one matrix after the other gives."""
 
 
 def traits(side: Quantizer) -> Traits:
@@ -47,7 +47,7 @@ def _traits(text: str) -> Traits:
 
 
 class _Trial:
-    """Two matrices of a few blocks, the last of them ragged, and what encoding them one after the other gives."""
+    """Two matrices of a few blocks, the last of them ragged, and the bytes to which they are encoded one by one."""
 
     def __init__(self, side: Quantizer) -> None:
         units = [(b.unit(0), b.unit(1)) for b in side.layout] + [s.block for s in side.stats]
@@ -61,7 +61,7 @@ class _Trial:
         self.coded = tuple(j for j, made in enumerate(zip(self.buffers, *others, strict=True)) if not _same(*made))
 
     def encode(self, x: Tensor, *, together: bool = False) -> list[Tensor]:
-        """With the statistics of the two matrices, and one seed for both."""
+        """Encode two matrices with the statistics of the two of the trial, and one seed for both."""
         seeds = torch.tensor([5, 5], device="cpu") if self.side.stochastic else None
         return batches.encode(x, self.stats, self.side, None, seeds, together=together)
 
@@ -93,7 +93,7 @@ class _Trial:
             return False
 
     def _everything(self, *, together: bool) -> list[Tensor]:
-        """Whatever a cast may ask of many at once."""
+        """The results of every operation that a cast runs over many matrices at once."""
         side, (count, rows, cols) = self.side, self.x.shape
         followed = [j for j in range(len(self.buffers)) if j not in self.coded]
         made = batches.measure(self.x, side, None, together=together) + self.encode(self.x, together=together)
