@@ -1,9 +1,10 @@
 """cuBLASLt's products by calls of lpq's own: the library is the one that torch has loaded.
 
-Of bf16 matrices with a factor that lies on the device, which torch does not offer: the sums are multiplied in fp32 and
-rounded once, at no cost, where a second pass would read and write all of them. And of 8-bit matrices with scales, as
-torch's scaled matmul makes it, which describes the product anew and asks for an algorithm at each call: that takes the
-host longer than the product itself. What describes a product of some sizes is made once here, and kept.
+There are two kinds. One multiplies bf16 matrices with a factor that lies on the device, which torch does not offer: the
+sums are multiplied in fp32 and rounded once, at no cost, where a second pass would read and write all of them. The
+other multiplies 8-bit matrices with scales, as torch's scaled matmul does. That one describes the product anew and asks
+for an algorithm at each call, which takes the host longer than the product itself; here the description is made once
+for each set of sizes, and kept.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ FP32 = 0
 TYPES = {
     torch.float32: FP32, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29,
 }  # fmt: skip
-"""What a product may be made of, and their codes."""
+"""The dtypes of operands and results, and cuBLASLt's codes for them."""
 COMPUTE_FP32 = 68
 POINTERS, TRANSPOSE_FIRST, EPILOGUE, BIAS = 2, 3, 7, 8
 FIRST_SCALES, SECOND_SCALES, FAST, FIRST_SCALED, SECOND_SCALED = 17, 18, 25, 31, 32
 ON_DEVICE, TRANSPOSED, ADD_BIAS = 1, 1, 4
 OF_ALL, OF_ROWS, OF_1X128, OF_128X128 = 0, 3, 4, 5
-"""What has a scale: a matrix, each of its rows, or blocks of it."""
+"""The parts of a matrix that have a scale each: all of it, each row, or blocks."""
 WORKSPACE_BYTES, REDUCTIONS, ALIGNMENT_FIRST, ALIGNMENT_SECOND = 1, 3, 5, 6
 IN_FP32 = 2
 """How partial sums are reduced: never in the dtype of the result."""
 WORKSPACE = 32 << 20
 ALIGNED = 256
-"""To how many bytes cuBLASLt takes matrices to be aligned unless it is told. What torch allocates is; a view need not
-be."""
+"""The alignment of matrices, in bytes, that cuBLASLt assumes unless another is set. Memory that torch allocates has it;
+a view need not."""
 
 
 SCALED_ALIGNED = 16
-"""To how many bytes 8-bit matrices must be."""
+"""The alignment in bytes that 8-bit matrices need."""
 ONE_AND_ZERO = (ctypes.c_float * 2)(1.0, 0.0)
 """The factor of the product, and that of what it is added to."""
 ONE = ctypes.addressof(ONE_AND_ZERO)
@@ -74,9 +75,9 @@ def library() -> ctypes.CDLL | None:
 def bind(
     device: torch.device, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, *, dispatched: bool = False
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """What multiplies matrices of these sizes: ``scalars[0] · left @ rightᵀ + bias`` of ``left``, ``right``,
-    ``scalars`` and the bias, as bf16 or fp32. ``scalars[1]`` is 0, and the bias is of ``dtype``. The device is the
-    current one; ``dispatched`` as for ``allocator``."""
+    """Bind ``scalars[0] · left @ rightᵀ + bias`` to these sizes. The function takes ``left``, ``right``, ``scalars``
+    and the bias, and returns the product in ``dtype``, bf16 or fp32, which is the bias's dtype too. ``scalars[1]`` is
+    0. The device is the current one; ``dispatched`` as for ``allocator``."""
     empty, out_of = allocator(device, dispatched=dispatched), fresh((rows, cols), dtype)
     how = _How(device.index or 0, rows, cols, inner, dtype, bias=bias)
     usual = _plan(how)
@@ -102,10 +103,11 @@ def bind_scaled(
     device: torch.device, rows: int, cols: int, inner: int, types: tuple[torch.dtype, torch.dtype], dtype: torch.dtype,
     scaled: tuple[int, int], fast: bool, *, dispatched: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None] | None:  # fmt: skip
-    """What multiplies 8-bit matrices of these sizes and ``types``: ``left @ rightᵀ`` of ``left``, ``right`` and the
-    scales of both, as ``dtype``, by the algorithm that torch's scaled matmul takes. ``scaled`` says what has a scale on
-    either side, ``fast`` whether it may sum in less than fp32; ``dispatched`` as for ``allocator``. It returns None for
-    matrices that do not lie as it wants. The device is the current one. None: this cuBLASLt has no such product.
+    """Bind ``left @ rightᵀ`` to 8-bit matrices of these sizes and ``types``, by the algorithm that torch's scaled
+    matmul takes. The function takes ``left``, ``right`` and the scales of both, and returns the product in ``dtype``,
+    or None for operands that are not contiguous or not aligned. ``scaled`` names the parts of either side that have a
+    scale, ``fast`` allows sums in less than fp32; ``dispatched`` as for ``allocator``. The device is the current one.
+    None: this cuBLASLt has no such product.
     """
     if library() is None or dtype not in TYPES:
         return None
@@ -149,10 +151,10 @@ class _How(NamedTuple):
     """Those of the operands."""
     bias: bool = False
     scaled: tuple[int, int] | None = None
-    """What has a scale, of either operand; None: there are none, and the product has a factor on the device."""
+    """The parts of either operand that have a scale; None: none has, and the product has a factor on the device."""
     fast: bool = False
     aligned: int = ALIGNED
-    """To so many bytes both operands are aligned, a power of two up to ``ALIGNED``."""
+    """The alignment of both operands in bytes, a power of two up to ``ALIGNED``."""
 
 
 class _Plan:
@@ -289,7 +291,7 @@ def _matmul() -> Callable[..., int]:
 
 @functools.cache
 def _attribute() -> Callable[..., int]:
-    """What sets an attribute of a product, for what changes at each call."""
+    """The function that sets an attribute of a product, for attributes that change at each call."""
     call: Any = library().cublasLtMatmulDescSetAttribute  # type: ignore[union-attr]
     call.argtypes, call.restype = [c_void_p, c_int, c_void_p, c_size_t], c_int
     return cast("Callable[..., int]", call)
@@ -297,7 +299,7 @@ def _attribute() -> Callable[..., int]:
 
 @functools.cache
 def _handle(index: int) -> c_void_p:
-    """What cuBLASLt knows of a device; it serves all threads."""
+    """cuBLASLt's handle of a device; it serves all threads."""
     handle = c_void_p()
     with torch.cuda.device(index):
         _call("Create", byref(handle))

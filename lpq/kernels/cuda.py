@@ -13,7 +13,7 @@ A plugin writes a ``.cu`` file with an ``extern "C" __global__`` function, makes
         return out
 
 Each set of macros is compiled once for an architecture. A macro needs a name of its own: the compiler's headers use
-short ones such as ``T``. What lies beside the source or in ``csrc/common`` can be included, by its name or by a macro
+short ones such as ``T``. A file beside the source or in ``csrc/common`` can be included, by its name or by a macro
 of the launch. A launch waits for nothing, and can be captured in a CUDA graph once its kernel was launched before, or
 made ``ready``.
 """
@@ -37,12 +37,12 @@ from lpq.kernels.nvrtc_cache import compiler_version, csrc, cubin, knows
 from lpq.torch_private import cuda as torch_cuda
 
 NEEDED = "cuda.core"
-"""The module that a ``KernelSpec`` requires whose kernels are of this kind."""
+"""The module that the ``KernelSpec`` of such a kernel requires."""
 INSTALL = 'pip install "lpq[cuda]"'
-"""What brings it."""
+"""The command that installs it."""
 SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
-"""The letters of parameters, and how an argument lies in its 8 bytes, as ``struct`` says it: ``P`` is a pointer, ``q``
-a ``long long``, ``i`` an ``int``, ``I`` an ``unsigned int``, ``f`` a ``float``, ``d`` a ``double``."""
+"""The letters of parameters, and how an argument lies in its 8 bytes, in the notation of ``struct``: ``P`` is a
+pointer, ``q`` a ``long long``, ``i`` an ``int``, ``I`` an ``unsigned int``, ``f`` a ``float``, ``d`` a ``double``."""
 MOST_THREADS = 1024
 """The most threads of a block, on every GPU so far."""
 SUCCESS, NO_CONTEXT = 0, 201
@@ -59,7 +59,7 @@ class CudaKernel:
         """``source`` may be relative to lpq's ``csrc``; ``arguments`` has a letter of ``SLOTS`` for each parameter.
         Letters in brackets are the fields of one, a struct of 8 bytes for each field.
 
-        ``shared`` is the size in bytes of the dynamic shared memory of a block. ``waits`` says that the kernel begins
+        ``shared`` is the size in bytes of the dynamic shared memory of a block. ``waits`` means that the kernel begins
         with ``wait_for_the_one_before()`` of ``order.cuh``: from Hopper on it is then put in place while the kernel
         before it ends, which saves a microsecond or two.
         """
@@ -193,7 +193,7 @@ class Launch:
 
 @functools.cache
 def _driver_launch() -> Callable[..., int]:
-    """The driver's own launch. Called so it takes the host a third of what the bindings take, which look at each
+    """The driver's own launch. It takes the host a third of the time that the bindings take, which inspect each
     argument."""
     call: Any = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     call.argtypes, call.restype = [ctypes.c_void_p] * 4, ctypes.c_int
@@ -201,7 +201,7 @@ def _driver_launch() -> Callable[..., int]:
 
 
 class _Loaded:
-    """A kernel on a device, ready to be launched by the driver's own call, which is told how beforehand."""
+    """A kernel on a device, ready to be launched by the driver's own call, whose configuration is made beforehand."""
 
     def __init__(self, kernel: Any, of: CudaKernel, overlaps: bool) -> None:
         from cuda.bindings import driver
@@ -213,7 +213,7 @@ class _Loaded:
         self.launch = driver.cuLaunchKernelEx
 
     def allow_shared(self, size: int, device: int) -> None:
-        """Dynamic shared memory of more than 48 KiB must be asked for."""
+        """Allow blocks this much dynamic shared memory, as is needed above 48 KiB."""
         from cuda.bindings import driver
 
         wanted = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -256,7 +256,7 @@ class _Arguments:
 
 
 def _check(what: str, source: Path, letters: str, threads: int, shared: int) -> None:
-    """What would fail at the first launch, or worse, is an error where it is written."""
+    """Raise where a kernel is defined for faults that would fail at its first launch, or do worse."""
     if not source.is_file():
         raise KernelError(f"{what}: there is no file {source}")
     if unknown := sorted(set(letters) - {*SLOTS, "(", ")"}):
@@ -290,7 +290,7 @@ def _places(arguments: str) -> tuple[int, ...]:
 
 @registry.cached
 def why_not(device: torch.device) -> str | None:
-    """Why no kernel of this kind can run on a GPU: NVRTC is missing, or does not know it. None: they can."""
+    """Why no kernel of this kind can run on a GPU: NVRTC is missing, or does not support it. None: they can."""
     try:
         version = compiler_version()
     except KernelError as error:

@@ -2,7 +2,7 @@
 
 ``lpq.distributed.cast_master_weights`` casts with these whatever has a kernel for the operation ``cast``: its
 ``KernelSpec.impl`` is a function ``f(side) -> CastKernels``. The source of such kernels includes ``fragments.cuh``,
-which says what a format must write. A table has a row for each operand of each fragment, so that one launch serves all
+which lists what a format must write. A table has a row for each operand of each fragment, so that one launch serves all
 of them, whatever their shapes.
 """
 
@@ -22,9 +22,9 @@ from lpq.kernels.host_to_device import captured, on_device
 
 THREADS = 256
 TILE, SCALES, CODES = 128, 32, 4096
-"""What one block of threads takes in each kernel: rows and columns, lines and columns of scales, bytes of codes."""
+"""The share of one block of threads in each kernel: rows and columns, lines and columns of scales, bytes of codes."""
 WORDS, SIDE = 4096, 64
-"""Words that are told, and rows and columns that are turned round."""
+"""Words that one block of threads sends, and rows and columns that it transposes."""
 TELL = CudaKernel("common/fragments.cu", "tell", "Pq", threads=THREADS, waits=True)
 TURN = CudaKernel("common/fragments.cu", "turn", "Pq", threads=THREADS, waits=True)
 
@@ -41,10 +41,10 @@ class CastKernels:
     scales: CudaKernel
     codes: CudaKernel
     macros: tuple[str, ...]
-    """What they are compiled with, beside the direction and the blocks."""
+    """The macros of all three, beside those for the direction and the block."""
     turned: tuple[int, ...] = ()
-    """Bits of an element of each buffer, where turning all of them round makes the operand of the transposed matrix:
-    4, 8 or 32. Of 4 bits there are two in a byte, and lines are padded to 16."""
+    """The bits of an element of each buffer, 4, 8 or 32, if transposing all of them makes the operand of the transposed
+    matrix. Two elements of 4 bits are in a byte, and lines are padded to 16 elements."""
 
     def compiled_for(self, block: Block, *, col: bool) -> tuple[str, ...]:
         """All macros, where a scale covers this block of the matrix."""
@@ -60,7 +60,7 @@ def cast_kernels(source: str | Path) -> tuple[CudaKernel, CudaKernel, CudaKernel
 
 
 class Fragment(NamedTuple):
-    """One operand of a fragment. Names that say where something lies are pointers, 0 for nothing."""
+    """One operand of a fragment. Fields that name a place in memory are pointers, 0 for none."""
 
     values: int
     codes: int
@@ -95,7 +95,7 @@ class Fragment(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a rank says of a fragment: all elements, or the first and the last ones that others may need."""
+    """The elements of a fragment that a rank sends to the others: all, or those at both ends, which others may need."""
 
     values: int
     to: int
@@ -103,13 +103,13 @@ class Told(NamedTuple):
     stop: int
     cols: int
     reach: int
-    """How many at each end; -1: all elements."""
+    """How many elements at each end; -1: all elements."""
     rank: int
     words: int
 
 
 class Turned(NamedTuple):
-    """A matrix to be turned round."""
+    """A matrix to transpose."""
 
     source: int
     to: int
@@ -127,7 +127,7 @@ class Table:
     blocks: tuple[int, ...]
 
     def launch(self, kernel: CudaKernel, macros: tuple[str, ...] = (), which: int = 0) -> None:
-        """Run a kernel over all rows: that whose blocks are the ``which``."""
+        """Run a kernel over all rows; ``which`` is the place of its count in ``blocks``."""
         kernel.launch(self.rows.get_device(), macros, self.blocks[which], self.rows.data_ptr(), len(self.rows))
 
 
@@ -137,12 +137,12 @@ def fragment_table(fragments: Sequence[Fragment], block: Block, device: torch.de
 
 
 def told_table(told: Sequence[Told], device: torch.device) -> Table:
-    """What is to be said."""
+    """The table of the elements to send."""
     return _table([(t, (-(-t.words // WORDS),)) for t in told], device)
 
 
 def turned_table(turned: Sequence[Turned], device: torch.device) -> Table:
-    """What is to be turned round."""
+    """The table of the matrices to transpose."""
     return _table([(t, (-(-t.rows // SIDE) * -(-t.cols // SIDE),)) for t in turned], device)
 
 
@@ -157,7 +157,7 @@ def _table(entries: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], device: t
 
 
 def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Rows in the memory of a device. A step that finds all memory where the last one did copies nothing."""
+    """Rows in the memory of a device. A step whose memory lies where it lay in the last one copies nothing."""
     if captured(device):  # no graph may read what others may forget
         return on_device(rows, torch.int64, device)
     return _remembered(rows, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
@@ -165,5 +165,5 @@ def _on_device(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tenso
 
 @lru_cache(maxsize=64)
 def _remembered(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """What is not waited for is there for launches on the same stream only."""
+    """Rows that are copied without waiting: only launches on the same stream may read them."""
     return on_device(rows, torch.int64, device)

@@ -1,7 +1,7 @@
-"""Numbers that the host knows, sent to a device that it need not wait for: for casts of master weights.
+"""Numbers of the host, sent to a device without waiting for it: for casts of master weights.
 
 A copy reads the host's memory when the device comes to it. A CUDA graph would read it again at each replay, when it
-holds something else; so what is recorded are launches that carry the numbers as their arguments.
+holds something else; so launches are recorded that carry the numbers as their arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lpq.kernels.table import why_not
 from lpq.registry import KernelSpec
 
 WORDS = 448
-"""Of 8 bytes, that one launch carries."""
+"""Words of 8 bytes that one launch carries."""
 WRITE = CudaKernel("common/words.cu", "write_words", f"P({'q' * WORDS})q", threads=WORDS, waits=True)
 SPEC = KernelSpec.cuda("upload", "lpq.kernels.host_to_device:write_words")
 
@@ -42,7 +42,7 @@ def captured(device: torch.device) -> bool:
     """Whether what is launched on a device is being recorded in a CUDA graph."""
     if device.type != "cuda":
         return False
-    with torch.cuda.device(device):  # torch tells it of the current device only
+    with torch.cuda.device(device):  # torch reports it for the current device only
         return torch.cuda.is_current_stream_capturing()
 
 

@@ -33,7 +33,7 @@ COMMENT = re.compile(
     rb"""|/\*.*?\*/|//[^\n]*""",
     re.DOTALL,
 )
-"""What may hold the signs of a comment and is none, as its first group; or a comment."""
+"""An include or a literal, which may hold the signs of a comment, as the first group; or a comment."""
 DIGEST = hashlib.sha256
 DIGEST_SIZE = DIGEST().digest_size
 
@@ -72,7 +72,7 @@ def cubin(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
 
 
 def cache_dir() -> Path | None:
-    """Where compiled kernels are kept; None where nothing says so and this user has no home."""
+    """The folder of compiled kernels; None where no variable names one and this user has no home."""
     if chosen := os.environ.get(CACHE):
         return Path(chosen)
     try:
@@ -107,7 +107,7 @@ def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
 def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
     """The texts of a source, of every header that the compiler may find under a name that it includes, and of theirs.
 
-    What is found nowhere is the compiler's own.
+    A name that is found nowhere is a header of the compiler's own.
     """
     handed = dict(map(_macro, macros))
     found, seen, unknown = [source], {source.resolve()}, set()

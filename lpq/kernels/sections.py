@@ -28,7 +28,7 @@ CLEAR_ROWS = CudaKernel("common/sections.cu", "clear_rows", "PPqqq", threads=256
 CLEAR_MATRICES = CudaKernel("common/sections.cu", "clear_matrices", "PPqq", threads=256, waits=True)
 
 Find = Callable[[int, int], tuple[Tensor, Tensor | None]]
-"""``find(x, ends)``, of addresses: what is found for one operand and, if that was asked for, for the other."""
+"""``find(x, ends)``, both of them addresses: what is found for one operand and, if wanted, for the other."""
 
 
 class Sections(NamedTuple):

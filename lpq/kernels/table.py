@@ -30,7 +30,7 @@ NVIDIA_ONLY = "is for NVIDIA's GPUs, and this torch is built for AMD's (ROCm)"
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs."""
+    """The implementation that serves an operation, and why no preferred one does."""
 
     backend: str
     """``reference``, or the backend of the kernel."""
@@ -41,7 +41,7 @@ class Choice:
     rejected: tuple[tuple[KernelSpec, str], ...]
     """The kernels that would have been preferred, and why each cannot run here."""
     bind: Callable[..., Callable[..., Any] | None] | None = None
-    """What binds the kernel to a shape, if it does that."""
+    """The function that binds the kernel to a shape, if there is one."""
     broken: tuple[KernelSpec, ...] = ()
     """Those of them that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
 
@@ -60,7 +60,7 @@ class Choice:
 
 
 def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
-    """What serves ``op`` for operands of these quantizers (as strings) on this device."""
+    """Choose what serves ``op`` for operands of these quantizers (as strings) on this device."""
     index = device.index
     if index is None and device.type == "cuda":  # it means the current one, which may be another the next time
         index = torch.cuda.current_device()
@@ -71,7 +71,7 @@ _KEY = os.environ.encodekey(ENVIRONMENT)
 
 
 def kernels_allowed() -> Any:
-    """What ``LPQ_KERNELS`` is, to be compared with what it was."""
+    """The value of ``LPQ_KERNELS``, encoded, to be compared with an earlier one."""
     return os.environ._data.get(_KEY)  # type: ignore[attr-defined]  # os.environ.get takes 30 times as long
 
 
@@ -145,7 +145,7 @@ def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]
     if kernel.device != device.type:
         return f"runs on {kernel.device}, not on {device.type}"
     if kernel.device == "cuda" and getattr(torch.version, "hip", None) is not None:
-        # AMD's architectures have numbers of the same form, which mean something else: gfx942 says 9.4.
+        # AMD's architectures have numbers of the same form, which mean something else: gfx942 reads as 9.4.
         nvidia = kernel.backend == "cuda" or (kernel.min_sm, kernel.max_sm) != (None, None)
         return NVIDIA_ONLY if nvidia and kernel.backend != "triton" else None
     if kernel.device == "cuda":
@@ -159,8 +159,8 @@ def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]
 
 
 def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.device) -> str | None:
-    """What it lacks here, or says itself against serving these quantizers. This runs code of its plugin, which may
-    raise."""
+    """Why the kernel does not serve these quantizers here: a module is missing, or its own ``why_not`` gives a reason.
+    That runs code of its plugin, which may raise."""
     for module in kernel.requires:
         if not _installed(module):
             remedy = f": {cuda.INSTALL}" if module == cuda.NEEDED else ""
@@ -170,7 +170,7 @@ def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.devi
     if kernel.op == "transpose" and not quantizers[0].transposable:
         return f"{quantizers[0]} is not transposable"
     if kernel.why_not is not None:
-        with _current(device):  # which is the only device that it can look at
+        with _current(device):  # the only device that it can inspect
             reason: str | None = registry.resolve(kernel.why_not)(*quantizers)
         return reason
     return None
@@ -192,7 +192,7 @@ def _implementation(string: str) -> Callable[..., Any]:
 
 
 def _fault(kernel: KernelSpec, error: Exception) -> str:
-    """What went wrong in a kernel, and whose it is."""
+    """The error of a kernel in words, and whose fault it is."""
     plugin = registry.provider_of(kernel)
     whose = f"{plugin.title} is at fault: " if plugin else ""
     if isinstance(error, ImportStringError | KernelError):  # these name the import string

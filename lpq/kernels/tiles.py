@@ -1,4 +1,4 @@
-"""What kernels that are made of ``csrc/common`` have in common on the host: tiles, inputs, and the amax of a matrix."""
+"""The host's side of kernels that are made of ``csrc/common``: tiles, inputs, and the amax of a matrix."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ INPUTS = {
     torch.float16: "LPQ_INPUT=LPQ_FP16",
     torch.float32: "LPQ_INPUT=LPQ_FP32",
 }
-"""The macro that says what the input holds, or what it is rounded to as it is read."""
+"""The macro for the dtype of the input, or for the one that it is rounded to as it is read."""
 OUTPUTS = {
     torch.bfloat16: "LPQ_OUTPUT=LPQ_BF16",
     torch.float16: "LPQ_OUTPUT=LPQ_FP16",
     torch.float32: "LPQ_OUTPUT=LPQ_FP32",
 }
-"""The macro that says what is decoded to."""
+"""The macro for the dtype that is decoded to."""
 PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024, waits=True)
 FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024, waits=True)
 ZERO = CudaKernel("common/amax.cu", "zero", "PqPq", threads=1024, waits=True)
@@ -64,14 +64,14 @@ MANY_BLOCKS = 264
 """Blocks of threads that share out a piece of memory of any size, on a GPU of any size."""
 PER_PART = 1 << 15
 PARTS_AT_ONCE = 2
-"""Elements for each block of threads that looks for an amax, and how many of these a multiprocessor runs."""
+"""Elements in which one block of threads searches the amax, and how many of these blocks a multiprocessor runs."""
 MANY_TILES = 512
 """From so many tiles on larger ones pay."""
 
 
 def tile_kernels(source: str, name: str, arguments: str) -> Mapping[Shape, CudaKernel]:
-    """A kernel of which each block of threads takes a tile, for each shape of tiles. Its last arguments, and macros
-    of ``covering``, say how large the matrix and the tiles are. It calls ``wait_for_the_one_before`` first."""
+    """A kernel of which each block of threads takes a tile, for each shape of tiles. Its last arguments, and macros of
+    ``covering``, give the sizes of the matrix and of the tiles. It calls ``wait_for_the_one_before`` first."""
     kernels = {}
     for tall, wide in (LOW, SQUARE, TALL, *(Shape(shape.tall, BROAD) for shape in (LOW, SQUARE, TALL))):
         shared = LARGE_TILE if tall * wide > 256 * UNIT else 0

@@ -35,7 +35,7 @@ def fault(folder: Path) -> str | None:
 
 
 def read(path: Path) -> bytes:
-    """What is in a file, if only this user or root can have written it."""
+    """Read a file that only this user or root can have written."""
     real = Path(os.path.realpath(path))
     if why := fault(real.parent):
         raise Untrusted(why)

@@ -1,9 +1,9 @@
 """The five operations on operands: measure, quantize, decode, transpose and gemm; and both operands of a tensor.
 
-Each operation has a body that asks the kernel table, and the reference, made of what the format wrote, serves whatever
-no kernel serves. Around the body is a ``torch.library`` operator over plain tensors and quantizer strings, so that
-``torch.compile`` and fake tensors see one node with a known result. Where nothing watches, the body is called as the
-function that it is: PyTorch's dispatcher costs the host more than all that lpq does.
+Each operation has a body, which takes a kernel from the kernel table; where none serves, it runs the reference, which
+is made of the format's own methods. Around the body is a ``torch.library`` operator over plain tensors and quantizer
+strings, so that ``torch.compile`` and fake tensors see one node with a known result. Where nothing watches, the body is
+called directly: PyTorch's dispatcher costs the host more than all that lpq does.
 """
 
 from lpq.operations.decoding import decode, decode_reference

@@ -1,6 +1,7 @@
-"""What a caller gives beside the tensors that are encoded or multiplied, refused in words if it makes no sense.
+"""Checks of the arguments that a caller gives beside the tensors to encode or multiply, with errors in words.
 
-Kernels get it as pointers, and would read whatever lies there. What layers make for themselves comes by none of this.
+Kernels get these arguments as pointers, and would read whatever lies there. Those that layers make for themselves are
+not checked.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def check_dense(x: Tensor) -> None:
 def state_of(
     quantizer: Quantizer, state: Mapping[str, Tensor], device: torch.device, what: str = "state", of: str = "the tensor"
 ) -> dict[str, Tensor]:
-    """What the quantizer needs of a state; empty if it remembers nothing. ``what`` messages call it, and ``of`` what
-    is encoded."""
+    """The buffers of a state that the quantizer needs; empty if it remembers nothing. Messages call the state ``what``,
+    and the tensor that is encoded ``of``."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"{what} is a {type(state).__name__}: pass what {quantizer}.new_state() made, a dict, or None to encode "
@@ -128,7 +129,7 @@ def state_of(
 
 
 def _unfit_buffer(buffer: object, shape: Sequence[int], device: torch.device) -> str:
-    """What is wrong with a buffer of a state; empty if nothing is."""
+    """The fault of a buffer of a state; empty if it has none."""
     if not isinstance(buffer, Tensor):
         return f"is a {type(buffer).__name__} and no tensor"
     if buffer.shape != tuple(shape):
@@ -141,7 +142,7 @@ def _unfit_buffer(buffer: object, shape: Sequence[int], device: torch.device) ->
 
 
 def unfit_bias(bias: object, rows: int, device: torch.device) -> Exception:
-    """What is wrong with a bias that is not one number, on this device, for each of so many rows of ``b``."""
+    """The error for a bias that is not one number, on this device, for each of so many rows of ``b``."""
     if not isinstance(bias, Tensor):
         return TypeError(f"gemm: the bias is a {type(bias).__name__}: it must be a tensor, or None")
     if bias.shape != (rows,):

@@ -1,8 +1,8 @@
-"""What a kernel binds: an encoding or a product of which all but the tensors is given.
+"""The tasks that a kernel binds: an encoding or a product of which all but the tensors is given.
 
-A ``KernelSpec`` may name, beside its ``impl``, a function that takes one of these and returns what does it: all that
-depends on shapes, dtypes, devices and options is decided, checked and packed there, once. A step then allocates and
-launches. ``unbound`` makes the ``impl`` of it.
+A ``KernelSpec`` may name, beside its ``impl``, a function that takes one of these and returns a function that does it:
+all that depends on shapes, dtypes, devices and options is decided, checked and packed there, once. A step then
+allocates and launches. ``unbound`` makes the ``impl`` from it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
-    """The ``impl`` of a ``quantize`` that binds: what is bound is kept for the shapes that were asked for last."""
+    """The ``impl`` of a ``quantize`` that binds. The bound functions of the shapes that came last are kept."""
     bound = registry.cached_few(lambda e, kernels: bind(e))
 
     def quantize(

@@ -1,8 +1,7 @@
-"""Encoders and products of one shape: what a layer makes once, and calls at every step.
+"""Encoders and products of one shape, which a layer makes once and calls at every step.
 
-Bound ones have the kernels, their launches and the memory that these want decided beforehand, and pass PyTorch's
-dispatcher by. Where a compiler traces or somebody watches, the same is done through operators; both give the same
-bytes.
+For bound ones the kernels, their launches and their memory are decided beforehand, and PyTorch's dispatcher is
+bypassed. Where a compiler traces or something else watches, operators do the same; both give the same bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +35,13 @@ class Encoder(NamedTuple):
 
     row: Operand | None
     col: Operand | None
-    """What it makes."""
+    """The operands that it makes."""
     encode: Callable[[Tensor, State | None, Tensor | None], Encoded]
     """``encode(x, state, seed)``: the buffers of both operands, and the statistics if there is a state. The matrix is
     ``x`` with all leading dimensions as rows. The device is the current one."""
     later: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
-    """Makes the buffers of the column operand of what ``encode`` returns in their place; None: they are it."""
+    """Makes the buffers of the column operand from the tensors that ``encode`` returned in their place; None:
+    ``encode`` returned the buffers."""
 
 
 class Wanted(NamedTuple):
@@ -233,7 +233,8 @@ def _called(impl: Callable[..., list[Tensor]], e: Encoding) -> Run:
 
 
 def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
-    """What is bound to matrices that are aligned; any other is copied or, if it lies so, bound when it comes."""
+    """Bind an encoding to aligned matrices. A matrix that is not contiguous is copied first; a misaligned one is
+    encoded by another function, which is bound when the first comes."""
     encode = bind(e) if 0 not in e.shape else None
     if encode is None:
         return _called(quantize_reference, e)
@@ -267,7 +268,7 @@ def _one_at_a_time(e: Encoding) -> Run:
 
 
 def _with_plain(e: Encoding) -> Run:
-    """What one makes of whose operands one at least is an ordinary matrix, which has no statistics."""
+    """An encoding of which at least one operand is an ordinary matrix, which has no statistics."""
     row, col = (side if side is not None and side.plain else None for side in (e.row, e.col))
     both = shared(row, col)
     others = e._replace(row=None if row is not None else e.row, col=None if col is not None else e.col)

@@ -1,9 +1,9 @@
-"""What compiled code calls in place of operators: the same bodies, bound to shapes, without the dispatcher.
+"""Functions that compiled code calls in place of operators: the same bodies, bound to shapes, without the dispatcher.
 
-An operator costs the host three times what its body costs, and most of what a body costs is to find the kernel. A
-compiled layer calls eight. Each function here takes what the operator of its name takes, and returns the same bytes.
-Under autocast, which would round the operands of a reference, and for what no kernel is bound to, it calls that
-operator.
+An operator costs the host three times as much as its body, and a body spends most of its time on finding the kernel. A
+compiled layer calls eight. Each function here takes the arguments of the operator of its name, and returns the same
+bytes. It calls that operator under autocast, which would round the operands of a reference, and where no kernel is
+bound.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def _encoding(
     row: str, col: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, given: tuple[bool, ...],
     offset: int, measure: bool, exact: tuple[bool, bool], kernels: object,
 ) -> Run:  # fmt: skip
-    """What encodes so."""
+    """Bind an encoding to this shape and these options."""
     e = Encoding(quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), dtype, dtype, device, given)
     return bind_run(e._replace(measure=measure, offset=offset, exact=exact, operator=True))
 
 
 @registry.cached_few
 def _product(a: Told, b: Told, dtype: torch.dtype, device: torch.device, fast: bool, kernels: object) -> Multiply:
-    """What multiplies so."""
+    """Bind a product of these operands."""
     return bind_product(Product(_operand(*a), _operand(*b), dtype, device, fast, operator=True))
 
 

@@ -1,5 +1,5 @@
-"""What the two sides of a quantizer say together: whether there are random bits in what it encodes, and whether a
-column operand follows from the row operand, so that only one of the two is kept or sent."""
+"""Properties that follow from both sides of a quantizer: whether it encodes with random bits, and whether the column
+operand follows from the row operand, so that only one of the two is kept or sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def derives_col(quantizer: Quantizer) -> bool:
 
 
 def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
-    """The column operand that follows from the row operand: turned round, or encoded from what that decodes to."""
+    """The column operand that follows from the row operand: its transpose, or an encoding of what it decodes to."""
     if quantizer.col_source == "original":
         return transpose(row)
     _, col, _ = quantize(decode(row, torch.float32), None, None, quantizer.side("col"))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Form(NamedTuple):
-    """What the exact forms of a format's operands have in common."""
+    """The properties that the exact forms of all operands of a format share."""
 
     factor: bool = False
     """Whether there is a factor for the whole matrix."""
@@ -65,7 +65,7 @@ class Multiplicand(Storage):
 
 
 def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
-    """The operand that an operator is told of by its ``Storage.text``."""
+    """The operand of these tensors that its ``Storage.text`` describes to an operator."""
     check_there(tensors[0])
     form, name = form_of(text, len(tensors))
     quantizer = cast("Quantizer", registry.quantizer(name))
@@ -76,6 +76,6 @@ def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype
 
 
 def form_of(text: str, count: int) -> tuple[Form | None, str]:
-    """The exact form that a ``Storage.text`` of so many tensors tells of, None if it is encoded, and the quantizer."""
+    """The exact form that a ``Storage.text`` of so many tensors describes, None if it is encoded; and the quantizer."""
     constant, _, name = text.rpartition("|")
     return Form(count > 1, float(constant)) if constant else None, name

@@ -1,8 +1,8 @@
-"""What a format returns, asked for in words and checked when it is first called.
+"""Calls of the methods that a format has, each of whose results is checked the first time, with errors in words.
 
-Each buffer, statistic and decoded matrix is what the layout and ``stats`` declare. The conformance kit tries many
-matrices; this is for a format that nobody ran it on. What each method returns is looked at once for each dtype and
-device, and costs a look into a set from then on.
+Each buffer, statistic and decoded matrix must be as the layout and ``stats`` declare it. The conformance kit tries many
+matrices; these checks are for a format on which it was never run. The result of each method is checked once for each
+dtype and device; from then on the check costs one look into a set.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int]
 Fault = tuple[str, str]
-"""What is wrong, and the remedy."""
+"""The fault, and its remedy."""
 AS_DECLARED = "return it as declared, or declare what is returned"
 
 
 def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
-    """What the format's ``measure`` finds, and its ``measure_again`` by that, in the order of ``stats``."""
+    """The statistics that the format's ``measure`` and ``measure_again`` find, in the order of ``stats``."""
     found = quantizer.measure(x) or {}
     if any(stat.round == 2 for stat in quantizer.stats):
         return measured_again_by(quantizer, x, found)
@@ -39,7 +39,8 @@ def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
 
 
 def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tensor]) -> list[Tensor]:
-    """What the format's ``measure_again`` finds by the statistics of round 1, with these, in the order of ``stats``."""
+    """The statistics of round 1, which are given, and those that the format's ``measure_again`` finds by them, in the
+    order of ``stats``."""
     return _measured(quantizer, "measure_again", x, {**first, **(quantizer.measure_again(x, first) or {})})
 
 
@@ -63,7 +64,7 @@ def recalled_by(quantizer: Quantizer, state: Mapping[str, Tensor]) -> list[Tenso
 
 
 def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits | None) -> Storage:
-    """What the format's ``encode`` makes of a matrix, or ``encode_stochastic`` where there are random bits."""
+    """The operand that the format's ``encode`` makes of a matrix, or, with random bits, ``encode_stochastic``."""
     method = "encode" if bits is None else "encode_stochastic"
     made = quantizer.encode(x, stats) if bits is None else quantizer.encode_stochastic(x, stats, bits)
     if not isinstance(made, Storage):
@@ -104,8 +105,8 @@ def decoded_by(operand: Storage) -> Tensor:
 
 
 def _check(quantizer: Quantizer, method: str, x: Tensor, fault: Fault | None) -> None:
-    """Raise if something is wrong with what a method returned for ``x``, and else do not look again, unless ``x`` is
-    empty: there is too little to see."""
+    """Raise if something is wrong with what a method returned for ``x``; else skip the check from then on, unless ``x``
+    is empty, which shows too little."""
     if fault is not None:
         raise _fault(quantizer, method, *fault)
     if x.numel():
@@ -116,7 +117,7 @@ def _check(quantizer: Quantizer, method: str, x: Tensor, fault: Fault | None) ->
 
 
 def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
-    """What is wrong with the buffers of an operand."""
+    """The fault of the buffers of an operand; None if they have none."""
     quantizer, (rows, cols) = made.quantizer, made.shape
     name, shape = quantizer.storage.__name__, (rows, cols)
     if not isinstance(made, quantizer.storage):
@@ -133,7 +134,7 @@ def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
 
 
 def _unfit_stats(quantizer: Quantizer, found: Mapping[str, Tensor], x: Tensor) -> Fault | None:
-    """What is wrong with the statistics of a matrix."""
+    """The fault of the statistics of a matrix; None if they have none."""
     name, shape = type(quantizer).__name__, (x.shape[0], x.shape[1])
     if extra := set(found) - {stat.name for stat in quantizer.stats}:
         return f"returned {min(extra)}, which {name}.stats does not declare", "declare it, or leave it out"
@@ -146,7 +147,7 @@ def _unfit_stats(quantizer: Quantizer, found: Mapping[str, Tensor], x: Tensor) -
 
 
 def _unfit_matrix(operand: Storage, values: Tensor) -> Fault | None:
-    """What is wrong with a decoded matrix."""
+    """The fault of a decoded matrix; None if it has none."""
     if not isinstance(values, Tensor):
         return f"returned {type(values).__name__} and no tensor", "return the matrix in fp32"
     if tuple(values.shape) != tuple(operand.shape):

@@ -1,9 +1,9 @@
 """Both operands of a tensor from one read, each in a format of its own.
 
-A format says, by a ``KernelSpec`` for the operation ``tile``, how one operand of its is made tile by tile: which struct
-of which header makes it (``csrc/common/side.cuh``), and what that is handed. With every other format that says so it is
-then written by one kernel, ``csrc/common/pair.cu``, which is compiled for the two, and no pair of formats has code of
-its own. A format need not do this: its operands are then made one after the other.
+A ``KernelSpec`` for the operation ``tile`` describes how a format makes one of its operands tile by tile: by which
+struct of which header (``csrc/common/side.cuh``), and from which parameters. Any two formats that have one are then
+written by one kernel, ``csrc/common/pair.cu``, which is compiled for the two, and no pair of formats has code of its
+own. A format need not have one: its operands are then made one after the other.
 """
 
 from __future__ import annotations
@@ -54,30 +54,31 @@ class Job(NamedTuple):
 
     @property
     def empty(self) -> Allocate:
-        """What allocates the buffers."""
+        """The function that allocates the buffers."""
         return allocator(self.device, dispatched=self.operator)
 
 
 class Made(NamedTuple):
-    """What a kernel is about to write."""
+    """The tensors that a kernel is about to write for one operand, and its parameters."""
 
     buffers: Sequence[Tensor]
     """Those of the operand, in the order of its layout."""
     measured: Sequence[Tensor]
-    """The statistics, if they were asked for."""
+    """The statistics, if they are wanted."""
     parameters: Sequence[float]
-    """The fields of the struct's ``Parameters``, pointers as integers. What they point to is held by others."""
+    """The fields of the struct's ``Parameters``, pointers as integers. Others hold the memory that they point to."""
 
 
 Make = Callable[[Sequence[Tensor | None], Tensor | None, Tensor | None, Sequence[Tensor] | None], Made]
-"""``make(stats, found, seed, into)``: the operand's statistics as far as they are given, contiguous; what was measured
-before, if it was needed; the seed; and the buffers, where they are there already: those of sections, each of which has
-an amax and a seed; of an operand that is decoded, its matrix alone. The device is the current one."""
+"""``make(stats, found, seed, into)``, on the current device. ``stats``: those statistics of the operand that are given,
+contiguous. ``found``: what was measured before, if it was needed. ``into``: the buffers, where they exist already.
+These are those of sections, each of which has an amax and a seed; for an operand that is decoded, its matrix alone."""
 Look = Callable[[int], tuple[Tensor, Tensor | None]]
-"""``look(x)``, of an address: what is found for one operand and, if that was asked for, the amax of the matrix."""
+"""``look(x)``, of an address: what is found for one operand and, if wanted, the amax of the matrix."""
 Finder = Callable[[Sections, "Direction", bool, bool], tuple[Find, bool]]
-"""``finder(sections, direction, amax, both)`` binds what finds what an operand needs before it is encoded, and says if
-it finds what the other one needs: the ``amax`` of sections or, if ``both`` have the same finder, what that finds."""
+"""``finder(sections, direction, amax, both)`` binds the search for what an operand needs before it is encoded, and
+reports whether that finds what the other one needs: the ``amax`` of sections or, if ``both`` have the same finder, what
+that finds."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ class TileSide:
     amax: bool = False
     """It needs the amax of the matrix: values of which that is the largest."""
     find: Callable[[Encoding, bool], Look] | None = None
-    """It needs what this finds in the matrix, before the first element is encoded. It may be asked for ``amax`` too."""
+    """Binds the search for what the struct needs of the matrix before the first element is encoded. It may have to find
+    the amax too."""
     by_product: bool = False
     """Statistics that are given need not be measured before: the struct does that on the way."""
     shape: Shape = SQUARE
@@ -181,7 +183,7 @@ def multiplicands(
 
 
 def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device) -> Pair | None:
-    """What makes both operands, those that are ``exact`` in that form; None: nothing does."""
+    """The pair that makes both operands, each in its exact form if ``exact``; None: there is none."""
     ops = _ops((exact_row, exact_col))
     try:
         if any(choose(op, (side,), device).impl is None for op, side in zip(ops, (row, col), strict=True)):

@@ -53,7 +53,7 @@ def _rows_product(
 
 
 def _by_kernel(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: bool) -> Tensor | None:
-    """What a kernel of these formats makes; None if there is none, or it does not take these sizes."""
+    """The product by a kernel of these formats; None if there is none, or it does not take these sizes."""
     if a.decoded or isinstance(b, Multiplicand) or (isinstance(b, Grouped) and b.decoded):
         return None
     impl = kernel_of(a.quantizer, b.quantizer, a.shape[a.dim], len(offs), fast_accumulate, offs.device)

@@ -206,7 +206,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def without_the_host(why_not: str | None) -> bool:
-    """Whether a device does it by itself. Where it cannot, the host reads the offsets, and that is told."""
+    """Whether a device does it by itself. If not, the host reads the offsets, and a warning gives the reason."""
     if why_not is not None:
         warnings.warn(f"a group at a time, for which the host waits for the device: {why_not}", stacklevel=2)
     return why_not is None

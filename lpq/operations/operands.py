@@ -176,7 +176,7 @@ def remember(
 
 
 class Moving(NamedTuple):
-    """A tensor of a layer whose quantizer remembers, and of which operands it measured."""
+    """A tensor of a layer whose quantizer remembers, and the operands for which statistics of it were measured."""
 
     tensor: str
     """Its name."""

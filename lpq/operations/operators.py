@@ -26,8 +26,8 @@ LIBRARY = torch.library.Library("lpq", "DEF")  # type: ignore[no-untyped-call]
 
 
 def opaque_when_traced(function: F) -> F:
-    """Have torch.compile take a call of this for one node, and not look into it. torch.compiler's own decorator, which
-    imports the whole compiler too, is called when the compiler comes by."""
+    """Make torch.compile keep a call of this as one node, without tracing into it. torch.compiler's own decorator,
+    which imports the whole compiler, is applied when a compiler first comes by."""
 
     @once_when_traced
     def known() -> None:
@@ -73,7 +73,7 @@ def can_call_directly(x: Tensor) -> bool:
 def can_bypass_dispatcher(x: Tensor) -> bool:
     """Whether nothing that the dispatcher serves is at work: no tracer, mode, transform, subclass or cast.
 
-    What is on the meta device has no values: an operator infers its shapes without the body."""
+    A tensor on the meta device has no values: an operator infers its shapes without the body."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and type(x) in ORDINARY
@@ -87,8 +87,8 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
 
 @once_when_traced
 def layout_hash(*texts: str) -> str:
-    """What the formats of these quantizers declare, in short. An operator is told, and does nothing with it: so that a
-    compiler, which keeps programs on disk, does not take one that it compiled while they declared something else."""
+    """A hash of the layouts and statistics that the formats of these quantizers declare. An operator takes it and
+    ignores it: so a compiler that keeps programs on disk runs none that it compiled for other declarations."""
     return _layout_hash(texts)
 
 
@@ -99,9 +99,9 @@ def _layout_hash(texts: tuple[str, ...]) -> str:
 
 
 def unaliased(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Quantizer | None) -> list[Tensor]:
-    """What an operator may return: the buffers of fresh operands of ``sides``, as these lie in memory, then contiguous
-    tensors; neither an input nor one twice. A kernel must see to that, a format need not: a value for the whole matrix
-    can be a statistic as it came, and can serve both operands."""
+    """The tensors that an operator may return: the buffers of fresh operands of ``sides``, in their own memory layouts,
+    then contiguous tensors. None is an input, and none comes twice. A kernel must ensure that itself, a format need
+    not: it may return a statistic of the whole matrix as a buffer, and the same one in both operands."""
     seen = {_memory(t) for t in given if t is not None}
     buffers = [buffer for side in sides if side is not None for buffer in side.layout]
     out: list[Tensor] = []
@@ -139,5 +139,5 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterat
 
 
 def _memory(tensor: Tensor) -> int:
-    """What a tensor and its views have in common."""
+    """The number of the memory that a tensor and its views share."""
     return storage_number(tensor.untyped_storage())

@@ -13,9 +13,9 @@ from lpq.operations.operators import can_call_directly, define
 def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
     """Seeds from torch's generator, on the device of ``x``, without a host synchronisation.
 
-    An operator of its own, because a compiler takes liberties with a mere ``randint``: what only backward uses it
-    draws in backward, in another order. This one stays where ``x``, the layer's input, is; and ``owner``, the layer's
-    weight, tells the draws of layers apart that share an input and would be merged.
+    This is an operator of its own, because a compiler takes liberties with a mere ``randint``: if only backward uses
+    the result, it draws in backward, in another order. The operator stays where ``x``, the layer's input, is; and
+    ``owner``, the layer's weight, keeps apart the draws of layers that share an input, which would else be merged.
     """
     with torch.no_grad():
         if can_call_directly(x):
@@ -24,7 +24,7 @@ def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
 
 
 def drawn(x: Tensor, owner: Tensor, count: int) -> Tensor:
-    """What the operator does."""
+    """Draw the seeds, as the operator does."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64, device=x.device)
 
 

@@ -67,7 +67,8 @@ def reduce_sum(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 def as_counts(values: Tensor) -> Tensor:
-    """Counts in fp32 as integers, whose sum is exact; what is none is so large that no sum of others hides it."""
+    """Counts in fp32 as integers, whose sum is exact. A value that is no count becomes so large that no sum of others
+    hides it."""
     return torch.where((values >= 0) & (values < COUNTS) & (values == values.floor()), values, 2 * COUNTS).long()
 
 

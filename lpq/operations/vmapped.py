@@ -1,4 +1,4 @@
-"""What a format wrote for one matrix, run by ``torch.vmap`` over many of one size at once."""
+"""Functions of a format for one matrix, run by ``torch.vmap`` over many of one size at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Function = Callable[..., Sequence[Tensor]]
 
 
 class _Reinterpreted(torch.autograd.Function):
-    """``x.view(dtype)``, which ``torch.vmap`` knows from torch 2.13 on."""
+    """``x.view(dtype)``, which ``torch.vmap`` supports from torch 2.13 on."""
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The errors that lpq raises on purpose. Each says in words what is wrong, where, and what to do about it."""
+"""The errors that lpq raises on purpose. Each message states what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class GrammarError(OptionError):
 
 
 class ImportStringError(LpqError, ImportError):
-    """An import string (``"package.module:attribute"``) that cannot be imported; ``__cause__`` says why."""
+    """An import string (``"package.module:attribute"``) that cannot be imported; ``__cause__`` is the reason."""
 
 
 class PluginError(LpqError):
@@ -98,7 +98,7 @@ class PluginMissing(PluginError):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What may have been meant by ``name``: ``did you mean 'nvfp4'?``, or else all there is."""
+    """A hint at the name that may have been meant: ``did you mean 'nvfp4'?``, or else all there is."""
     spelling = {k.lower(): k for k in sorted(set(known))}
     close = difflib.get_close_matches(name.lower(), spelling, n=2) if len(name) <= LINE else []
     if close:
@@ -107,7 +107,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def words(error: BaseException | None) -> str:
-    """What was raised: its type, its message, and the line of the file that raised it.
+    """An exception in words: its type, its message, and the line of the file that raised it.
 
     The line is left out if it is one of the registry's, as where an import string names what is not there.
     """

@@ -2,7 +2,7 @@
 
 ``NAME`` or ``NAME(option=value, …)``, as in ``nvfp4(block=16x16, rht=true)``. A value is ``true``, ``false``,
 ``none``, a number, a bare word, a quoted string or another quantizer, as in
-``hybrid(row=mxfp8, col=nvfp4(rht=true))``. What ``str`` of a ``Call`` writes, ``parse`` reads back.
+``hybrid(row=mxfp8, col=nvfp4(rht=true))``. ``parse`` reads back what ``str`` of a ``Call`` writes.
 """
 
 from __future__ import annotations

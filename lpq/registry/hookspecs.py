@@ -48,6 +48,6 @@ def lpq_convert_module(module: Any, fqn: str, recipe: Any) -> Any:
     gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` is asked last.
 
     Layers of lpq inside of what is returned that have this very recipe follow the rules that end at a step. Where there
-    are none, the report says that the module keeps its recipe. When the model is converted again, layers of lpq inside
+    are none, the report notes that the module keeps its recipe. When the model is converted again, layers of lpq inside
     are given what the policy has for their own names.
     """

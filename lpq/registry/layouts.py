@@ -69,7 +69,7 @@ class Scheme:
     """The tensors of a ``Storage``, in the order of ``parts``."""
     read: Callable[[Any, Sequence[Any]], Sequence[Any]]
     """The buffers that a quantizer (which it serves) has for these tensors, in the order of its layout. A
-    ``ValueError`` says in words why it has none."""
+    ``ValueError`` gives the reason in words if it has none."""
     inputs: tuple[Inputs, ...] = ()
     """The ways in which engines may encode inputs, the first that serves first; if none does, inputs stay in high
     precision."""

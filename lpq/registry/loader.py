@@ -51,7 +51,7 @@ class PluginInfo:
 
     @property
     def title(self) -> str:
-        """What it is called in a message: ``plugin acme (acme-formats 1.2)``."""
+        """Its name in messages: ``plugin acme (acme-formats 1.2)``."""
         return f"plugin {self.name} ({f'{self.distribution} {self.version}'.strip()})"
 
     @property
@@ -62,7 +62,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plugin comes from; known before it is imported."""
+    """The place that a plugin comes from; known before it is imported."""
 
     name: str
     distribution: str
@@ -110,7 +110,7 @@ def owns(plugin: str, name: str, kind: Kind) -> bool:
 
 
 def resolve(string: str) -> Any:
-    """What an import string, ``"package.module:attribute"``, names."""
+    """Import what an import string, ``"package.module:attribute"``, names."""
     module, colon, attribute = string.partition(":")
     if not (module and colon and attribute):
         raise ImportStringError(f"{string!r} is not an import string: write it as 'package.module:attribute'")
@@ -180,7 +180,7 @@ def _read(source: Source, manager: pluggy.PluginManager) -> PluginInfo:
 
 
 def _answers(source: Source, manager: pluggy.PluginManager, hook: str, kind: type[Spec]) -> list[Spec]:
-    """What this plugin returns from a hook, checked. Not called through pluggy, which would drop a None."""
+    """The specs that this plugin returns from a hook, checked. A call through pluggy would drop a None."""
     specs: list[Spec] = []
     for implementation in getattr(manager.hook, hook).get_hookimpls():
         if implementation.plugin_name != source.name:
@@ -204,7 +204,7 @@ def _check_version(source: Source, what: str, version: int) -> None:
 
 
 def _check_kernel(source: Source, kernel: KernelSpec) -> None:
-    """What is misspelt would never run, and nobody would know."""
+    """Raise for a misspelt field: such a kernel would never run, and nobody would notice."""
     what = f"kernel {kernel.impl}"
     _check_version(source, what, kernel.api_version)
     for field_name, known in (("op", OPERATIONS), ("backend", BACKENDS)):

@@ -1,8 +1,8 @@
 """Which plugin owns a name, and what it has under it.
 
-The entry-point name owns its namespace, and the longest that fits a name comes first, so a lookup imports one
-plugin. What is derived from the registry and remembered goes through ``cached``: ``refresh`` and ``register``
-empty that. Any thread may ask and register at any time: an answer is of before or after, and never of in between.
+The entry-point name owns its namespace, and the longest that fits a name comes first, so a lookup imports one plugin.
+Values that are derived from the registry and kept go through ``cached``: ``refresh`` and ``register`` empty that. Any
+thread may look up and register at any time: a result is of before or after, and never of in between.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Registry:
         return found
 
     def _imported(self, plugin: PluginInfo, string: str) -> Any:
-        """What an import string of this plugin's specs names."""
+        """Import what an import string of this plugin's specs names."""
         try:
             return resolve(string)
         except ImportStringError as error:
@@ -293,7 +293,7 @@ def _frozen(cls: Any) -> bool:
 def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> str | None:
     """The name of the plugin whose hook raised: that of the innermost frame that runs the code of one.
 
-    pluggy does not tell. A decorated hook counts as what it decorates, as decorators are shared.
+    pluggy does not report it. A decorated hook counts as what it decorates, as decorators are shared.
     """
     code = {getattr(inspect.unwrap(i.function), "__code__", None): i.plugin_name for i in implementations}
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]

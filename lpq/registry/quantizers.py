@@ -1,6 +1,6 @@
 """From a quantizer's text to the quantizer, and back.
 
-The registry knows a quantizer class by what it must have: it is a dataclass, its fields are the options, and
+The registry recognises a quantizer class by what it must have: it is a dataclass, its fields are the options, and
 ``from_options`` makes one. So it needs to import neither torch nor ``lpq.core``.
 """
 
@@ -84,7 +84,7 @@ def format_of(cls: type) -> FormatSpec:
 
 
 def _imported(string: str) -> Any:
-    """What an import string names, if its module is imported already; else None."""
+    """The object that an import string names, if its module is imported already; else None."""
     module, _, attribute = string.partition(":")
     try:
         return attrgetter(attribute)(sys.modules.get(module))

@@ -1,4 +1,4 @@
-"""What others wrote, as messages show it: callers, files, the metadata of packages.
+"""Text of others as messages show it: from callers, files, the metadata of packages.
 
 A message has a few lines, nothing in it steers the terminal, and a command in it has only names that were checked.
 """

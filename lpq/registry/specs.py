@@ -1,4 +1,4 @@
-"""What a plugin says about itself: frozen data, with import strings in place of imports.
+"""The specs by which a plugin describes itself: frozen data, with import strings in place of imports.
 
 Listing formats must need neither torch nor a GPU, so nothing here refers to a tensor. An import string is
 ``"package.module:attribute"``; it is imported when its format, recipe or kernel is first used.
@@ -16,9 +16,9 @@ OPERATIONS = (
     "measure", "quantize", "decode", "transpose", "gemm", "exact", "tile", "exact_tile", "remember", "cast",
     "grouped_gemm",
 )  # fmt: skip
-"""What ``KernelSpec.op`` may be."""
+"""The values that ``KernelSpec.op`` may have."""
 BACKENDS = ("torch", "triton", "cuda")
-"""What ``KernelSpec.backend`` may be."""
+"""The values that ``KernelSpec.backend`` may have."""
 ANY = "*"
 """In place of the name of a format in ``KernelSpec.formats``, of both operands: whichever it is."""
 
@@ -31,26 +31,26 @@ class KernelSpec:
     """
 
     op: str
-    """The operation it serves: ``measure``, ``quantize``, ``decode``, ``transpose``, ``gemm``; ``exact``, which says an
-    operand as a bf16 matrix and a factor, so that it can be multiplied with any other format's; ``tile``, which says
-    how an operand is made tile by tile, so that it can be written beside any other format's; ``exact_tile``: the same
-    of what ``exact`` would say of it, for an operand that is multiplied at once; ``remember``: what
+    """The operation it serves: ``measure``, ``quantize``, ``decode``, ``transpose``, ``gemm``; ``exact``, which gives
+    an operand as a bf16 matrix and a factor, so that it can be multiplied with any other format's; ``tile``, which
+    describes how an operand is made tile by tile, so that it can be written beside any other format's; ``exact_tile``:
+    the same for what ``exact`` would give, for an operand that is multiplied at once; ``remember``: what
     ``Quantizer.remember`` does; ``grouped_gemm``: products of rows in groups, which without it are of decoded operands
-    in bf16; or ``cast``: fragments of many master weights at once, for
-    ``lpq.distributed.cast_master_weights``, which without it takes them shape by shape."""
+    in bf16; or ``cast``: fragments of many master weights at once, for ``lpq.distributed.cast_master_weights``, which
+    without it takes them shape by shape."""
     impl: str
     """Import string of the callable. It has the signature of the operation's reference; for ``grouped_gemm`` it is
     ``f(a, b, offs, fast_accumulate) -> Tensor | None``, see ``lpq.operations.group_products``; for ``cast`` it is
     ``f(side) -> lpq.kernels.fragments.CastKernels``, for ``tile`` and ``exact_tile``
     ``f(side, direction) -> lpq.operations.fused_pair.TileSide``."""
     bind: str | None = None
-    """Import string of what decides once for a shape what is the same at each call. For ``quantize``:
+    """Import string of a function that decides once for a shape what is the same at each call. For ``quantize``:
     ``f(Encoding) -> Encode | None``; for ``gemm``: ``f(Product) -> Multiply | None``; for ``exact``:
     ``f(Operand, device) -> f(buffers) -> Exact | None``, all of ``lpq.operations.binding``; for ``remember``, of all
     that a layer remembers at once: ``f(quantizers, device) -> f(states, stats)``. A layer calls what it returns in
     place of ``impl``. None: it calls ``impl``, or the reference where there is a ``bind`` that returns None."""
     backend: str
-    """What runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
+    """The backend that runs it: ``torch``, ``triton`` or ``cuda``. ``LPQ_KERNELS`` names backends."""
     formats: tuple[str, ...] = ()
     """The format it serves; for ``gemm`` the formats of both operands, for ``measure`` and ``quantize`` one or two,
     those of the row operand and of the column operand, ``(ANY, ANY)`` for any two. Empty: the format that lists it."""
@@ -62,8 +62,8 @@ class KernelSpec:
     max_sm: int | None = None
     """The greatest compute capability of an NVIDIA GPU; None: any."""
     requires: tuple[str, ...] = ()
-    """Modules that must be importable, as ``("triton",)``. ``cuda.core`` asks for what ``lpq.kernels.cuda`` needs, with
-    it for NVRTC, which must know the GPU."""
+    """Modules that must be importable, as ``("triton",)``. ``cuda.core`` stands for all that ``lpq.kernels.cuda``
+    needs, with it for NVRTC, which must support the GPU."""
     priority: int = 0
     """Among usable kernels the one with the highest priority runs. The reference has the lowest of all."""
     why_not: str | None = None
@@ -71,9 +71,9 @@ class KernelSpec:
     question is the current one meanwhile."""
     rounds: bool = False
     """For ``measure`` and ``quantize``: it also takes ``dtype=``, to which it rounds a matrix in fp32 as it reads it. A
-    weight whose shards are in fp32, and which is computed with in bf16, then needs no copy."""
+    weight with shards in fp32 that is multiplied in bf16 then needs no copy."""
     note: str = ""
-    """What a user should know of it, as that it never ran on hardware: ``lpq doctor`` shows it."""
+    """A remark for users, as that it never ran on hardware: ``lpq doctor`` shows it."""
     api_version: int = API_VERSION
     """The interface version that the plugin was written for."""
 
@@ -124,8 +124,8 @@ class RecipeSpec:
     recipe: str | Mapping[str, object]
     """Anything that ``lpq.recipe`` takes: the grammar, or a mapping as a TOML file would give it."""
     aliases: tuple[str, ...] = ()
-    """What other libraries call it, in no namespace. Where nothing here has such a name ``lpq.recipe`` takes this
-    recipe, and says so. Capitals do not count."""
+    """Its names in other libraries, in no namespace. Where nothing here has such a name ``lpq.recipe`` takes this
+    recipe, and reports that. Capitals do not count."""
     api_version: int = API_VERSION
     """The interface version that the plugin was written for."""
 

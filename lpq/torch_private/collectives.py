@@ -39,6 +39,6 @@ def reduce_scatter(tensor: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """Send rank 0 the first ``sent[0]`` parts along the first dimension, and so on; ``received`` says how many come."""
+    """Send rank 0 the first ``sent[0]`` parts along the first dimension, and so on; ``received`` counts what comes."""
     made = torch.ops._c10d_functional.all_to_all_single(tensor.contiguous(), list(received), list(sent), group)
     return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]

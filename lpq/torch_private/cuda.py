@@ -1,6 +1,6 @@
 """The current CUDA device and stream, as numbers: torch's public functions for them take five times as long.
 
-A build without CUDA lacks them; nothing asks there.
+A build without CUDA lacks them, and never uses them.
 """
 
 from __future__ import annotations

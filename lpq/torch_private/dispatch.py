@@ -1,4 +1,4 @@
-"""The dispatcher: what is at work around a call, and what is told of an operator."""
+"""The dispatcher: what is at work around a call, and the schema of an operator."""
 
 from __future__ import annotations
 

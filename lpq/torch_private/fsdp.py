@@ -1,8 +1,9 @@
 """Every access to what FSDP2 keeps to itself, in one place.
 
-FSDP2 lets a tensor say what is gathered for it (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``), but not whether it
-is gathered for forward or for backward, and it keeps the sizes of the first gather for ever. Both are read and set here
-on private attributes; the tests in ``tests/torch_private/test_fsdp_internals.py`` fail first when torch changes them.
+FSDP2 lets a tensor define what is gathered for it (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``), but not whether
+it is gathered for forward or for backward, and it keeps the sizes of the first gather for ever. Both are read and set
+here on private attributes; the tests in ``tests/torch_private/test_fsdp_internals.py`` fail first when torch changes
+them.
 """
 
 from __future__ import annotations

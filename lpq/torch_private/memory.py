@@ -17,7 +17,7 @@ Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def allocator(device: torch.device, *, dispatched: bool = False) -> Allocate:
-    """Return what allocates on a device, whose index must be the current one.
+    """Return the function that allocates on a device, whose index must be the current one.
 
     Inductor's own function takes the host a quarter of the time of ``torch.empty_strided``, as it bypasses the
     dispatcher; ``dispatched``: it must not. A torch without it uses ``torch.empty_strided``.

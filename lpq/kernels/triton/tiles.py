@@ -1,8 +1,8 @@
 """A tile of a matrix in a Triton program: how it comes in and goes out, and the blocks that it is made of.
 
-``row`` and ``col`` (64 bits) are the place of a tile's first element in a matrix ``[rows, cols]``. A block is
-``HIGH`` x ``WIDE`` elements, or the whole dimension where that is 0; it divides a tile, or is divided by it. What lies
-outside of the matrix is zero.
+``row`` and ``col`` (64 bits) are the place of a tile's first element in a matrix ``[rows, cols]``. A block is ``HIGH``
+x ``WIDE`` elements, or the whole dimension where that is 0; it divides a tile, or is divided by it. Elements outside of
+the matrix are zero.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 

@@ -134,7 +134,7 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
 
 
 def filled(lines: int, blocks: int) -> Fresh:
-    """Memory for scales of 128x128, each of whose lines is filled up to a multiple of 4 with what nobody reads."""
+    """Memory for scales of 128x128; each of its lines is filled up to a multiple of 4 with values that nobody reads."""
     return (lines, blocks), (-(-blocks // FILLED) * FILLED, 1), torch.float32
 
 

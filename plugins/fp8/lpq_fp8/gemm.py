@@ -47,7 +47,7 @@ def blocks_why_not(a: FP8Quantizer, b: FP8Quantizer) -> str | None:
 
 
 def bind(p: Product) -> Multiply | None:
-    """As the reference. What the scaled matmul refuses is multiplied in bf16."""
+    """Bind the product that the reference makes. One that the scaled matmul refuses is multiplied in bf16."""
     by_rows = _kind(p.a.quantizer) == "row"
     # For rows torch has a kernel of its own on GPUs that are not Hopper's, which serves less.
     unserved = by_rows and (p.dtype == torch.float32 or p.b.quantizer.dtype == "e5m2") and not _hopper(p.device)

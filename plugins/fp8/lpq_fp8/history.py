@@ -1,4 +1,4 @@
-"""What delayed scaling remembers, updated by one CUDA kernel."""
+"""The history of delayed scaling, updated by one CUDA kernel."""
 
 from __future__ import annotations
 

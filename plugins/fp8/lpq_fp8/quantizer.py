@@ -25,9 +25,9 @@ class FP8Quantizer(Quantizer):
     """8-bit floats with fp32 scales. An option that its scaling does not use changes nothing."""
 
     scaling: Literal["current", "delayed", "row", "block"] = "current"
-    """What has a scale of its own: the tensor (``current``, ``delayed``), each ``row`` of the operand, or
-    each ``block``. It comes from the amax of what it scales; in ``delayed`` from the amaxes of the tensor in
-    earlier steps, if there is a state that remembers them."""
+    """The parts that have a scale each: the tensor (``current``, ``delayed``), each ``row`` of the operand, or each
+    ``block``. A scale comes from the amax of its part; in ``delayed`` from the amaxes of the tensor in earlier steps,
+    if there is a state that remembers them."""
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
     """The element type. E4M3 is finer, E5M2 has more range."""
     pow2: bool | None = None
@@ -63,7 +63,7 @@ class FP8Quantizer(Quantizer):
         return self.scaling == "block" if self.pow2 is None else self.pow2
 
     def largest_scale(self, dtype: torch.dtype) -> float:
-        """What the scale of a tensor in this dtype is where it would be infinite."""
+        """The scale of a tensor in this dtype where it would be infinite."""
         return torch.finfo(dtype).max if self.scaling == "block" else FLT_MAX
 
     @cached_property

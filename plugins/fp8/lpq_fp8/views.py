@@ -1,4 +1,4 @@
-"""What is made of an encoded FP8 operand by CUDA kernels: its transpose, and the matrix that it stands for."""
+"""Views of an encoded FP8 operand by CUDA kernels: its transpose, and the matrix that it stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two sides of a hybrid. Everything else is said of a side, and the core asks the side."""
+"""The two sides of a hybrid. All else belongs to a side, from which the core reads it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class HybridQuantizer(Quantizer):
     col: Quantizer
     """Its column side encodes the column operand."""
     col_source: Literal["original", "row"] = "original"
-    """What the column operand encodes: the tensor itself, or the decoded row operand. If ``col`` is a hybrid
-    that says ``row``, so does this one."""
+    """The source of the column operand: the tensor itself, or the decoded row operand. If ``col`` is a hybrid with
+    ``row``, so is this one."""
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:

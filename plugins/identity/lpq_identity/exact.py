@@ -10,7 +10,7 @@ from lpq_identity.storage import IdentityStorage
 
 
 def why_not(quantizer: IdentityQuantizer) -> str | None:
-    """Without an option, the matrix says what it is."""
+    """Refuse fp32 and fp16. Without an option, the dtype of the matrix decides, in ``exact``."""
     return f"{quantizer.dtype} is not exact in bf16" if quantizer.dtype in ("float32", "float16") else None
 
 

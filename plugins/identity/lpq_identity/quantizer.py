@@ -19,7 +19,7 @@ class IdentityQuantizer(Quantizer):
     """The matrix itself."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What to cast it to, as a name (``bf16`` for short) or a ``torch.dtype``. None: it stays as it is."""
+    """The dtype to cast the matrix to, as a name (``bf16`` for short) or a ``torch.dtype``. None: it stays as it is."""
 
     plain = True
     transposable = True

@@ -1,4 +1,4 @@
-"""What is made of encoded MXFP8 operands: the matrices that they stand for."""
+"""Views of encoded MXFP8 operands: the matrices that they stand for."""
 
 from __future__ import annotations
 

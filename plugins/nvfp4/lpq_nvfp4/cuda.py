@@ -141,7 +141,7 @@ quantize = unbound(bind)
 
 
 def bind_operand(side: NVFP4Quantizer, job: Job) -> Make:
-    """Decide how one operand is allocated. What is found before is what ``bind_parts`` finds."""
+    """Decide how one operand is allocated. Its ``found`` is what ``bind_parts`` finds."""
     high, wide = job.shape
     lines, blocks = _blocks(side, high, wide)
     empty, offset = job.empty, job.offset
@@ -218,7 +218,7 @@ def _switches(rotated: bool, square: bool, stats: bool) -> tuple[str, ...]:
 def _macros(
     row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, shared: bool, stats: bool
 ) -> tuple[tuple[str, ...], Shape]:
-    """What the source is compiled with, and the shape of its tiles."""
+    """The macros that the source is compiled with, and the shape of its tiles."""
     side = row or col
     assert side is not None
     sides = (("LPQ_ROW", row), ("LPQ_COL", col))

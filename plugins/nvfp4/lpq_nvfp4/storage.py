@@ -55,7 +55,7 @@ class NVFP4Storage(Storage):
         return torch.cat([whole, rotate(unrotate(last)[:, :ragged])], 1)
 
     def _stored(self) -> Tensor:
-        """What the bytes say: with its padding, and rotated if it is."""
+        """The values as they are stored: with padding, and rotated if the operand is."""
         return reference.decode(self.data, self.scale, self.amax, BLOCKS[self.quantizer.block])
 
     def transposed(self) -> NVFP4Storage:

@@ -1,4 +1,4 @@
-"""What is made of encoded NVFP4 operands: a transpose, and the matrices that they stand for."""
+"""Views of encoded NVFP4 operands: a transpose, and the matrices that they stand for."""
 
 from __future__ import annotations
 
