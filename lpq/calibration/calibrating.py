@@ -47,7 +47,7 @@ class Calibrated:
 
     method: str
     samples: int
-    """So many samples went through the model, of all ranks together."""
+    """The number of samples that went through the model, of all ranks together."""
     batches: int
     values: Mapping[str, Tensor]
     """The static statistics, by the name of the layer and of its buffer: ``blocks.0.up_proj.x_amax``."""
@@ -58,7 +58,7 @@ class Calibrated:
     """The layers with a recipe that measure all as before: they have no scale of a whole tensor."""
 
     def __str__(self) -> str:
-        """A line to read."""
+        """A line for people to read."""
         text = f"{len(self.layers)} layers have static scales by {self.method}, from {self.samples} samples"
         text += f"; {len(self.searched)} search those of blocks" if self.searched else ""
         return f"{text}; {len(self.left)} layers measure all as before" if self.left else text
@@ -79,7 +79,7 @@ def calibrate(
     progress: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> Calibrated:
-    """Make the scales of inputs and weights static, in place, from what goes through ``model``; say what was done.
+    """Make the scales of inputs and weights static, in place, from what goes through ``model``; return a record.
 
     ``model`` was converted by ``lpq.convert`` and may be sharded; then all ranks call this, each with ``batches`` of
     its own, or those that share out layers by tensor parallelism with the same ones. Its layers get static recipes, for
@@ -146,7 +146,7 @@ def _run(
     model: nn.Module, chosen: Sequence[Target], batches: Iterable[Any], how: Pass, own: Statistics, samples: int,
     forward: Forward, axes: Axes, team: Team, saved: Saved, every: int, progress: bool,
 ) -> Progress:  # fmt: skip
-    """One pass over the batches, which goes on where an earlier one was kept."""
+    """Do one pass over the batches; it goes on where the state of an earlier one was kept."""
     done = saved.restore(how.name, own)
     rounds = 0
     with _bar(samples, how.name, shown=progress and all(axis.rank == 0 for axis in axes.values())) as move:

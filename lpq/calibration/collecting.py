@@ -28,7 +28,7 @@ KEPT_BITS = 16
 
 
 class Pass(NamedTuple):
-    """What is taken of an input in one pass over the batches."""
+    """A pass over the batches: its name, and the function that takes statistics of an input."""
 
     name: str
     take: Callable[[Statistics, Target, Tensor], None]
@@ -82,24 +82,24 @@ class Progress(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Whether this rank takes statistics in a round."""
+    """The part of this rank in a round."""
 
     counted: bool
-    """Whether its batch counts, which the ranks of its team have as well."""
+    """Whether its batch counts; all ranks of its team have the same one."""
     leads: bool
-    """Whether it is the one among these that takes what all of them have."""
+    """Whether it is the rank of its team that takes the statistics which all of them have."""
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others before a round."""
+    """A rank's message to the others before a round."""
 
     samples: int | None
-    """Those of its next batch; None: it has no more."""
+    """The number of samples of its next batch; None: it has no more."""
     error: str | None
     team: tuple[int, ...] = ()
     """The ranks that are given the same batches, as they share out layers."""
     exchange: tuple[int, ...] = ()
-    """Those that exchange rows, as they share out experts."""
+    """The ranks that exchange rows, as they share out experts."""
 
 
 @torch.no_grad()
@@ -122,8 +122,8 @@ def collect(
     Batches are counted in the order of ranks: the first of each, the second of each. Those that are counted do not
     depend on how many ranks share them out, if they are dealt out in turn; ranks of a ``team`` have one together. A
     rank that has none left goes through the model with its last one, of which nothing is taken: others may wait for it
-    there. ``done``: so many batches are in
-    ``found`` already. ``after`` is called after each round, on all ranks alike.
+    there. ``done``: the number of batches that are in ``found`` already. ``after`` is called after each
+    round, on all ranks alike.
     """
     mine, progress, last = iter(batches), Progress(), NO_BATCH
     error: str | None = None

@@ -37,13 +37,13 @@ Sums = dict[str, list[float]]
 
 
 class Noise(NamedTuple):
-    """One layer."""
+    """The noise of one layer."""
 
     layer: str
     output: float
-    """The ratio of its output to what formats change in that, in dB: 6 dB are a bit. Infinite where nothing changes."""
+    """The ratio of its output to the change by its formats, in dB: 6 dB are a bit. Infinite where nothing changes."""
     weight: float
-    """The same of the weight alone, as forward multiplies it; NaN where it is stored quantized."""
+    """The ratio for the weight alone, as forward multiplies it; NaN where it is stored quantized."""
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def _high(tensor: Tensor) -> Tensor:
 
 
 def _add(sums: Sums, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """Add what one product is, and what is noise in it."""
+    """Add the squares of one product and of its noise."""
     with torch.autocast(x.device.type, enabled=False):
         exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     total = sums.setdefault(name, [0.0, 0.0])
@@ -140,7 +140,7 @@ def _of_stack(stack: Stack) -> float:
 
 
 def _of(matrix: Tensor, quantizer: Quantizer, state: Mapping[str, Tensor] | None) -> float:
-    """That of a matrix, or of a stack of them."""
+    """The signal-to-noise ratio of a matrix, or of a stack of them."""
     made = encode_operands(quantizer, matrix, col=False, state=state).row
     assert made is not None
     change = decode(made, torch.float32).double() - matrix.double()

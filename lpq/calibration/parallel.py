@@ -66,12 +66,12 @@ def _shared_out(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _ranks(weight: Any) -> list[int]:
-    """Those that share a weight out are the last dimension of its mesh: FSDP2 puts its own before."""
+    """The ranks that share a weight out: the last dimension of its mesh, as FSDP2 puts its own before."""
     return dist.get_process_group_ranks(weight.device_mesh.get_group(weight.device_mesh.ndim - 1))
 
 
 def _refuse_cut_blocks(layer: nn.Module) -> None:
-    """An error where the ranks' parts of a weight, which are not multiplied here, would cut what cannot be cut."""
+    """Refuse a layer if the ranks' parts of a weight, which are not multiplied here, would cut what cannot be cut."""
     if not isinstance(layer, Layer) or (quantizer := layer.weight_quantizer()) is None:
         return
     weight: Any = layer.weight

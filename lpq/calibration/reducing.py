@@ -1,7 +1,7 @@
 """Reducing statistics over ranks: names are compared first, then one reduction for each way of combining and each axis.
 
-Ranks lie along **axes**, as a mesh of devices has them. A statistic says along which of them ranks have parts of it;
-along the others it is of something else on each rank, as the experts of other ranks are. A statistic of a logical
+Ranks lie along **axes**, as a mesh of devices has them. A statistic names the axes along which ranks have parts
+of it; along the others each rank has another one, as for experts of its own. A statistic of a logical
 weight is found by its name, so that no layout pairs the wrong ones.
 """
 
@@ -21,7 +21,7 @@ from lpq.distributed import agree
 from lpq.operations.reduce_statistics import reduce_max
 
 LISTED = 5
-"""So many names are listed in a message."""
+"""The most names that a message lists."""
 Place = tuple[int, ...]
 """The ranks of a process along all axes."""
 
@@ -31,13 +31,13 @@ class Axis(Protocol):
 
     @property
     def rank(self) -> int:
-        """The place of this one among them."""
+        """The place of this rank among them."""
 
     def exchange(self, told: Any) -> list[Any]:
-        """The objects that they tell, in their order."""
+        """Exchange objects with them; return all, in the order of the ranks."""
 
     def combine(self, packed: Tensor, how: How) -> Tensor:
-        """The MAX or the sum of a vector over them."""
+        """The largest or the sum of a vector over them."""
 
 
 Axes = Mapping[str, Axis]
@@ -72,7 +72,7 @@ def axes_of(group: dist.ProcessGroup | None = None) -> dict[str, Axis]:
 
 
 def everywhere(told: Any, axes: Axes) -> dict[Place, Any]:
-    """The object that each rank tells, by the rank's place along the axes, in the order of these."""
+    """Exchange objects between all ranks; return them by each rank's place along the axes, in the order of these."""
     known: dict[Place, Any] = {tuple(axis.rank for axis in axes.values()): told}
     for axis in axes.values():
         known = {place: said for one in axis.exchange(known) for place, said in one.items()}
@@ -108,8 +108,10 @@ def _reduced(values: Mapping[str, Tensor], axes: Sequence[Axis], how: How) -> di
 
 
 def _check_names(by_axes: Mapping[tuple[str, ...], Mapping[str, Statistic]], axes: Axes) -> None:
-    """Raise on all ranks alike unless those that reduce together have the same statistics: hashes travel first, and
-    names only where these differ."""
+    """Raise on all ranks alike unless those that reduce together have the same statistics.
+
+    Hashes travel first, and names only where these differ.
+    """
     if not axes:
         return
     told = {over: [f"{name} {s.how} {[*s.value.shape]}" for name, s in same.items()] for over, same in by_axes.items()}

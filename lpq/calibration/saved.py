@@ -55,7 +55,7 @@ class Saved:
         return found
 
     def restore(self, name: str, own: Statistics) -> int:
-        """Take what was kept of a pass; how many batches that was. Counts are taken by the first rank alone."""
+        """Take the kept statistics of a pass; return its number of batches. Only the first rank takes counts."""
         kept = self._passes.get(name)
         if kept is None:
             return 0
@@ -71,7 +71,7 @@ class Saved:
         return int(kept["batches"])
 
     def keep(self, name: str, own: Statistics, batches: int) -> None:
-        """Write the statistics of all ranks; all come by here together. What was kept is there until it is replaced."""
+        """Write the statistics of all ranks, which call this together. The earlier file stays until it is replaced."""
         if self._path is None:
             return
         state = reduce(own, self._axes).state_dict()

@@ -64,7 +64,7 @@ def bias_of(stack: Stack) -> Tensor | None:
 
 
 def states_of(stack: Stack) -> Mapping[str, Mapping[str, Tensor]]:
-    """Its static statistics, by tensor and by what the quantizer of that calls them."""
+    """Its static statistics, by tensor and by their names in the quantizer of that tensor."""
     holder = stack.holder
     return holder.states(stack.key) if isinstance(holder, Experts) else by_tensor(holder.memories())
 

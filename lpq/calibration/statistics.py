@@ -17,7 +17,7 @@ EVERYWHERE: tuple[str, ...] = ("*",)
 
 
 class Statistic(NamedTuple):
-    """One statistic as far as it is known."""
+    """One statistic, of all that was taken so far."""
 
     value: Tensor
     how: How
@@ -61,7 +61,7 @@ class Statistics:
         return found
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Take those of an earlier ``state_dict`` into these."""
+        """Take the statistics of an earlier ``state_dict`` into these."""
         for how in DTYPES:
             for name, value in state[how].items():
                 self.take(name, value.to(device), how)

@@ -39,16 +39,16 @@ class Target:
     name: str
     layer: Layer | Experts
     recipe: Recipe
-    """The static one."""
+    """The static recipe."""
     dynamic: Recipe
-    """The one that measures everything, under which statistics are collected."""
+    """The recipe that measures everything, under which statistics are collected."""
     weight: Tensor | None
     """Whole or sharded, in high precision; None: its statistics do not become static."""
     dtype: torch.dtype | None
-    """In which the weight is encoded."""
+    """The dtype in which the weight is encoded."""
     stack: str = ONLY
     expert: int | None = None
-    """That of this number in a stack of the layer; None: all of it."""
+    """The number of the expert in a stack of the layer; None: the whole layer."""
 
     @property
     def x(self) -> Quantizer:
@@ -57,7 +57,7 @@ class Target:
 
     @property
     def w(self) -> Quantizer:
-        """That of the weight."""
+        """The static quantizer of the weight."""
         return self.recipe.w
 
     def names(self, tensor: str) -> list[str]:
@@ -197,7 +197,7 @@ def _matrix(weight: Tensor, layer: Any, quantizer: Quantizer) -> Tensor:
 
 
 def _is_cut(weight: DTensor, quantizer: Quantizer) -> bool:
-    """Whether shards cut what the statistics of an operand are measured in, the same on all ranks."""
+    """Whether shards cut the parts in which an operand is measured; the answer is the same on all ranks."""
     ranks = [1, 1]  # that share out its rows, and its columns
     for placement, size in zip(weight.placements, weight.device_mesh.shape, strict=True):
         if isinstance(placement, Replicate) or size == 1:

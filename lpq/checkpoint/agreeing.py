@@ -1,4 +1,4 @@
-"""What ranks tell each other before they save or load together, and why they may not: they must mean one model."""
+"""Checks before ranks save or load together: what they exchange must show that all of them have one model."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from lpq.checkpoint.errors import CheckpointError, listed
 from lpq.checkpoint.ranks import Ranks
 
 Meshes = frozenset[tuple[int, ...]]
-"""The ranks over which tensors of a model lie, of each mesh that it has."""
+"""For each mesh of a model, the ranks over which its tensors lie."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank tells the others of what it is to save."""
+    """A rank's account of what it is about to save, for the other ranks."""
 
     place: str
     meshes: Meshes
     optimizers: tuple[str, ...]
-    """The kind of each."""
+    """The kind of each optimizer."""
     description: str
-    """The digest of it."""
+    """The digest of the description."""
     tensors: str
-    """The digest of their names and shapes."""
+    """The digest of the names and shapes of the tensors."""
     memories: dict[str, Tensor] = field(default_factory=dict)
 
 
 def digest(data: bytes) -> str:
-    """A short name for what all ranks must have alike."""
+    """A short name for data that must be the same on all ranks."""
     return hashlib.sha256(data).hexdigest()
 
 
 def check_alike(found: Sequence[Told], ranks: Ranks) -> None:
-    """Refuse what all ranks told, if they do not mean the same."""
+    """Raise an error if the accounts of all ranks do not agree."""
     if len(places := {told.place for told in found}) > 1:
         said = ", ".join(sorted(places))
         raise CheckpointError(
@@ -53,9 +53,9 @@ def check_alike(found: Sequence[Told], ranks: Ranks) -> None:
 
 
 def check_one_model(found: Sequence[Meshes], ranks: Ranks) -> None:
-    """Refuse models of their own, whose tensors have the same names and would be mixed.
+    """Refuse ranks that have separate models, whose tensors would be mixed because they have the same names.
 
-    Ranks have one model if its tensors join them: if there is a way from each to any other over meshes.
+    Ranks have one model if its meshes connect them all, directly or through other ranks.
     """
     meshes = sorted({mesh for own in found for mesh in own})
     if strangers := [mesh for mesh in meshes if not {*mesh} <= {*ranks.names}]:
@@ -88,7 +88,7 @@ def check_optimizers(found: Sequence[Collection[str]], ranks: Ranks) -> None:
 
 
 def check_tensors(held: Sequence[Sequence[str]], ranks: Ranks) -> None:
-    """Say which tensors one rank has and another one has not: what is loaded would lack them, or mix two of them."""
+    """Refuse ranks with different tensors, and name these: a load would miss some of them or mix two."""
     mine = held[0]
     for name, theirs in zip(ranks.names, held, strict=True):
         if mine != theirs:

@@ -1,4 +1,4 @@
-"""Saves that go on in the background: what goes wrong with one is told, also if nobody waits for it."""
+"""Saves that go on in the background: an error in one is reported even if nobody waits for it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Saving:
         group: dist.ProcessGroup | None,
         release: Callable[[], None],
     ) -> None:
-        """``group``: what was made for the ranks that write to talk in. ``release``: to call when all is written."""
+        """``group``: the one in which the ranks talk while they write. ``release``: called at the end."""
         self.path = path
-        """Where it will be."""
+        """The path that the checkpoint will have."""
         self._future, self._ranks, self._group, self._release = future, ranks, group, release
         _unheard.add(self)
         future.add_done_callback(self._ended)
 
     def done(self) -> bool:
-        """Whether writing has ended on this rank, well or badly; a warning tells what went wrong."""
+        """Whether writing has ended on this rank, well or badly; a warning reports an error."""
         ended = self._future.done()
         if ended and (said := self.failed()) is not None:
             warnings.warn(said, CheckpointWarning, stacklevel=2)
@@ -43,7 +43,7 @@ class Saving:
         return ended
 
     def wait(self) -> Path:
-        """Wait until it is whole and in its place, and return its path; or raise what went wrong on any rank."""
+        """Wait until the checkpoint is whole and in its place, and return its path; raise the error of any rank."""
         _unheard.discard(self)
         try:
             with self._ranks.saying(failing(self.path)):
@@ -55,7 +55,7 @@ class Saving:
         return self.path
 
     def failed(self) -> str | None:
-        """What went wrong, in words; None if nothing did, or it is being written still."""
+        """The error in words; None if there was none, or if the checkpoint is still being written."""
         if not self._future.done() or self._future.exception() is None:
             return None
         try:
@@ -74,7 +74,7 @@ class Saving:
 
 
 class _Unheard:
-    """The saves of this process whose end nobody was told of. Threads write them, and end with the process, too."""
+    """The saves of this process whose end was not yet reported. Threads write them, and end with the process, too."""
 
     def __init__(self) -> None:
         self._savings: dict[int, Saving] = {}
@@ -89,7 +89,7 @@ class _Unheard:
             self._savings.pop(id(saving), None)
 
     def told(self) -> tuple[str, ...]:
-        """What went wrong, each once."""
+        """The errors that were not reported yet; each is returned once."""
         with self._lock:
             savings = [*self._savings.values()]
         failed = [(saving, said) for saving in savings if (said := saving.failed()) is not None]
@@ -109,7 +109,7 @@ unheard = _unheard.told
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
-    """The ranks of a group, or of the default one; after what is written in the background in that very group."""
+    """The ranks of a group, or of the default one, once no save in the background uses that group any more."""
     if group is not None:
         _unheard.settle(group)
     return Ranks(group)
@@ -117,17 +117,17 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
 
 @atexit.register
 def _tell() -> None:
-    """Say at the process's end what nobody asked for. Python has waited for the threads by then."""
+    """Report errors at the process's end that nobody asked for. Python has waited for the threads by then."""
     for said in unheard():
         warnings.warn(f"{said} (nobody called Saving.wait)", CheckpointWarning, stacklevel=2)
 
 
 def failing(target: Path) -> str:
-    """What is said of a checkpoint that could not be saved."""
+    """The message about a checkpoint that could not be saved."""
     return f"the checkpoint {target} could not be saved, and those before it are as they were"
 
 
 def destroy(group: dist.ProcessGroup | None) -> None:
-    """End what ``save_async`` made, if there are ranks to talk to."""
+    """Destroy the group that ``save_async`` made, if it made one."""
     if group is not None:
         dist.destroy_process_group(group)

@@ -1,7 +1,8 @@
 """The right to write a checkpoint, which one job has at a time: a lock on a file in the unfinished directory.
 
-The system releases a lock when its process ends, however it ends. So what a process that was killed left behind is
-told from what another one is writing. A file system without locks (``flock``) cannot tell: there all is left behind.
+The system releases a lock when its process ends, however it ends. So files that a killed process left behind
+can be distinguished from those that another process is writing. Not on a file system without locks (``flock``): there
+all count as left behind.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "lock"
-"""The file with the lock. Its first line tells who writes, each other one who was refused meanwhile."""
+"""The file with the lock. Its first line names the job that writes, each other line one that was refused meanwhile."""
 
 
 class Claim:
-    """An unfinished directory that is this process's, until it is released."""
+    """An unfinished directory that belongs to this process until it is released."""
 
     def __init__(self, partial: Path, descriptor: int) -> None:
         self._lock, self._descriptor = partial / LOCK, descriptor
@@ -33,7 +34,7 @@ class Claim:
 
     @classmethod
     def take(cls, partial: Path) -> Claim:
-        """Make the directory, or take an empty place of what was left behind; refused while another job has it."""
+        """Make the directory, or empty one that was left behind and take it; refused while another job has it."""
         if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
             raise CheckpointError(f"{partial}, where it is written first, is there and is no directory: remove it")
         while True:
@@ -68,7 +69,7 @@ class Claim:
         return _lines(self._lock)[1:]
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the directory for other jobs."""
         with self._releasing:
             if self._descriptor >= 0:
                 if fcntl is not None:
@@ -79,7 +80,7 @@ class Claim:
 
 
 def left_behind(partial: Path) -> bool:
-    """Whether nobody is writing there."""
+    """Whether no process is writing in this directory."""
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR)
     except OSError:

@@ -1,4 +1,4 @@
-"""``lpq.json``: what a checkpoint says about itself in plain data, so that it can be judged before a tensor is read."""
+"""``lpq.json``: the description of a checkpoint in plain data, by which it can be judged before a tensor is read."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief, pip
 
 VERSION = 1
-"""The version of this file. One that is written by a later lpq is refused, in words."""
+"""The version of this file. A file of a later version is refused, in words."""
 FIELDS: dict[str, tuple[type, ...]] = {
     "version": (int,), "step": (int, type(None)), "conversions": (dict,), "recipes": (dict,),
     "memories": (list, tuple), "quantized": (dict,), "formats": (dict,), "stored": (list, tuple),
 }  # fmt: skip
 """The type that each field of a description has in a file."""
 ENTRY: dict[str, tuple[type, ...]] = {"quantizer": (str,), "shape": (list,), "dtype": (str,), "operands": (dict,)}
-"""The same of what is known of a quantized tensor."""
+"""The type of each field that describes a quantized tensor."""
 ORIGIN: dict[str, tuple[type, ...]] = {"plugin": (str,), "distribution": (str,), "version": (str,)}
-"""The same of what brought a format."""
+"""The type of each field that describes the origin of a format."""
 CONVERSION: dict[str, tuple[type, ...]] = {"policy": (dict,), "steps": (int, str, type(None))}
-"""The same of a conversion."""
+"""The type of each field that describes a conversion."""
 WRITE = "write it with lpq.checkpoint, and leave that as it is"
 
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of a checkpoint's tensors, and of the model that they are of."""
+    """The description of a checkpoint's tensors, and of the model to which they belong."""
 
     step: int | None = None
     conversions: Mapping[str, Any] = field(default_factory=dict)
@@ -53,16 +53,16 @@ class Description:
     version: int = VERSION
 
     def data(self) -> dict[str, Any]:
-        """All of it, as plain data."""
+        """The description as plain data."""
         return dataclasses.asdict(self)
 
     def json(self) -> bytes:
-        """The file."""
+        """The bytes of the file."""
         return json.dumps(self.data(), indent=1).encode()
 
     @classmethod
     def read(cls, data: Any) -> Description:
-        """What such data describes."""
+        """Make a description from such data; refuse data that is none."""
         version = data.get("version", VERSION) if isinstance(data, Mapping) else VERSION
         if type(version) is int and version != VERSION:
             raise CheckpointError(
@@ -84,7 +84,7 @@ class Description:
         return cls(**{**known, "memories": tuple(data["memories"]), "stored": tuple(data["stored"])})
 
     def require(self, formats: Iterable[str]) -> None:
-        """Make sure that these formats are here; say what to install if one is not."""
+        """Make sure that these formats are installed; the error names the package that brings a missing one."""
         for name in sorted(formats):
             try:
                 registry.format(name)
@@ -110,7 +110,7 @@ class Description:
 
 
 def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]]) -> None:
-    """Refuse data that lacks one of these fields, or has it of another type: it was written or changed by others."""
+    """Refuse data in which one of these fields is missing or has another type: others wrote or changed it."""
     if not isinstance(data, dict):
         raise CheckpointError(f"{what} is of type {type(data).__name__}, not dict: {WRITE}")
     if lacking := [repr(name) for name in fields if name not in data]:
@@ -122,7 +122,7 @@ def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]]) -
 
 
 def _check_tensor(name: str, entry: Mapping[str, Any]) -> None:
-    """Refuse what no quantized tensor can be."""
+    """Refuse an entry that no quantized tensor can have."""
     dtype = getattr(torch, entry["dtype"], None)
     floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
     shape = bool(entry["shape"]) and all(type(n) is int and n >= 0 for n in entry["shape"])

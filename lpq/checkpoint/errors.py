@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, in words that name the file or the tensor and the remedy.
+"""The errors of checkpoints, in words that name the file or the tensor and the remedy.
 
 Each is made from its message alone, so that it travels from the rank that found it to all others.
 """
@@ -11,7 +11,7 @@ from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.showing import printable
 
 LISTED = 5
-"""So many names are listed in a message."""
+"""The most names that a message lists."""
 
 
 class CheckpointError(LpqError):
@@ -23,7 +23,7 @@ class UnknownName(CheckpointError, OptionError):
 
 
 class NoCheckpoint(CheckpointError):
-    """There is none, or none was ever finished: a new run may start."""
+    """There is no checkpoint, or none was ever finished: a new run may start."""
 
 
 class MissingPlugin(CheckpointError):
@@ -35,7 +35,7 @@ class CheckpointWarning(UserWarning):
 
 
 def shown(name: str) -> str:
-    """The name of a tensor in a checkpoint as its owner knows it."""
+    """The name that a tensor of a checkpoint has in its model or optimizer."""
     return printable(name.removeprefix("model."))
 
 

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""What the name of an unfinished file or directory ends in."""
+"""The ending of the name of an unfinished file or directory."""
 PLAIN = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
 """The names of a checkpoint's files: they lead nowhere else."""
 
@@ -21,7 +21,7 @@ def digest(path: Path) -> str:
 
 
 def fault(folder: Path, name: str, size: int, sha256: str | None) -> str | None:
-    """Why a file is not what its manifest says, or None. Without a digest its size alone is compared."""
+    """Why a file differs from its entry in the manifest, or None. Without a digest its size alone is compared."""
     if not PLAIN.fullmatch(name):
         return f"{name[:200]!r} is not the name of a file in it"
     try:

@@ -18,7 +18,7 @@ from lpq.checkpoint.manifest import MANIFEST, UNFINISHED, Manifest, read_manifes
 from lpq.checkpoint.ranks import Ranks
 
 REPLACED = ".replaced"
-"""What the name of a checkpoint ends in while another one takes its place."""
+"""The ending of a checkpoint's name while another one takes its place."""
 STEP = re.compile(rf"step-(\d+)({re.escape(REPLACED)}|{re.escape(PARTIAL)})?")
 
 
@@ -35,13 +35,13 @@ class Found:
     sizes: dict[str, int]
     """The sizes of its files, which its manifest lists."""
     refused: tuple[str, ...]
-    """What was refused before it, in words."""
+    """The checkpoints that were refused before it, in words."""
     why: str
-    """Why it is this one, in words, where others are of later steps; empty, if none is."""
+    """Why this one is taken though others are of later steps, in words; empty if no other is."""
 
 
 def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> Found:
-    """The checkpoint at ``path``, or of the run there the whole one that was written last.
+    """Find the checkpoint at ``path``, or, of the run there, the last one written that is whole.
 
     Not ``thorough``: the sizes of all files are compared, and the digests of the small ones only.
     """
@@ -78,15 +78,15 @@ def steps_in(directory: Path) -> list[tuple[int, str, Path]]:
 
 
 def manifests_in(directory: Path) -> dict[Path, Manifest]:
-    """Those of a run's checkpoints, where they can be read."""
+    """The manifests of a run's checkpoints, as far as they can be read."""
     read = {path: read_manifest(path) for _, _, path in steps_in(directory)}
     return {path: found for path, found in read.items() if isinstance(found, Manifest)}
 
 
 def _newest_first(directory: Path) -> list[Path]:
-    """The checkpoints of a run by when they were written, which goes by steps unless the run went back.
+    """List the checkpoints of a run, the last one written first: in the order of steps, unless the run went back.
 
-    One that does not tell comes before all that are of its step or of an earlier one.
+    One without a time of writing comes before all of the same step or an earlier one.
     """
     found, manifests = steps_in(directory), manifests_in(directory)
     told = [(step, manifests[path].written) for step, _, path in found if path in manifests]
@@ -100,7 +100,7 @@ def _newest_first(directory: Path) -> list[Path]:
 
 
 def _why(taken: Path, older: Sequence[Path]) -> str:
-    """What to say where a checkpoint is taken though others, which were written earlier, are of later steps."""
+    """The reason why a checkpoint is taken though others, which were written earlier, are of later steps."""
     match = STEP.fullmatch(taken.name)
     steps = [(STEP.fullmatch(path.name), path.name) for path in older]
     later = [name for found, name in steps if match and found and not found[2] and int(found[1]) > int(match[1])]
@@ -119,7 +119,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _candidates(path: Path) -> list[Path]:
-    """Where to look: the path itself, or the checkpoints of the run that is there."""
+    """The checkpoints that may be meant: the path itself, or those of the run that is there."""
     if path.is_file():
         raise CheckpointError(
             f"{path} is a file, and a checkpoint is a directory: give that, or load a file of one model with "
@@ -132,7 +132,7 @@ def _candidates(path: Path) -> list[Path]:
 
 
 def _others(path: Path) -> str:
-    """The finished checkpoints of the run that this one is of, newest first."""
+    """The finished checkpoints of the run to which this one belongs, newest first."""
     if not STEP.fullmatch(path.name) or not path.parent.is_dir():
         return ""
     return listed([found.name for _, ending, found in steps_in(path.parent) if not ending and found.name != path.name])

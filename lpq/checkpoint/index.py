@@ -33,16 +33,16 @@ KNOWN = {
     "pathlib._local": {"PosixPath", "WindowsPath"},  # where Python 3.13 has them
     "builtins": {"getattr"},  # by which some releases of Python 3.11 pickle members of an Enum
 }  # fmt: skip
-"""What DCP's indexes refer to. Most of it is not needed here; another name is told to the user."""
+"""The names to which DCP's indexes refer. Most are not needed here; any other name is an error that names it."""
 LIMIT = 2**62
-"""Above all sizes and offsets."""
+"""A number above all sizes and offsets."""
 
 
 class Record:
-    """What stood in the pickle in place of an object: what it was made of, and the state that it was given.
+    """The record of an object in the pickle: the arguments that would make it, and the state that it would get.
 
-    There is one subclass for each name in a file, made for that file alone. Neither it nor a record has anything that a
-    pickle can call or set but these two: a class lacks the ``self`` of ``__setstate__``.
+    There is one subclass for each name in a file, made for that file alone. A pickle can call or set nothing on it or
+    on a record but these two methods; and called on the class, ``__setstate__`` lacks its ``self``.
     """
 
     __slots__ = ("args", "state")
@@ -78,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
-    """The index of the checkpoint in this directory. ``sizes``: of its files, as its manifest has them.
+    """Read the index of the checkpoint in this directory. ``sizes``: those of its files in its manifest.
 
     Each tensor is covered by its pieces, and each piece lies in one of the files.
     """
@@ -175,7 +175,7 @@ def _is(value: Any, name: str) -> TypeGuard[Record]:
 
 
 def _state(value: Any, name: str, *wanted: str) -> dict[str, Any]:
-    """The fields of a record of this name, which must have these."""
+    """The fields of a record of this name, which must have those that are wanted."""
     if not _is(value, name) or value.args or type(value.state) is not dict or not value.state.keys() >= {*wanted}:
         raise CheckpointError(f"it has something else where an index has a {name.rpartition('.')[2]}: do not trust it")
     return value.state

@@ -25,27 +25,27 @@ from lpq.registry.errors import words
 from lpq.torch_private.pytree import keystr, tree_flatten_with_path
 
 OWNERS = {"extra": "extra", "model": "what get_extra_state of a module returned", "optimizer": "the optimizer"}
-"""Whose it is what is kept beside the tensors."""
+"""The owner, in words, of each value that is kept beside the tensors."""
 UNREADABLE = (pickle.PickleError, AttributeError, TypeError)
-"""What pickling raises of what it cannot write, or must not read."""
+"""The errors that pickling raises for a value that it cannot write or must not read."""
 
 
 @dataclass(frozen=True)
 class Info:
-    """What was saved beside the tensors."""
+    """The values that were saved beside the tensors."""
 
     path: Path
     step: int | None
     extra: Any
-    """What was given as ``extra`` on rank 0."""
+    """The value that was given as ``extra`` on rank 0."""
     description: Description
     refused: tuple[str, ...] = ()
     """The newer checkpoints that are not whole, in words."""
     why: str = ""
-    """Why it is this one, in words, where others beside it are of later steps: it was written last."""
+    """Why this one is taken though others beside it are of later steps, in words: it was written last."""
 
     def __str__(self) -> str:
-        """A few lines to read; ``repr`` has all of it."""
+        """A few lines for people; ``repr`` has all of it."""
         said = self.description
         stored = Counter(entry["quantizer"] for entry in said.quantized.values())
         recipes = Counter(recipe or "no recipe" for recipe in said.recipes.values())
@@ -72,13 +72,13 @@ class Info:
 
     @property
     def steps(self) -> Steps:
-        """The length of the run that ``lpq.convert`` was told."""
+        """The length of the run that ``lpq.convert`` was given."""
         conversion: Mapping[str, Any] = next(iter(self.description.conversions.values()), {})
         return conversion.get("steps")
 
 
 def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) -> Info:
-    """What is saved in the checkpoint at ``path``, or in the whole one of the run there that was written last.
+    """Describe the checkpoint at ``path``, or, of the run there, the last one written that is whole.
 
     All ranks call it, or those of ``process_group``. The tensors are not read; ``load`` checks their digests, this only
     the sizes of their files.
@@ -89,7 +89,7 @@ def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) ->
 
 
 def read(found: Found) -> tuple[Info, dict[str, Any]]:
-    """What a whole checkpoint says of itself, and what ``save`` kept beside the tensors for ``load``."""
+    """Read the info of a whole checkpoint, and the values that ``save`` kept beside the tensors for ``load``."""
     path = found.path
     try:
         description = Description.read(json.loads((path / DESCRIPTION).read_text(encoding="utf-8")))
@@ -98,7 +98,7 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
         raise CheckpointError(f"checkpoint {path} cannot be read: {why}") from error
     try:
         beside: dict[str, Any] = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
-    except Exception as error:  # of which torch says to load it unsafely
+    except Exception as error:  # torch's message advises to load the file unsafely
         raise CheckpointError(
             f"checkpoint {path} cannot be read: its {EXTRA} holds something else than tensors and plain data, or is "
             f"damaged ({type(error).__name__}); do not trust it"
@@ -109,7 +109,7 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
 
 
 def pickled(beside: dict[str, Any]) -> bytes:
-    """What is kept beside the tensors; only what can be read again without running code."""
+    """Pickle the values beside the tensors; refuse those that cannot be read again without running code."""
     try:
         return _pickled(beside)
     except UNREADABLE as error:
@@ -127,7 +127,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _unreadable(beside: dict[str, Any]) -> str:
-    """What of it cannot be read again, and whose it is."""
+    """Name the value that cannot be read again, and its owner."""
     for whose, value in beside.items():
         for path, leaf in tree_flatten_with_path(value)[0]:
             try:

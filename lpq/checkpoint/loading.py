@@ -30,11 +30,11 @@ def load(
     any_policy: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Info:
-    """Load a checkpoint into the model and its optimizer (or several), on any number of ranks; say what it holds.
+    """Load a checkpoint into the model and its optimizer (or several), on any number of ranks; return its info.
 
     All ranks call it, or those of ``process_group``, over which the model then lies. ``path`` is a checkpoint, or the
-    directory of a run: then the whole one that was written last is loaded, and warnings tell which were refused, and
-    which are of later steps. Every file is compared with the manifest before anything is written.
+    directory of a run: then the last one written that is whole is loaded, and warnings name those that were refused and
+    those of later steps. Every file is compared with the manifest before anything is written.
 
     The model must have the policy that it was saved with, and its layers get the recipes that they had at that step;
     call ``lpq.set_step`` in the loop as before. With ``any_policy`` it keeps its own, and what its quantizers remember
@@ -43,8 +43,8 @@ def load(
     Weights that are stored quantized may come from a checkpoint in high precision: they are encoded, and masters of
     ``lpq.optim.MasterWeights`` take the values themselves, which needs no saved optimizer. Weights in high precision
     may come from a checkpoint of stored ones with masters, and take these; a stored weight that the saved optimizer did
-    not have was frozen, and they take what it decodes to. Masters that have no place are left out, and a warning tells
-    so, unless the checkpoint is loaded without an optimizer.
+    not have was frozen, and they take what it decodes to. Masters that have no place are left out, with a warning
+    unless the checkpoint is loaded without an optimizer.
     """
     ranks = ranks_of(process_group)
     with ranks.saying(f"{path} cannot be loaded"):
@@ -97,12 +97,12 @@ def load(
 
 
 def _asked(path: str | Path, model: nn.Module, given: Optimizers) -> tuple[str, Meshes, list[str]]:
-    """From where and into what to load, which all ranks must mean alike: to look there takes long."""
+    """The source and the target of the load, which all ranks must have alike; compared first, as reading takes long."""
     return str(path), Model(model).meshes(), [*map(kind, given_optimizers(given))]
 
 
 class _Job:
-    """What is loaded from where into what."""
+    """A load that was judged: the reader, and the targets that it fills."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Job:
 
 
 def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -> _Job:
-    """Everything that can be wrong, before anything is written."""
+    """Find everything that can be wrong, before anything is written."""
     info, beside = read(source)
     said = info.description
     said.require(said.stored)

@@ -1,4 +1,4 @@
-"""``manifest.json``: the files of a checkpoint with their sizes and digests. Without it a checkpoint is none."""
+"""``manifest.json``: the files of a checkpoint with their sizes and digests. Every checkpoint has one."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ MANIFEST = "manifest.json"
 DESCRIPTION = "lpq.json"
 EXTRA = "extra.pt"
 DATA = ".distcp"
-"""What the names of DCP's files end in."""
+"""The ending of the names of DCP's files."""
 UNFINISHED = "it was never finished (a process ended while it was written)"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one says."""
+    """The content of a manifest."""
 
     files: dict[str, dict[str, Any]]
     written: int
-    """When it was written, in nanoseconds since 1970; later ones of a run have more. 0: it does not say."""
+    """The time of writing in nanoseconds since 1970, which grows within a run; 0: not given."""
 
     def fault(self, path: Path, name: str, *, thorough: bool) -> str | None:
-        """Why one of the files is not as it says, or None. Not ``thorough``: large ones are not digested."""
+        """Why one of the files differs from its entry, or None. Not ``thorough``: large files are not digested."""
         said = self.files[name]
         digested = thorough or name in (DESCRIPTION, EXTRA)
         return files.fault(path, name, said["bytes"], said["sha256"] if digested else None)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Those of the files."""
+        """The sizes of the files."""
         return {name: said["bytes"] for name, said in self.files.items()}
 
 
 def read_manifest(path: Path) -> Manifest | str:
-    """The manifest of a checkpoint, or why there is none that could be used."""
+    """Read the manifest of a checkpoint; where none can be used, return the reason."""
     if path.name.endswith(PARTIAL):
         return UNFINISHED
     try:

@@ -1,4 +1,4 @@
-"""What of a checkpoint goes into which tensor, found out and judged before anything is written.
+"""Matching a checkpoint's tensors with those to fill, judged before anything is written.
 
 A tensor takes what was saved of it bit for bit, if it is stored as it was. A weight that is stored quantized takes one
 that was saved in high precision, too, and encodes it; one in high precision takes the fp32 master of one that was
@@ -23,20 +23,20 @@ from lpq.operations.operands import DTYPES
 
 @dataclass
 class Match:
-    """Where a checkpoint's tensors go."""
+    """The places into which a checkpoint's tensors go."""
 
     targets: dict[str, Tensor] = field(default_factory=dict)
-    """By the names in the checkpoint, what to fill: the memory of the model, or that of values to encode."""
+    """The tensors to fill, by their names in the checkpoint: the model's own, or those that hold values to encode."""
     to_encode: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Tensors that are stored quantized, each with what it is encoded of."""
+    """Tensors that are stored quantized, each with the values from which it is encoded."""
     encoded: list[str] = field(default_factory=list)
-    """Their names. They are encoded with the statistics of the whole, so that they are the same on all ranks."""
+    """The names of ``to_encode``. Statistics are those of the whole tensor, so that all ranks encode alike."""
     to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Tensors in high precision, each with what it takes in its own dtype."""
+    """Tensors in high precision, each with the values that it takes in its own dtype."""
     to_decode: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Tensors in high precision, each with the quantized one of which it takes what that decodes to."""
+    """Tensors in high precision, each with the quantized one whose decoded values it takes."""
     replaced: list[str] = field(default_factory=list)
-    """The tensors that take something else than what was saved under their name."""
+    """The tensors that take other values than those that were saved under their name."""
     written: list[Tensor] = field(default_factory=list)
     """The tensors that ``targets``, ``to_copy`` or ``to_decode`` fills in place."""
     absent: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Match:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Once the targets are filled: copy, decode, encode, and let everybody see that the tensors changed."""
+        """Copy, decode and encode once the targets are filled, and count the writes to all changed tensors."""
         for target, values in self.to_copy:
             held(target).copy_(held(values))
         for target, stored in self.to_decode:
@@ -112,7 +112,7 @@ def match(
 
 def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str, Any], may_lack: Collection[str],
                    may_ignore: Collection[str], whose: str = "model") -> None:  # fmt: skip
-    """Make sure that nothing is left over on either side but what may be, such as quantizers' memories."""
+    """Make sure that no tensor is left over on either side except those that may be, as quantizers' memories."""
     lacking = [shown(name) for name in found.absent if name not in may_lack]
     if lacking:
         raise CheckpointError(f"it has nothing for these tensors of the {whose}: {listed(lacking)}")
@@ -165,5 +165,5 @@ def _check_shape(name: str, theirs: Any, mine: Any) -> None:
 
 
 def saved_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """What ``match`` asks of saved tensors."""
+    """The shape and dtype of each tensor, as ``match`` takes those of saved ones."""
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

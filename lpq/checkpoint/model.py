@@ -1,4 +1,4 @@
-"""The model's side of a checkpoint: its tensors by name, and what there is to say about them."""
+"""The model's side of a checkpoint: its tensors by name, and their description."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Model:
         self._given = model
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Parameters and persistent buffers by name; and what modules return from ``get_extra_state``."""
+        """Parameters and persistent buffers by name, and the values that modules return from ``get_extra_state``."""
         tensors: dict[str, Tensor] = {}
         extra: dict[str, Any] = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
@@ -51,7 +51,7 @@ class Model:
         return tensors, extra
 
     def meshes(self) -> Meshes:
-        """The ranks over which its tensors lie, and those of its replicas."""
+        """The ranks over which its tensors lie, and the ranks of its replicas."""
         over = [mesh.mesh.flatten().tolist() for mesh in self._meshes()]
         over += [get_process_group_ranks(replicas.process_group) for replicas in self._replicas()]
         return frozenset(tuple(sorted(ranks)) for ranks in over)
@@ -69,7 +69,7 @@ class Model:
         return [module for module in self._given.modules() if isinstance(module, Replicas)]
 
     def check_extra_state(self, saved: Collection[str]) -> None:
-        """Make sure that what modules return from ``get_extra_state`` was saved, and has a place."""
+        """Make sure that each value of ``get_extra_state`` was saved, and that each saved one has a place."""
         mine = self.state()[1].keys()
         if lacking := [shown(name) for name in mine if name not in saved]:
             raise CheckpointError(f"it has nothing for these states of modules: {listed(lacking)}")
@@ -90,7 +90,7 @@ class Model:
                 yield plain_name(name), module
 
     def remembering(self) -> Iterator[tuple[str, Remembering]]:
-        """These layers, and experts in stacks, which remember for each expert."""
+        """The layers of lpq, and experts in stacks, whose quantizers remember statistics of each expert."""
         for name, module in self.module.named_modules(remove_duplicate=False):
             if isinstance(module, Remembering):
                 yield plain_name(name), module
@@ -104,7 +104,7 @@ class Model:
         }
 
     def conversions(self) -> dict[str, Conversion]:
-        """What ``lpq.convert`` left on the module that it got, or on several."""
+        """The records that ``lpq.convert`` left on the modules that it got, by the names of these."""
         records = ((plain_name(name), m.__dict__.get(RECORD)) for name, m in self.module.named_modules())
         return {name: record for name, record in records if isinstance(record, Conversion)}
 
@@ -129,7 +129,7 @@ class Model:
     def check_policy(self, saved: Description, otherwise: str = "load(…, any_policy=True)") -> None:
         """Make sure that the model has the policy that it had when it was saved; one never converted has none.
 
-        ``otherwise``: what goes on under another one.
+        ``otherwise``: the call, for the message, that goes on under another policy.
         """
         theirs = saved.policies()
         mine = {name: (c.policy, c.steps) for name, c in self.conversions().items()}
@@ -144,7 +144,7 @@ class Model:
         )
 
     def restore_recipes(self, saved: Description) -> None:
-        """Give each layer the recipe that it had at the step at which it was saved; its policy has it."""
+        """Give each layer the recipe, one of its policy, that it had at the step at which it was saved."""
         wrong = []
         for name, layer in self.layers():
             if name not in saved.recipes or saved.recipes[name] == _text(layer.recipe):
@@ -163,7 +163,7 @@ class Model:
 
     @contextmanager
     def recipes_stay_on_error(self) -> Iterator[None]:
-        """Where this fails layers get the recipes back that they had, with what their quantizers remember."""
+        """If the code inside fails, give layers back the recipes and memories that they had."""
         before = [(layer, layer.recipe, layer.memories()) for _, layer in self.layers()]
         try:
             yield
@@ -176,9 +176,9 @@ class Model:
             raise
 
     def starting(self, absent: Collection[str]) -> dict[str, Tensor]:
-        """The memories that start anew where some were not saved: all that a tensor's quantizer has, or none of it.
+        """The memories that start anew because some were not saved: for each tensor all of its quantizer's, or none.
 
-        A warning tells of those of which a part was saved.
+        A warning names the tensors of whose memories only a part was saved.
         """
         found: dict[str, Tensor] = {}
         halves: list[str] = []
@@ -206,7 +206,7 @@ class Model:
 
 
 def is_extra(name: str) -> bool:
-    """Whether a state dict has under that name what a module returned from ``get_extra_state``."""
+    """Whether that name in a state dict is the one of a module's ``get_extra_state``."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
@@ -233,9 +233,9 @@ def _text(recipe: Recipe | None) -> str | None:
 
 
 def _same(a: tuple[Policy, Steps], b: tuple[Policy, Steps], alike: bool) -> bool:
-    """The same rules, and where some end at a fraction of a run, for a run of the same length.
+    """Whether two policies have the same rules, and a run of the same length if rules end at a fraction of it.
 
-    ``alike``: they gave recipes to the same layers; so what they leave out is the same, however each says it.
+    ``alike``: both gave recipes to the same layers, so rules that leave layers out need no comparison.
     """
     fractions = any(isinstance(rule.until, float) for rule in a[0].rules)
     rules = a[0].rules == b[0].rules and (alike or a[0] == b[0])

@@ -4,8 +4,8 @@ It is what ``state_dict`` gives, with names in place of numbers. The rest (optio
 is plain data in which a tensor is replaced by its name. Loading fills the tensors that are there; those of an optimizer
 that took no step yet are made. Nothing is cast, so that fp32 state of a bf16 parameter stays fp32.
 
-A master that ``lpq.optim.MasterWeights`` saved beside a weight which was stored quantized goes into the master that is
-here. Without one it is left out, and a master of which none was saved starts from its weight.
+A master that ``lpq.optim.MasterWeights`` saved beside a weight which was stored quantized goes into the master of that
+weight here. Where there is none it is left out, and a master that was not saved starts from its weight.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lpq.torch_private.pytree import tree_leaves
 
 PREFIX = "optimizer."
 MARK = "lpq.tensor"
-"""The one key of what stands for a tensor in plain data."""
+"""The one key of the mapping that stands for a tensor in plain data."""
 NUMBERED = ("params", "param_names")
-"""What a group says of its parameters in their order, which is not that of the saved one."""
+"""The keys of a group that list its parameters in order, which may not be the order in the saved group."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 Saved = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -42,13 +42,13 @@ def master_name(weight: str) -> str:
 
 
 def untrained(data: Mapping[str, Any] | None, weights: Collection[str]) -> set[str]:
-    """Those of the weights that no saved optimizer had; none, if no optimizer was saved, since nobody knows then."""
+    """Those of the weights that no saved optimizer had; none if no optimizer was saved: then it is not known."""
     groups = data["groups"] if data is not None else [{"params": weights}]
     return set(weights) - {name for group in groups for name in group["params"]}
 
 
 def given_optimizers(given: Optimizers) -> list[Optimizer]:
-    """The optimizers that somebody gave: one, several or none; in place of one that stands for another, that other."""
+    """The optimizers that were given: one, several or none. One that stands for another is replaced by that."""
     every = [*given] if isinstance(given, Sequence) else [] if given is None else [given]
     for one in every:
         if not isinstance(one, Optimizer):
@@ -60,7 +60,7 @@ def given_optimizers(given: Optimizers) -> list[Optimizer]:
 
 
 def kind(optimizer: Optimizer) -> str:
-    """What the optimizer is called whose state it is, with masters or without."""
+    """The name of the optimizer's class, or of the one inside ``MasterWeights``."""
     return type(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer).__name__
 
 
@@ -73,7 +73,7 @@ class OptimizerState:
 
     @property
     def kinds(self) -> list[str]:
-        """The kind of each."""
+        """The kind of each optimizer."""
         return [one.kind for one in self._optimizers]
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -96,7 +96,7 @@ class OptimizerState:
     def join(
         self, data: Mapping[str, Any] | None, saved: Saved, masters: Collection[str]
     ) -> tuple[dict[str, Tensor], list[Loaded]]:
-        """The tensors to fill, by the names they were saved under; and what to do when they are filled.
+        """The tensors to fill, by the names they were saved under, and the state that each optimizer gets afterwards.
 
         ``masters``: the weights that were stored quantized and have a master in the checkpoint.
         """
@@ -105,7 +105,7 @@ class OptimizerState:
         return tensors, [one.join(given, saved, tensors, masters) for one in self._optimizers]
 
     def _masters_alone(self) -> dict[str, Any]:
-        """What to load where no optimizer was saved: masters start from the weights, and there is no more to them."""
+        """The data to load where no optimizer was saved: masters start from the weights, and no other state is set."""
         given = [one.optimizer for one in self._optimizers]
         if not all(isinstance(one, MasterWeights) and one.keep and not one.optimizer.state for one in given):
             raise CheckpointError("it was saved without an optimizer: load it without, or start the optimizer anew")
@@ -131,7 +131,7 @@ class _One:
         self.kind = kind(optimizer)
 
     def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Name, parameter and state of each parameter that has some."""
+        """The name, the parameter and the state of each parameter that has a state."""
         for number, state in self.said["state"].items():
             yield self.names[number], self.params[number], state
 
@@ -143,7 +143,7 @@ class _One:
     def join(
         self, data: Mapping[str, Any], saved: Saved, tensors: dict[str, Tensor], masters: Collection[str]
     ) -> Loaded:
-        """What this optimizer gets, and in ``tensors`` what is to be filled for it."""
+        """Prepare the state for this optimizer, and add the tensors to fill for it to ``tensors``."""
         loaded = Loaded(self.optimizer, self.params)
         for group, (names, own) in zip(self.said["param_groups"], self.groups(), strict=True):
             found = next((g for g in data["groups"] if sorted(g["params"]) == sorted(names)), None)
@@ -175,20 +175,20 @@ class _One:
 
 
 class Loaded:
-    """What an optimizer gets once its tensors are filled."""
+    """The state that an optimizer gets once its tensors are filled."""
 
     def __init__(self, optimizer: Optimizer, params: list[Tensor]) -> None:
         self.optimizer, self.params = optimizer, params
         self.groups: list[dict[str, Any]] = []
         self.state: dict[int, Any] = {}
         self.starting: list[Tensor] = []
-        """The weights of whose masters nothing was saved, and which have one here."""
+        """The weights with a master here that was not saved."""
         self.dropped: list[str] = []
-        """The weights that are stored quantized, and whose masters were saved and have no place here."""
+        """The weights that are stored quantized, and whose saved masters have no place here."""
 
     @torch.no_grad()
     def apply(self, encoded: Mapping[Tensor, Tensor]) -> None:
-        """Give it to the optimizer. ``encoded``: by weights that were encoded, what of."""
+        """Give the state to the optimizer. ``encoded``: by weight, the values from which it was encoded."""
         for weight in self.starting:
             assert isinstance(self.optimizer, MasterWeights)
             if weight in encoded:
@@ -248,7 +248,7 @@ class _Fresh:
         self.param, self.saved = param, saved
 
     def or_existing(self, name: str, existing: object) -> Tensor:
-        """The tensor that there is, if it is of the saved shape and dtype, or else one that is not initialised."""
+        """The existing tensor, if it has the saved shape and dtype, or else a new one that is not initialised."""
         shape, dtype = self.saved.get(name, (None, None))
         if isinstance(existing, Tensor) and (shape is None or (existing.shape, existing.dtype) == (shape, dtype)):
             return existing
@@ -272,7 +272,7 @@ def _sharded(param: Tensor) -> bool:
 
 
 def _check_sharded(param: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse state that is this rank's alone and looks as if it were the same on all."""
+    """Refuse an ordinary tensor of the size of this rank's shard: its place in the whole is not known."""
     local = held(param).shape
     if not _sharded(param) or local == param.shape:
         return

@@ -12,14 +12,14 @@ from lpq.distributed import agree
 
 
 class Ranks(agree.Ranks):
-    """Those of a group, or of the default one; what goes wrong is a ``CheckpointError`` on all of them."""
+    """The ranks of a group, or of the default one; an error on any of them is a ``CheckpointError`` on all."""
 
     def as_error(self, raised: BaseException) -> CheckpointError:
         return as_checkpoint_error(raised)
 
     @contextmanager
     def saying(self, what: str | Callable[[], str]) -> Iterator[None]:
-        """Say of an error inside, which all ranks have alike, what it is that failed. DCP exchanges errors as well."""
+        """Add to an error inside, which all ranks have alike, the name of the task. DCP exchanges errors as well."""
         try:
             yield
         except CheckpointException as error:

@@ -70,8 +70,8 @@ def save_async(
 ) -> Saving:
     """As ``save``, but return once all is copied to the CPU's memory: training may go on while it is written.
 
-    It counts as saved when ``Saving.wait`` returns; wait for one before the next begins. What goes wrong with one that
-    nobody waits for is a warning in ``Saving.done``, at the next save or at the process's end. The ranks that write
+    It counts as saved when ``Saving.wait`` returns; wait for one before the next begins. An error in one that nobody
+    waits for is a warning in ``Saving.done``, at the next save or at the process's end. The ranks that write
     talk over gloo, in a group of their own, so that it does not matter over what, and when, training talks. A
     ``process_group`` is that group: one with gloo, over which nothing else talks meanwhile.
     """
@@ -93,7 +93,7 @@ def save_async(
 
 
 def _target(directory: Path, step: int | None, keep: int | None) -> Path:
-    """Where the checkpoint will be."""
+    """The path that the checkpoint will have."""
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"a step is a whole number from 0 on, not {step!r}")
     if keep is not None and (step is None or type(keep) is not int or keep < 1):
@@ -110,7 +110,7 @@ def _prepare(
     keep: int | None,
     ranks: Ranks,
 ) -> tuple[dict[str, dict[str, Tensor]], Writer]:
-    """Collect what is to be saved, and make sure that all ranks mean the same."""
+    """Collect the data to save, and make sure that all ranks save the same checkpoint."""
     state: dict[str, dict[str, Tensor]] = {}
     small: dict[str, bytes] = {}
     held: list[str] = []
@@ -157,7 +157,7 @@ def _prepare(
 
 
 def _check_place(target: Path, step: int | None) -> None:
-    """Make sure that what the checkpoint will replace, if anything, is one."""
+    """Make sure that the checkpoint replaces nothing, or another checkpoint."""
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file, and a checkpoint is a directory: give another path")
     if target.exists() and not is_ours(target):
@@ -166,7 +166,7 @@ def _check_place(target: Path, step: int | None) -> None:
 
 
 def _nested(flat: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """By model and optimizer, as DCP's own tools expect it."""
+    """Group tensors by model and optimizer, as DCP's own tools expect it."""
     nested: dict[str, dict[str, Tensor]] = {}
     for name, tensor in flat:
         side, _, rest = name.partition(".")
@@ -189,7 +189,7 @@ def _check_talk(model: Model, ranks: Ranks) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without DCP's warning that there is one process."""
+    """Silence DCP's warning that there is one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

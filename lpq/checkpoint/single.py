@@ -1,6 +1,6 @@
-"""One file for a whole model: what ``torch.load(path, weights_only=True)`` reads, with ordinary names and shapes.
+"""One file for a whole model: ``torch.load(path, weights_only=True)`` reads it, with ordinary names and shapes.
 
-The file is ``{"model": tensors by name, "lpq": what is known of them}``. A quantized weight is in it as its buffers
+The file is ``{"model": tensors by name, "lpq": their description}``. A quantized weight is in it as its buffers
 (``layer.weight.row.data`` …), with its quantizer as text; or, decoded, as an ordinary tensor that any model loads.
 """
 
@@ -39,8 +39,8 @@ def export_file(
     """Write the whole model into one file, on the first rank; all ranks call it, or those of ``process_group``.
 
     ``decode``: for models without lpq, which load ``torch.load(path, weights_only=True)["model"]`` as any state dict:
-    with quantized weights as tensors of their own dtype and without what quantizers remember. Else all is bit for bit
-    what it is here. The first rank has the whole model in the CPU's memory on the way.
+    with quantized weights as tensors of their own dtype and without what quantizers remember. Otherwise the file has
+    all tensors bit for bit. The first rank has the whole model in the CPU's memory on the way.
     """
     ranks, target = ranks_of(process_group), Path(path)
     pieces: dict[str, Tensor] = {}
@@ -70,10 +70,10 @@ def export_file(
 def import_file(path: str | Path, model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> Info:
     """Load a file of ``export_file``, or any file with a state dict, into the model, however it is sharded.
 
-    All ranks call it, or those of ``process_group``. What is stored quantized must have been so by the same quantizer,
-    or is encoded of what was saved in high precision; what is stored in high precision takes what a quantized weight
-    decodes to, and is cast to its own dtype as ``load_state_dict`` does it. The policy is not compared. A file that is
-    not as it was saved is refused.
+    All ranks call it, or those of ``process_group``. A weight that is stored quantized takes one that was saved
+    by the same quantizer, or encodes one that was saved in high precision. A weight in high precision takes the decoded
+    values of a quantized one, cast to its own dtype as ``load_state_dict`` does it. The policy is not compared. A file
+    that was changed after it was saved is refused.
     """
     ranks, source = ranks_of(process_group), Path(path)
     job: list[tuple[Model, Description, dict[str, Tensor], dict[str, Any], Match]] = []
@@ -114,7 +114,7 @@ def _write(
 
 
 def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
-    """Everything that can be wrong, before anything is written."""
+    """Find everything that can be wrong, before anything is written."""
     content = _opened(source)
     _check_records(source, ranks)
     ours = "lpq" in content and not isinstance(content["lpq"], Tensor)  # a model's own tensor may have that name
@@ -172,7 +172,7 @@ def _opened(source: Path) -> dict[str, Any]:
 
 
 def _check_records(source: Path, ranks: Ranks) -> None:
-    """Refuse a file that was changed: ``torch.load`` does not look at the checksums that ``torch.save`` writes.
+    """Refuse a file that was changed: ``torch.load`` does not compare the checksums that ``torch.save`` writes.
 
     Every rank reads a share. A checksum of 0 is none: ``torch.serialization.set_crc32_options(False)``.
     """
@@ -192,7 +192,7 @@ def _parts_of(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]
 
 
 def _rebuilt(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """A quantized tensor of its parts."""
+    """Make a quantized tensor of its parts."""
     rows, cols = math.prod(entry["shape"][:-1]), entry["shape"][-1]
     dtype = getattr(torch, entry["dtype"])
     sides = {}

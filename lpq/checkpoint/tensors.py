@@ -1,8 +1,8 @@
-"""What a checkpoint holds of one tensor: plain tensors only, each with its own placement.
+"""The parts of a tensor in a checkpoint: plain tensors only, each with its own placement.
 
 A quantized tensor is its buffers. Where a weight is sharded by rows, row buffers are sharded along their rows, column
-buffers along their columns, and a buffer whose elements span the sharded dimension is the same on every rank. What is
-returned here shares its memory with the model, so that loading into it is loading in place.
+buffers along their columns, and a buffer whose elements span the sharded dimension is the same on every rank. The parts
+share their memory with the model, so that loading into them is loading in place.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lpq.torch_private.dtensor import dtensor_over
 
 
 def held(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor that this rank holds."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def here(name: str, tensor: Tensor) -> Tensor:
-    """The same, of a tensor that must have memory."""
+    """The part of a tensor that this rank holds; an error if the tensor has no memory."""
     local = held(tensor)
     if local.is_meta:
         raise CheckpointError(
@@ -69,7 +69,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def described(tensor: Tensor) -> dict[str, Any] | None:
-    """What one must know to make a quantized tensor of its parts again, as plain data; None: it is not quantized."""
+    """The plain data by which a quantized tensor is made of its parts again; None for any other tensor."""
     local = held(tensor)
     if not isinstance(local, QuantizedTensor):
         return None
@@ -83,7 +83,7 @@ def described(tensor: Tensor) -> dict[str, Any] | None:
 
 
 def plain_like(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """An uninitialised ordinary tensor of the shape and the placement of this one, for what has this name."""
+    """An uninitialised ordinary tensor of the shape and the placement of this one; ``name`` is for errors."""
     local = here(name, tensor)
     empty = torch.empty(local.shape, dtype=dtype, device=local.device)
     if not isinstance(tensor, DTensor):
@@ -92,7 +92,7 @@ def plain_like(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    """An uninitialised quantized tensor as ``described`` tells of it, with the one operand that decoding needs.
+    """An uninitialised quantized tensor as ``described`` describes it, with the one operand that decoding needs.
 
     Its shards are those of this ordinary tensor; where they would cut blocks, every rank has the whole.
     """
@@ -112,7 +112,7 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def decode(target: Tensor, stored: Tensor) -> None:
-    """Write what a tensor of ``stored_like`` decodes to into the ordinary one that it is like."""
+    """Decode a tensor of ``stored_like`` into the ordinary tensor that it was made like."""
     values = cast("QuantizedTensor", held(stored)).dequantize(target.dtype)
     held(target).copy_(values if isinstance(stored, DTensor) else values[chunk(target)])
 
@@ -127,7 +127,7 @@ def encode(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def touched(tensor: Tensor) -> None:
-    """Count a write that went past the tensor, into its buffers: whatever was derived from it is out of date."""
+    """Count a write that went into a tensor's buffers directly: all that was derived from it is out of date."""
     local = held(tensor)
     if isinstance(local, WeightShard):
         local.writes[0] += 1
@@ -136,7 +136,7 @@ def touched(tensor: Tensor) -> None:
 
 
 def chunk(tensor: Tensor) -> tuple[slice, ...]:
-    """Where what this rank holds of a part lies in the whole."""
+    """The place in the whole of this rank's share of a part."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(None) for _ in tensor.shape)
     (found,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ def chunk(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def whole(part: Tensor) -> Tensor:
-    """The whole of a part, on every rank; a collective. It travels as bytes: backends do not know all dtypes."""
+    """Gather the whole of a part on every rank, as bytes, since backends do not support all dtypes."""
     if not isinstance(part, DTensor):
         return part.detach()
     local = held(part)
@@ -171,7 +171,7 @@ def _placements(tensor: Tensor) -> tuple[Placement, ...]:
 def _placement(
     placement: Placement, name: str, tensor: Tensor, direction: Direction, buffer: Buffer, stack: bool
 ) -> Placement:
-    """Where a buffer is, of a quantized tensor that is placed so along one dimension of a mesh."""
+    """The placement of a buffer, by that of its quantized tensor along the same dimension of a mesh."""
     if isinstance(placement, Replicate):
         return placement
     if stack and type(placement) is Shard and placement.dim == 0:
@@ -188,7 +188,7 @@ def _placement(
 def _placed(
     name: str, local: Tensor, like: Tensor, shape: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> Tensor:
-    """A buffer over what this rank holds of it; an ordinary tensor where all ranks hold the same."""
+    """A buffer of which this rank holds ``local``; an ordinary tensor where all ranks hold the same."""
     if not isinstance(like, DTensor) or all(isinstance(p, Replicate) for p in placements):
         return local
     part = dtensor_over(local, like.device_mesh, placements, shape)

@@ -57,7 +57,7 @@ class Writer(FileSystemWriter):
         return self._staged
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank writes, and digest it."""
+        """Write this rank's files, and digest them."""
         try:
             results = super().write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
@@ -68,7 +68,7 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all have written: close the checkpoint and give it its name."""
+        """Close the checkpoint and give it its name, on rank 0 when all have written."""
         try:
             super().finish(metadata, results)
             said = {name: entry for written in results for name, entry in written.said.items()}  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ class Writer(FileSystemWriter):
         return {n: {"bytes": p.stat().st_size, "sha256": files.digest(p)} for n, p in paths.items()}
 
     def _manifest(self, said: dict[str, dict[str, Any]]) -> bytes:
-        """The list of files; and when it was written: later than any other one of the run, whatever clocks tell."""
+        """The list of files, with a time of writing that is later than any other of the run, whatever clocks show."""
         others = manifests_in(self.target.parent) if STEP.fullmatch(self.target.name) else {}
         last = max((other.written for other in others.values()), default=0)
         return json.dumps({"files": said, "written": max(time.time_ns(), last + 1)}, indent=1).encode()
@@ -112,7 +112,8 @@ class Writer(FileSystemWriter):
     def _tidy(self, keep: int) -> None:
         """Remove all checkpoints of the run but the last whole ones up to this one: it did not go on from the others.
 
-        Whole as far as the sizes of their files tell. What another job is writing, and what is no checkpoint, stays.
+        One counts as whole if its files have their sizes. Files that another job is writing, and those of no
+        checkpoint, stay.
         """
         found = steps_in(self.target.parent)
         match = STEP.fullmatch(self.target.name)
@@ -125,7 +126,7 @@ class Writer(FileSystemWriter):
 
 
 class _Written(list[WriteResult]):
-    """What DCP is told of a rank's files, with what the manifest will say of them."""
+    """A rank's results for DCP, with the entries of its files for the manifest."""
 
     def __init__(self, results: list[WriteResult], said: dict[str, dict[str, Any]]) -> None:
         super().__init__(results)
@@ -133,7 +134,7 @@ class _Written(list[WriteResult]):
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, its manifest first: what is left of it if that ends half-way is none."""
+    """Remove a checkpoint, its manifest first: if that ends half-way, the rest counts as no checkpoint."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():

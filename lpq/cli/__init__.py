@@ -42,7 +42,7 @@ COMMANDS = {
 
 
 def load(name: str) -> Any:
-    """The command, imported. Its module may say by ``Command`` how it reads what it is given."""
+    """Import a command and return it. A class ``Command`` in its module changes how arguments are read."""
     module = import_module(COMMANDS[name][0])
     single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     single.command(name, cls=getattr(module, "Command", None))(getattr(module, name.replace("-", "_")))
@@ -99,7 +99,7 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; what ``lpq`` and ``python -m lpq`` call."""
+    """Run the command line; ``lpq`` and ``python -m lpq`` call it."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another, and nothing is lost
     try:

@@ -13,7 +13,7 @@ from lpq.registry.errors import ImportStringError, OptionError, suggestion
 
 METHODS = ("max", "percentile", "mse", "four_over_six")
 HELD_OUT = 4
-"""So many batches tell how noisy layers are."""
+"""The number of batches on which the noise of layers is measured."""
 
 Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of lpq, or the directory of a run.")]
 Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where the calibrated checkpoint is written.")]
@@ -37,7 +37,7 @@ State = Annotated[Path | None, typer.Option("--state", help="A file in which sta
 
 
 class _Job(NamedTuple):
-    """A model, and what goes through it."""
+    """A model, and the batches that go through it."""
 
     model: Any
     batches: Sequence[Any]
@@ -85,7 +85,7 @@ def calibrate(
 
 
 def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
-    """What ``lpq train`` trained, and pieces of its text."""
+    """The model that ``lpq train`` trained, and batches of its text."""
     import torch
 
     import lpq

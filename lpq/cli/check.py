@@ -50,7 +50,7 @@ def check(
     from lpq.testing.options import family  # with torch, which `lpq check --help` can do without
 
     for text in formats:
-        family(text)  # what is wrong with one is said here, once, and not by every module of the kit
+        family(text)  # an error in one is reported here, once, and not by every module of the kit
     here = str(Path(lpq.testing.__file__).parent)
     options = [
         "--pyargs", "lpq.testing.conformance", *(f"--lpq-format={text}" for text in formats),

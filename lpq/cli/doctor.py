@@ -137,7 +137,7 @@ def show_machine(gpus: list[dict[str, Any]], plugins: list[dict[str, Any]]) -> N
 
 
 def named(found: list[Served]) -> Iterator[tuple[tuple[str, str], Served]]:
-    """By what they are on, options that are no defaults included, and by what they do."""
+    """Name each by its operands, with options that are no defaults, and by its operation."""
     return (((" and ".join(dict.fromkeys(s.operands)), s.op), s) for s in found)
 
 
@@ -169,7 +169,7 @@ def versions() -> dict[str, str]:
 
 
 def compiler() -> str:
-    """The version of what compiles the CUDA kernels, or what is in its way."""
+    """The version of the compiler of CUDA kernels, or the reason why there is none."""
     try:
         return nvrtc_cache.compiler_version()
     except KernelError as error:

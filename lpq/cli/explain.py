@@ -45,7 +45,7 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
 def tell(
     made: Recipe, where: torch.device, gemms: dict[str, dict[str, Any]], runs: dict[str, Served], *, json: bool
 ) -> None:
-    """Print what was found."""
+    """Print the operands, their quantizers and the kernels."""
     if json:
         as_json(
             {
@@ -74,7 +74,7 @@ def described(recipe: Recipe, gemm: str) -> dict[str, Any]:
 
 
 def encoding(recipe: Recipe, tensor: str, device: torch.device) -> dict[str, Served]:
-    """What encodes a tensor: one step for both operands where one read can make them."""
+    """The kernels that encode a tensor: one step for both operands where one read can make them."""
     quantizer: Quantizer = getattr(recipe, tensor)
     sides = {f"{tensor}.{side}": quantizer.side(side) for side in SIDES}
     real = {name: side for name, side in sides.items() if not side.plain}

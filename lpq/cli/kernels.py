@@ -23,7 +23,7 @@ from lpq.testing.options import nearby
 NOTHING = "none needed"
 """The kernel of an operation on ordinary matrices: there is nothing to launch."""
 NONE = "none"
-"""That of an operation which has no reference, where no kernel serves it."""
+"""The kernel of an operation without a reference that no kernel serves."""
 OPTIONAL = ("exact", "tile", "exact_tile", "cast", "grouped_gemm")
 """The operations that have no reference."""
 MEANINGS = {
@@ -34,7 +34,7 @@ MEANINGS = {
     "cast": "parts of many master weights at once; without it each shape of weights in turn",
     "grouped_gemm": "rows in groups, as of experts; without it decoded operands are multiplied in bf16",
 }
-"""What an operation does, where its name is not enough."""
+"""The meaning of each operation whose name is not enough."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Rejected:
     """A kernel that would have been preferred, and why it cannot run here."""
 
     impl: str
-    """Its backend, and where it is."""
+    """The kernel's backend and its place."""
     reason: str
     note: str = ""
-    """What a user should know of the kernel itself."""
+    """A remark for the user about the kernel itself."""
 
     @property
     def words(self) -> str:
@@ -55,7 +55,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Served:
-    """An operation and what runs it."""
+    """An operation and the kernel that runs it."""
 
     op: str
     operands: tuple[str, ...]
@@ -68,7 +68,7 @@ class Served:
     broken: tuple[str, ...] = ()
     """The kernels among these that are at fault, as opposed to not being for this place."""
     note: str = ""
-    """What a user should know of the kernel that runs."""
+    """A remark for the user about the kernel that runs."""
 
     @property
     def reasons(self) -> str:
@@ -81,7 +81,7 @@ class Served:
         return "\n".join(f"{', '.join(impls)}: {reason}" for reason, impls in kernels.items())
 
     def plain(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The same as plain data for JSON."""
         return {
             **asdict(self),
             "why_not": [{"impl": r.impl, "reason": r.words} for r in self.why_not],
@@ -94,7 +94,7 @@ def check_environment() -> None:
 
 
 def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Served:
-    """What serves ``op`` on these operands."""
+    """Find the kernel that serves ``op`` on these operands."""
     texts = tuple(q.text for q in operands)
     if all(q.plain for q in operands):
         return Served(op, texts, "torch" if op == "gemm" else NOTHING, None, ())
@@ -127,9 +127,9 @@ def show(title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str]
 
 
 def served_by_format(name: str, device: torch.device) -> list[Served]:
-    """What serves each operation of a format with its default options, and what else it has kernels for.
+    """List the kernels of all operations of a format with its default options, and of others that it has kernels for.
 
-    What the default options do without, as a memory of past statistics, is shown with an option that needs it.
+    An operation that only other options need, such as a memory of past statistics, is shown with one of these.
     """
     found = served_by_quantizer(registry.quantizer(name), device)
     for op in OPERATIONS:
@@ -140,7 +140,7 @@ def served_by_format(name: str, device: torch.device) -> list[Served]:
 
 
 def served_by_quantizer(quantizer: Quantizer, device: torch.device) -> list[Served]:
-    """What serves each operation of its operands, of the one that is different in either direction too."""
+    """List the kernels of all operations of its operands, of both operands if these differ by direction."""
     found: list[Served] = []
     for side in _sides(quantizer):
         ops = [op for op in OPERATIONS if _does(op, side)]
@@ -149,8 +149,11 @@ def served_by_quantizer(quantizer: Quantizer, device: torch.device) -> list[Serv
 
 
 def served_by_pair(device: torch.device, formats: Container[str]) -> list[Served]:
-    """What serves operations on operands of two of these formats: those that have a kernel of their own, encoding both
-    where both are made tile by tile, and products where both have an exact form."""
+    """List the kernels of operations on operands of two of these formats.
+
+    These are operations with a kernel of their own, encoding both operands where both are made tile by tile, and
+    products where both have an exact form.
+    """
     kernels = {(k.op, k.formats) for plugin in registry.plugins() for k in plugin.kernels}
     pairs = {(op, names) for op, names in kernels if len(set(names)) == 2 and all(name in formats for name in names)}
     tiled, exact = (
@@ -196,15 +199,15 @@ def pick_device(name: str) -> torch.device:
         raise KernelError(f"--device {name}: torch sees {seen} CUDA devices; use cpu or auto")
     try:
         current = torch.cuda.current_device()
-    except Exception as error:  # a driver that is too old, say: counting devices does not tell
+    except Exception as error:  # as where the driver is too old: counting devices does not show it
         raise KernelError(f"--device {name}: torch cannot use CUDA here: {words(error)}; use cpu") from error
     return torch.device("cuda", current if device.index is None else device.index)
 
 
 def _use(device: torch.device, name: str) -> None:
-    """An error where torch knows a device of this type, and cannot use it."""
+    """Raise an error where torch lists a device of this type but cannot use it."""
     try:
         torch.empty(0, device=device)
     except Exception as error:  # of a type that differs between types of devices
-        why = str(error).partition("\n")[0].partition(". ")[0]  # what follows is a page about torch's operators
+        why = str(error).partition("\n")[0].partition(". ")[0]  # the rest is a page about torch's operators
         raise KernelError(f"--device {name}: torch cannot use it here: {why}; use cpu, cuda or auto") from error

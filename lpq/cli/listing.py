@@ -1,4 +1,4 @@
-"""``lpq formats``, ``lpq recipes``, ``lpq plugins``: what is installed, as plugins say themselves.
+"""``lpq formats``, ``lpq recipes``, ``lpq plugins``: the formats, recipes and plugins that are installed.
 
 A plugin that cannot be used is reported on stderr; the others are listed all the same. Nothing here needs a GPU, and
 nothing imports torch but to try recipes that other distributions bring.
@@ -49,7 +49,7 @@ def recipes(json: Json = False) -> None:
     """
     plugins = registry.plugins()
     found = [(plugin, spec) for plugin in plugins for spec in plugin.recipes.values()]
-    # lpq's own can be built if its plugins are in order: the tests say so, and trying them takes a second
+    # lpq's own can be built if its plugins are in order: the tests check that, and trying them takes a second
     wrong = broken_recipes(plugins if any(p.error if p.builtin else p.recipes for p in plugins) else ())
     if json:
         as_json(
@@ -126,7 +126,7 @@ def bits(effective: float | None) -> str:
 
 
 def plain(recipe: Any) -> Any:
-    """A recipe's source as JSON can hold it: the grammar, or nested dicts; what is neither, in words."""
+    """A recipe's source for JSON: the grammar, or nested dicts; any other object in words."""
     if isinstance(recipe, Mapping):
         return {str(key): plain(value) for key, value in recipe.items()}
     return recipe if isinstance(recipe, str | bool | int | float | None) else str(recipe)
@@ -145,5 +145,5 @@ def broken_recipes(plugins: Iterable[PluginInfo]) -> dict[str, str]:
 
 
 def fault(plugin: PluginInfo, error: Exception) -> str:
-    """What is wrong with something that a plugin brings. No fault of its code may take the others' lines away."""
+    """Describe a fault in something that a plugin brings. It must not hide the lines of other plugins."""
     return str(error) if isinstance(error, LpqError) else f"{plugin.title} is at fault: it raised {words(error)}"

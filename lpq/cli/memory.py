@@ -85,10 +85,10 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
 
 
 def counted(shape: Shape, recipe: Recipe, weights: Weights | None, ranks: int) -> Memory:
-    """What a model of this shape takes that is converted so."""
+    """Count the memory of a model of this shape that is converted so."""
     model = Transformer(shape)
     if weights is not None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the table says how much is stored quantized, which may be nothing
+            warnings.simplefilter("ignore")  # the table shows how much is stored quantized, which may be nothing
             lpq.convert(model, {"rules": [{"match": "blocks.*", "recipe": recipe}]}, weights=weights, ranks=ranks)
     return observe.memory(model, ranks, blocks=model.blocks, param_dtype=torch.bfloat16)

@@ -23,7 +23,7 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 class NewPluginError(LpqError):
-    """A plugin that cannot be written; it says why."""
+    """A plugin cannot be written, for the reason in the message."""
 
 
 def new_plugin(

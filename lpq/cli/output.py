@@ -48,21 +48,21 @@ def as_json(value: object) -> None:
 
 
 def complain(plugins: Iterable[PluginInfo]) -> None:
-    """Say on stderr which plugins cannot be used and what to do about it."""
+    """Print on stderr which plugins cannot be used, and the remedy."""
     for plugin in plugins:
         if plugin.error is not None:
             typer.echo(f"lpq: {plugin.error}", err=True)
 
 
 def tell(error: LpqError, *, aloud: bool = True) -> int:
-    """Say on stderr, if ``aloud``, what ended a command; return its exit status."""
+    """Print the error that ended a command on stderr, if ``aloud``; return the exit status."""
     if aloud:
         print(f"lpq: {error}", file=sys.stderr)
     return 2 if isinstance(error, USAGE) or _misnames(error) else 1
 
 
 def _misnames(error: LpqError) -> bool:
-    """Whether it is of a recipe, or a policy, in a part of which there is such a name or option."""
+    """Whether the error is that of a recipe or a policy, a part of which has such a name or option."""
     if "lpq.recipes" not in sys.modules:  # it imports torch, which other commands do without
         return False
     from lpq.recipes.errors import PluginRecipeError, RecipeError, UnknownKey

@@ -15,13 +15,13 @@ ALONE = "lpq doctor QUANTIZER"
 
 
 class Remarks:
-    """What there is to say about cells of a table; one that is made twice keeps its letter."""
+    """Remarks about cells of a table, each under a letter; one that is made twice keeps its letter."""
 
     def __init__(self) -> None:
         self._about: dict[str, dict[str, None]] = {}
 
     def letters(self, served: Served, default: str | None) -> str:
-        """Note what is to be said about this cell; return the letters, in order."""
+        """Add the remarks about this cell; return their letters, in order."""
         found = [(served.error, "")] if served.error is not None else []
         if default is not None and served.operands[0] != default:
             found.append((f"for {served.operands[0]}", ""))

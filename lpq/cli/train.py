@@ -35,7 +35,7 @@ class Command(TyperCommand):
             with redirect_stdout(io.StringIO()):
                 return super().make_context(*args, **extra)
         except UsageError as error:
-            time.sleep(PATIENCE.total_seconds())  # torchrun ends this process once the first has told and ended
+            time.sleep(PATIENCE.total_seconds())  # torchrun ends this process once the first has reported and ended
             raise typer.Exit(getattr(error, "exit_code", 2)) from None
 
 
@@ -57,7 +57,7 @@ def train(config: Path | None, **options: Any) -> None:
 
 
 def _tell(error: BaseException, *, aloud: bool = True, rank: int = 0) -> int:
-    """Tell what ended the run, if ``aloud``; return the exit status."""
+    """Print the error that ended the run, if ``aloud``; return the exit status."""
     if isinstance(error, Stopped):
         if aloud:
             typer.echo(str(error), err=True)
@@ -75,7 +75,7 @@ def _tell(error: BaseException, *, aloud: bool = True, rank: int = 0) -> int:
 
 
 def _signature() -> inspect.Signature:
-    """Every option, None unless it is given: what is not said may come from a file or a resumed run."""
+    """Every option, None by default: one that is not given may come from a file or a resumed run."""
     file = typer.Option("--config", help="A TOML file with these options; the command line overrules it.")
     parameters = [_parameter("config", Path, file)]
     for f in fields(TrainConfig):

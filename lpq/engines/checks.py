@@ -11,7 +11,7 @@ from lpq.registry import Part
 NAN = 0x7F
 """The code of NaN in E4M3 without its sign, and what is above the last finite code of E5M2."""
 PIECE = 2**18
-"""So many codes are looked at together, which takes little memory."""
+"""The number of codes that are checked together, which takes little memory."""
 NO_POWER = 255
 """The exponent that means NaN."""
 

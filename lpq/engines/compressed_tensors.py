@@ -13,7 +13,7 @@ CONFIG = "quantization_config"
 METHOD = "compressed-tensors"
 MIXED = "mixed-precision"
 KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "dynamic")
-"""The keys that tell schemes apart; the rest is how they were calibrated."""
+"""The keys in which schemes differ; the rest is how they were calibrated."""
 REGEX = "re:"
 ANY = "Linear"
 """The target of all linear layers."""

@@ -18,7 +18,7 @@ from lpq.recipes import Recipe
 from lpq.torch_private.tensors import local_part
 
 Names = Sequence[tuple[str, ...]]
-"""For each expert the layers whose rows its matrix has, one layer's below the other's."""
+"""For each expert, the layers whose rows make its matrix, in order."""
 Memories = Mapping[str, Mapping[str, Tensor]]
 """The statistics that quantizers of ``x`` and of ``w`` remember, by the names of their buffers, of all experts."""
 FUSED_EXPERTS = (*UP, DOWN)
@@ -53,8 +53,10 @@ def stacks(model: nn.Module) -> dict[str, Stack]:
 
 
 def every_stack(model: nn.Module) -> dict[str, tuple[Any, str, str, Names]]:
-    """The stacks of a model, converted or not, that engines have as layers, by the names of their parameters: the
-    module that holds it, the name of that, what names of its statistics begin with there, and the layers."""
+    """The stacks of a model, converted or not, that engines have as layers, by the names of their parameters.
+
+    Each comes with the module that holds it, the module's name, the prefix of its statistics there, and the layers.
+    """
     found: dict[str, tuple[Any, str, str, Names]] = {}
     for own, module in model.named_modules():
         name = plain_name(own)
@@ -99,7 +101,7 @@ def _is_unlike(module: Any) -> bool:
 def _stored_names(model: Any, key: str, count: int, leaves: Sequence[str]) -> Names | None:
     """The names that transformers has for these layers in files, where the model is one of its; None if it has none.
 
-    It converts numbers in place of the matrices, which say where each one went.
+    It converts numbers in place of the matrices, which show where each one went.
     """
     parent, _, _ = key.rpartition(".")
     convert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)

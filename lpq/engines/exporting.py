@@ -41,7 +41,7 @@ class Exported:
     layers: Mapping[str, tuple[str, ...]]
     """The quantized layers, by how they lie in the files."""
     left: tuple[str, ...]
-    """The layers in high precision that an engine is told of."""
+    """The layers in high precision that the files name to an engine."""
     notes: tuple[str, ...]
     """Remarks for the user."""
 
@@ -72,7 +72,7 @@ class Export:
         shard_bytes: int = SHARD,
         process_group: dist.ProcessGroup | None = None,
     ) -> Exported:
-        """Write a model into the directory ``path`` for inference engines; say what was written.
+        """Write a model into the directory ``path`` for inference engines; return a record.
 
         ``model`` is a model that ``lpq.convert`` converted, however its weights are stored and sharded; then all ranks
         call this, or those of ``process_group``, and none of them holds more than its shards and one layer. Or it is

@@ -262,7 +262,7 @@ def _copy(target: Storage, source: Storage) -> None:
 
 
 def _remembers(layer: Layer, amax: Tensor) -> bool:
-    """Have what quantizes a layer's input remember that amax, or be static by it, if it has one of whole inputs."""
+    """Make the quantizer of a layer's input remember that amax or be static by it, if it uses one of whole inputs."""
     x = layer.recipe.x if layer.recipe is not None else None
     side = x.side("row") if x is not None else None
     if x is None or side is None or not side.state or [s.of_all for s in side.stats if side.recalls(s)] != [True]:

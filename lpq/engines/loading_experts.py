@@ -1,4 +1,4 @@
-"""Importing experts: what files have as a layer for each expert becomes the stacks in which a model holds them."""
+"""Importing experts: files have a layer for each expert, a model holds all of them in stacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Held(NamedTuple):
     holder: nn.Module
     holder_name: str
     key: str
-    """What the names of its static statistics begin with."""
+    """The prefix of the names of its static statistics."""
     names: Names
 
     @property
@@ -72,8 +72,10 @@ def renamed(found: Mapping[str, Quantized], held: Mapping[str, Held]) -> dict[st
 
 
 def store_quantized(held: Mapping[str, Held]) -> None:
-    """Have converted experts of Hugging Face's models store their stacks quantized, which lpq.convert leaves as they
-    are: files have codes for them."""
+    """Store the stacks of converted experts of Hugging Face's models quantized, as files have codes for them.
+
+    ``lpq.convert`` leaves them in high precision.
+    """
     for one in held.values():
         experts = one.holder
         if not isinstance(experts, Experts) or experts.recipe is None or experts.recipe.w.side("row").plain:
@@ -103,7 +105,7 @@ def _joined(layers: Sequence[str], operands: Sequence[Storage]) -> Storage:
 
 
 def static_places(one: Held, x: Quantizer) -> Tensor | None:
-    """The buffer of the static amaxes of its experts' inputs; None if they are not static."""
+    """The buffer with the static amaxes of its experts' inputs; None if these are not static."""
     side = x.side("row")
     if not side.static or [stat.of_all for stat in side.stats if side.recalls(stat)] != [True]:
         return None

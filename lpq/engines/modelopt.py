@@ -35,7 +35,7 @@ class ModelOpt(Layout):
         sizes = {group.config[SIZE] for group in groups if SIZE in group.config}
         algorithms = {group.config[ALGORITHM] for group in groups}
         one = groups[0].config[ALGORITHM] if len(algorithms) == 1 else MIXED
-        size = {SIZE: min(sizes)} if sizes else {}  # where all have one it is that; a mixture says it of each layer
+        size = {SIZE: min(sizes)} if sizes else {}  # the one that all share; a mixture lists that of each layer
         layers = {layer: _layer(group.config) for group in groups for layer in group.layers}
         mixed = {"quantized_layers": layers} if one == MIXED else {}
         entries = {

@@ -24,9 +24,9 @@ from lpq.registry.showing import brief
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-"""As what others keep powers of two."""
+"""The dtypes in which other programs keep powers of two."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""As what others keep scales in fp32."""
+"""The dtypes in which other programs keep scales that are fp32 here."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _check_index(said: Mapping[str, str], found: Mapping[str, str]) -> None:
 
 
 def _described(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, Described]:
-    """The layout whose JSON this is, and how it says that layers lie."""
+    """The layout whose JSON this is, and its description of the layers."""
     for name in summaries():
         described = layout_named(name).read(found, schemes_in(name))
         if described is not None:

@@ -73,8 +73,8 @@ class Saved:
         return tuple(self._saved[name][0]) if name in self._saved else ()
 
     def unquantized(self, quantized: set[str]) -> Iterator[str]:
-        """The modules with a matrix as weight, but for this set. An embedding is none that engines quantize, but a
-        checkpoint does not tell which these are, and to ignore one changes nothing."""
+        """The modules with a matrix as weight, but for this set. Engines do not quantize embeddings, but a checkpoint
+        does not show which these are, and to ignore one changes nothing."""
         for name, (shape, _) in self._saved.items():
             layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
             stack = len(shape) == 3 and (leaf in FUSED_EXPERTS or (leaf == "weight" and layer in self._said.recipes))

@@ -32,7 +32,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = "__metadata__"
 LONGEST = 100_000_000
-"""Bytes of a header, as other readers have it."""
+"""The most bytes of a header, as in other readers."""
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """The first bytes of files of ``torch.save`` and of ``pickle``."""
 
@@ -46,7 +46,7 @@ class Shown:
 
     @property
     def bytes(self) -> int:
-        """How many it takes."""
+        """The number of bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -97,7 +97,7 @@ class Reader:
     """A file, its header judged; a tensor is read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """``path`` is an ordinary file. An error that names it says what is wrong with it."""
+        """``path`` is an ordinary file. An error names it and its fault."""
         self.path = path
         try:
             size = path.stat().st_size
@@ -178,7 +178,7 @@ def _entry(file: str, name: str, entry: Any) -> tuple[Shown, int, int]:
 
 
 def _check_spans(file: str, spans: Iterable[tuple[int, int, str]], size: int) -> None:
-    """Tensors lie one behind the other, and end with the file."""
+    """Make sure that tensors lie one behind the other and end with the file."""
     end = 0
     for begin, stop, name in sorted(spans):
         if stop > size:

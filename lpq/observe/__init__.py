@@ -1,4 +1,4 @@
-"""Seeing what a model does: which collectives it runs, what its weights take, and how much it multiplies."""
+"""Measuring what a model does: its collectives, the bytes of its weights, and the operations of its products."""
 
 from lpq.observe.collectives import Collective, collectives, gathered_bytes
 from lpq.observe.flops import FLOPS

@@ -23,7 +23,7 @@ class Collective:
     kind: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce`` or the operator's own name."""
     bytes: int
-    """What the result of all ranks takes: the whole of a gather, the input of a reduce-scatter."""
+    """The bytes of the whole, of all ranks: the result of a gather, the input of a reduce-scatter."""
 
 
 WITH_PARTS = (DTensor, QuantizedTensor)
@@ -36,7 +36,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile while it looks on: a function that torch passes over once it never compiles."""
+        """Let torch compile under this mode: a function that torch leaves uncompiled once is never compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""What the products of encoded operands count as, for PyTorch's own counter of floating-point operations."""
+"""Counting the products of encoded operands by PyTorch's own counter of floating-point operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lpq import operations as _defines_the_operator  # noqa: F401
 
 
 def product_flops(*arguments: Any, **_: Any) -> int:
-    """Of ``lpq::gemm``, as of any product of matrices: what encoding and decoding take is not counted."""
+    """Count ``lpq::gemm`` as any product of matrices, without the operations of encoding and decoding."""
     (rows, contraction), (cols, _contraction) = arguments[5:7]  # shape_a and shape_b
     return int(2 * rows * cols * contraction)
 

@@ -1,4 +1,4 @@
-"""What the weights of a model take: on each rank, in the optimizer, on the wire; of models on the meta device, too.
+"""Bytes of a model's weights: on each rank, in the optimizer, on the wire; for models on the meta device, too.
 
 Every number follows from tensors and declared layouts, so that nothing has to be allocated or run.
 """
@@ -25,7 +25,7 @@ from lpq.torch_private.tensors import local_part
 FP32 = torch.float32.itemsize
 BF16 = torch.bfloat16.itemsize
 WANTED = {True: ((True, False), (False, True)), False: ((True, True),)}
-"""The operands, row and column, that are gathered together: of a block that is resharded after forward, or not."""
+"""The operands, row and column, that each gather takes, for a block that is resharded after forward or is not."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class Memory:
     quantized: int = 0
     """The bytes of these in their quantized form, all directions that are kept, on all ranks together."""
     weights: int = 0
-    """What a rank stores of the parameters."""
+    """The bytes of the parameters that a rank stores."""
     masters: int = 0
-    """Fp32 masters of the weights that are stored quantized, as ``lpq.optim.MasterWeights`` has them."""
+    """The bytes of fp32 masters of the weights that are stored quantized, as ``lpq.optim.MasterWeights`` has them."""
     gradients: int = 0
-    """A rank's gradients once they are reduced."""
+    """The bytes of a rank's gradients once they are reduced."""
     moments: int = 0
-    """The two moments of Adam."""
+    """The bytes of the two moments of Adam."""
     forward: int = 0
-    """What is gathered in a forward, of all ranks together."""
+    """The bytes gathered in a forward, of all ranks together."""
     backward: int = 0
-    """What is gathered in a backward."""
+    """The bytes gathered in a backward, of all ranks together."""
     at_once: int = 0
-    """What a rank has gathered at a time: what belongs to no block, and the largest block."""
+    """The most gathered bytes that a rank holds at a time: the parameters of no block, and the largest block."""
 
     @property
     def total(self) -> int:
-        """What a rank holds from step to step, and its gradients."""
+        """The bytes that a rank holds from step to step, and those of its gradients."""
         return self.weights + self.masters + self.gradients + self.moments
 
     @property
@@ -76,7 +76,7 @@ def memory(
     blocks: Iterable[nn.Module] = (),
     param_dtype: torch.dtype | None = None,
 ) -> Memory:
-    """What the parameters of ``model`` take when FSDP2 shards it over so many ranks, and AdamW trains it.
+    """Count the bytes of the parameters of ``model`` when FSDP2 shards it over so many ranks and AdamW trains it.
 
     The model may have been converted, with ``weights=…`` or without, and may be sharded already; then ``ranks`` is
     known. ``blocks`` are the modules on which ``fully_shard`` is called before it is called on the model: these are
@@ -107,7 +107,7 @@ def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
 
 
 def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer: Layer | None, name: str) -> Memory:
-    """One parameter."""
+    """The memory of one parameter."""
     stored = isinstance(local_part(p), QuantizedTensor)
     quantizer = layer.weight_quantizer() if layer is not None else None
     if quantizer is not None:
@@ -140,7 +140,7 @@ def _of(p: Tensor, ranks: int, resharded: bool, dtype: torch.dtype | None, layer
 
 
 def _local_elements(p: Tensor, ranks: int) -> int:
-    """How many numbers of a parameter the first rank holds, which holds most."""
+    """The number of elements of a parameter on the first rank, which holds most."""
     if isinstance(p, DTensor):
         return local_part(p).numel()
     return -(-p.shape[0] // ranks) * (p.numel() // max(p.shape[0], 1)) if p.dim() else 1
@@ -162,6 +162,6 @@ def _gathered(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | 
 
 @registry.cached
 def _quantized(quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> int:
-    """The bytes of a whole weight that is quantized with what cannot be derived."""
+    """The bytes of a whole weight that is quantized, with all that cannot be derived from the rest."""
     whole = torch.empty(shape, dtype=dtype, device="meta")
     return quantize(quantizer, whole, col=not derives_col(quantizer), stack=is_stack(shape)).held_bytes

@@ -20,7 +20,7 @@ __all__ = ["Stopped", "TrainConfig", "TrainError", "resolve", "run"]
 
 
 def run(config: TrainConfig, console: Console | None = None) -> Summary:
-    """Train as ``config`` says, and tell of it on ``console``; see ``lpq.train.loop.run``."""
+    """Train by ``config``, and report on ``console``; see ``lpq.train.loop.run``."""
     from lpq.train import loop
 
     return loop.run(config, console)

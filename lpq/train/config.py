@@ -1,4 +1,4 @@
-"""What a training run can be told: one frozen dataclass, from which command line and file format follow.
+"""The options of a training run: one frozen dataclass, from which command line and file format follow.
 
 A value comes from the command line, else from the configuration file, else from the run that is resumed, else
 from the default below. Nothing here imports torch, so that ``lpq train --help`` answers at once.
@@ -20,13 +20,13 @@ from lpq.registry.showing import brief
 from lpq.train.errors import TrainError, TrainOptionError
 
 RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
-"""What is trained by default: a hybrid."""
+"""The default recipe: a hybrid."""
 
 
 WEIGHTS = (None, "high_precision", "quantized")
 """How the weights of converted layers are stored."""
 LARGEST = 2**63
-"""What a number must be less than: a seed that PyTorch takes, and nothing infinite."""
+"""A number must be less than this: so PyTorch takes it as a seed, and it is finite."""
 
 
 def option(default: Any, help: str, least: float | None = None) -> Any:
@@ -84,27 +84,27 @@ class TrainConfig:
 
     @property
     def title(self) -> str:
-        """What the model is trained with, in a word: the recipe, or the name of its file or of the policy's."""
+        """A short name for the training: the recipe, or the name of its file or of the policy's file."""
         if self.policy is not None:
             return Path(self.policy).stem
         return Path(self.recipe).stem if self.recipe.endswith(".toml") else self.recipe
 
     def to_toml(self) -> str:
-        """The settings as a configuration file; what is None is left out."""
+        """The settings as a configuration file; those that are None are left out."""
         hidden = {"resume", "recipe" if self.policy is not None else "policy"}
         given = {k: v for k, v in asdict(self).items() if v is not None and k not in hidden}
-        # What JSON writes of such values is TOML as well, but for DEL, which JSON leaves bare, and for its escapes of
-        # what is beyond 16 bits, which are surrogate pairs.
+        # JSON of such values is TOML as well, with two exceptions: DEL, which JSON leaves bare, and characters beyond
+        # 16 bits, which JSON escapes as surrogate pairs.
         written = {k: json.dumps(v, ensure_ascii=False).replace("\x7f", "\\u007f") for k, v in given.items()}
         return "".join(f"{k} = {v}\n" for k, v in written.items())
 
     def settings(self) -> dict[str, object]:
-        """What decides the numbers that come out; a resumed run must agree on all of it."""
+        """The settings that decide the resulting numbers; a resumed run must have the same."""
         return {k: v for k, v in asdict(self).items() if k not in FREE}
 
 
 FREE = frozenset({"baseline", "out", "resume", "checkpoint_every", "device"})
-"""What may differ between a run and its resumption (bitwise the same on the same kind of device)."""
+"""Options that may differ between a run and its resumption (bitwise the same on the same kind of device)."""
 
 TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))
 """The type of each option."""

@@ -65,16 +65,16 @@ class Text:
     train: Tensor
     held_out: Tensor
     source: str
-    """Where it comes from, in words."""
+    """The origin of the text, in words."""
     digest: str
-    """SHA-256 of the whole, by which a resumed run knows its text."""
+    """SHA-256 of the whole, by which a resumed run checks its text."""
 
     def batch(self, seed: int, step: int, size: int, length: int) -> tuple[Tensor, Tensor]:
         """The tokens ``[size, length]`` of one step, and the bytes that follow each."""
         return _cut(self.train, f"{seed}/{step}", size, length)
 
     def held_out_batch(self, index: int, size: int, length: int) -> tuple[Tensor, Tensor]:
-        """The same of the held-out part; it is the same text for every seed, so that runs can be compared."""
+        """A batch of the held-out part, which is the same for every seed, so that runs can be compared."""
         return _cut(self.held_out, f"held out/{index}", size, length)
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong in training, in words that name the cause and the remedy."""
+"""The errors of training, in words that name the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ class Stopped(TrainError):
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signum
-        """What a shell expects of a process that a signal ended."""
+        """The exit status that shells expect of a process that a signal ended."""

@@ -34,7 +34,7 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note(config: TrainConfig, device: torch.device) -> str | None:
-    """Return what there is to say about size and speed on this device; None on a CPU."""
+    """Return a remark about size and speed on this device; None on a CPU."""
     if device.type == "cpu":
         return None
     from lpq.train.machine import multiplies_fp8

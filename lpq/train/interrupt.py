@@ -9,10 +9,10 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """While entered, remembers the first SIGINT or SIGTERM instead of dying of it; the next acts as usual.
+    """Keeps the first SIGINT or SIGTERM while entered, instead of dying of it; the next acts as usual.
 
-    With ``deaf`` the next ones do nothing: torchrun passes signals on, and kills who does not end in time. Outside the
-    main thread Python delivers no signals, and this does nothing.
+    With ``deaf`` the next ones do nothing: torchrun passes signals on, and kills processes that do not end in time.
+    Outside the main thread Python delivers no signals, and this does nothing.
     """
 
     def __init__(self, *, deaf: bool = False) -> None:

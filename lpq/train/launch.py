@@ -1,6 +1,6 @@
 """Being one of the processes that torchrun starts: the one place where the process group is made and unmade.
 
-When ranks fail, the first of them tells why and the others, which fail because of it, stay silent. Importing this
+When ranks fail, the first of them reports why and the others, which fail because of it, stay silent. Importing this
 imports no torch.
 """
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells each process in its environment."""
+"""The variables that torchrun sets in the environment of each process."""
 PATIENCE = timedelta(seconds=10)
-"""How long a rank that fails waits for the first one to say why. When one ends, torchrun ends them all."""
+"""How long a rank that fails waits for the report of the first one. When one ends, torchrun ends them all."""
 SOON = 2.0
-"""Seconds for which rank 0 stays, once it is said, for others that fail as it did: its process may hold the store."""
+"""Seconds that rank 0 stays after the report for others that fail as it did: its process may hold the store."""
 
 
 class Tell(Protocol):
-    """What says to the user what went wrong."""
+    """A function that reports an error to the user."""
 
     def __call__(self, error: BaseException, *, aloud: bool, rank: int) -> int:
-        """The exit status for an error; ``aloud``: and tell of it."""
+        """Return the exit status for an error; print it first if ``aloud``."""
 
 
 def launched() -> bool:
@@ -48,7 +48,7 @@ def launched() -> bool:
 
 
 def speaks() -> bool:
-    """Whether what all processes would say is this one's to say: it is the first of them, or the only one."""
+    """Whether this process prints what all would print alike: it is the first of them, or the only one."""
     return any(name not in os.environ for name in VARIABLES) or os.environ["RANK"] == "0"
 
 
@@ -68,7 +68,7 @@ def work(job: Callable[[], object], tell: Tell) -> NoReturn:
 
 
 def _status(job: Callable[[], object], tell: Tell) -> int:
-    """Do the job as one of the ranks; the exit status that comes of it."""
+    """Do the job as one of the ranks; return its exit status."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
@@ -110,7 +110,7 @@ def _is_first(store: Store) -> bool:
 
 
 def _let_tell(store: Store, told: bool) -> None:
-    """Let all know that it is said what went wrong, or wait for that."""
+    """Signal to all ranks that the error was reported, or wait for that signal."""
     with suppress(RuntimeError):
         if told:
             store.set("lpq/told", "")
@@ -119,7 +119,7 @@ def _let_tell(store: Store, told: bool) -> None:
 
 
 def _await_the_others(store: Store, ranks: int) -> None:
-    """Give the other ranks time to find out that it is said: the store may end with this process."""
+    """Give the other ranks time to read that the error was reported: the store may end with this process."""
     deadline = time.monotonic() + SOON
     with suppress(RuntimeError):
         while store.add("lpq/failed", 0) < ranks and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The main job: train by recipe, train the bf16 baseline from the same seed, and say how they compare."""
+"""The main job: train by recipe, train the bf16 baseline from the same seed, and compare the two."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lpq.recipes import Policy
 
 LINES = 10
-"""About how many lines tell of a training where no progress bar can be shown."""
+"""About how many lines report on a training where no progress bar can be shown."""
 COLUMNS = (
     TextColumn("{task.description}", markup=False),
     BarColumn(),
@@ -65,7 +65,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
 def compare(
     config: TrainConfig, policy: Policy, text: data.Text, team: Team, directory: Path, console: Console
 ) -> Summary:
-    """Train by ``policy`` and then without one, and close with what came of them."""
+    """Train by ``policy`` and then without one, and close with the results of both."""
     device = team.device
     where = f"{team.size} ranks, {device.type}" if team.sharded else str(device)
     say(console, f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
@@ -95,7 +95,7 @@ def compare(
 
 
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
-    """Say how many layers the policy reaches, and what it fails to; all the rest is in ``conversion.txt``."""
+    """Print how many layers the policy reaches, and where it fails to; all the rest is in ``conversion.txt``."""
     conversion = lpq.report(trainer.model, full=True)
     (directory / runs.CONVERSION).write_text(f"{conversion}\n", encoding="utf-8")
     converted, left = len(conversion.converted), len(conversion.left)
@@ -139,7 +139,7 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
 
 
 def say(console: Console, text: str, **how: Any) -> None:
-    """Print what may hold text of files and options: to rich a name in brackets would be a style."""
+    """Print text that may come from files and options: to rich a name in brackets would be a style."""
     console.print(printable(text), markup=False, **how)
 
 
@@ -164,5 +164,5 @@ def metrics(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """What was written of each step."""
+    """The records of all steps."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""What training asks of the machine: a device that exists, one for each process, sums in a fixed order, bf16."""
+"""The machine's part in training: a device that exists, one for each process, sums in a fixed order, bf16."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def baseline_on(device: torch.device) -> str:
-    """What a recipe is compared with: PyTorch's own bf16, or fp32 where the processor has no fast bf16."""
+    """The baseline of a recipe: PyTorch's own bf16, or fp32 where the processor has no fast bf16."""
     return "bf16" if fast_bf16(device) else "fp32"
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether ``device`` is an NVIDIA GPU whose tensor cores take FP8: Ada, Hopper and what came later."""
+    """Whether ``device`` is an NVIDIA GPU whose tensor cores take FP8: Ada, Hopper and later ones."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

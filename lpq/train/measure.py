@@ -1,4 +1,4 @@
-"""What a user asks about a training run beyond its loss: the bytes it holds and sends, and which kernels it ran."""
+"""Measurements of a training run beyond its loss: the bytes that it holds and sends, and the kernels that it runs."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def _memory(tensor: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one step held and sent, in bytes; of several ranks, what the one holds that holds most."""
+    """The bytes that one step held and sent; of several ranks, those of the rank that held most."""
 
     ranks: int
     held: int
-    """From the forward for the backward."""
+    """The bytes kept from the forward for the backward."""
     forward: int
-    """Gathered in forward, of all ranks together."""
+    """The bytes gathered in forward, of all ranks together."""
     backward: int
-    """Gathered in backward."""
+    """The bytes gathered in backward, of all ranks together."""
     weights: int
     gradients: int
     optimizer: int
-    """The optimizer's state, fp32 masters included."""
+    """The bytes of the optimizer's state, fp32 masters included."""
     peak: int | None
     """The most memory of the GPU that tensors took; None on a CPU."""
 
@@ -92,13 +92,13 @@ class Probe:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward."""
+        """Measure the forward that runs inside."""
         with held_for_backward(self.model) as self._held, self._watch(0):
             yield
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the backward."""
+        """Measure the backward that runs inside."""
         with self._watch(1):
             yield
 
@@ -111,7 +111,7 @@ class Probe:
             yield
 
     def measured(self) -> Measured:
-        """What was seen; to be asked between the optimizer's step and ``zero_grad``."""
+        """Return the measurements; call it between the optimizer's step and ``zero_grad``."""
         device, parameters = self.team.device, list(self.model.parameters())
         states = self.optimizer.state_dict()["state"].values()
         state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
@@ -127,7 +127,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Served:
-    """One product of a model's layers, and what runs it."""
+    """One product of a model's layers, and the kernel that runs it."""
 
     gemm: str
     """``fprop``, ``dgrad`` or ``wgrad``."""
@@ -142,7 +142,7 @@ class Served:
 
 
 def served_by(model: nn.Module, device: torch.device) -> list[Served]:
-    """What runs the products of the model's linear layers, as its last step had them; layers alike are counted."""
+    """List the kernels of the products of the model's linear layers in its last step; equal layers share an entry."""
     counted: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
     for module in model.modules():
         if isinstance(module, nn.Linear | Layer):
@@ -163,6 +163,6 @@ def _served(a: Quantizer, b: Quantizer, device: torch.device) -> tuple[str, str,
         return operands, "torch", ()  # ordinary matrices: there is nothing to choose
     choice = choose("gemm", (a.text, b.text), device)
     backends: dict[str, dict[str, None]] = {}
-    for kernel, reason in choice.rejected:  # that of several is said once
+    for kernel, reason in choice.rejected:  # one reason of several kernels is given once
         backends.setdefault(reason, {})[kernel.backend] = None
     return operands, choice.backend, tuple(f"{', '.join(names)}: {reason}" for reason, names in backends.items())

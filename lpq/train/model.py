@@ -105,7 +105,7 @@ class GPT(nn.Module):
         self.norm = Norm(shape.width)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                # What writes into the residual stream starts smaller: its variance shall not grow with depth.
+                # Layers that write into the residual stream start smaller: its variance shall not grow with depth.
                 into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 nn.init.normal_(p, std=(p.shape[1] * (2 * shape.layers if into_stream else 1)) ** -0.5)
 

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of training one model."""
+    """The results of training one model."""
 
     title: str
     losses: tuple[float, ...]
     """The loss of every step, in nats per byte."""
     held_out_loss: float
     measured: Measured
-    """What a step holds and sends."""
+    """The bytes that a step holds and sends."""
     seconds: float
     """The time of a step, its median."""
     served: tuple[Served, ...]
@@ -48,23 +48,23 @@ class Outcome:
 
     @property
     def bytes_held(self) -> int:
-        """What a step holds from the forward for the backward."""
+        """The bytes that a step keeps from the forward for the backward."""
         return self.measured.held
 
     @property
     def perplexity(self) -> float:
-        """Per byte, on the held-out text."""
+        """The perplexity per byte on the held-out text."""
         return math.exp(self.held_out_loss)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; of the training losses the last, for ``metrics.jsonl`` has all."""
+        """The results for JSON, with the last training loss only, since ``metrics.jsonl`` has all."""
         beside = {"bytes_held": self.bytes_held, "perplexity": self.perplexity}
         return {**asdict(self), "losses": self.losses[-1:], **beside}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a run: first the recipe's outcome, then, unless it was left out, the baseline's."""
+    """The results of a run: first the recipe's outcome, then, unless it was left out, the baseline's."""
 
     config: TrainConfig
     device: str
@@ -80,7 +80,7 @@ class Summary:
         return recipe.held_out_loss / baseline.held_out_loss - 1
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The results for JSON."""
         return {
             "config": asdict(self.config),
             "device": self.device,
@@ -91,7 +91,7 @@ class Summary:
 
 
 def close(summary: Summary, console: Console) -> Summary:
-    """Show and write all of it."""
+    """Print the results of a run, and write them to its files."""
     console.print(comparison(summary))
     console.print(kernels(summary.outcomes[0].served))
     (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -122,7 +122,7 @@ def comparison(summary: Summary) -> Table:
 
 
 def memory(table: Table, measured: Sequence[Measured]) -> None:
-    """What a rank holds, and what all send; rows of the table above."""
+    """Add rows to the table for the bytes that a rank holds and for those that all ranks gather."""
     if any(m.ranks > 1 for m in measured):
         table.add_row("gathered per step, forward", *(size(m.forward) for m in measured))
         table.add_row("gathered per step, backward", *(size(m.backward) for m in measured))
@@ -135,7 +135,7 @@ def memory(table: Table, measured: Sequence[Measured]) -> None:
 
 
 def kernels(served: Sequence[Served]) -> Table:
-    """Which kernel served which product."""
+    """The table of products and the kernels that ran them."""
     table = Table(title="what ran the products of the last step")
     for heading in ("product", "operands", "kernel", "layers"):
         table.add_column(heading, justify="right" if heading == "layers" else "left")
@@ -150,5 +150,5 @@ def plain(text: str) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes to read."""
+    """A number of bytes for people to read."""
     return f"{count / 2**20:.2f} MiB"

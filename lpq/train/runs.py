@@ -19,7 +19,7 @@ from lpq.train.config import TrainConfig, read
 from lpq.train.errors import TrainError
 
 RUNS = Path("runs")
-"""Where runs go that are not told where to go."""
+"""The place of runs for which none is given."""
 CONFIG = "config.toml"
 CONVERSION = "conversion.txt"
 METRICS = "metrics.jsonl"
@@ -68,7 +68,7 @@ def stored_config(directory: Path) -> TrainConfig:
 
 
 def refuse_other_settings(given: Mapping[str, object], stored: TrainConfig, directory: Path) -> None:
-    """An error if ``given`` would continue the run in ``directory`` as another one."""
+    """Raise an error if ``given`` would continue the run in ``directory`` as another one."""
     for key, value in stored.settings().items():
         if key in given and given[key] != value:
             raise TrainError(
@@ -141,7 +141,7 @@ def _new(config: TrainConfig, undo: ExitStack) -> Path:
 
 
 def _check_free(directory: Path) -> None:
-    """An error if anything is there that a run would write to."""
+    """Raise an error if anything is there that a run would write to."""
     for name in OWN:
         if os.path.lexists(directory / name):
             if name == CONFIG:

@@ -1,4 +1,4 @@
-"""What a run trains by: ``--recipe`` takes a recipe, and a policy is given as ``--policy``."""
+"""The recipe or the policy of a run: ``--recipe`` takes a recipe, ``--policy`` a policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def policy_of(config: TrainConfig) -> Policy:
 
 
 def refuse_rules(source: str, remedy: str) -> None:
-    """An error if ``source`` is a policy's file where a recipe is wanted."""
+    """Raise an error if ``source`` is a policy's file where a recipe is wanted."""
     path = toml.path(source)
     if path is not None and "rules" in toml.read(path):
         raise RecipeError(f"{path} is a policy and not a recipe, since this file has rules: {remedy}")

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Ranks(agree.Ranks):
-    """Those of the default group; what goes wrong is a ``TrainError`` on all of them."""
+    """The ranks of the default group; an error on any of them is a ``TrainError`` on all."""
 
     def as_error(self, raised: BaseException) -> TrainError:
         return TrainError(agree.message(raised))
@@ -70,7 +70,7 @@ class Team:
     # ------------------------------------------------------------------------------ sharing out
 
     def check_batch(self, batch: int) -> None:
-        """An error if the sequences of a step cannot be shared out equally."""
+        """Raise an error if the sequences of a step cannot be shared out equally."""
         if batch % self.size:
             raise TrainError(
                 f"batch = {batch} does not divide among {self.size} ranks: each takes as many sequences of a step as "
@@ -82,10 +82,10 @@ class Team:
         return batch.chunk(self.size)[self.rank]
 
     def shard(self, model: GPT) -> None:
-        """Shard the model: each block, then what is left.
+        """Shard the model: each block, then the rest.
 
-        What is gathered in high precision travels as bf16 where the device computes in bf16. What flows between blocks
-        stays as it is without sharding.
+        Weights that are gathered in high precision travel as bf16 where the device computes in bf16. Activations
+        between blocks keep the dtype that they have without sharding.
         """
         dtype = torch.bfloat16 if fast_bf16(self.device) else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from lpq.recipes import Policy
 
 HELD_OUT_BATCHES = 16
-"""How many batches of the held-out text the final loss is the mean of."""
+"""The number of batches of held-out text whose mean is the final loss."""
 BESIDE = {"losses", "measured", "rng", "text", "policy", "config"}
-"""What a run needs beside its tensors."""
+"""The values that a run needs beside its tensors."""
 KEEP = 2
 """How many checkpoints stay: the newest, and one in case the newest is damaged."""
 
@@ -57,7 +57,7 @@ class Trainer:
         self.losses: list[float] = []
         """The training loss of each step done."""
         self.measured: Measured | None = None
-        """What the first step held and sent."""
+        """The bytes that the first step held and sent."""
         torch.manual_seed(config.seed)
         self.model = GPT(Shape(config.layers, config.heads, config.width)).to(self.device)
         stored = policy is not None and config.weights == "quantized"
@@ -94,7 +94,7 @@ class Trainer:
         torch.manual_seed(random.Random(f"{self.config.seed}/{self.step}/{self.team.rank}").getrandbits(63))
 
     def advance(self) -> dict[str, float]:
-        """Do one step; return what there is to tell of it."""
+        """Do one step; return its record: the loss and the like."""
         began = time.perf_counter()
         if self.policy is not None:
             lpq.set_step(self.model, self.step)
@@ -176,13 +176,13 @@ class Trainer:
         return self.policy.to_toml() if self.policy is not None else ""
 
     def resume(self, directory: Path, say: Callable[[str], None]) -> bool:
-        """Become what the newest whole checkpoint was taken from; False where there never was one.
+        """Take the state of the newest whole checkpoint; return False where there never was one.
 
-        ``say`` is told, in words, of every newer one that was refused. When all are refused, that is an error.
+        ``say`` is called with a message about every newer one that was refused. When all are refused, that is an error.
         """
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # they are said below
+                warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # ``say`` gets them below
                 self._check(checkpoint.info(directory).extra)
                 found = checkpoint.load(directory, self.model, self.optimizer)
         except checkpoint.NoCheckpoint as none:
