@@ -1,4 +1,4 @@
-"""What lpq costs, measured beside bf16 and beside the other libraries that are installed, in one run.
+"""The cost of lpq, measured beside bf16 and beside the other libraries that are installed, in one run.
 
     python -m benchmarks            # all parts; --help lists them
 

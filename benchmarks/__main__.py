@@ -220,7 +220,7 @@ def _page(found: dict[str, dict[str, Any]]) -> int:
 
 
 def _without_out(arguments: Sequence[str]) -> list[str]:
-    """The arguments but for the folder, which says nothing about what was measured."""
+    """The arguments without the folder, which has no effect on what was measured."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and not argument.startswith("--out"):

@@ -37,12 +37,12 @@ class Case:
     """The share of the copy speed to reach."""
     reads: int = 1
     known: bool = False
-    """The amax of the operand is given."""
+    """Whether the amax of the operand is given."""
     measured: bool = False
-    """It is measured on the way."""
+    """Whether the amax is measured on the way."""
     amax: float = 5.25
-    """Of the matrices. By this one NVFP4 is slowest: in every block some elements can lie half-way between two codes
-    of which the even one is right. By 5.5 none can."""
+    """The amax of the matrices. This one makes NVFP4 slowest: in every block some elements can lie half-way between two
+    codes, of which the even one is right. With 5.5 none can."""
 
 
 def encodings(name: str, quantizer: str, **how: Any) -> list[Case]:
@@ -147,7 +147,7 @@ def measure(case: Case, inputs: list[Tensor], busy: Callable[[], object]) -> dic
 
 
 def _known(measured: list[Tensor], row: Quantizer | None, col: Quantizer | None) -> list[Tensor | None]:
-    """Of statistics those of whole operands: amaxes of blocks are found while encoding."""
+    """The statistics of whole operands, None for others: amaxes of blocks are found while encoding."""
     return [
         found if stat.block == (None, None) else None
         for found, (stat, _) in zip(measured, declared(row, col), strict=True)

@@ -1,7 +1,7 @@
-"""Who takes part: bf16, lpq's recipes, and the other libraries that are installed, as their users run them.
+"""The contenders: bf16, lpq's recipes, and the other libraries that are installed, as their users run them.
 
-A contender turns the ``nn.Linear`` layers of a model into its own. A library that is missing says so in words; nothing
-is left out in silence.
+A contender turns the ``nn.Linear`` layers of a model into its own. A library that is missing is reported in words;
+nothing is left out in silence.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS = {
 
 
 def label(library: str, recipe: str, compiled: bool) -> str:
-    """What a contender is called in tables."""
+    """The name of a contender in tables."""
     return f"{'' if library == 'torch' else library + ' '}{recipe}{', compiled' if compiled else ''}"
 
 
@@ -64,7 +64,7 @@ class Contender:
     convert: Callable[[nn.Module], nn.Module] = lambda model: model
     """Takes a model, in which are ``nn.Linear`` layers, and may change it in place. Compilation comes after it."""
     after_step: Callable[[nn.Module], object] | None = None
-    """What its users call after each step of the optimizer."""
+    """The function that its users call after each step of the optimizer."""
     mode: str | None = None
     """How a layer is compiled, if it is; None: as torch.compile does by default."""
 
@@ -73,7 +73,7 @@ class Contender:
         return label(self.library, self.recipe, self.compiled)
 
     def record(self) -> dict[str, Any]:
-        """What names it in a result."""
+        """The keys of a result that name the contender."""
         return {"library": self.library, "recipe": self.recipe, "compiled": self.compiled}
 
 

@@ -1,4 +1,4 @@
-"""What a result was measured on, and what this machine lacks to measure anything."""
+"""The machine that a result was measured on, and what this one lacks to measure anything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record(arguments: Sequence[str], ranks: int = 1) -> dict[str, Any]:
 
 
 def _processor() -> str | None:
-    """The processor's name, where the system tells: it decides wherever the GPU waits for the host."""
+    """The processor's name, where the system reports it: it sets the time wherever the GPU waits for the host."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

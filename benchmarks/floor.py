@@ -30,10 +30,10 @@ Operand = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Floor:
-    """What a recipe cannot do without."""
+    """The least traffic and time that a recipe needs."""
 
     scales: str
-    """Of the operands: ``tensor``, ``row`` or ``block``."""
+    """The part of an operand that shares a scale: ``tensor``, ``row`` or ``block``."""
     reads: int
     """How often each tensor must be read: twice where its scale must be known before its first element is encoded."""
     gradients: torch.dtype = E4M3
@@ -53,7 +53,7 @@ class Floor:
         return gemms + self.quantized_bytes(shape) / copy_speed
 
     def record(self, shape: Shape, gemms: Timing, stream: Timing, copy_speed: float) -> dict[str, Any]:
-        """What a result says of it."""
+        """The entry of the floor in a result."""
         return {
             "gemms_ms": gemms.median * 1e3,
             "bytes": self.quantized_bytes(shape),
@@ -68,7 +68,7 @@ FLOORS = {
     "fp8-row": Floor("row", reads=2),
     "fp8-block": Floor("block", reads=1),
 }
-"""Of the recipes whose three GEMMs are one call each."""
+"""The floors of the recipes whose three GEMMs are one call each."""
 
 
 class Bare:

@@ -1,9 +1,9 @@
-"""What the constants of ``lpq.operations.group_choice`` should be, on the GPU of this machine.
+"""The right constants of ``lpq.operations.group_choice`` for the GPU of this machine.
 
 python -m benchmarks.group_choice
 
-They say when products of experts are of codes, and from how many rows an expert a recipe pays. All times are of FP8
-with scales of rows, as ``fp8-row`` has it: fast sums in forward, exact ones in backward.
+They decide when products of experts multiply codes, and from how many rows per expert a recipe saves time. All times
+are of FP8 with scales of rows, as in ``fp8-row``: fast sums in forward, exact ones in backward.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def encoding(shape: Experts, products: Products, layer: float) -> float:
 
 
 def lines(shapes: Sequence[Experts], effort: Effort, device: torch.device, clock: Clock) -> Iterator[str]:
-    """What was measured at each shape, and in the end the constants: those of time by the first shape."""
+    """Yield the times at each shape, and at the end the constants: those of time by the first shape."""
     least: list[int | None] = []
     for shape in shapes:
         found = []

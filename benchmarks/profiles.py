@@ -25,7 +25,7 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def show(everyone: Iterable[Contender], shape: Shape, device: torch.device, on_host: bool) -> None:
-    """Print where the time of each contender's step goes. What is compiled runs few functions that have names."""
+    """Print where the time of each contender's step goes. Compiled code runs few functions that have names."""
     for contender in everyone:
         if contender.compiled and on_host:
             continue

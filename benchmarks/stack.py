@@ -85,7 +85,7 @@ def _of(
 
 @contextmanager
 def together(peers: dist.ProcessGroup) -> Iterator[None]:
-    """What fails in a rank fails in all of them, with the words of the first that failed.
+    """Raise an error of one rank in all of them, with the words of the first that failed.
 
     The ranks meet at the end. One that another's error left inside a step's collective, as where one GPU alone runs out
     of memory, cannot come: both wait until a group times out, which ends the run.

@@ -46,7 +46,7 @@ class Table:
 
 
 def name(row: Result) -> str:
-    """What a row of results is called."""
+    """The name of a row of results."""
     return label(row["library"], row["recipe"], row["compiled"])
 
 
@@ -268,7 +268,7 @@ def _training(result: Result, title: str) -> dict[str, Table]:
 
 
 def failures(result: Result) -> list[str]:
-    """What could not be measured, and why, one line each."""
+    """The contenders that could not be measured, and why, one line each."""
     found: dict[str, str] = {}
     for part in result.get("shapes", [result]):
         found |= {name(row): row["failure"] for row in part.get("results", []) if row.get("failure")}

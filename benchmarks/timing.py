@@ -1,7 +1,7 @@
 """The clocks: GPU time of steps that take turns, of one kernel's calls, and host time of steps that leave the GPU idle.
 
 Contenders take turns in an order that changes from round to round, so that a clock that drifts, and the heat that one
-leaves to the next, hit all alike. What is reported is the median over the rounds.
+leaves to the next, hit all alike. The median over the rounds is reported.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ from lpq.torch_private.tensors import local_part
 __all__ = ["LpqCallback", "attach", "resume"]
 
 NAME = "LpqCallback"
-"""Under this name the Trainer keeps what the callback tells it."""
+"""The name under which the Trainer keeps the state of the callback."""
 if TYPE_CHECKING:
     LpqCallback: type[Any]
 
 
 class _Steps:
-    """The callback, but for what the Trainer wants it to be derived from."""
+    """The callback, without the base classes that the Trainer requires."""
 
     def __init__(self, *, any_policy: bool = False) -> None:
         """``any_policy``: go on from a checkpoint of another policy, under the model's own."""
@@ -68,7 +68,7 @@ class _Steps:
         set_step(model, state.best_global_step - 1)
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer keeps in its checkpoint."""
+        """The state that the Trainer keeps in its checkpoint."""
         if self._model is not None:
             said = Model(self._model).describe({}, None).data()
             self.policy = {key: said[key] for key in ("conversions", "formats")}  # type: ignore[assignment]
@@ -90,7 +90,7 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
 
 
 def _go_on(model: nn.Module, step: int, steps: int, told: Any, any_policy: bool) -> None:
-    """Plan the policy for so many steps; make sure that it is the one that was told, and that nothing was forgotten."""
+    """Plan the policy for so many steps; make sure that it is the expected one, and that no state was dropped."""
     given = [
         c.steps for c in Model(model).conversions().values() if any(type(r.until) is float for r in c.policy.rules)
     ]
@@ -113,7 +113,7 @@ def _go_on(model: nn.Module, step: int, steps: int, told: Any, any_policy: bool)
 
 
 def _encode_again(model: nn.Module, optimizer: Any) -> None:
-    """Make weights that are stored quantized what they were: they were loaded from what one operand decodes to."""
+    """Restore weights that are stored quantized: they were loaded from what one of their operands decodes to."""
     masters = itself(optimizer) if optimizer is not None else None
     if isinstance(masters, MasterWeights) and masters.keep:
         masters.encode()

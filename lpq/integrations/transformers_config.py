@@ -82,7 +82,7 @@ class LpqQuantizer(Decoded, HfQuantizer):
     """Converts a model after it was loaded as any other is."""
 
     def __init__(self, quantization_config: LpqConfig, **others: Any) -> None:
-        super().__init__(quantization_config, pre_quantized=True)  # which is: files are read as any others
+        super().__init__(quantization_config, pre_quantized=True)  # so files are read as any others
         self._again, self._files = bool(others.get("pre_quantized")), list[str]()
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
@@ -93,7 +93,7 @@ class LpqQuantizer(Decoded, HfQuantizer):
         self._files = others.get("checkpoint_files") or []
 
     def postprocess_model(self, model: Any, **_: Any) -> None:
-        """Convert the model. It is then as one that ``lpq.convert`` got, but that its configuration says so."""
+        """Convert the model, as ``lpq.convert`` does; its configuration then names the conversion, too."""
         given: Any = self.quantization_config
         if hasattr(model, "hf_device_map"):
             raise ValueError(
@@ -117,7 +117,7 @@ class LpqQuantizer(Decoded, HfQuantizer):
 
 @torch.no_grad()
 def _remember(model: nn.Module, files: list[str]) -> None:
-    """Read what layers remembered; ``from_pretrained`` had no place for it yet."""
+    """Read the statistics that layers remembered; ``from_pretrained`` had no buffers for them yet."""
     memories = {name.removeprefix(PREFIX): buffer for name, buffer in Model(model).memories().items()}
     for path in files if memories else ():
         if Path(path).suffix == ".safetensors":

@@ -1,4 +1,4 @@
-"""Gradients of weights that backward adds in place: where to, and whether it is to."""
+"""Gradients of weights that backward adds in place: whether it does, and to which tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Accumulate = Literal["grad", "main_grad"]
 
 
 def is_summed(node: Any) -> bool:
-    """Whether this backward is to add to the gradient of the weight, which this node of autograd's does otherwise."""
+    """Whether this backward is to add the gradient of the weight, as this node of autograd does otherwise."""
     try:
         return autograd.will_execute(node)
-    except RuntimeError as error:  # which is how it says that torch.autograd.grad is to return the gradient
+    except RuntimeError as error:  # raised where torch.autograd.grad is to return the gradient
         if "autograd.grad()" in str(error):
             return False
         raise
 
 
 def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:
-    """What the gradient of the weight is to be added to, in place; None: there is no ``.grad`` yet."""
+    """The tensor to which backward adds the gradient of the weight, in place; None: there is no ``.grad`` yet."""
     if where == "grad":
         return weight.grad
     into: Tensor | None = getattr(weight, "main_grad", None)

@@ -1,4 +1,4 @@
-"""What ``lpq.convert`` warns of: rules that do nothing, and large parts of a model that stay in high precision."""
+"""Warnings of ``lpq.convert``: rules that do nothing, and large parts of a model that stay in high precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ROUTERS = ("gate", "router")
 """The parts of ``LEAVE`` that a layer of another kind may well have in its name."""
 LARGE = 0.1
-"""The part of the multiplied matrices that is not left out without a warning."""
+"""The share of the multiplied matrices that may stay in high precision without a warning."""
 
 
 def warnings_of(
@@ -31,7 +31,7 @@ def warnings_of(
     schedules: Mapping[str, Schedule],
     left_out: Mapping[str, str],
 ) -> Iterator[str]:
-    """What there is to say of a conversion, each in words. ``names``: all names of each module."""
+    """Yield the warnings about a conversion. ``names``: all names of each module."""
     wanted = {name for name, s in schedules.items() if any(recipe is not None for _, recipe in s.pieces)}
     linear = [entry for entry in report.left if entry.kind == "Linear"]
     if report.unmatched and not report.converted:
@@ -57,7 +57,7 @@ def warnings_of(
 def _named_in_vain(
     policy: Policy, report: Report, names: Mapping[str, Sequence[str]], wanted: Iterable[str]
 ) -> Iterator[str]:
-    """Rules of which a pattern matches only what cannot be converted, or skips only what layers are in."""
+    """Warn of patterns that give a recipe only to what cannot be converted, or skip only modules around layers."""
     inside = tuple(f"{entry.name}." for entry in report.converted)
     converted = {entry.name for entry in report.converted} | {n for n in names if n.startswith(inside)}
     notes = {entry.name: entry.note for entry in report.left}
@@ -80,7 +80,7 @@ def _named_in_vain(
 
 
 def _left_in_vain(policy: Policy, names: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Parts of names that leave out nothing, but for those that a policy leaves out by default."""
+    """Warn of parts of names in ``leave`` that leave out nothing, except the default ones."""
     every = [plain_name(alias) for aliases in names.values() for alias in aliases]
     parts = {part for name in every for part in name.split(".")}
     for part in policy.leave:
@@ -91,7 +91,7 @@ def _left_in_vain(policy: Policy, names: Mapping[str, Sequence[str]]) -> Iterato
 
 
 def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
-    """Matrices that these modules hold and that stay in high precision, though the policy does not say so."""
+    """Warn if these modules hold many of the matrices in high precision, though the policy does not ask for it."""
     coverage = report.coverage
     parts = [part for part in coverage.of(modules) if part.multiplied]
     if sum(part.elements for part in parts) > LARGE * coverage.multiplied:
@@ -114,7 +114,7 @@ def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:
-    """The name that a pattern is nearest to, or ends in nearly the same; numbers of layers in it as ``*``."""
+    """The name that is most like a pattern, or that ends most like it, with ``*`` for numbers of layers; or None."""
     numbered = re.compile(r"(?<![^.])\d+(?![^.])")
     ends: dict[str, str] = {}
     for name in dict.fromkeys(numbered.sub("*", name) for name in names):

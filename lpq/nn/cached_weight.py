@@ -1,4 +1,4 @@
-"""A weight that is held encoded, and how one tells that a weight was changed meanwhile."""
+"""A weight that is held encoded, and a check whether a weight was changed meanwhile."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class HeldWeight:
     weight: Tensor
     quantizer: Quantizer
     found: tuple[object, ...]
-    """The weight as ``as_it_is`` found it."""
+    """The value of ``as_it_is`` for the weight when it was encoded."""
     memory: Tensor
-    """The weight's, which is kept so that no other memory gets its address."""
+    """The memory of the weight, kept so that no other memory gets its address."""
 
     def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
-        """Whether that is the weight still, and how it is encoded."""
+        """Whether this is still the weight, unchanged and encoded by this quantizer."""
         return self.weight is weight and self.quantizer == quantizer and self.found == as_it_is(weight)
 
 
 def as_it_is(weight: Tensor) -> tuple[object, ...]:
-    """Differs once the weight is written to, or has other memory or another dtype. Autograd does not count what is
-    written through ``.data``, nor anything of a tensor that ``torch.inference_mode`` made, nor what a weight in a list
-    gets, as of ``torch._foreach_add_``; a weight that is gathered counts its own writes."""
+    """A value that differs once the weight is written to, or has other memory or another dtype. Autograd does not count
+    writes through ``.data``, to a tensor that ``torch.inference_mode`` made, or to a weight in a list, as by
+    ``torch._foreach_add_``; a weight that is gathered counts its own writes."""
     written = None if weight.is_inference() else version_of(weight)
     counted = weight.write_count if isinstance(weight, Gathered) else 0
     memory = storage_number(weight.untyped_storage()), weight.storage_offset(), weight.stride()

@@ -1,4 +1,4 @@
-"""Converting a model: give each linear layer the recipe that a policy gives it, in place, and say what happened."""
+"""Converting a model: give each linear layer the recipe that a policy gives it, in place, and report what was done."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 RECORD = "lpq_conversion"
 TAKEN = "lpq_recipe"
-"""In what a plugin made of a module: the title of the recipe that it was made for."""
+"""An attribute of modules that a plugin made: the title of the recipe that each was made for."""
 LEFT_ALONE = Schedule(((None, None),))
 NO_RECIPE = "the policy gives it no recipe"
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a model carries: its policy, the length of the run and the report."""
+    """The record that a converted model carries: its policy, the length of the run and the report."""
 
     policy: Policy
     steps: Steps
@@ -156,7 +156,7 @@ def convert(
         layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None
     if weights is not None:
         own = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}
-        check_weights(model, weights, ranks, own)  # of layers, too, that are there since a plugin made them
+        check_weights(model, weights, ranks, own)  # now also those of layers that a plugin made
         prepare_weights(model, weights, ranks)
     if (
         weights == "quantized"
@@ -285,7 +285,7 @@ def _close_shortcuts(model: nn.Module) -> None:
 
 
 def conversions(model: nn.Module) -> dict[str, Conversion]:
-    """That of the model or, where it was converted in parts by several calls, those of its parts, by their names."""
+    """The record of the model or, where several calls converted parts of it, the records of these, by their names."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     found: dict[str, Conversion] = {}
@@ -301,10 +301,10 @@ def conversions(model: nn.Module) -> dict[str, Conversion]:
 
 
 def report(model: nn.Module, *, full: bool = False) -> Report:
-    """What ``convert`` swapped in this model, what it left alone and why; and how its weights travel as it is now.
+    """Report what ``convert`` swapped in this model, what it left alone and why, and how its weights travel now.
 
-    As text it begins with how much of the model is converted. Equal lines are one; ``full=True`` gives each module its
-    own.
+    The text begins with how much of the model is converted. Modules with equal lines share one; ``full=True`` gives
+    each its own.
     """
     parts = conversions(model)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
@@ -317,7 +317,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         return replace(entry, note=entry.note + _given_since(modules.get(entry.name)))
 
     def now(entry: Entry) -> Iterator[Entry]:
-        """Find a converted module again: it may be inside of another by now, as adapters have it, or gone."""
+        """Find a converted module again: by now it may be gone, or inside of another, as with adapters."""
         module = modules.get(entry.name)
         found: list[str] = []
         for inner, part in module.named_modules() if module is not None else ():
@@ -352,12 +352,12 @@ def _is_made(module: nn.Module) -> bool:
 
 
 def _is_converted(module: nn.Module | None) -> bool:
-    """Whether what was converted is there still, and not left alone by hand since."""
+    """Whether a conversion made this module, and it was not left alone by hand since."""
     return module is not None and _is_made(module) and not _given_since(module).endswith("left alone")
 
 
 def _given_since(module: nn.Module | None) -> str:
-    """What a layer has been given by hand, in place of what the policy has for it."""
+    """The end of a note: the recipe that a layer was given by hand in place of its policy's; else empty."""
     if not isinstance(module, Layer) or module.schedule is None:
         return ""
     if any(module.recipe == recipe for _, recipe in module.schedule.pieces):

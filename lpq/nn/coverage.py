@@ -25,12 +25,12 @@ class Part:
     module: str
     """The module's name."""
     name: str
-    """What to call it: the module, or the parameter if the module has several."""
+    """The name in reports: the module's, or the parameter's if the module has several."""
     kind: str
     """The class of the module."""
     elements: int
     multiplied: bool
-    """Whether anything is multiplied by it: nothing is by an embedding."""
+    """Whether it is multiplied by something: the matrix of an embedding is not."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Coverage:
     total: int = 0
     """Elements of all matrices."""
     work: float | None = None
-    """The converted part of the products of linear layers, of which a layer has elements of its weight times tokens;
-    None if there are no linear layers."""
+    """The converted part of the work in linear layers, each counted by the weights that a token is multiplied by; None
+    if there are no linear layers."""
     unknown: int = 0
-    """Elements of matrices of which it is not known how they are multiplied, as of stacked experts."""
+    """Elements of unconverted matrices that no linear layer and no embedding holds, as stacks of experts."""
     left: tuple[Part, ...] = ()
     """Matrices that are not converted, the largest first."""
 
@@ -86,12 +86,12 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
         if inside is None and name in reached:
             inside = name
         present = [(n, p) for n, p in module._parameters.items() if p is not None and not is_lazy(p)]
-        own = [(n, p) for n, p in present if p.dim() in (2, 3) and n != "bias"]  # which is [groups, N] of grouped ones
+        own = [(n, p) for n, p in present if p.dim() in (2, 3) and n != "bias"]  # of grouped layers [groups, N]
         for key, parameter in own:
             called = name if key == "weight" or len(own) == 1 else f"{name}.{key}".strip(".")
             part = Part(name, called, type(module).__name__, parameter.numel(), not isinstance(module, LOOKUPS))
             owners.setdefault(id(parameter), []).append((part, inside is not None))
-            if is_linear(module):  # of which a computed weight has another name
+            if is_linear(module):  # a computed weight has a parameter of another name
                 each = parameter.numel() // getattr(module, "num_groups", 1)  # a row meets one matrix of a stack
                 work[0] += each if inside is not None else 0
                 work[1] += each
@@ -113,7 +113,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def largest(parts: Iterable[Part], total: int) -> str:
-    """The largest of these parts, those alike together, by name and size."""
+    """Name the largest of these parts, with their sizes; parts of one kind and size share an entry."""
     kinds: dict[tuple[str, int], list[str]] = {}
     for part in parts:
         kinds.setdefault((part.kind, part.elements), []).append(part.name)
@@ -128,7 +128,7 @@ def largest(parts: Iterable[Part], total: int) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in whole percent; one that is neither nothing nor all is not called so."""
+    """A share in whole percent, but a small one is not 0 % and a large one not 100 %."""
     if 0 < share < 0.005 or 0.995 <= share < 1:
         return "under 1 %" if share < 0.5 else "over 99 %"
     return f"{share:.0%}".replace("%", " %")

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from lpq.tensor import QuantizedTensor
 
 Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Those of the row operand and of the column operand."""
+"""The buffers of the row operand and of the column operand."""
 
 
 def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Buffers:
     """The buffers of an encoded input, as the layer's recipe would encode it; ``title`` names the layer in messages.
 
-    The column operand is asked for where ``needs_dw``: nothing else is made of it.
+    The column operand is there only with ``needs_dw``: it serves no other product.
     """
     if any(memory.tensor == "x" for memory in plan.memories):
         raise ValueError(
@@ -39,7 +39,7 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool) ->
 
 
 def row_buffers(title: str, plan: Plan, x: QuantizedTensor) -> Sequence[Tensor]:
-    """Those of the row operand of encoded rows in groups, of which the column operand of each group can be made."""
+    """The buffers of the row operand of encoded rows in groups; the column operand of each group is made of it."""
     reason = why_not_row_by_row(plan.x)
     if reason is not None:
         raise ValueError(
@@ -50,7 +50,7 @@ def row_buffers(title: str, plan: Plan, x: QuantizedTensor) -> Sequence[Tensor]:
 
 
 def _buffers_of(x: QuantizedTensor, direction: Direction, text: str, title: str) -> list[Tensor]:
-    """Those of one operand. Also inside ``torch.compile``, which knows tensors and constants only."""
+    """The buffers of one operand. It takes a string, for ``torch.compile``, which passes tensors and constants only."""
     quantizer: Quantizer = registry.quantizer(text)
     alike = x.quantizer.side(direction) == quantizer.side(direction)
     if not alike or (direction == "col" and x.quantizer.col_source != quantizer.col_source):

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 TOLD = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """Attributes that the interface gives each module."""
 DENSE = (("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"),)
-"""Modules and the names of classes in them whose experts are each given rows for all tokens, one expert's behind the
-other's; their weights are transposed. They are looked up, not imported."""
+"""Classes, each as a module and a name in it, whose experts each get rows for all tokens, one expert's rows after
+another's, and whose weights are transposed. They are looked up, not imported."""
 UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 
 
@@ -63,7 +63,7 @@ class Experts(Remembering):
     """It is given tokens, and not rows in groups."""
     owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
     observer: Callable[[str, Tensor, Tensor, Tensor], None] | None = None
-    """It sees of each product the name of the stack, the rows, where each expert's end, and what they become."""
+    """Called for each product with the name of the stack, the rows, the end of each expert's rows, and the result."""
     _recipe: Recipe | None = None
     _plan: Plan | None = None
     _checked: bool = False
@@ -71,7 +71,7 @@ class Experts(Remembering):
 
     @property
     def recipe(self) -> Recipe | None:
-        """That of all products; None: the module does what it did before the conversion, or multiplies in high
+        """The recipe of all products; None: the module does what it did before the conversion, or multiplies in high
         precision if ranks share out its experts."""
         return self._recipe
 
@@ -101,7 +101,7 @@ class Experts(Remembering):
         self._checked = False
 
     def states(self, stack: str) -> dict[str, dict[str, Tensor]]:
-        """The static statistics of all experts of a stack, by tensor and by what its quantizer calls them."""
+        """The static statistics of all experts of a stack, by tensor and by key of its quantizer."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, _, key, _ in self.kept():
             for tensor in TENSORS:
@@ -115,7 +115,7 @@ class Experts(Remembering):
         return slice(0, len(weight)) if self.dispatched is None else own_numbers(weight)
 
     def multiply(self, stack: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """The product of each expert's rows and its matrix of a stack, of the experts that are here."""
+        """Multiply the rows of each expert of this rank by its matrix of a stack."""
         plan, title = self._plan or high_precision(), f"{type(self).__name__}.{stack}"
         if not self._checked and not torch.compiler.is_compiling():
             check_static(title, {name: local_part(value) for name, value in self.static_values().items()})
@@ -141,9 +141,9 @@ class Experts(Remembering):
         return _empty, (self.base,), self.__getstate__()  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the class before the conversion."""
+        """Take and return what the class before the conversion does."""
         if self.recipe is None and self.dispatched is None:
-            return super().forward(*args, **kwargs)  # of the class beside this one
+            return super().forward(*args, **kwargs)  # of the class before the conversion
         return (_dense if is_dense(self) else _routed)(self, *args, **kwargs)
 
 
@@ -207,9 +207,9 @@ def _empty(base: Any) -> Experts:
 
 
 def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The sum over the experts of each token, ``[tokens, hidden]``, of what they make of it, times their weights.
+    """The weighted sum of the results of each token's experts, ``[tokens, hidden]``.
 
-    An index that is no expert's, as expert parallelism of transformers gives those of other ranks, adds nothing.
+    An index that is no expert's adds nothing: transformers' expert parallelism gives it for experts of other ranks.
     """
     tokens, chosen = top_k_index.shape
     index, order = top_k_index.reshape(-1).sort(stable=True)
@@ -223,7 +223,7 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 
 def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
-    """Rows for each expert in turn, as many for each."""
+    """The results for rows that lie expert by expert, as many for each."""
     count = experts.gate_up_proj.shape[0]
     rows = hidden_states.reshape(-1, experts.hidden_size)
     each = rows.shape[0] // count
@@ -232,7 +232,7 @@ def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """What experts make of their rows, wherever they are."""
+    """The results of experts for their rows, wherever the experts are."""
     how: Dispatch | None = experts.dispatched
     if how is None:
         return _made(experts, rows, ends)
@@ -244,7 +244,7 @@ def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _made(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """What experts that are here make of their rows."""
+    """The results of this rank's experts for their rows."""
     dense = is_dense(experts)
     rows = experts.multiply(UP[0] if dense or experts.has_gate else UP[1], rows, ends)
     if dense:

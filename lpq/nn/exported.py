@@ -1,6 +1,6 @@
 """A layer as ``torch.export`` takes it: forward, and a gradient that is refused.
 
-What is exported is a graph of forward, which holds neither the other two products nor what they need. So autograd would
+An export is a graph of forward, which holds neither the other two products nor their operands. So autograd would
 have no gradient for it, or that of another recipe. Where all three products are in high precision, autograd's is right.
 """
 

@@ -48,7 +48,7 @@ def grouped_linear(
 
 
 def stored_operands(plan: Plan, x: Tensor, w: Tensor) -> Buffers | None:
-    """The buffers of the operands of a stack that is stored quantized; None of another."""
+    """The buffers of the operands of a stack that is stored quantized; None for another."""
     if not isinstance(w, QuantizedTensor):
         return None
     row = operand_tensors(w, "row", plan.w.side("row").text)

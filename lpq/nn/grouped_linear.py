@@ -110,7 +110,7 @@ class GroupedLinear(Layer):
         return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate, states)
 
     def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
-        """The static statistics of this rank's groups, which are looked at once."""
+        """The static statistics of this rank's groups, which are checked once."""
         if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
             check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
             self._static_checked = self._calls[1]

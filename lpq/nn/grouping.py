@@ -6,14 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 Parts = tuple[frozenset[str], ...]
-"""For each place between two dots of a name what stands there, in a group of names."""
+"""A group of names: for each place between two dots, the segments that stand there."""
 
 
 def grouped(names: Iterable[str], others: Collection[str] = ()) -> list[tuple[str, list[str]]]:
-    """Names that differ in one place, together: what to call each group, and its names in their order.
+    """Group names that differ in one place; return for each group a text, and its names in their order.
 
-    A group is all combinations of what stands in its places. Where ``*`` stands in what it is called, no name of
-    ``others`` fits there.
+    A group has all combinations of the segments in its places. A ``*`` in its text fits no name of ``others``.
     """
     order = {name: i for i, name in enumerate(names)}
     groups: dict[Parts, list[str]] = {tuple(frozenset((p,)) for p in n.split(".")): [n] for n in order}
@@ -27,7 +26,7 @@ def grouped(names: Iterable[str], others: Collection[str] = ()) -> list[tuple[st
 
 
 def _merged(groups: Mapping[Parts, list[str]], place: int, numbers: bool) -> dict[Parts, list[str]]:
-    """The groups, with those together that differ in this place only. ``numbers``: and have only numbers there."""
+    """Join the groups that differ in this place only. ``numbers``: only those that have nothing but numbers there."""
     merged: dict[Parts, list[str]] = {}
     keys: dict[tuple[Parts, Parts], Parts] = {}
     for parts, members in groups.items():
@@ -52,7 +51,7 @@ def _called(parts: Parts, beside: Iterable[tuple[str, ...]]) -> str:
 
 
 def _segment(segments: frozenset[str], there: Collection[str]) -> str:
-    """What stands in one place of a name."""
+    """The text for one place of a name in which these segments stand."""
     if len(segments) == 1:
         return next(iter(segments))
     if all(segment.isdecimal() for segment in segments):

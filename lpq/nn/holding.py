@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Held(Watcher):
-    """Layers that hold their weights. Fused optimizers write to these, and autograd does not count it."""
+    """Layers that hold their weights. Autograd does not count the writes of fused optimizers: this does."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = [*layers]
@@ -33,8 +33,8 @@ class _Held(Watcher):
 def hold_weights(model: nn.Module) -> Iterator[nn.Module]:
     """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside.
 
-    Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not look, on leaving.
-    Inside of another ``hold_weights`` those that it holds stay its own.
+    Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not check, on leaving.
+    Inside of another ``hold_weights``, weights that the outer one holds stay with it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"hold_weights: the model is a {type(model).__name__}: pass an nn.Module")

@@ -1,4 +1,4 @@
-"""What a layer refuses to multiply, in words, before anything is launched."""
+"""Checks of what a layer is to multiply, before anything is launched: errors in words."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _check_prepared(layer: Saved) -> None:
 
 
 def check_static(title: str, values: Mapping[str, Tensor]) -> None:
-    """An error if the recipe encodes with static statistics and one of them is not there: it is no positive number.
+    """Refuse a static recipe if one of its statistics is missing: not positive and finite.
     ``title`` names the layer."""
     for name, value in values.items():
         if type(value) not in ORDINARY or value.is_meta:
@@ -113,8 +113,8 @@ def check_static(title: str, values: Mapping[str, Tensor]) -> None:
 
 
 def check_memories(layer: Saved, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """An error if DistributedDataParallel puts what one rank remembers in place of what the others do: they would clamp
-    whatever is larger. What they remember of the weight is the same."""
+    """Refuse a DistributedDataParallel that overwrites what ranks remember with the statistics of one: the others would
+    clamp larger values. Statistics of the weight are the same on all ranks."""
     memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
     if not memories or not _copies_buffers():
         return
@@ -134,7 +134,7 @@ def _copies_buffers() -> bool:
 
 
 def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
-    """Whether these are among the buffers that it copies."""
+    """Whether the active DistributedDataParallel copies some of these buffers."""
     own = {id(memory) for of_tensor in memories.values() for memory in of_tensor.values()}
     replica = active_replica()
     return any(id(buffer) in own for buffer in replica.modules_buffers)

@@ -1,4 +1,4 @@
-"""Layers that a policy leaves out whatever its rules say: by a part of their name, or as too small to gain anything."""
+"""Layers that a policy leaves out regardless of its rules: by a part of their name, or as too small for any gain."""
 
 from __future__ import annotations
 

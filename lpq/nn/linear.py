@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 State = dict[str, Tensor]
 MOST_CALLS = 16
-"""For how many kinds of passes a layer keeps what it bound."""
+"""The number of bound calls that a layer keeps, one for each kind of pass."""
 
 
 def weight_operands(
     plan: Plan, weight: Tensor, held: HeldWeight | None, col: bool
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
-    """The buffers of the operands of a weight that is encoded already; None of another."""
+    """The buffers of the operands of a weight that is encoded already; None for another."""
     if held is not None:
         return held.row, held.col if col else ()
     if not isinstance(weight, QuantizedTensor):
@@ -66,8 +66,8 @@ class Layer(Saved):
     of this and of that class. With ``recipe=None`` it is that class.
 
     The state dict has the keys of that class. A recipe that remembers statistics across steps (delayed scaling) adds
-    its buffers, ``x_…``, ``w_…`` and ``dy_…``. A checkpoint without them loads too, and starts them afresh; those of
-    another recipe say nothing here, and are left out.
+    its buffers, ``x_…``, ``w_…`` and ``dy_…``. A checkpoint without them loads too, and starts them afresh; buffers
+    of another recipe are ignored.
     """
 
     bias: nn.Parameter
@@ -77,9 +77,9 @@ class Layer(Saved):
     _plan: Plan | None
     _held: HeldWeight | None
     _calls: tuple[object, dict[object, Call]]
-    """What was bound, by what it depends on; and the epoch of the registry in which it was."""
+    """The epoch of the registry, and the calls that were bound in it, by all that they depend on."""
     _static_checked: dict[object, Call] | None = None
-    """The calls whose static values were found right, where none is bound."""
+    """The calls of ``_calls`` when a pass over a mesh, which binds none, last found the static values right."""
     schedule: Schedule | None
     """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
     stages: Stages | None
@@ -88,7 +88,7 @@ class Layer(Saved):
     """The inputs that layers of the same model encoded last."""
 
     def begin(self) -> None:
-        """Have what a layer has, and no recipe yet."""
+        """Set the attributes of a layer, without a recipe."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
         self._calls = None, {}
         self.gathering, self.accumulate, self.stages, self.place = None, None, None, ""
@@ -130,14 +130,14 @@ class Layer(Saved):
         return None
 
     def _states(self) -> dict[str, State]:
-        """The state of each tensor that has one, by the names its quantizer knows."""
+        """The state of each tensor that has one, by the keys of its quantizer."""
         states: dict[str, State] = {}
         for name, tensor, key, _ in self._plan.memories if self._plan is not None else ():
             states.setdefault(tensor, {})[key] = getattr(self, name)
         return states
 
     def __getstate__(self) -> dict[str, Any]:
-        # Nobody would release what a copy holds, or step it.
+        # Nobody would release the weight that a copy holds, or move its stages.
         return {**self.__dict__, "_held": None, "stages": None, "_calls": (None, {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class Layer(Saved):
         self.claim_weight()
 
     def share_inputs(self, inputs: Inputs) -> None:
-        """Take what other layers with the same ``inputs`` have encoded of a tensor that is given to this one, too."""
+        """Use the operands that other layers with the same ``inputs`` made of a tensor that this one gets, too."""
         self._inputs, self._calls = inputs, (None, {})
 
     def forget_calls(self) -> None:
@@ -160,7 +160,7 @@ class Layer(Saved):
             self.stages.check(self)
         plan = self._plan
         if plan is None:
-            return super().forward(input)  # type: ignore[no-any-return]  # of the class beside this one
+            return super().forward(input)  # type: ignore[no-any-return]  # of the other base class
         weight: Tensor | None = self._parameters.get("weight")
         if weight is None:
             weight = self.weight  # which a hook computes, or a parametrization
@@ -177,7 +177,7 @@ class Layer(Saved):
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            with torch.autocast(device, enabled=False):  # it has no more to say, and would slow every operation
+            with torch.autocast(device, enabled=False):  # it has no effect from here on, and would slow every operation
                 return self._multiply(plan, input, weight, dtype, given)
         return self._multiply(plan, input, weight, input.dtype, given)
 
@@ -215,7 +215,7 @@ class Layer(Saved):
         self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool,
         given: bool,
     ) -> Call:  # fmt: skip
-        """The plan bound to what the dispatcher need not look at; checked and made when such a pass comes first."""
+        """The call of a pass that bypasses the dispatcher, checked and bound when the first pass of its kind comes."""
         grad = torch.is_grad_enabled()
         try:
             key = (
@@ -257,7 +257,7 @@ class Layer(Saved):
         )  # fmt: skip
 
     def _with_all(self, call: Call, input: Tensor, weight: Tensor, held: HeldWeight | None) -> Call:
-        """The same, with what a pass is given anew: seeds, states, the operands of the weight."""
+        """The call with what each pass gets anew: seeds, states, the operands of the weight."""
         plan, shapes, step = call[:3]
         if self.accumulate is not None:
             check_accumulation(self, weight)
@@ -276,11 +276,11 @@ class Layer(Saved):
     # ------------------------------------------------------------------------------ being sharded
 
     def weight_quantizer(self) -> Quantizer | None:
-        """What quantizes the weight at this step; None: nothing does."""
+        """The quantizer of the weight at this step; None: the weight is not quantized."""
         return self._plan.w if self._plan is not None else None
 
     def weight_state(self) -> State | None:
-        """What the quantizer remembers of the weight across steps."""
+        """The state of the weight's quantizer, if it has one."""
         return self._states().get("w")
 
     def kept(self) -> tuple[Memory, ...]:
@@ -293,7 +293,7 @@ class Layer(Saved):
         return self.gathering.of(self)
 
     def _gathered(self, remembers: bool) -> list[Tensor]:
-        """Forward begins: say whether it runs again, and get what was measured of a weight that was gathered."""
+        """Note for a gathered weight whether forward runs again; return its statistics, if the layer remembers them."""
         if self.gathering is None:
             return []
         gather = self.gathering.find(self)
@@ -337,7 +337,7 @@ class Layer(Saved):
         return self._held
 
     def held_weight(self) -> HeldWeight | None:
-        """The same, refused if it is out of date. A compiled pass does not look."""
+        """The encoded weight; an error if it is out of date, which a compiled pass does not check."""
         held = self._held
         if held is None or torch.compiler.is_compiling():
             return held

@@ -1,9 +1,9 @@
 """The three products of a layer, as one function to autograd.
 
 Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
-the high-precision input; where a recipe or a compiler wants it so, that of which backward makes an operand. State that
-lives across steps is read in forward and moves in backward only, so that evaluation leaves it alone and activation
-checkpointing, which runs forward twice, computes the same numbers twice.
+the high-precision input; where a recipe or a compiler wants it so, it keeps the tensor of which backward makes an
+operand. State that lives across steps is read in forward and moves in backward only, so that evaluation leaves it alone
+and activation checkpointing, which runs forward twice, computes the same numbers twice.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ State = Mapping[str, Tensor]
 
 
 class Call(NamedTuple):
-    """What one pass of a layer is given beside its tensors."""
+    """The arguments of one pass of a layer beside its tensors."""
 
     plan: Plan
     shapes: Shapes
     step: Step | None
     """The plan bound to the shapes; None: through the dispatcher."""
     states: Mapping[str, State] = {}
-    """What quantizers remember of each tensor."""
+    """The statistics that quantizers remember, by tensor."""
     seeds: Mapping[str, Tensor] = {}
     weight: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
     """The buffers of the operands of the weight, if it is encoded already."""
     measured: Sequence[Tensor] = ()
-    """What was measured of such a weight."""
+    """The statistics that were measured of such a weight."""
     accumulate: Accumulate | None = None
     inputs: Inputs | None = None
     """The inputs that other layers encoded, if this one may be among them."""
@@ -82,7 +82,7 @@ class Multiplication(torch.autograd.Function):
         ctx.call, ctx.counts = call, (len(x_col), len(w_col), len(x_stats), len(w_stats))
         if bias is not None:
             ctx.bias = bias.dtype
-        # Autograd does not count what is written to its buffers: that happens inside of operators.
+        # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.
         watched = step.x is None or isinstance(weight, QuantizedTensor)
         ctx.watched = _as_they_are(x, weight, shapes) if watched and not torch.compiler.is_compiling() else ()
         if accumulate is not None:
@@ -129,7 +129,7 @@ class Multiplication(torch.autograd.Function):
 
 
 def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[tuple[str, QuantizedTensor, tuple[object, ...]]]:
-    """The encoded ones among these of which backward needs an operand, and how each is."""
+    """The tensors among these that are encoded and that backward needs, each with its name and its present version."""
     needed = (("a weight", weight, shapes.needs_dx), ("an input", x, shapes.needs_dw))
     return [(what, t, as_it_is(t)) for what, t, needs in needed if needs and isinstance(t, QuantizedTensor)]
 

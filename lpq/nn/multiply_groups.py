@@ -30,15 +30,15 @@ from lpq.tensor import QuantizedTensor
 
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""Those of the row operand and of the column operand."""
+"""The buffers of the row operand and of the column operand."""
 
 
 class GroupedCall(NamedTuple):
-    """What one pass of a grouped layer is given beside its tensors."""
+    """The arguments of one pass of a grouped layer beside its tensors."""
 
     plan: Plan
     dtype: torch.dtype
-    """That of the result."""
+    """The dtype of the result."""
     needs_dx: bool
     needs_dw: bool
     weight: Buffers | None = None
@@ -60,9 +60,9 @@ class GroupedMultiplication(torch.autograd.Function):
         plan, dtype, needs_dx, needs_dw, encoded, accumulate, given, states = call
         fprop, dgrad, wgrad = _decoded(plan, x, weight)
         keeps_input = plan.keeps_input and needs_dw and given is None
-        # To decode the weight's column operand takes backward as long as to make it anew of the weight, which is there.
+        # Decoding the weight's column operand takes backward as long as making it anew of the weight, which is there.
         keeps_weight = (plan.keeps_weight or (dgrad and not _finds_lines(plan.w))) and needs_dx and encoded is None
-        # A scale of a whole group is not decoded along lines: what such an operand decodes to is made now.
+        # A scale of a whole group is not decoded along lines: such an operand is made decoded now.
         made = fprop, wgrad and spans(plan.x.side("col"), 1)
         x_row: Grouped | None
         if given is not None:
@@ -96,7 +96,7 @@ class GroupedMultiplication(torch.autograd.Function):
         watched = isinstance(weight, QuantizedTensor) and needs_dx and not torch.compiler.is_compiling()
         ctx.watched = (weight, as_it_is(weight)) if watched else None
         ctx.weight = weight if accumulate is not None else None
-        sums = bias is not None and bias.requires_grad  # of the gradients as they are
+        sums = bias is not None and bias.requires_grad  # of the gradients in high precision
         ctx.encoded_gradient = None if sums or why_not_row_by_row(plan.dy) is not None else plan.dy
         return y
 
@@ -120,7 +120,7 @@ class GroupedMultiplication(torch.autograd.Function):
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
         dgrad, wgrad, x_decoded = ctx.decoded
-        if not can_call_directly(dy):  # but what is decoded is multiplied by what is decoded
+        if not can_call_directly(dy):  # yet both operands of a product are decoded, or neither is
             dgrad, wgrad = False, x_decoded
         if isinstance(dy, QuantizedTensor):
             dy_row, dy_col = _arrived(plan.dy, dy, offs, needs_dx, needs_dw, _of(seeds, 2))
@@ -132,7 +132,7 @@ class GroupedMultiplication(torch.autograd.Function):
         if dy_row is not None:
             of_w, side = saved[ctx.count :], plan.w.side("col")
             if ctx.keeps[1]:
-                # The row operand, too, where it has something to do with the other one.
+                # The row operand, too, where the column operand depends on it.
                 row = not dgrad and (plan.w.col_source == "row" or rounds_stochastically(plan.w))
                 _, w_col = encode_stack(
                     plan.w, of_w[0], row=row, col=True, seeds=_of(seeds, 1), decoded=(False, dgrad),
@@ -171,7 +171,7 @@ class GroupedMultiplication(torch.autograd.Function):
 def _arrived(
     quantizer: Quantizer, dy: QuantizedTensor, offs: Tensor, row: bool, col: bool, seeds: Tensor | None
 ) -> tuple[Grouped | None, Grouped | None]:
-    """The operands of gradients that came encoded, as ``encoded_gradient`` of the pass has it."""
+    """The operands of gradients that came encoded, by the quantizer ``encoded_gradient`` of the pass."""
     assert dy.quantizer == quantizer
     made = Grouped(quantizer.side("row"), dy.operand("row").tensors(), (dy.shape[0], dy.shape[1]), dy.dtype, 0)
     return made if row else None, derive_columns(quantizer, made, offs, seeds) if col else None
@@ -190,7 +190,7 @@ def _of(seeds: Tensor | None, tensor: int) -> Tensor | None:
 
 
 def _decoded(plan: Plan, x: Tensor, weight: Tensor) -> tuple[bool, bool, bool]:
-    """Whether operands of fprop, dgrad and wgrad are made as what they decode to."""
+    """Whether the operands of fprop, dgrad and wgrad are made decoded."""
     if not x.is_cuda or not can_call_directly(x):
         return False, False, False
     return _decisions(plan, x.shape[0], tuple(weight.shape), x.device, kernels_allowed())

@@ -2,7 +2,7 @@
 
 All follows from how the weight lies on its mesh, and how the input does. Each rank multiplies its own parts; a
 statistic that spans parts is reduced over the mesh, so that every code and every scale is that of one process. An input
-whose sequence is shared out is encoded first and gathered then.
+whose sequence is shared out is encoded before it is gathered.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Input(NamedTuple):
 class SharedInput:
     """The input that layers of a model gathered or encoded last, for those that are given the same tensor next.
 
-    It is one, so that all ranks find it or none does; it goes with the next, and with the first gradient.
+    Only one is kept, so that all ranks find it or none does; the next one replaces it, and the first gradient drops it.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class SharedInput:
         self._made: _Input | None = None
 
     def find(self, x: Tensor, how: tuple[object, ...]) -> _Input | None:
-        """What was made of this very tensor, as it is now, in this way."""
+        """The encoded input that was made of this very tensor in this way, if the tensor has not changed since."""
         found = self._of is not None and self._of() is x and self._as_it_was == _as_it_is(x, how)
         return self._made if found else None
 
     def keep(self, x: Tensor, how: tuple[object, ...], made: _Input) -> None:
-        """Keep what was made until the tensor dies, or something else is kept."""
+        """Keep an encoded input until its tensor dies, or another one is kept."""
         self._of, self._as_it_was, self._made = weakref.ref(x, self._forget), _as_it_is(x, how), made
 
     def clear(self) -> None:
@@ -122,7 +122,7 @@ def multiply_parts(
     layer: Saved, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype,
     states: Mapping[str, State], inputs: Inputs | None,
 ) -> DTensor:  # fmt: skip
-    """The output of a layer, over the mesh of its weight; ``inputs``: of the layers that may share theirs."""
+    """The output of a layer, over the mesh of its weight; ``inputs``: those that layers of the model share."""
     check_parallel(layer, input, weight)
     mesh, grad = weight.device_mesh, torch.is_grad_enabled()
     way = _Pass(
@@ -214,7 +214,7 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
 
 
 def _local(way: _Pass, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:
-    """This rank's part of the input, once that lies as it is wanted; and the tensor by which siblings find it."""
+    """This rank's part of the input, laid out as it is wanted; and the tensor by which siblings find it."""
     if not isinstance(input, DTensor):
         if given == wanted:
             return input, input
@@ -225,8 +225,8 @@ def _local(way: _Pass, input: Tensor, given: Placement, wanted: Placement) -> tu
 
 
 def _gathered_encoded(way: _Pass, input: Tensor, dim: int) -> Cut | None:
-    """How the ranks share out the rows of an input of which the encoded parts are gathered; None if it is gathered in
-    high precision. It follows from sizes and layouts, so all ranks decide alike."""
+    """How the ranks share out the rows of an input whose parts are gathered encoded; None if they are gathered in high
+    precision. It follows from sizes and layouts, so all ranks decide alike."""
     shape = [*input.shape]
     if not isinstance(input, DTensor):
         shape[dim] *= way.ranks
@@ -240,7 +240,7 @@ def _gathered_encoded(way: _Pass, input: Tensor, dim: int) -> Cut | None:
 
 
 def _sent(part: Part) -> Part:
-    """What is encoded of a part that is gathered: of operands that follow from each other the row operand alone."""
+    """The part with the operands to encode: the row operand alone, if it is gathered and the other follows from it."""
     gathered = part.cut is not None and part.cut.dim == 0
     return part._replace(row=True, col=False) if gathered and derives_col(part.quantizer) else part
 
@@ -275,7 +275,7 @@ def _encoded_input(way: _Pass, part: Part, x: Tensor, stats: list[Tensor], seed:
 
 
 def _shared(way: _Pass, x: Tensor) -> SharedInput | None:
-    """Where layers of the model share their input, if this one may."""
+    """The place where layers of the model share their input; None if this one may not."""
     inputs = way.inputs
     if inputs is None or not way.plan.shares or torch.compiler.is_compiling() or type(x) not in ORDINARY or x.is_meta:
         return None
@@ -297,8 +297,8 @@ def _stream(x: Tensor) -> int:
 def _measured(
     way: _Pass, of_w: Part, weight: DTensor, of_x: Part | None, x: Tensor
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """The statistics of the input, unless its part is None, and of the weight, and the seeds of the pass, with one
-    reduction of what spans the ranks' parts."""
+    """The statistics of the input, unless its part is None, those of the weight, and the seeds of the pass, with one
+    reduction over the ranks for all of them."""
     matrix, w = as_matrix(x), local_part(weight)
     beside = [] if of_x is None else [(of_x, matrix, measure_part(of_x, matrix, way.states.get("x")))]
     seeds = draw_seeds(x, w, len(TENSORS)) if way.plan.stochastic else None
@@ -323,7 +323,7 @@ def _given(storage: Storage) -> Given:
 
 
 def _refuse_cut_blocks(layer: Saved, parts: Mapping[str, Part]) -> None:
-    """An error if the ranks' shares of a dimension that is multiplied cut what cannot be cut."""
+    """Refuse parts of an operand if the ranks' shares of a dimension cut blocks that must stay whole."""
     for what, part in parts.items():
         assert part.cut is not None
         reason = part.cut.why_not(part.quantizer, part.row, part.col)

@@ -1,8 +1,8 @@
 """The three products of a layer whose weight tensor parallelism shards, as one function to autograd.
 
-The operands of x and of the weight are given. What is partial is reduced here: the output where the contraction is
+The operands of x and of the weight are given. Partial results are reduced here: the output where the contraction is
 shared out. Where ranks share out the rows of an input, forward has gathered its row operand, and backward gathers its
-column operand; it gathers both operands of such a gradient.
+column operand. Where they share out the rows of an output, backward gathers both operands of its gradient.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Given = tuple[Operand, Sequence[Tensor]]
 
 
 class Shared(Protocol):
-    """What layers share of their inputs."""
+    """A store of inputs that layers share."""
 
     def clear(self) -> None:
-        """Forget it."""
+        """Drop all inputs."""
 
 
 class Kept:
@@ -63,12 +63,12 @@ class Call(NamedTuple):
     group: str
     """The name of the group of ranks."""
     dtype: torch.dtype
-    """That of the result."""
+    """The dtype of the result."""
     dy: Part
     gathers_x: Cut | None = None
-    """How the ranks share out the rows of x, of which backward gathers the column operand."""
+    """How the ranks share out the rows of x, whose column operand backward gathers."""
     gathers_dy: Cut | None = None
-    """How they share out the rows of y, of which each then has the sum of its own, and of dy, which is gathered."""
+    """How they share out the rows of y and dy: each gets the sum of its own rows of y, and dy is gathered."""
     gathers_high: bool = False
     """Whether dy is gathered before it is encoded."""
     sums_y: bool = False
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     states: Mapping[str, State] = {}
     shared: Kept | None = None
     inputs: Shared | None = None
-    """Forgets what it keeps when a gradient comes."""
+    """The inputs that are dropped when a gradient comes."""
 
 
 class Operands(NamedTuple):
@@ -89,9 +89,9 @@ class Operands(NamedTuple):
     w_col: Given | None
     x_stats: Sequence[Tensor] = ()
     w_stats: Sequence[Tensor] = ()
-    """What was measured, of the whole tensors, if it is remembered."""
+    """The statistics of the whole tensors, where a state remembers them; ``x_stats`` likewise."""
     seed: Tensor | None = None
-    """That of dy."""
+    """The seed of dy."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -185,8 +185,8 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
 
 
 def _column_operand_begun(call: Call, kept: Storage) -> Gathering | None:
-    """Let the column operand of the whole x, or what it follows from, be on its way while dx is made; None if a sibling
-    has it."""
+    """Begin to gather the column operand of the whole x, or the row operand that it follows from, before dx is made;
+    None if a sibling has it."""
     assert call.gathers_x is not None
     if call.shared is not None and call.shared.col is not None:
         return None
@@ -213,7 +213,7 @@ def _column_operand(call: Call, arriving: Gathering | None) -> Storage:
 def _whole_operands(
     row: Storage | None, col: Storage | None, cut: Cut, group: str
 ) -> tuple[Storage | None, Storage | None]:
-    """The operands of the whole of those of the parts, in one collective."""
+    """Gather the whole operands from those of the ranks' parts, in one collective."""
     parts = [] if row is None else [(row, 0)]
     parts += [] if col is None else [(col, 1)]
     whole = iter(gather(parts, cut, group))
@@ -229,8 +229,8 @@ def _own_rows(y: Tensor, cut: Cut, group: str) -> Tensor:
 class Spread(torch.autograd.Function):
     """A tensor that ranks use for different parts of a result: the gradients of all are summed.
 
-    Where the ranks share out its rows, what is returned has the shape of the whole and no values: the gradient of that
-    is summed, and each rank has its own rows of it.
+    Where the ranks share out its rows, the result has the shape of the whole and no values: its gradient is summed, and
+    each rank gets its own rows of the sum.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Lines of a report about layers that ranks share out: what of their tensors travels, and how."""
+"""Lines of a report about layers that ranks share out: which of their tensors travel, and how."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 2**14
 
 
 def parallel_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Return, for each layer that a style of ``lpq.distributed`` shares out, how, and what travels."""
+    """Yield the name of each layer that a style of ``lpq.distributed`` shares out, with how, and what travels."""
     for name, module in model.named_modules():
         if getattr(module, "dispatched", None) is not None:
             yield name, _of_experts(module)
@@ -51,7 +51,7 @@ def _share(quantizer: Quantizer) -> str:
 
 
 def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
-    """What is gathered of a sequence."""
+    """The end of a note: how a sequence is gathered; empty if none is."""
     assert layer.layouts is not None
     lies = layer.layouts.input if columns else layer.layouts.output
     if not lies.is_shard() or lies.is_shard(-1):
@@ -76,6 +76,6 @@ def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
 
 
 def _unit(quantizer: Quantizer) -> int:
-    """The tokens that must not be cut apart."""
+    """The number of tokens that must stay together."""
     units = [b.unit(dim) for side, dim in ((quantizer.side("row"), 0), (quantizer.side("col"), 1)) for b in side.layout]
     return lcm(*(unit for unit in units if unit))

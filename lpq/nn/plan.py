@@ -1,7 +1,7 @@
-"""What a layer does with its tensors: decided for a recipe, and bound to the shapes of a step.
+"""The work of a layer on its tensors: decided for a recipe, and bound to the shapes of a step.
 
-A ``Plan`` is a recipe's. A ``Step`` is what a plan does with inputs of one shape on one device: three encoders and
-three products, so that a layer asks nothing at a step that was answered before.
+A ``Plan`` belongs to a recipe. A ``Step`` is a plan bound to inputs of one shape on one device: three encoders and
+three products, so that a layer decides nothing twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Pair = tuple[Quantizer, Quantizer]
 
 @dataclass(frozen=True)
 class Plan:
-    """What one layer does with its three tensors."""
+    """The decisions of a recipe on the three tensors of a layer and their products."""
 
     x: Quantizer
     w: Quantizer
@@ -53,14 +53,14 @@ class Plan:
     memories: tuple[Memory, ...]
     """The buffers in which quantizers remember."""
     moving: tuple[str, ...]
-    """The tensors of which some are changed by a step."""
+    """The tensors that have buffers which a step changes."""
     shares: bool
-    """Whether the input is the same encoded whichever layer encodes it, and not free to encode."""
+    """Whether all layers encode an input alike, and encoding it is not free."""
     keeps_input: bool
     """Whether the input is kept for backward, which makes its column operand; ``keeps_weight`` likewise."""
     keeps_weight: bool
     fprop: Pair | None = None
-    """The product, if one of its operands can be made for it without being encoded; dgrad and wgrad likewise."""
+    """The operands' quantizers, if one operand can be made without being encoded; dgrad and wgrad likewise."""
     dgrad: Pair | None = None
     wgrad: Pair | None = None
 
@@ -89,25 +89,25 @@ def _made_exactly(side: Quantizer) -> bool:
 
 
 class Shapes(NamedTuple):
-    """What a step is bound to."""
+    """The properties of a pass that a step is bound to."""
 
     rows: int
     features: int
-    """Those of the input, a matrix ``[rows, features]``."""
+    """The input is a matrix ``[rows, features]``."""
     outputs: int
     x: torch.dtype
     weight: torch.dtype
     dtype: torch.dtype
-    """That of the result."""
+    """The dtype of the result."""
     summed: torch.dtype
-    """That of the gradient of the weight."""
+    """The dtype of the gradient of the weight."""
     device: torch.device
     needs_dx: bool
     needs_dw: bool
     encoded: bool
-    """Whether the operands of the weight are there, so that none is encoded."""
+    """Whether the operands of the weight are given, so that none is encoded."""
     given: bool = False
-    """Whether those of the input are."""
+    """Whether the operands of the input are given."""
     kernels: object = None
     """The value of ``LPQ_KERNELS`` under which kernels are chosen."""
     compiled: bool = False
@@ -126,7 +126,7 @@ class Step(NamedTuple):
     """None: that gradient is not wanted."""
     wgrad: Multiply | None
     remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
-    """Takes what was measured of all tensors into their states; None: each is taken by itself, or there are none."""
+    """Moves the states of all tensors by what was measured; None: each is moved by itself, or there are none."""
 
 
 def bind(plan: Plan, shapes: Shapes) -> Step:
@@ -145,7 +145,7 @@ bind_few = registry.cached_few(bind)
 
 
 def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
-    """The same by way of operators, for a tracer or whoever watches. Others than a compiler see operands encoded."""
+    """Bind by way of operators, for tracers and dispatch modes. All but a compiler see every operand encoded."""
     exact = torch.compiler.is_dynamo_compiling()
     if exact:
         spare_the_dispatcher()
@@ -186,7 +186,7 @@ def _step(
 
 
 def _encoder(encoder: Callable[[Wanted], Encoder], wanted: Wanted, keeps: bool) -> Encoder:
-    """The encoder of the input or the weight; ``keeps``: the tensor is kept for backward, and not its column operand.
+    """The encoder of the input or the weight; ``keeps``: the tensor is kept for backward, not its column operand.
 
     A compiler decides that by itself, and would copy in backward the state that forward is to copy.
     """

@@ -1,4 +1,4 @@
-"""What the quantizers of a layer remember across steps: buffers of the layer, in its state dict."""
+"""The statistics that a layer's quantizers remember across steps: buffers of the layer, in its state dict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """A buffer: its name, of which tensor it is, and what the quantizer of that calls it."""
+    """A buffer: its name, its tensor, and its key in the state of that tensor's quantizer."""
 
     name: str
     tensor: str
@@ -35,7 +35,7 @@ def memories(recipe: Recipe) -> tuple[Memory, ...]:
 
 
 def check_names(layer: nn.Module, recipe: Recipe, own: Collection[str], title: str) -> None:
-    """An error if what the recipe remembers has the name of an attribute that is none of the layer's own memories."""
+    """Refuse a recipe if one of its buffers has the name of an attribute of the layer that is not among ``own``."""
     for name, *_ in memories(recipe):
         if name not in own and hasattr(layer, name):
             raise ValueError(

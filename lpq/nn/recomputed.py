@@ -1,9 +1,10 @@
-"""Runs of a layer that activation checkpointing runs again in backward, and what the layer remembers meanwhile.
+"""Runs of a layer that activation checkpointing runs again in backward, while states of the layer may move.
 
-A run that is recomputed must see what it saw. What a layer remembers moves in backward: of two runs, the backward of
-one moves it before the other is recomputed. Autograd counts the writes to a tensor, so a state is known by its counts.
-Checkpointing saves tensors that it recomputes: among them is saved what the run saw that they come from, and backward
-compares. The older way, ``use_reentrant=True``, runs forward without saving anything, and is refused.
+A run that is recomputed must read the states that it read first. They move in backward: of two runs, the backward of
+one moves them before the other is recomputed. Autograd counts the writes to a tensor, so the counts identify a state.
+Checkpointing recomputes the tensors that a run saves: a run saves the counts among them, and backward compares them
+with the counts of the first run. The older way, ``use_reentrant=True``, runs forward without saving anything, and is
+refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def runs_again() -> bool:
 
 
 def check(layer: Saved, states: States) -> None:
-    """Forward of a layer that remembers begins: an error if it runs again and does not see what it saw."""
+    """Refuse to run forward again if states of the layer have moved since, or if checkpointing is reentrant."""
     if torch.compiler.is_compiling():
         return
     found = _counts(states)
@@ -46,20 +47,20 @@ def check(layer: Saved, states: States) -> None:
 
 
 def seen(states: States) -> Tensor | None:
-    """What tells, saved among the tensors of a run, what the run saw that they come from; None: nobody recomputes."""
+    """The write counts of the states that a run reads, to be saved among its tensors; None: nobody recomputes it."""
     if torch.compiler.is_compiling() or not autograd.saves_to_hooks():
         return None
     return torch.tensor(_counts(states))
 
 
 def compare(before: list[int], saved: Tensor) -> None:
-    """Backward of a run begins: an error if what it saved was recomputed by one that saw something else."""
+    """Refuse backward of a run if its saved tensors were recomputed from other states than it read."""
     if saved.tolist() != before:
         _refuse("a layer with a recipe")
 
 
 def _counts(states: States) -> list[int]:
-    """How often what forward reads was written to."""
+    """The write count of each state that forward reads."""
     read = [memory for tensor in ("x", "w") if tensor in states for memory in states[tensor].values()]
     return [0 if memory.is_inference() else version_of(memory) for memory in read]
 

@@ -15,10 +15,10 @@ class Remembering(nn.Module):
     """A module with such buffers. They are fp32 whatever the weights are cast to."""
 
     owners: ClassVar[tuple[str, ...]] = TENSORS
-    """With these begin the names of the buffers that recipes of any kind have here."""
+    """The beginnings of the names of all buffers that recipes add to this module."""
 
     def kept(self) -> tuple[Memory, ...]:
-        """The buffers of the recipe that it has."""
+        """The buffers of its present recipe."""
         raise NotImplementedError(f"{type(self).__name__} does not list what it remembers")
 
     def memories(self) -> dict[str, Tensor]:
@@ -26,7 +26,7 @@ class Remembering(nn.Module):
         return {memory.name: getattr(self, memory.name) for memory in self.kept()}
 
     def static_values(self) -> dict[str, Tensor]:
-        """Those of them that no step moves, which ``lpq.calibrate`` finds."""
+        """The buffers that no step moves: ``lpq.calibrate`` finds their values."""
         return {memory.name: getattr(self, memory.name) for memory in self.kept() if not memory.moves}
 
     def forget_calls(self) -> None:

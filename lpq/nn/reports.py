@@ -22,7 +22,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion swapped, and what it left alone and why. As text it begins with how much that is."""
+    """The modules that a conversion swapped, and those that it left alone and why. Its text begins with their share."""
 
     converted: tuple[Entry, ...]
     left: tuple[Entry, ...]
@@ -40,8 +40,8 @@ class Report:
     coverage: Coverage = field(default_factory=Coverage)
     """How much of the model's matrices is converted."""
     full: bool = field(default=False, compare=False)
-    """Whether the text has a line for each module. Otherwise a note is there once, after all that it holds for, with
-    ``0–79`` for layers in a row."""
+    """Whether the text has a line for each module. Otherwise modules with the same note share a line, with ``0–79`` for
+    layers in a row."""
 
     def __str__(self) -> str:
         lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone"]
@@ -72,4 +72,4 @@ class Report:
 
 
 WEIGHT = "weight"
-"""The kind of entries that are of weights."""
+"""The kind of entries about weights."""

@@ -26,14 +26,14 @@ class Saved(Remembering):
     kind: ClassVar[str] = "lpq.nn.Linear"
     """The class in messages."""
     layouts: Layouts | None = None
-    """How its input and output are shared out, as a style of ``lpq.distributed.tensor_parallel`` says."""
+    """How its input and output are shared out, as a style of ``lpq.distributed.tensor_parallel`` sets it."""
     place: str
     """Its name in the model that was converted, for error messages."""
     gathering: Gathering | None
-    """With which other weights this one is gathered quantized, if it is."""
+    """The weights that are gathered quantized together with this one; None: it is not gathered quantized."""
     accumulate: Accumulate | None
     """Where backward adds the gradient of the weight, in place: to ``weight.grad``, if it is there, or to
-    ``weight.main_grad``, in the dtype that it has. None: it is handed to autograd, as it is always where
+    ``weight.main_grad``, in the dtype that it has. None: autograd gets the gradient, as it always does where
     ``torch.autograd.grad`` asks for it."""
 
     @property
@@ -64,7 +64,7 @@ class Saved(Remembering):
         return self
 
     def claim_weight(self) -> None:
-        """Have a weight that FSDP2 will gather quantized know whose it is, so that it knows when it is replaced."""
+        """Give a weight that FSDP2 will gather quantized a reference to its layer, to find out when it is replaced."""
         weight = self._parameters.get("weight")
         if isinstance(weight, Gathered):
             weight.layer = weakref.ref(self)

@@ -136,8 +136,8 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         replaced = layer.weight
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
         layer.claim_weight()
-        if not isinstance(replaced, Gathered):  # which knows by itself
-            replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # what an optimizer that has it is told
+        if not isinstance(replaced, Gathered):  # which notices that by itself
+            replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
 
 
 def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:

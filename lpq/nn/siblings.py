@@ -1,13 +1,13 @@
 """Layers that are given the same tensor, as q, k and v are, or gate and up: it is encoded once for all of them.
 
 The operands are kept beside a weak reference to the tensor, by all layers of one ``lpq.convert`` together. A layer
-takes it where the tensor is that very object, as it was then: autograd has counted no write to it, and its memory lies
-where it lay. So a clone, another view or another version is encoded anew, and so is what PyTorch counts no writes to,
-which is what ``torch.inference_mode`` makes. Nobody can notice what is written through ``.data``, or by a kernel that
-does not tell autograd: as with any tensor that autograd keeps for backward, that is not allowed between two siblings.
+takes them where the tensor is that very object, as it was then: autograd has counted no write to it, and its memory
+lies where it lay. So a clone, another view or another version is encoded anew, and so is a tensor made under
+``torch.inference_mode``, to which PyTorch counts no writes. A write through ``.data``, or by a kernel that bypasses
+autograd, goes unnoticed: as with any tensor that autograd keeps for backward, it is not allowed between two siblings.
 
 How long it is kept. The column operand is what autograd keeps for backward, once for all siblings. The row operand is
-of no use after the last sibling, but no layer can tell that it is the last, and the tensor may live on: autograd keeps
+of no use after the last sibling, but no layer can see that it is the last, and the tensor may live on: autograd keeps
 it where an adapter or a router, which are not encoded, multiplies it too. So operands go as soon as one of these comes:
 the tensor dies, ``MOST`` others are encoded in its place, a gradient arrives at any of the layers. In evaluation as in
 training a model thus holds at most ``MOST`` encoded inputs beyond what autograd keeps, and none whose tensor is gone.
@@ -32,7 +32,7 @@ MOST = 2
 
 
 class _Known(weakref.ref[Tensor]):
-    """A tensor that was encoded, and what was made of it."""
+    """A tensor that was encoded, and its operands."""
 
     __slots__ = ("as_it_was", "buffers", "col", "row")
 
@@ -46,10 +46,10 @@ class Inputs(list[_Known]):
     """The inputs that the layers of a model encoded last."""
 
     whole: object | None = None
-    """What layers under tensor parallelism keep in their place."""
+    """The ``SharedInput`` that layers under tensor parallelism use in place of this list."""
 
     def encode(self, encoder: Encoder, x: Tensor) -> Encoded:
-        """Encode ``x``, without state and seed, or take what was encoded of it for another layer."""
+        """Encode ``x``, without state and seed, or take the operands that another layer made of it."""
         stream = 0
         if x.is_cuda:
             if torch.cuda.is_current_stream_capturing():

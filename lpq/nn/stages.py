@@ -51,12 +51,12 @@ class Stages(Watcher):
             self.step, self.due, self._by = step, False, None
 
     def check(self, layer: nn.Module) -> None:
-        """Forward of a layer begins: warn, once, if the step should have moved. A compiled one does not ask."""
+        """Warn once, when forward of a layer begins, if the step should have moved. A compiled one does not check."""
         if not torch.compiler.is_compiling() and self.due and layer.training and torch.is_grad_enabled():
             self._warn()
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
-        """An optimizer has made a step."""
+        """Note that an optimizer has made a step."""
         model = self._model()
         if self.warned or model is None or (self.last is not None and self.step >= self.last):
             return

@@ -37,8 +37,8 @@ def set_step(model: nn.Module, step: int) -> None:
 
 
 def replan(model: nn.Module, *, steps: int) -> None:
-    """Plan the policy for a run of so many steps, in place of what ``convert`` was told. Layers keep the recipe that
-    they have until ``set_step``. What ``convert`` would refuse of that is refused, and then nothing is changed.
+    """Plan the policy for a run of so many steps, whatever length ``convert`` was given. Layers keep the recipe that
+    they have until ``set_step``. Recipes that ``convert`` would refuse are refused here, before anything is changed.
     """
     check_length(steps)
     conversions(model)

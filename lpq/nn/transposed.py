@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lpq.recipes import RecipeLike
 
 CLASSES = (("transformers.pytorch_utils", "Conv1D"),)
-"""Modules and the names of classes in them that compute ``x @ weight + bias``. They are looked up, not imported."""
+"""Classes that compute ``x @ weight + bias``, each as a module and a name in it. They are looked up, not imported."""
 
 
 class TransposedLayer(Layer):

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe or a policy, and where: whoever reads a part puts its place in front."""
+"""Errors in a recipe or a policy, with their place: each function that reads a part puts its place in front."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class UnknownKey(RecipeError):
 
 
 class PluginRecipeError(RecipeError):
-    """A recipe that a plugin brings and that cannot be built. What else the plugin brings is not affected."""
+    """A recipe of a plugin that cannot be built. Everything else that the plugin brings is unaffected."""
 
 
 class RecipeWarning(UserWarning):
@@ -26,7 +26,7 @@ class RecipeWarning(UserWarning):
 
 @contextmanager
 def place(name: str) -> Iterator[None]:
-    """Say where: an error raised inside becomes a ``RecipeError`` whose message starts with ``name``."""
+    """Turn an error raised inside into a ``RecipeError`` whose message starts with ``name``."""
     try:
         yield
     except RecipeError as error:

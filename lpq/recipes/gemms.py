@@ -115,7 +115,7 @@ class Recipe:
 
     @cached_property
     def products(self) -> Mapping[str, tuple[Quantizer, Quantizer]]:
-        """What encodes the two operands of each product: those sides of their quantizers."""
+        """The quantizers of the two operands of each product: the sides that encode these operands."""
         sides = {operand: quantizer.side(operand.side) for operand, quantizer in self.operands.items()}
         return {a.gemm: (sides[a], sides[b]) for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)}
 
@@ -147,7 +147,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """What to call it: its name, or else its text."""
+        """The name of the recipe, or else its text."""
         return self.name or self.text
 
     @cached_property

@@ -133,7 +133,7 @@ def _check_complete(given: Container[Operand]) -> None:
 
 
 def _absent(given: Container[Operand], keys: Sequence[str]) -> list[str]:
-    """What speaks of all operands that are not given: some of these keys, and operands of which the other is given."""
+    """Names for all operands that are not given: a key if both of its operands are absent, else the absent operand."""
     absent: list[str] = []
     for key in keys:
         own = [str(operand) for operand in OPERANDS if operand.belongs_to(key) and operand not in given]
@@ -142,7 +142,7 @@ def _absent(given: Container[Operand], keys: Sequence[str]) -> list[str]:
 
 
 def _value(value: object, within: tuple[str, ...]) -> Recipe | Quantizer:
-    """What a name or a quantizer string stands for."""
+    """The recipe or quantizer that a name or a quantizer string stands for."""
     if isinstance(value, Recipe | Quantizer):
         return value
     if not isinstance(value, str):

@@ -22,7 +22,7 @@ from lpq.registry.showing import brief
 PART = re.compile(r"[^.*?\[]+")
 """A part of a dotted name."""
 SKIP = "skip"
-"""What a file says in place of a recipe for a layer that is left alone."""
+"""The word that stands in a file in place of a recipe, for a layer that is left alone."""
 LEAVE = ("lm_head", "gate", "router")
 """The parts of names whose layers a policy made of one recipe leaves alone, as everybody in the field does: the head of
 a language model, and the routers of a mixture of experts. A wrong bit in a router sends a token to another expert."""
@@ -91,13 +91,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one layer has, step by step."""
+    """The recipes of one layer, step by step."""
 
     pieces: tuple[tuple[float | int | None, Recipe | None], ...]
     """Recipes in order (None: left alone), each with the step before which it holds; the last has None. That step is a
     fraction of the run where its length is given later."""
     planned: tuple[Policy, str] | None = field(default=None, compare=False, repr=False)
-    """The policy that it is of, and the layer's name, for a run of another length."""
+    """The policy that it comes from, and the layer's name: to plan it for a run of another length."""
 
     def at(self, step: int) -> Recipe | None:
         """The recipe at this step, counted from 0; None: the layer is left alone."""
@@ -125,7 +125,7 @@ def _told(until: float) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules in their order, and what is left alone whatever they say."""
+    """Rules in their order, and the layers that are left alone regardless of them."""
 
     rules: tuple[Rule, ...]
     leave: tuple[str, ...] = ()
@@ -160,15 +160,15 @@ class Policy:
         return replace(self, leave=(), least=0)
 
     def left_by(self, name: str) -> str | None:
-        """The part of the name for which the layer is left alone whatever the rules say; None if there is none."""
+        """The part of the name for which the layer is left alone regardless of the rules; None if there is none."""
         return next((part for part in name.split(".") if part in self.leave), None)
 
     def rules_for(self, name: str) -> tuple[Rule, ...]:
-        """The rules that speak of the layer of this name."""
+        """The rules that match the layer of this name."""
         return tuple(rule for rule in self.rules if rule.matches(name))
 
     def schedule(self, name: str, steps: Steps = None) -> Schedule:
-        """What the layer of this name has at each step. ``steps``: the length of the run, for rules with fractions."""
+        """The recipes of the layer of this name, by step. ``steps``: the run's length, for rules with fractions."""
         pieces: list[tuple[float | int | None, Recipe | None]] = []
         for _, until, recipe in self._holding(name, steps):
             if pieces and pieces[-1][1] == recipe:

@@ -1,4 +1,4 @@
-"""What the kernels of an operation are called with: matrices of every kind, and all that the core may ask of them."""
+"""Arguments for the kernels of an operation: matrices of every kind, and every call that the core may make."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = "numbers of all sizes"
 
 
 def matrices(dtypes: Sequence[torch.dtype], largest: int) -> Iterator[tuple[str, Tensor]]:
-    """What a kernel is tried on, by name; of shapes, those of at most so many elements."""
+    """Yield the matrices that a kernel is tried on, and a name for each; shapes have at most ``largest`` elements."""
     for shape in SHAPES:
         if math.prod(shape) <= largest:
             yield "normal values", normal(*shape, dtype=dtypes[0])
@@ -109,7 +109,7 @@ def _of_quantize(row: Quantizer | None, col: Quantizer | None, x: Tensor) -> Ite
 
 
 def _views(stats: Sequence[Tensor]) -> list[Tensor]:
-    """The same in one memory after another number, as a reduction over ranks leaves them."""
+    """The same tensors in one memory, after another number, as a reduction over ranks leaves them."""
     together = torch.cat([stats[0].new_zeros(1), *(s.flatten() for s in stats)])
     found, at = [], 1
     for stat in stats:

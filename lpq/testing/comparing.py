@@ -26,9 +26,9 @@ POISON = 0xA5
 FAST = 1e-2
 SUMMED = {torch.bfloat16: 4e-3, torch.float16: 1.4e-3, torch.float32: 1.4e-3}
 """How far a product may be off, in RMS. Tensor cores keep some 14 bits of sums of 8-bit floats, which are then added in
-fp32; what is rounded to bf16 on its way to another dtype is off by 1.6e-3."""
+fp32; a product that is rounded to bf16 on its way to another dtype is off by 1.6e-3."""
 PAIR = KernelSpec(op="quantize", impl="lpq.operations.fused_pair:quantize", backend="cuda")
-"""What makes operands of two formats."""
+"""The kernel that makes operands of two formats."""
 
 
 class Poisoned(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -205,7 +205,8 @@ def compare_tiles(row: Quantizer | None, col: Quantizer | None, x: Tensor, devic
 
 
 def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tuple[bool, bool]) -> bool:
-    """What is made without being encoded is, to the bit, the exact form of the encoded operand. Whether it is made."""
+    """Check that an operand made without being encoded is, to the bit, the exact form of the encoded one. Return
+    whether any was made."""
     seed = torch.tensor(SEED, device=x.device)
     with torch.no_grad():
         with Poisoned():  # type: ignore[no-untyped-call]
@@ -247,7 +248,7 @@ def compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> bool:
 
 
 def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
-    """What a kernel returns is its caller's own: operands are kept while what they were made of is written to."""
+    """Check that outputs share no memory: operands are kept while the tensors they were made of are written to."""
     inputs = [t for value in given for t in flat(value) if isinstance(t, Tensor)]
     taken = [t.untyped_storage().data_ptr() for t in (*inputs, *got) if t.numel()]
     for i, one in enumerate(got):
@@ -256,8 +257,8 @@ def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
 
 
 def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
-    """They lie in memory as a compiler is told that they do: row-major, unless a buffer says otherwise of what encoding
-    leaves."""
+    """Check that outputs have the strides that a compiler expects: row-major, unless a buffer of an encoded operand has
+    others."""
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         found, wanted = ([s for size, s in zip(t.shape, t.stride(), strict=True) if size > 1] for t in (one, other))
         assert not other.numel() or found == wanted, f"{what}: output {i} has strides {found} and must have {wanted}"

@@ -1,4 +1,4 @@
-"""What a format wrote, called as the core calls it, and the matrices that the kit calls it with."""
+"""Functions of a format, called as the core calls them, and the matrices that the kit calls them with."""
 
 from __future__ import annotations
 

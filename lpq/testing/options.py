@@ -157,7 +157,7 @@ def only(predicate: Callable[[Quantizer], bool], words: str) -> Callable[[Test],
 
 
 def known_failures(quantizer: Quantizer) -> dict[str, str]:
-    """What a format says it cannot do: ``known_failures`` of its quantizer, the name of a test to the reason.
+    """The tests that a format declares it fails: ``known_failures`` of its quantizer, the name of a test to the reason.
 
     ``test_name`` is the whole test, ``test_name[case]`` one of its ``cases``. It is read from the quantizer, not from
     its class: a property gives what holds for these options. Such a test must fail: once it passes, the kit asks to
@@ -168,7 +168,7 @@ def known_failures(quantizer: Quantizer) -> dict[str, str]:
 
 
 def cases(test: Callable[..., Any]) -> list[str]:
-    """What a known failure of one case has in brackets: the names that pytest gives to a test's own parameters."""
+    """The cases that a known failure may name in brackets, as pytest names the values of a test's own parameters."""
     given = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
     names = [list(partners())] if "partner" in inspect.signature(test).parameters else []
     for mark in given:

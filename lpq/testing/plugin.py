@@ -64,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What a format says it cannot do must fail: a test, or one case of it."""
+    """Expect a test, or one case of it, to fail where the format declares it as a known failure."""
     call = getattr(item, "callspec", None)
     if call is None or not isinstance(item, pytest.Function) or not item.function.__module__.startswith(KIT):
         return
@@ -82,7 +82,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Say with a failure what the test asks for."""
+    """Add to the report of a failure what the test asks for."""
     if call.excinfo is None or not isinstance(item, pytest.Function) or not item.function.__module__.startswith(KIT):
         return
     asked = " ".join((item.function.__doc__ or "").split())

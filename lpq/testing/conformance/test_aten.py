@@ -41,10 +41,10 @@ VIEWS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "clone": lambda t, m, k: t.clone(),
     "cat": lambda t, m, k: torch.cat([t[:m], t[m:]]),
 }
-"""What buffers can express, on a tensor ``[2m, 2k]`` that is cut at whole blocks: the result is quantized."""
+"""Operations that buffers can express, on a tensor ``[2m, 2k]`` cut at whole blocks: the result is quantized."""
 CUTS = {**dict.fromkeys(("as_strided part", "slice", "narrow", "chunk", "split", "cat"), 0),
         **dict.fromkeys(("slice columns", "split_with_sizes"), 1)}  # fmt: skip
-"""Along which dimension these cut it."""
+"""The dimension along which each of these cuts it."""
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "select": lambda t: t[3],
@@ -62,7 +62,7 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda t: torch.linalg.vector_norm(t),
     "stack": lambda t: torch.stack([t, t]),
 }
-"""What needs the numbers: the result is mostly an ordinary tensor."""
+"""Operations that need the numbers: the result is mostly an ordinary tensor."""
 
 
 @HELD

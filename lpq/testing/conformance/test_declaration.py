@@ -1,4 +1,4 @@
-"""What a format declares: options that are constants, a layout that can be read, an honest count of bits."""
+"""The declarations of a format: options that are constants, a layout that can be read, an honest count of bits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_effective_bits_are_those_of_the_buffers(quantizer: Quantizer) -> None:
 
 
 def advertised(quantizer: Quantizer) -> float | None:
-    """What the spec says of the default options; None for others."""
+    """The ``effective_bits`` of the spec, which are for the default options; None for others."""
     return registry.format_of(type(quantizer)).effective_bits if "(" not in quantizer.text else None
 
 

@@ -1,4 +1,4 @@
-"""What encoding keeps is as good as the bits it takes, for matrices of any shape and numbers of any size.
+"""The precision of encoding against the bits that it takes, for matrices of any shape and numbers of any size.
 
 The error bound: of the ``b`` bits that an element takes, half may buy range (the exponent of E5M2 does),
 the other half must buy precision: normally distributed values come back with a relative RMS error of at

@@ -21,10 +21,10 @@ from lpq.testing.operands import normal
 from lpq.testing.options import Family, only
 
 SUMS = ("gemm", "exact", "exact_tile")
-"""What is compared up to the order of sums, or of products; not of numbers of all sizes: where sums of these overflow
-depends on their order."""
+"""Operations that are compared up to the order of sums, or of products, and not on numbers of all sizes: where sums of
+these overflow depends on their order."""
 VIEWED = ("decode", "transpose", "gemm", "exact")
-"""What takes operands, which may be views of larger ones."""
+"""Operations that take operands, which may be views of larger ones."""
 FEW, MANY = 1 << 14, 1 << 20
 """Elements of a matrix, at most; fewer where Triton's interpreter takes seconds for what a GPU does at once."""
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))

@@ -28,7 +28,7 @@ def layer_and_data(quantizer: Quantizer) -> tuple[Linear, Tensor, Tensor]:
 
 
 def operands(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:
-    """What a layer makes of a tensor in its first step."""
+    """Encode a tensor as a layer does in its first step."""
     return quantize(quantizer, x.detach(), state=quantizer.new_state() or None)
 
 

@@ -26,7 +26,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest numbers": lambda x: x.sign() * torch.finfo(x.dtype).max,
     "the least numbers": lambda x: x.sign() * torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps,
 }
-"""What a matrix of normal values is made into: for some of these a format may do something of its own."""
+"""Changes to a matrix of normal values: a format may treat some of the results in its own way."""
 
 
 def _with(x: Tensor, value: float) -> Tensor:
@@ -36,7 +36,7 @@ def _with(x: Tensor, value: float) -> Tensor:
 
 
 def untouched(given: Mapping[str, Tensor], function: Callable[[], Any], what: str) -> Any:
-    """What a function returns that may not write to these tensors, not even what stands there already."""
+    """Return the result of a function that may not write to these tensors, not even the values that they have."""
     before = {name: (tensor.clone(), version_of(tensor)) for name, tensor in given.items()}
     made = function()
     for name, (copy, version) in before.items():

@@ -74,7 +74,7 @@ def _levels(side: Quantizer, largest: float, sign: int = 1) -> Tensor:
 
 
 def _decoded(side: Quantizer, values: Tensor, largest: float) -> Tensor:
-    """What these come back as beside the largest magnitude, whatever shares a scale with them."""
+    """The values, encoded beside the largest magnitude and decoded, whatever shares a scale with them."""
     x = torch.full((len(values), 8), largest)
     x[:, 1] = values
     return encode(side, x).decode()[:, 1]

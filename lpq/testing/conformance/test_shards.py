@@ -37,14 +37,14 @@ def sharded(side: Quantizer, dim: int) -> tuple[Tensor, list[Tensor], list[int]]
 
 
 def reduced(stat: Stat, dim: int, parts: list[Tensor]) -> Tensor:
-    """What the ranks know together: MAX, or the sum, where an element covers several shards, else side by side."""
+    """A statistic of all ranks: the MAX, or the sum, where an element covers several shards, else side by side."""
     if stat.block[dim] is not None:
         return torch.cat(parts, dim)
     return torch.stack(parts).sum(0) if stat.reduce == "sum" else torch.stack(parts).amax(0)
 
 
 def measured(side: Quantizer, dim: int, shards: list[Tensor]) -> list[dict[str, Tensor]]:
-    """The statistics of shards, not yet combined; those of round 2 by what the ranks know together of round 1."""
+    """The statistics of shards, not yet combined; those of round 2 by the combined ones of round 1."""
     parts = [measure(side, shard) for shard in shards]
     first = [stat for stat in side.stats if stat.round == 1]
     if len(first) == len(side.stats):
