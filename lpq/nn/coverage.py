@@ -129,6 +129,6 @@ def largest(parts: Iterable[Part], total: int) -> str:
 
 def percent(share: float) -> str:
     """A share in whole percent, but a small one is not 0 % and a large one not 100 %."""
-    if 0 < share < 0.005 or 0.995 <= share < 1:
+    if 0 < share <= 0.005 or 0.995 <= share < 1:
         return "under 1 %" if share < 0.5 else "over 99 %"
     return f"{share:.0%}".replace("%", " %")

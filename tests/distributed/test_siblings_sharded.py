@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import lpq
 from lpq.nn.linear import Layer
 from lpq.nn.siblings import Inputs
+from lpq.optim import MasterWeights
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))
 from counting import encodings
@@ -51,7 +52,8 @@ def _trained(weights: Any, apart: bool, recipe: str = "mxfp8", kept: list[Tensor
     for block in net:
         fully_shard(block)
     fully_shard(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = MasterWeights(optimizer, keep=False) if weights == "quantized" else optimizer
     found = []
     for step in range(2):
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ranks import spawn
@@ -9,12 +11,15 @@ from sharded import How, batch, built, whole
 from torch import Tensor
 from torch.optim import AdamW
 
+from lpq.optim import MasterWeights
+
 RECIPES = ["mxfp8", "fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"]
 
 
 def _train(how: How, stay: bool) -> tuple[list[float], list[Tensor]]:
     net = built(how)
-    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
+    optimizer: Any = AdamW(net.parameters(), lr=1e-2, fused=True)
+    optimizer = MasterWeights(optimizer, keep=False) if how.weights == "quantized" else optimizer
     losses = []
     for number in range(2):
         for micro in range(3):

@@ -20,6 +20,7 @@ import lpq
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, MissingPlugin
 from lpq.integrations.transformers import LpqCallback
 from lpq.integrations.transformers_config import LpqConfig
+from lpq.optim import MasterWeights
 from lpq.recipes import RecipeError
 from lpq.registry.errors import UnknownRecipe
 
@@ -42,7 +43,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def a_step(model: Any) -> tuple[Tensor, Tensor]:
     """Train one step; return the loss and the logits."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if any(isinstance(weight, lpq.QuantizedTensor) for weight in model.parameters()):
+        optimizer = MasterWeights(optimizer, keep=False)
     out = model(**BATCH)
     out.loss.backward()
     optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 
@@ -19,6 +20,7 @@ from torch import Tensor
 import lpq
 from lpq.core import RandomBits, Storage, gemm, transpose
 from lpq.formats.elements import unpack_nibbles
+from lpq.operations.binding import Encoding
 from lpq.operations.fused_pair import Job
 from lpq.registry.errors import OptionError
 
@@ -353,13 +355,21 @@ def test_a_kernel_leaves_random_bits_of_cut_groups_to_the_reference(
     options: str, offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing else."""
-    monkeypatch.setattr(cuda, "_run", lambda *_, **how: ["launched"])
-    monkeypatch.setattr(cuda, "quantize_reference", lambda *_: ["left"])
+    bound = []
+
+    def found(*_: object) -> None:
+        bound.append(True)
+        raise InterruptedError  # here it would be compiled for a GPU
+
+    monkeypatch.setattr(cuda, "bind_parts", found)
     row, col = (quantizer(options).side(direction) for direction in ("row", "col"))
     for wanted in ((row, None), (None, col), (row, col)):
-        made = cuda.quantize(normal(32, 32), [], *wanted, torch.tensor(1), offset, False)
+        e = Encoding(*wanted, (32, 32), torch.float32, torch.float32, torch.device("cpu"), offset=offset)
+        with contextlib.suppress(InterruptedError):
+            assert cuda.bind(e) is None
         cut = offset == 5 and wanted[1] is not None and "stochastic=true" in options
-        assert made == ["left" if cut else "launched"], wanted
+        assert bound == ([] if cut else [True]), wanted
+        bound.clear()
 
 
 def test_stochastic_rounding_is_unbiased_and_nearest_rounding_is_not() -> None:
