@@ -185,7 +185,7 @@ def test_grouped_layers_are_handed_on_one_by_one() -> None:
 
 
 def test_the_constants_of_groups_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU whose exact products have a fixed cost, and save half of bf16's time beside it."""
+    """A GPU is imitated whose exact products have a fixed cost, and save half of bf16's time beside it."""
     shape = Experts(2, 1024, 64, 32)
     operations = 2 * 2 * 64 * 32  # of a row of each expert
 

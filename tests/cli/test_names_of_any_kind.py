@@ -91,7 +91,7 @@ UNKNOWN = {
     "check": ("nope",),
     "new-plugin": ("mine", "--nope"),
 }
-"""What each command is given that has no such name."""
+"""Arguments of each command among which is a name that does not exist."""
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def _saved_by_a_hook(rank: int, folder: str) -> None:
 
 
 def _masters(rank: int) -> None:
-    """What is kept of a step is the whole that was encoded."""
+    """A rank's part of a weight is that of its whole master, encoded."""
     for kind in ("loop", "fused"):
         net = sharded(converted("fp8-current"))
         optimizer = MasterWeights(WRITERS[kind](net.parameters()))

@@ -109,7 +109,7 @@ REFUSED = ("what_cannot_be_shared_out", "what_is_not_built", "what_ranks_cannot_
 
 
 def cell(test: str) -> str:
-    """What the page has in place of a test."""
+    """The cell that the page has in place of a test."""
     if test in (NOTHING, "–"):
         return test
     return "refused" if test.partition("::")[2].startswith(REFUSED) else "✓"

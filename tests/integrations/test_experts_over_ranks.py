@@ -27,7 +27,7 @@ CASES = [
 
 
 def given(ranks: range) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What experts are called with for the tokens of these ranks, and the gradients of what they return."""
+    """The arguments of experts for the tokens of these ranks, and the gradients of their results."""
     parts = []
     for rank in ranks:
         draw = torch.Generator().manual_seed(rank)

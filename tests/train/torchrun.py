@@ -42,7 +42,7 @@ class Ended:
     out: str
     err: str
     statuses: tuple[int, ...] = ()
-    """Of each rank, where they were forked."""
+    """The exit status of each rank, where they were forked."""
 
 
 def _faulty(fault: str) -> str:
