@@ -75,7 +75,7 @@ class _Steps:
         try:
             yield
         finally:
-            self._parts.pop()
+            self._parts.remove(optimizer)  # and not the last one, which another thread may have added
 
 
 @cache
