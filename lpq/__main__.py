@@ -1,6 +1,123 @@
-"""``python -m lpq`` is ``lpq``."""
+"""The command ``lpq``, and ``python -m lpq``. Each command lives in a module that is imported when the command runs.
 
-from lpq.cli import main
+So ``lpq formats`` needs no torch and ``lpq --help`` needs nothing at all. An ``LpqError`` ends a command with
+its words on stderr: status 2 for a name, an option or a value that does not exist, 1 for everything else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from io import TextIOWrapper
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from lpq.registry.errors import LpqError, suggestion
+
+COMMANDS = {
+    "train": ("lpq.train.commands.train", "Train a small GPT by a recipe, next to bf16."),
+    "formats": ("lpq.cli.listing", "List the number formats that are installed."),
+    "recipes": ("lpq.cli.listing", "List the named recipes."),
+    "plugins": ("lpq.cli.listing", "List the plugins: where each comes from, what it brings, what is wrong."),
+    "doctor": ("lpq.cli.doctor", "Show what this machine can run: versions, devices, plugins, kernels."),
+    "explain": (
+        "lpq.cli.explain",
+        "Show what a recipe does: operands, quantizers, kernels.",
+    ),
+    "memory": (
+        "lpq.cli.memory",
+        "Show what the weights of a model take: stored, gathered, in the optimizer.",
+    ),
+    "calibrate": (
+        "lpq.train.commands.calibrate",
+        "Make the scales of a checkpoint static, and list its layers by their noise.",
+    ),
+    "export": ("lpq.cli.export", "Write a checkpoint of lpq for inference engines."),
+    "check": ("lpq.cli.check", "Run the conformance kit on a format."),
+    "new-plugin": ("lpq.cli.new_plugin", "Write a package with a new format, ready to install."),
+}
+"""Each command: the module that has a function of its name, and its line in ``lpq --help``."""
+
+
+def load(name: str) -> Any:
+    """Import a command and return it. A class ``Command`` in its module changes how arguments are read."""
+    module = import_module(COMMANDS[name][0])
+    single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    single.command(name, cls=getattr(module, "Command", None))(getattr(module, name.replace("-", "_")))
+    return typer.main.get_command(single)
+
+
+class Unloaded(TyperCommand):
+    """A command that is listed but not imported; running it, or asking for its help, imports it."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return load(str(self.name)).make_context(info_name, args, parent, **extra)
+
+
+class Commands(TyperGroup):
+    """The commands of the table above."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return Unloaded(cmd_name, help=COMMANDS[cmd_name][1]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"there is no command {args[0]!r}: {suggestion(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    name="lpq",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        import lpq
+
+        typer.echo(f"lpq {lpq.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=show_version, is_eager=True
+    ),
+) -> None:
+    """Low-precision training in which a number format is a plugin."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; ``lpq`` and ``python -m lpq`` call it."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another, and nothing is lost
+    try:
+        app(args=list(arguments) if arguments is not None else None, prog_name="lpq")
+    except LpqError as error:
+        from lpq.cli.output import tell  # it needs more than a command that ends well may
+
+        raise SystemExit(tell(error)) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"lpq: {error.strerror}: what was being written is not complete", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # Python's own end would try to write what is left
+
 
 if __name__ == "__main__":
     main()

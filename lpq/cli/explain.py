@@ -15,7 +15,7 @@ from lpq.formats.format import Direction, Quantizer
 from lpq.nn.expert_notes import expert_note
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS
-from lpq.train.sources import refuse_rules
+from lpq.recipes.policy_sources import refuse_rules
 
 SIDES: tuple[Direction, Direction] = ("row", "col")
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lpq.cli.runs import checkpoint_in
 from lpq.registry.errors import OptionError, suggestion
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -44,9 +45,8 @@ def export(
     import torch  # `lpq export --help` can do without
 
     import lpq
-    from lpq.train.runs import CONFIG, RECIPE
 
-    if (checkpoint / CONFIG).is_file():  # the directory of a run of `lpq train`
-        checkpoint /= RECIPE
     chosen = getattr(torch, dtype) if dtype else None
-    typer.echo(lpq.export(checkpoint, directory, layout=layout, base=base, dtype=chosen, leave=leave or ()))
+    typer.echo(
+        lpq.export(checkpoint_in(checkpoint), directory, layout=layout, base=base, dtype=chosen, leave=leave or ())
+    )

@@ -19,8 +19,8 @@ from lpq.nn.sharded_weights import Weights
 from lpq.observe import Memory
 from lpq.observe.footprint import BF16
 from lpq.recipes import Recipe
+from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import OptionError, suggestion
-from lpq.train.sources import refuse_rules
 
 Name = Annotated[str, typer.Argument(metavar="SHAPE", help=f"The shape of the model: {', '.join(SHAPES)}.")]
 Source = Annotated[str, typer.Option("--recipe", help="The recipe of the blocks: a name, the grammar, or a TOML file.")]

@@ -42,6 +42,13 @@ def policy(source: PolicyLike, *, include: Include = None) -> Policy:
     return made.without_exceptions() if include == "all" else made
 
 
+def refuse_rules(source: str, remedy: str) -> None:
+    """Raise an error if ``source`` is a policy's file where a recipe is wanted."""
+    path = toml.path(source)
+    if path is not None and RULES in toml.read(path):
+        raise RecipeError(f"{path} is a policy and not a recipe, since this file has rules: {remedy}")
+
+
 def _made(source: PolicyLike) -> Policy:
     if isinstance(source, Policy):
         return source

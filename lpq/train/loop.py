@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import lpq
+from lpq.cli.runs import RECIPE
 from lpq.kernels.table import ENVIRONMENT, allowed_by
+from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
 from lpq.train import data, gpu_size, report, runs
 from lpq.train.config import TrainConfig
@@ -26,7 +28,6 @@ from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, fast_bf16, fixed_sums, pick_device
 from lpq.train.measure import served_by
 from lpq.train.report import Outcome, Summary
-from lpq.train.sources import policy_of
 from lpq.train.team import Team
 from lpq.train.trainer import Trainer
 
@@ -62,6 +63,14 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
         return compare(config, policy, text, team, directory, console)
 
 
+def policy_of(config: TrainConfig) -> Policy:
+    """The policy of a run: the one that it names, or its recipe for all layers."""
+    if config.policy is not None:
+        return lpq.policy(config.policy)
+    refuse_rules(config.recipe, f"give it as --policy {config.recipe}")
+    return lpq.policy(lpq.recipe(config.recipe))
+
+
 def compare(
     config: TrainConfig, policy: Policy, text: data.Text, team: Team, directory: Path, console: Console
 ) -> Summary:
@@ -71,7 +80,7 @@ def compare(
     say(console, f"{config.title}: {config.steps} steps on {where}, {text.source}; everything goes to {directory}/")
     if remark := gpu_size.note(config, device):
         say(console, remark)
-    jobs: dict[str, tuple[str, Policy | None]] = {runs.RECIPE: (config.title, policy)}
+    jobs: dict[str, tuple[str, Policy | None]] = {RECIPE: (config.title, policy)}
     if config.baseline:
         baseline = baseline_on(device)
         jobs[baseline] = (baseline, None)

@@ -14,18 +14,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lpq.cli.runs import CONFIG, RECIPE
 from lpq.train import gpu_size
 from lpq.train.config import TrainConfig, read
 from lpq.train.errors import TrainError
 
 RUNS = Path("runs")
 """The place of runs for which none is given."""
-CONFIG = "config.toml"
 CONVERSION = "conversion.txt"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 PLOT = "loss.png"
-RECIPE = "recipe"
 TRAININGS = (RECIPE, "bf16", "fp32")
 """The folders of the trainings that a run may consist of."""
 OWN = (CONFIG, CONVERSION, SUMMARY, PLOT, *TRAININGS)

@@ -12,8 +12,8 @@ from models import data, layers, model
 from torch import Tensor, nn
 
 import lpq
+from lpq.__main__ import main
 from lpq.calibration import layer_noise
-from lpq.cli import main
 from lpq.core import QuantizedTensor
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lpq import registry
-from lpq.cli import main
+from lpq.__main__ import main
 
 
 @dataclass(frozen=True)

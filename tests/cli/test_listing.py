@@ -109,7 +109,7 @@ def imported_by(*arguments: str) -> set[str]:
     """The modules that are imported once ``lpq`` has run with these arguments, in a fresh process."""
     code = f"""
 import sys
-from lpq.cli import main
+from lpq.__main__ import main
 try:
     main({arguments!r})
 except SystemExit as ended:

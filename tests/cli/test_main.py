@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lpq.cli import COMMANDS, load
+from lpq.__main__ import COMMANDS, load
 
 
 def test_help_lists_every_command(lpq: Callable) -> None:
@@ -128,7 +128,7 @@ def test_a_module_can_be_run_and_prints_no_traceback() -> None:
 
 def test_the_installed_script_is_this_command() -> None:
     (script,) = metadata.entry_points(group="console_scripts", name="lpq")
-    assert script.value == "lpq.cli:main"
+    assert script.value == "lpq.__main__:main"
     done = subprocess.run([sys.executable, "-m", "lpq", "formats"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "mxfp8" in done.stdout

@@ -13,7 +13,7 @@ from torch import nn
 
 import lpq
 from lpq import registry
-from lpq.cli import COMMANDS
+from lpq.__main__ import COMMANDS
 from lpq.train.loop import say
 from lpq.train.report import plain
 

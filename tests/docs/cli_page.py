@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lpq.cli import COMMANDS, load
+from lpq.__main__ import COMMANDS, load
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 SECTION = re.compile(r"<!-- help of lpq ([\w-]+) -->\n.*?<!-- end of help -->", re.DOTALL)

@@ -17,7 +17,7 @@ from reference_page import DIRECTIVE, is_own, resolve
 from snippets import PAGES, ROOT
 
 from lpq import registry
-from lpq.cli import COMMANDS
+from lpq.__main__ import COMMANDS
 from lpq.registry import hookspecs
 from lpq.registry.loader import HOOKS
 

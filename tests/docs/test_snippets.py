@@ -24,7 +24,7 @@ from torchrun import run_forked
 
 import lpq
 from lpq import operations, registry
-from lpq.cli import main
+from lpq.__main__ import main
 from lpq.cli.new_plugin import rendered
 from lpq.kernels import choose
 

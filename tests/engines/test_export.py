@@ -14,8 +14,8 @@ from tiny import Case, Net, layers, same, tensors
 from torch import nn
 
 import lpq
+from lpq.__main__ import main
 from lpq.checkpoint import CheckpointError, CheckpointWarning
-from lpq.cli import main
 from lpq.engines import plan
 from lpq.formats.elements import unpack_nibbles
 

@@ -14,7 +14,7 @@ import broken_formats as broken
 import pytest
 
 from lpq import registry
-from lpq.cli import main
+from lpq.__main__ import main
 
 
 def lpq(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

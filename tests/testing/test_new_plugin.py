@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lpq.cli import main
+from lpq.__main__ import main
 from lpq.cli.new_plugin import rendered
 
 VIEWS = Path(__file__).parents[1] / "views" / "test_two_views.py"

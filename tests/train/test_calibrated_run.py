@@ -11,7 +11,7 @@ from rich.console import Console
 from training import MakeConfig
 
 import lpq
-from lpq.cli import main
+from lpq.__main__ import main
 from lpq.train import run
 from lpq.train.data import load
 from lpq.train.machine import fast_bf16

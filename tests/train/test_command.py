@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lpq.cli import train as command
 from lpq.train import Stopped, TrainConfig
+from lpq.train.commands import train as command
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_a_run_is_titled_by_its_recipe_or_its_file() -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import lpq.cli.train, sys; sys.exit('torch' in sys.modules)"
+    code = "import lpq.train.commands.train, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -19,7 +19,7 @@ from ranks import processes
 
 SCRIPT = """
 import os, signal, time
-from lpq.cli import main
+from lpq.__main__ import main
 from lpq.train.trainer import Trainer
 
 RANK = int(os.environ["RANK"])

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from lpq.cli.runs import checkpoint_in
 from lpq.registry.errors import ImportStringError, OptionError, suggestion
 
 METHODS = ("max", "percentile", "mse", "four_over_six")
@@ -65,10 +66,8 @@ def calibrate(
     from lpq import calibration
     from lpq.cli.output import table
     from lpq.nn.names import plain_name
-    from lpq.train.runs import CONFIG, RECIPE
 
-    if (checkpoint / CONFIG).is_file():  # the directory of a run of `lpq train`
-        checkpoint /= RECIPE
+    checkpoint = checkpoint_in(checkpoint)
     job = _of_function(checkpoint, model, data or ()) if model else _of_run(checkpoint, data, samples)
     chosen: Any = method
     made = lpq.calibrate(

@@ -1,0 +1,15 @@
+"""The directory of a run of ``lpq train``, as far as other commands read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CONFIG = "config.toml"
+"""The settings of a run, which show that a directory is one."""
+RECIPE = "recipe"
+"""The folder with the checkpoints of the training by recipe."""
+
+
+def checkpoint_in(path: Path) -> Path:
+    """The checkpoints of the training by recipe if ``path`` is the directory of a run, and else ``path`` itself."""
+    return path / RECIPE if (path / CONFIG).is_file() else path
