@@ -24,10 +24,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lpq
 from benchmarks.contenders import Contender, compile_afresh
 from benchmarks.shapes import Pair
-from benchmarks.stack import Failed, together
+from benchmarks.stack import Failed, gathered_in, together
 from benchmarks.timing import Effort, on_gpu
 from lpq.distributed import tensor_parallel
-from lpq.observe.collectives import collectives, gathered_bytes
 
 COUNT = 12
 """Steps in a sample: the same on all ranks, as they meet in each."""
@@ -75,10 +74,7 @@ def measure(everyone: list[Contender], shape: Pair, effort: Effort, device: torc
             with together(peers):
                 step = _step(contender, shape, mesh)
                 step()
-                if not contender.compiled:  # what a compiler makes of a step gathers where nobody sees it
-                    with collectives() as seen:
-                        step()
-                    row["gathered_bytes"] = gathered_bytes(seen)
+                row["gathered_bytes"] = gathered_in(step, contender)
             steps[contender.name] = step
         except Failed as error:  # what one cannot do is a result, and the others go on
             row["failure"] = str(error)

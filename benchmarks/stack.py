@@ -24,6 +24,7 @@ from benchmarks.contenders import Contender, compile_afresh, in_words, training_
 from benchmarks.llama import Llama, rotations
 from benchmarks.shapes import Stack
 from benchmarks.timing import one_after_another
+from lpq.observe.collectives import collectives, gathered_bytes
 
 STEPS = 24
 
@@ -50,7 +51,8 @@ class Failed(Exception):
 
 
 def measure(everyone: list[Contender], shape: Stack, steps: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Tokens a second and rank of each contender, and the most memory that a rank had allocated; after each, so far."""
+    """Tokens a second and rank of each contender, the most memory that a rank had allocated, and the bytes that it
+    gathers in a step; after each, so far."""
     peers = dist.new_group(backend="gloo")  # needs no memory of a GPU, and meets no collective of a step
     results: list[dict[str, Any]] = []
     for contender in everyone:
@@ -73,14 +75,29 @@ def _of(
         with together(peers):
             timing, loss = one_after_another(step, steps, device)
             peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        with together(peers):
+            gathered = gathered_in(step, contender)
         speed = shape.tokens / timing.median
         result = {**timing.record("ms"), "tokens_per_second": speed, "loss": loss, "peak_bytes": peak, "failure": None}
+        result["gathered_bytes"] = gathered
     except Failed as error:  # what one library cannot do is a result, and the others go on
         result = {"peak_bytes": None, "failure": str(error)}
     if dist.get_rank() == 0:
         said = result["failure"] or f"{result['tokens_per_second']:,.0f} tokens/s"
         print(f"{contender.name}: {said}", file=sys.stderr)
     return {**contender.record(), **result}
+
+
+def gathered_in(step: Callable[[], object], contender: Contender) -> int | None:
+    """Run a step and count the bytes that its all-gathers bring together.
+
+    None where there is one rank, and of a compiled step, which gathers where nobody sees it.
+    """
+    if contender.compiled or dist.get_world_size() == 1:
+        return None
+    with collectives() as seen:
+        step()
+    return gathered_bytes(seen)
 
 
 @contextmanager

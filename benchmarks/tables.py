@@ -67,6 +67,10 @@ def ratio(value: float | None, of: float | None) -> str:
     return NONE if value is None or not of else f"{value / of:.2f}"
 
 
+def _mebibytes(count: int | None) -> str:
+    return number(count / 2**20 if count else None, 0)
+
+
 # ---------------------------------------------------------------------------------------------- linear
 
 
@@ -211,8 +215,8 @@ def _shares(result: Result) -> Table:
 
 
 def stack(result: Result) -> dict[str, Table]:
-    """Tokens a second and GPU, ratios of these to bf16 and to other libraries (above 1 is better), and the most memory
-    allocated."""
+    """Tokens a second and GPU, ratios of these to bf16 and to other libraries (above 1 is better), the most memory
+    allocated, and the bytes gathered where they were counted."""
     count = f"{result['ranks']} GPU" + ("s" if result["ranks"] > 1 else "")
     return _training(result, f"A stack of blocks under FSDP2 on {count}: tokens/s and GPU")
 
@@ -254,6 +258,9 @@ def _training(result: Result, title: str) -> dict[str, Table]:
         for row in rows
     ]  # fmt: skip
     columns = ["", "tokens/s", "÷ bf16", "÷ bf16, compiled", "fastest step", "GiB at most"]
+    if any(row.get("gathered_bytes") for row in rows):
+        columns.append("MiB gathered")
+        cells = [[*line, _mebibytes(row.get("gathered_bytes"))] for line, row in zip(cells, rows, strict=True)]
     rivals = [row for row in rows if row["library"] not in ("lpq", "torch")]
     to_rivals = [
         [f"{name(row)} ÷ {name(rival)}", ratio(speeds[name(row)], speeds[name(rival)])]
@@ -262,7 +269,7 @@ def _training(result: Result, title: str) -> dict[str, Table]:
         if row["library"] == "lpq" and kind(row) == kind(rival)
     ]
     return {
-        "times": Table(title, columns, cells + _absent(result, 5)),
+        "times": Table(title, columns, cells + _absent(result, len(columns) - 1)),
         "peers": Table("Tokens/s ÷ other libraries (above 1 is better)", ["", "tokens/s ÷ tokens/s"], to_rivals),
     }
 
@@ -291,7 +298,7 @@ def parallel(result: Result) -> dict[str, Table]:
         [
             name(row), number(row.get("ms"), 2), ratio(row.get("ms"), plain.get("ms")),
             ratio(row.get("ms"), compiled.get("ms")),
-            number(row["gathered_bytes"] / 2**20 if row.get("gathered_bytes") else None, 0),
+            _mebibytes(row.get("gathered_bytes")),
         ]
         for row in rows
     ]  # fmt: skip

@@ -106,6 +106,16 @@ def test_faster_than_bf16_is_above_one_for_tokens(results: Results) -> None:
     assert "2 GPUs" in made.title
 
 
+def test_bytes_gathered_stand_beside_memory_where_they_were_counted(results: Results) -> None:
+    without = tables.stack(results["stack-2"])["times"]
+    results["stack-2"]["results"][0]["gathered_bytes"] = 2**30
+    made = tables.stack(results["stack-2"])["times"]
+    assert made.columns == [*without.columns, "MiB gathered"]
+    assert row(made, "bf16") == [*row(without, "bf16"), "1,024"]
+    assert row(made, "lpq fp8-current") == [*row(without, "lpq fp8-current"), tables.NONE]
+    assert {len(cells) for cells in made.rows} == {len(made.columns)}
+
+
 def test_grouped_layers_are_compared_with_bf16_and_the_floor(results: Results) -> None:
     made = tables.grouped(results["grouped"])
     assert row(made["bf16"], "lpq fp8-row") == ["0.75", tables.NONE], "which has not run at the second shape yet"

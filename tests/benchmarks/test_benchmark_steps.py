@@ -124,6 +124,22 @@ def test_the_stack_trains_sharded_over_one_rank() -> None:
     plain, quantized = (row["loss"] for row in result["results"])
     assert plain == pytest.approx(quantized, rel=0.05)
     assert all(row["tokens_per_second"] > 0 for row in result["results"])
+    assert all(row["gathered_bytes"] is None for row in result["results"]), "nothing travels"
+
+
+def _bytes_of_a_stack(rank: int) -> None:
+    *_, result = stack.measure(of_stacks(("fp8-current",), compiled=False), TINY, 1, CPU)
+    assert [row["failure"] for row in result["results"]] == [None, None]
+    model = Llama(TINY)
+    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    plain, quantized = (row["gathered_bytes"] for row in result["results"])
+    assert plain == 2 * 2 * (weights + norms), "all in bf16, in forward and again in backward"
+    assert quantized == 2 * (weights + 2 * norms), "the row operands in forward and the column operands in backward"
+
+
+def test_a_stack_gathers_the_operands_of_its_weights() -> None:
+    spawn(_bytes_of_a_stack, 2)
 
 
 def _failing_on_one_rank(module: nn.Module) -> nn.Module:
