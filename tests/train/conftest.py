@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from rich.console import Console
 from training import MakeConfig
 
 from lpq.train import TrainConfig
+
+with suppress(ImportError):
+    import matplotlib.font_manager  # noqa: F401  (on a new machine it starts a process, as no unmarked test may)
 
 # The helpers for several processes, and for files that were written to do harm.
 sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("distributed", "checkpoint")]

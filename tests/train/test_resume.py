@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import processes
 from rich.console import Console
 from training import MakeConfig, assert_same, saved, shown
 
-from lpq.checkpoint import CheckpointError, info
-from lpq.train import Stopped, loop, run, runs
+from lpq.checkpoint import CheckpointError, files, info
+from lpq.train import Stopped, TrainConfig, loop, run, runs
 from lpq.train.machine import baseline_on
 from lpq.train.trainer import Trainer
 
@@ -108,23 +109,22 @@ def test_a_signal_in_the_baseline_keeps_the_recipe_done(
     assert [o.held_out_loss for o in resumed.outcomes] == [o.held_out_loss for o in whole.outcomes]
 
 
-CHILD = """
-import os, signal, sys
-from lpq.checkpoint import files
-from lpq.train import loop, run, TrainConfig
-from lpq.train.trainer import Trainer
+NEXT = "step-00000004"
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
 
-if sys.argv[1] == "in a step":
-    advance = Trainer.advance
-    Trainer.advance = lambda self: die() if self.step == 3 else advance(self)
-else:
-    publish = files.publish
-    files.publish = lambda old, new: die() if new.name == "step-00000004" else publish(old, new)
-run(TrainConfig(**eval(sys.argv[2])))
-"""
+def killed(_: int, config: TrainConfig, moment: str) -> None:
+    """Run in a process that is forked until it kills itself."""
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    advance, publish = Trainer.advance, files.publish
+    with pytest.MonkeyPatch.context() as patch:
+        if moment == "in a step":
+            patch.setattr(Trainer, "advance", lambda self: die() if self.step == 3 else advance(self))
+        else:
+            patch.setattr(files, "publish", lambda old, new: die() if new.name == NEXT else publish(old, new))
+        run(config)
 
 
 @pytest.mark.parametrize("moment", ["in a step", "in saving"])
@@ -132,12 +132,12 @@ def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(
     tiny: MakeConfig, console: Console, moment: str
 ) -> None:
     config = tiny("killed")
-    options = repr(config.__dict__)
-    child = subprocess.run([sys.executable, "-c", CHILD, moment, options], capture_output=True, text=True)
-    assert child.returncode == -signal.SIGKILL, child.stderr
+    (child,) = processes(killed, 1, config, moment, join=False).processes
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
     resumed = run(replace(config, resume=True), console)
     assert "resumed after step 2" in shown(console)
-    assert ("step-00000004.partial is refused: it was never finished" in shown(console)) == (moment == "in saving")
+    assert (f"{NEXT}.partial is refused: it was never finished" in shown(console)) == (moment == "in saving")
     whole = run(tiny("whole"), console)
     assert [o.losses for o in resumed.outcomes] == [o.losses for o in whole.outcomes]
     a, b = final(whole.directory), final(resumed.directory)

@@ -1,7 +1,7 @@
 """Starting ``lpq train`` with torchrun or as torchrun would, with a fault built into one rank where a test wants one.
 
-Really started are the tests of what torchrun itself does with the processes. It and each of them take seconds to import
-torch; what only wants ranks, as a script of the documentation does, forks them.
+It and each process that it starts take seconds to import torch. So one test really starts it; what wants ranks, as a
+script of the documentation does, forks them, and what wants torchrun's agent beside them forks that as well.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ranks import processes
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SCRIPT = """
 import os, signal, time
@@ -23,6 +27,7 @@ from lpq.__main__ import main
 from lpq.train.trainer import Trainer
 
 RANK = int(os.environ["RANK"])
+AGENT = int(os.environ.get("AGENT", "0"))
 advance = Trainer.advance
 
 def faulty(self):
@@ -49,36 +54,60 @@ def _faulty(fault: str) -> str:
     return SCRIPT.replace("{fault}", textwrap.indent(textwrap.dedent(fault), "    ").strip())
 
 
-def torchrun(ranks: int, *options: object, fault: str = "", folder: Path | None = None) -> Ended:
-    """``torchrun --nproc-per-node RANKS -m lpq train OPTIONS``; ``fault`` runs before each step."""
-    if fault:
-        assert folder is not None
-        script = folder / "faulty.py"
-        script.write_text(_faulty(fault))
-        job = [str(script)]
-    else:
-        job = ["-m", "lpq"]
+def torchrun(ranks: int, *options: object) -> Ended:
+    """``torchrun --nproc-per-node RANKS -m lpq train OPTIONS``."""
     torch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*torch, *job, "train", *map(str, options)],
+        [*torch, "-m", "lpq", "train", *map(str, options)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def forked(ranks: int, *options: object, fault: str = "") -> Ended:
-    """The same as far as a rank can tell, in processes that were forked; the status is the last rank's."""
+    """The same as far as a rank can tell, in processes that were forked; the status is the last rank's.
+
+    ``fault`` runs before each step.
+    """
     return run_forked(ranks, ["lpq", "train", *map(str, options)], _faulty(fault or "pass"))
+
+
+def under_agent(ranks: int, *options: object, fault: str) -> Ended:
+    """As ``forked``, and torchrun's agent watches the ranks: the process ``AGENT``, whose status is returned."""
+    return _ended(1, _agent, ranks, ["lpq", "train", *map(str, options)], _faulty(fault))
 
 
 def run_forked(ranks: int, arguments: list[str], script: str) -> Ended:
     """Run the text of a script so, in the caller's folder and with its environment."""
-    with socket.socket() as found, tempfile.TemporaryDirectory() as folder:
+    with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        where = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
-        found.close()
-        here = os.getcwd(), [*sys.path]
-        started = processes(_rank, ranks, ranks, folder, where, here, arguments, script, join=False)
+        port = str(found.getsockname()[1])
+    return _ended(ranks, _rank, ranks, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, arguments, script)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The caller's folder, path and environment, and the files for what is written."""
+
+    environment: dict[str, str]
+    directory: str
+    path: list[str]
+    output: str
+
+    def enter(self, **more: object) -> None:
+        os.environ.update(self.environment, OMP_NUM_THREADS="1", COLUMNS="200")
+        os.environ.update({name: str(value) for name, value in more.items()})
+        for name, stream in (("out", 1), ("err", 2)):
+            os.dup2(os.open(Path(self.output) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.chdir(self.directory)
+        sys.path[:] = self.path
+
+
+def _ended(count: int, function: Callable[..., None], *args: Any) -> Ended:
+    """Fork so many processes of ``function(number, place, *args)`` and wait for their end."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(dict(os.environ), os.getcwd(), [*sys.path], folder)
+        started = processes(function, count, place, *args, join=False)
         for process in started.processes:
             process.join(120)
             process.kill()
@@ -88,14 +117,26 @@ def run_forked(ranks: int, arguments: list[str], script: str) -> Ended:
         return Ended(statuses[-1], out, err, statuses)
 
 
-def _rank(
-    rank: int, ranks: int, folder: str, where: dict[str, str], here: tuple[str, list[str]], arguments: list[str],
-    script: str,
-) -> None:  # fmt: skip
-    one = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "COLUMNS": 200}
-    os.environ.update(where, OMP_NUM_THREADS="1", **{name: str(value) for name, value in one.items()})
-    for name, stream in (("out", 1), ("err", 2)):
-        os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.chdir(here[0])
-    sys.path[:], sys.argv = here[1], arguments
+def _run(arguments: list[str], script: str) -> None:
+    sys.argv = arguments
     exec(compile(script, "faulty.py", "exec"), {"__name__": "__main__"})
+
+
+def _rank(rank: int, place: Place, ranks: int, where: dict[str, str], arguments: list[str], script: str) -> None:
+    place.enter(**where, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    _run(arguments, script)
+
+
+def _agent(_: int, place: Place, ranks: int, arguments: list[str], script: str) -> None:
+    place.enter()
+    config = LaunchConfig(
+        1, 1, ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0,
+        start_method="forkserver",
+    )  # fmt: skip
+    elastic_launch(config, _watched)(place, os.getpid(), arguments, script)
+
+
+def _watched(place: Place, agent: int, arguments: list[str], script: str) -> None:
+    """Run as a rank, which finds its number where the agent put it."""
+    place.enter(AGENT=agent)
+    _run(arguments, script)
