@@ -1,14 +1,9 @@
-"""Run as a script: for each moment of a save, a process that is killed (SIGKILL) at it.
-
-``python killed.py FOLDER`` makes ``FOLDER/<moment>``, a run whose checkpoint of step 10 is whole and whose next one was
-never finished.
-"""
+"""For each moment of a save, a process that is killed (SIGKILL) at it."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +49,9 @@ def die_in(function: Callable[..., Any], call: int) -> Callable[..., Any]:
     return replacement
 
 
-def main(folder: Path) -> None:
+def kill_in_every_moment(rank: int, folder: Path) -> None:
+    """Make ``folder/<moment>``, a run whose checkpoint of step 10 is whole and whose next one was never finished."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that was forked has no CUDA
     for moment, (module, name, call, step) in MOMENTS.items():
         checkpoint.save(folder / moment, model(1.0), step=10)
         child = os.fork()
@@ -65,7 +62,3 @@ def main(folder: Path) -> None:
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), f"{moment}: the process was not killed"
         assert os.WTERMSIG(status) == signal.SIGKILL, moment
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

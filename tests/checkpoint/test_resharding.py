@@ -23,7 +23,7 @@ from checkpointed import (
     random,
     shard,
 )
-from hybrids import PAIRS
+from hybrids import MIXED, SOME
 from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -32,8 +32,10 @@ import lpq
 from lpq import checkpoint
 
 TRUTH, OTHER = 1, 2
-EVERY = {**FORMATS, "third_party": "mxfp4", "mixed_parties": "hybrid(row=mxfp4, col=nvfp4(block=16x16))"}
-HYBRIDS = {f"hybrid{i}": text for i, text in enumerate(PAIRS)}
+EVERY = {**FORMATS, "third_party": "mxfp4", **{f"hybrid{i}": text for i, text in enumerate(SOME[: len(MIXED)])}}
+"""The last are hybrids that have each format on both sides."""
+FEW = {name: FORMATS[name] for name in ("square", "fp4", "mixed_back", "mixed_delayed")}
+"""For another mesh: how a weight is cut does not depend on what else there is."""
 ODD = {"row": FORMATS["row"], "identity": FORMATS["identity"]}
 """Formats whose shards may be uneven: their blocks are rows."""
 
@@ -74,32 +76,27 @@ def _save_tiles(path: Path, mesh: DeviceMesh) -> None:
 def _on_four(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (4,))
     _save(folder / "four", shard(_net(TRUTH), mesh))
-    _save(folder / "hybrids", shard(_net(TRUTH, HYBRIDS), mesh))
     _save(folder / "odd", shard(Net(TRUTH, 510, ODD), mesh))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    _save(folder / "hsdp", shard(_net(TRUTH), hybrid, (Replicate(), Shard(0))))
+    _save(folder / "hsdp", shard(_net(TRUTH, FEW), hybrid, (Replicate(), Shard(0))))
     _save_tiles(folder / "tiles", init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")))
 
 
 def _on_two(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    for source in ("four", "hsdp"):
-        net = shard(_net(OTHER), mesh)
-        _loaded(folder / source, net)
+    for source, formats in (("hsdp", FEW), ("four", EVERY)):
+        net = shard(_net(OTHER, formats), mesh)
+        _loaded(folder / source, net, formats=formats)
         _save(folder / f"{source}-two", net)
     checkpoint.export_file(folder / "two.pt", net)
-    net = shard(_net(OTHER, HYBRIDS), mesh)
-    _loaded(folder / "hybrids", net, formats=HYBRIDS)
-    _save(folder / "hybrids-two", net)
     _loaded(folder / "odd", shard(Net(OTHER, 510, ODD), mesh), 510, ODD)
 
 
 def _on_four_again(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (4,))
-    _loaded(folder / "one", shard(_net(OTHER), mesh))
-    _loaded(folder / "hybrids-one", shard(_net(OTHER, HYBRIDS), mesh), formats=HYBRIDS)
+    _loaded(folder / "four-one", shard(_net(OTHER), mesh))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    _loaded(folder / "one", shard(_net(OTHER), hybrid, (Replicate(), Shard(0))))
+    _loaded(folder / "hsdp-one", shard(_net(OTHER, FEW), hybrid, (Replicate(), Shard(0))), formats=FEW)
     net = shard(_net(OTHER), mesh)
     checkpoint.import_file(folder / "one.pt", net)
     assert model_differences(net, _net(TRUTH)) == {}
@@ -126,17 +123,14 @@ def one_thread() -> Iterator[None]:
 def test_four_two_one_four(tmp_path: Path) -> None:
     spawn(_on_four, 4, tmp_path)
     spawn(_on_two, 2, tmp_path)
-    for source in ("four-two", "hsdp-two"):
-        net = _net(OTHER)
-        _loaded(tmp_path / source, net)
-    hybrids = _net(OTHER, HYBRIDS)
-    _loaded(tmp_path / "hybrids-two", hybrids, formats=HYBRIDS)
-    _save(tmp_path / "hybrids-one", hybrids)
+    for source, formats in (("hsdp", FEW), ("four", EVERY)):
+        net = _net(OTHER, formats)
+        _loaded(tmp_path / f"{source}-two", net, formats=formats)
+        _save(tmp_path / f"{source}-one", net)
     tiles = _weight(-3.0)
     checkpoint.load(tmp_path / "tiles", tiles)
     assert model_differences(tiles, _weight(1.0)) == {}
     _loaded(tmp_path / "odd", Net(OTHER, 510, ODD), 510, ODD)
-    _save(tmp_path / "one", net)
     checkpoint.export_file(tmp_path / "one.pt", net)
     one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "two.pt"))
     assert one["lpq"] == two["lpq"]

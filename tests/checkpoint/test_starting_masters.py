@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -254,8 +255,7 @@ def _sharded(rank: int, check: Check, folder: Path, recipe: str) -> None:
     check(folder, recipe, True)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(("check", "recipe"), zip(CHECKS, cycle(RECIPES)))
 def test_two_ranks(check: Check, recipe: str, tmp_path: Path) -> None:
     spawn(_sharded, 2, check, tmp_path, recipe)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import killed
 import pytest
 import torch
-from killed import MOMENTS, model
+from killed import MOMENTS, kill_in_every_moment, model
+from ranks import processes
 from torch import nn
 
 from lpq import checkpoint
@@ -149,8 +146,7 @@ def test_where_there_never_was_one_a_run_may_start(tmp_path: Path) -> None:
 
 
 def test_a_process_killed_while_saving_leaves_the_previous_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a process that was forked has no CUDA
-    subprocess.run([sys.executable, killed.__file__, str(tmp_path)], check=True, timeout=120, env=environment)
+    processes(kill_in_every_moment, 1, tmp_path)
     for moment in MOMENTS:
         _previous_one_serves(tmp_path / moment, MOMENTS[moment][-1])
 

@@ -19,29 +19,29 @@ from lpq.core import QuantizedTensor
 from lpq.optim import MasterWeights
 
 WEIGHTS = [
-    "fp8(scaling=block, block=128x128)", "mxfp8()", "fp8(scaling=row)", "nvfp4(block=16x16)",
-    "hybrid(row=fp8, col=nvfp4)", "mxfp4()", "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
+    "fp8(scaling=block, block=128x128)", "mxfp8()", "hybrid(row=fp8, col=nvfp4)", "mxfp4()",
+    "fp8(scaling=row)", "nvfp4(block=16x16)", "hybrid(row=nvfp4, col=mxfp8, col_source=row)",
     "hybrid(row=fp8(scaling=delayed, history=4), col=mxfp4)",
 ]  # fmt: skip
 """Formats of a model's layers: the first, and every other, has rows for the largest blocks on each of four ranks."""
-LAYERS = [f"{block}.{layer}" for block in range(4) for layer in ("up", "down")]
-MANY = {
-    "blocks": 4,
-    "ranks": 4,
-    "recipe": {
-        "rules": [
-            {"match": layer, "recipe": f"x=fp8(scaling=delayed, history=4), w={weight}, dy=mxfp8()"}
-            for layer, weight in zip(LAYERS, WEIGHTS, strict=True)
-        ]
-    },
-}
+
+
+def _many(*weights: str) -> dict[str, Any]:
+    """A model with a layer for each of these weights, whose inputs and gradients remember amaxes."""
+    layers = [f"{i // 2}.{('up', 'down')[i % 2]}" for i in range(len(weights))]
+    delayed = "fp8(scaling=delayed, history=4)"
+    rules = [
+        {"match": layer, "recipe": f"x={delayed}, w={weight}, dy={delayed}"}
+        for layer, weight in zip(layers, weights, strict=True)
+    ]
+    return {"blocks": len(weights) // 2, "ranks": 4, "recipe": {"rules": rules}}
+
+
 RUNS: dict[str, dict[str, Any]] = {
-    "delayed": {"recipe": "fp8-delayed"},
-    "ordinary": {"recipe": "fp8-current", "weights": None},
-    "gathered": MANY,
-    "stored": {**MANY, "weights": "quantized"},
-    "stored, delayed": {"recipe": "fp8-delayed", "weights": "quantized", "ranks": 4},
-    "masters": {**MANY, "weights": "quantized"},
+    "ordinary": {"recipe": "fp8-delayed", "weights": None, "blocks": 1},
+    "gathered": _many(*WEIGHTS[4:]),
+    "stored": {**_many(*WEIGHTS[:4]), "weights": "quantized"},
+    "masters": {**_many(*WEIGHTS[4:]), "weights": "quantized"},
 }
 """Runs in which ranks compute alike whatever their number: they see the same data."""
 SAVED, LAST = 2, 3
@@ -135,7 +135,7 @@ def resumed(
     """
     for name, run in runs.items():
         how, net, optimizer = _made(run, name, **options)
-        if used and name in ("delayed", "masters"):
+        if used and name in ("gathered", "masters"):
             step(net, optimizer, 7, how)
         before = {n: t.clone() for n, t in _values(net).items()}
         info = checkpoint.load(folder / source / name, net, optimizer)
