@@ -17,11 +17,10 @@ from torch import Tensor
 
 from lpq.distributed.casting.agreement import Agreement
 from lpq.distributed.casting.batched import Batched, serves
-from lpq.distributed.casting.casts import Cast, OnEveryRank, Piece, Views
+from lpq.distributed.casting.casts import Cast, Piece, Views
 from lpq.distributed.casting.given import items_of
 from lpq.distributed.casting.kinds import Item, Kind
-from lpq.distributed.casting.parts import InParts
-from lpq.distributed.casting.shares import Shares
+from lpq.distributed.casting.reference import Reference
 from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -40,9 +39,9 @@ class Pieces(Sequence[Piece]):
             if item.weight.numel():
                 kinds.setdefault(item.kind, []).append(item)
         self.casts = casts(kinds, rank, ranks)
-        self._agreement, self._shares = Agreement(items, rank, ranks), Shares(items, rank, ranks)
+        self._agreement = Agreement(items, rank, ranks)
         self._pieces = sorted((p for cast in self.casts for p in cast.pieces()), key=lambda p: p.weight)
-        self._told = {kind: kind.told(len(same), ranks) for kind, same in kinds.items()}
+        self._shapes = {kind: kind.told(len(same), ranks) for kind, same in kinds.items()}
 
     @overload
     def __getitem__(self, index: int) -> Piece: ...
@@ -56,37 +55,34 @@ class Pieces(Sequence[Piece]):
 
     def tell(self) -> Tensor:
         """The words that this rank sends to the others, for a MAX over the ranks."""
-        count = sum(math.prod(shape) for shape in self._shapes)
-        told = torch.zeros(count, dtype=torch.int32, device=self._shares.device)
-        agreement, shares, views = self._views(told)
-        self._agreement.tell(agreement)
-        self._shares.tell(shares)
+        count = sum(math.prod(shape) for shapes in self._all_shapes for shape in shapes)
+        told = torch.zeros(count, dtype=torch.int32, device=self._agreement.device)
+        agreement, views = self._views(told)
+        self._agreement.tell(*agreement)
         for cast in self.casts:
             cast.tell(views)
         return told
 
     def encode(self, told: Tensor) -> None:
         """Write what this rank can write, from the words of all ranks."""
-        agreement, shares, views = self._views(told)
-        self._agreement.check(agreement)
-        self._shares.check(shares)
+        agreement, views = self._views(told)
+        self._agreement.check(*agreement)
         for cast in self.casts:
             cast.encode(views)
         for item in self._without_elements:  # as any rank can
             item.weight.copy_(torch.empty(item.weight.shape, device=item.weight.device))
 
     @property
-    def _shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of all that the ranks exchange, in its order."""
-        kinds = (shape for same in self._told.values() for shape in same)
-        return [self._agreement.shape, self._shares.shape, *kinds]
+    def _all_shapes(self) -> list[list[tuple[int, ...]]]:
+        """The shapes of all that the ranks exchange, in its order: on which they must agree, and of each kind."""
+        return [self._agreement.shapes, *self._shapes.values()]
 
-    def _views(self, told: Tensor) -> tuple[Tensor, Tensor, Views]:
-        """Split what ranks exchange: which cast it is, what each rank owns, and the facts of each kind of weights."""
-        shapes = self._shapes
-        parts = torch.split(told, [math.prod(shape) for shape in shapes])
-        rest = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-        return next(rest), next(rest), {kind: [next(rest) for _ in same] for kind, same in self._told.items()}
+    def _views(self, told: Tensor) -> tuple[list[Tensor], Views]:
+        """Split what ranks exchange."""
+        shapes = self._all_shapes
+        parts = iter(torch.split(told, [math.prod(shape) for same in shapes for shape in same]))
+        agreement, *rest = [[next(parts).view(shape) for shape in same] for same in shapes]
+        return agreement, dict(zip(self._shapes, rest, strict=True))
 
 
 def casts(kinds: Mapping[Kind, Sequence[Item]], rank: int, ranks: int) -> list[Cast]:
@@ -95,7 +91,7 @@ def casts(kinds: Mapping[Kind, Sequence[Item]], rank: int, ranks: int) -> list[C
     found: list[Cast] = [Batched(batched, rank, ranks)] if batched else []
     for kind, items in kinds.items():
         if kind not in batched:
-            found.append(InParts(kind, items, rank) if kind.in_parts(ranks) else OnEveryRank(kind, items))
+            found.append(Reference(kind, items, rank, ranks))
     return found
 
 
@@ -125,14 +121,15 @@ def cast_master_weights(
 
     Where the kernel table has kernels for the operation ``cast``, they serve all weights of a quantizer at once,
     whatever their shapes. Other weights are cast together if their shapes and quantizers are equal, up to 2^26
-    elements at a time.
+    elements at a time; of these each rank encodes the whole, with zeros for elements that it has not.
 
     It can be recorded in a CUDA graph, after a call that was not. A replay casts what the same masters hold then into
     the same weights, with the same random bits unless ``seed`` is a tensor that was changed. The places of the weights
     are recorded with it, as one launch more for each 22 operands.
 
-    A weight with an operand in a rotated basis is dearer: its fp32 elements are in the all-reduce, and each rank
-    encodes all of it. So it has no pieces.
+    A weight with an operand in a rotated basis, or of a format that does not declare what follows from statistics
+    (``Buffer.from_stats``), is dearer: its fp32 elements are in the all-reduce, and each rank encodes all of it. So it
+    has no pieces.
     """
     import torch.distributed as dist
 

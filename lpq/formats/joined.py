@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage
-from lpq.formats.layout import row_major
+from lpq.formats.layout import as_bytes
 
 
 def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | None:
@@ -39,8 +39,4 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers hold the same bytes; views of one buffer do, without looking."""
     one_view = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
-    return a.shape == b.shape and (one_view or torch.equal(_bytes(a), _bytes(b)))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return row_major(tensor).view(-1).view(torch.uint8)
+    return a.shape == b.shape and (one_view or torch.equal(as_bytes(a), as_bytes(b)))

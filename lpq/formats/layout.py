@@ -40,6 +40,11 @@ def row_major(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride() == usual else tensor.as_strided(tensor.shape, usual)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in the order of its elements."""
+    return row_major(tensor).view(-1).view(torch.uint8)
+
+
 class Covering:
     """A named tensor that has one number, or some, for each block of a matrix."""
 
@@ -82,6 +87,11 @@ class Buffer(Covering):
     values: int | None = None
     """How many numbers it holds for each block, along a last dimension of their own (a codebook, codes that do not
     divide a byte); None: one, and no such dimension. They are never cut apart."""
+    from_stats: bool = False
+    """Whether its values follow from the statistics alone, as scales do. A format that declares it of a buffer thereby
+    declares that zeros in place of elements raise no statistic, and that a value of any other buffer follows from the
+    statistics and from the elements of its own block. Ranks that share out master weights then exchange statistics
+    (``cast_master_weights``), and otherwise all elements."""
 
     def __post_init__(self) -> None:
         if self.column_major and self.block == (None, None):

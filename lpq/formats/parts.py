@@ -82,8 +82,10 @@ def uncut(*first: Quantizer, later: Sequence[Quantizer] = ()) -> tuple[int, ...]
 
 
 def named(**declared: Iterable[Declared]) -> tuple[Declared, ...]:
-    """The buffers or the statistics of parts, each with the name of its part in front."""
-    return tuple(replace(d, name=f"{part}_{d.name}") for part, of_part in declared.items() for d in of_part)
+    """The buffers or the statistics of parts, each with the name of its part in front. A later part is measured when it
+    is encoded, so no buffer is declared to follow from statistics (``Buffer.from_stats``)."""
+    found = (replace(d, name=f"{part}_{d.name}") for part, of_part in declared.items() for d in of_part)
+    return tuple(replace(d, from_stats=False) if isinstance(d, Buffer) else d for d in found)  # type: ignore[call-arg]
 
 
 def joined(**tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.formats.format import Quantizer
 from lpq.formats.groups import Grouped, bounds, grid, piece, starts, unit
-from lpq.formats.layout import row_major
+from lpq.formats.layout import as_bytes, row_major
 from lpq.operations import group_tiles, sectioned
 from lpq.operations.decoding import decode
 from lpq.operations.format_calls import encoded_by
@@ -196,13 +196,9 @@ def _why_no_tiles(text: str, dim: int) -> str | None:
     begins = starts(offs.tolist(), unit(side, dim))
     for group, (start, stop) in enumerate(bounds(offs.tolist())):
         first, second = (g.matrix(group, start, stop, begins[group]).tensors() for g in both)
-        if any(not torch.equal(_bytes(a), _bytes(b)) for a, b in zip(first, second, strict=True)):
+        if any(not torch.equal(as_bytes(a), as_bytes(b)) for a, b in zip(first, second, strict=True)):
             return f"{side} gives rows that are padded with zeros other bytes"
     return None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return row_major(tensor).view(-1).view(torch.uint8)
 
 
 def without_the_host(why_not: str | None) -> bool:

@@ -166,10 +166,11 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> bool:
     master, cut = x.float(), x.numel() // 2 + 1
     if not 0 < cut < x.numel():
         return False
-    weights = [quantizer.quantize(torch.zeros_like(master)) for _ in range(2)]
+    seed = torch.tensor(SEED, device=master.device)
+    weights = [quantizer.quantize(torch.zeros_like(master), seed=seed) for _ in range(2)]
     parts = [(0, cut), (cut, x.numel())]
     ranks = [
-        Pieces(items_of([weight], [master.flatten()[start:stop]], [start], None, None, 2), rank, 2)
+        Pieces(items_of([weight], [master.flatten()[start:stop]], [start], None, seed, 2), rank, 2)
         for rank, (weight, (start, stop)) in enumerate(zip(weights, parts, strict=True))
     ]
     told = [pieces.tell() for pieces in ranks]
@@ -178,7 +179,7 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> bool:
     for mine, yours in zip(*ranks, strict=True):
         for to, source in ((mine, yours), (yours, mine)):
             to.buffer[source.start : source.stop] = source.own
-    whole = quantizer.quantize(master)
+    whole = quantizer.quantize(master, seed=seed)
     for pieces, weight in zip(ranks, weights, strict=True):
         finish_gather(pieces)
         for (direction, made), (_, expected) in zip(weight.operands, whole.operands, strict=True):

@@ -56,7 +56,10 @@ class OwnQuantizer(Quantizer):
 
 
 class ZeroStorage(Storage):
-    layout = (Buffer("data", torch.uint8, block=(1, 2), pad=8), Buffer("scale", torch.float32, block=(1, None)))
+    layout = (
+        Buffer("data", torch.uint8, block=(1, 2), pad=8),
+        Buffer("scale", torch.float32, block=(1, None), from_stats=True),
+    )
 
     def decode(self) -> Tensor:
         code = torch.stack((self.data >> 4, self.data & 15), -1).flatten(1)[:, : self.shape[1]]
@@ -80,7 +83,10 @@ class ZeroQuantizer(Quantizer):
 
 
 class TallStorage(Storage):
-    layout = (Buffer("data", torch.uint8, block=(2, 1)), Buffer("scale", torch.float32, block=(None, None)))
+    layout = (
+        Buffer("data", torch.uint8, block=(2, 1)),
+        Buffer("scale", torch.float32, block=(None, None), from_stats=True),
+    )
 
     def decode(self) -> Tensor:
         code = torch.stack((self.data >> 4, self.data & 15), 1).flatten(0, 1)[: self.shape[0]]
@@ -105,8 +111,8 @@ class TallQuantizer(Quantizer):
 class LevelsStorage(Storage):
     layout = (
         Buffer("data", torch.int8),
-        Buffer("fine", torch.uint8, block=(1, 16)),
-        Buffer("coarse", torch.float32, block=(1, 64)),
+        Buffer("fine", torch.uint8, block=(1, 16), from_stats=True),
+        Buffer("coarse", torch.float32, block=(1, 64), from_stats=True),
     )
 
     def decode(self) -> Tensor:
@@ -132,7 +138,7 @@ class LevelsQuantizer(Quantizer):
 
 
 class PythonStorage(TallStorage):
-    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(None, None)))
+    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(None, None), from_stats=True))
 
     def decode(self) -> Tensor:
         return self.data.float() * self.scale
@@ -154,7 +160,7 @@ class PythonQuantizer(Quantizer):
 
 
 class MixedStorage(PythonStorage):
-    pass
+    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(None, None)))
 
 
 @dataclass(frozen=True)

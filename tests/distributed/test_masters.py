@@ -43,10 +43,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lpq
 from lpq import registry
 from lpq.core import QuantizedTensor
-from lpq.distributed.casting.casts import OnEveryRank
-from lpq.distributed.casting.shares import DIGIT
-from lpq.distributed.casting.shares import whole as add_up
-from lpq.distributed.casting.traits import traits
+from lpq.distributed.casting.agreement import DIGIT
+from lpq.distributed.casting.agreement import whole as add_up
+from lpq.distributed.casting.kinds import Kind, in_fragments
+from lpq.distributed.casting.reference import Reference
+from lpq.distributed.casting.stacks import run_together
 from lpq.distributed.masters import Pieces, cast_master_weights, finish_gather
 
 some = settings(max_examples=settings().max_examples // 4, database=None, derandomize=True)
@@ -140,7 +141,7 @@ def test_many_kinds_at_once_and_weights_without_elements() -> None:
 
 def test_batches_may_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that a cast takes is bounded, and the bytes do not depend on how."""
-    monkeypatch.setattr("lpq.distributed.casting.batches.MOST", 200)
+    monkeypatch.setattr("lpq.distributed.casting.reference.MOST", 200)
     for text in (
         "fp8",
         "nvfp4",
@@ -156,16 +157,19 @@ def test_batches_may_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_known_of_formats() -> None:
     def known(text: str) -> tuple[tuple[int, ...], bool, bool]:
-        found = traits(lpq.quantizer(text).side("col"))
-        return found.coded, found.in_parts, found.together
+        """Declared: the buffers that depend on elements, and whether fragments do. Tried: whether many run at once."""
+        quantizer = lpq.quantizer(text)
+        kind, side = Kind(quantizer, True, True, 8, 8, torch.float32, False), quantizer.side("col")
+        return tuple(kind.coded("col", side)), in_fragments(side), run_together(kind, 2)
 
     for text in FORMATS:
         side = lpq.quantizer(text).side("col")
         assert known(side.text) == ((0,), side.rotation is None, True), text
-    assert known("odd_own") == ((0, 1), True, True)
+    assert known("odd_own") == ((0, 1), False, True)
     assert known("odd_levels") == ((0,), True, True)
     assert known("odd_python") == ((0,), True, False)
-    assert known("odd_mixed") == ((0,), False, True)
+    assert known("odd_mixed") == ((0, 1), False, True)
+    assert known("nvfp4(search=four_over_six)") == ((0, 1), True, True)
 
 
 def test_only_elements_that_share_a_code_are_told() -> None:
@@ -460,6 +464,6 @@ def test_one_rank_of_a_group_casts_alone() -> None:
     weight = one.weight()
     pieces = cast_master_weights([weight], [one.part(0)], [0], None)
     assert len(pieces) == 0
-    assert all(isinstance(each, OnEveryRank) for each in pieces.casts)
+    assert all(isinstance(each, Reference) for each in pieces.casts)
     finish_gather(pieces)
     check(weight, one.expected(0), "alone")

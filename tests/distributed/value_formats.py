@@ -54,7 +54,9 @@ class CodebookStorage(Storage):
         assert isinstance(quantizer, CodebookQuantizer)
         return (
             Buffer("data", torch.uint8, block=(1, 2)),
-            Buffer("codebook", torch.bfloat16, block=BLOCKS[quantizer.block], values=16),
+            Buffer(
+                "codebook", torch.bfloat16, block=BLOCKS[quantizer.block], values=16, from_stats=bool(quantizer.stats)
+            ),
         )
 
     def _codes(self) -> Tensor:

@@ -139,6 +139,28 @@ class TransposeHidesNaN(Transposes):
     """A scale that is NaN is 1 in the transpose."""
 
 
+# ---------------------------------------------------------------------------------------------- parts of a matrix
+
+
+class FollowingStorage(Int8Storage):
+    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, None), from_stats=True))
+
+
+class Follows(Int8):
+    """It declares that its scale follows from statistics; so it does."""
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        made = super().encode(x, stats)
+        return self.storage(data=made.data, scale=made.scale)
+
+
+class RaisedByZeros(Follows):
+    """A row with a zero in it has a larger scale."""
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": super().measure(x)["amax"] * (1 + (x == 0).any(1, keepdim=True))}
+
+
 # ---------------------------------------------------------------------------------------------- state
 
 
@@ -232,6 +254,8 @@ class OneShape(Quantizer):
 
 
 STORAGES: dict[type[Quantizer], type[Storage]] = {
+    Follows: FollowingStorage,
+    RaisedByZeros: FollowingStorage,
     Transposes: TurnedStorage,
     TransposeHidesNaN: HidesNaNStorage,
     Delayed: TensorStorage,

@@ -35,7 +35,7 @@ def shared_exponent(amax: Tensor) -> Tensor:
 class MXFP4Storage(Storage):
     """``data``: two E2M1 values in a byte, the even column low. ``scale``: an exponent for each block."""
 
-    layout = (Buffer("data", torch.uint8, block=PAIR), Buffer("scale", torch.uint8, block=BLOCK))
+    layout = (Buffer("data", torch.uint8, block=PAIR), Buffer("scale", torch.uint8, block=BLOCK, from_stats=True))
 
     def decode(self) -> Tensor:
         elements = decode_e2m1_pairs(self.data)[:, : self.shape[1]]

@@ -9,8 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lpq.distributed.casting.fragments import Grid, Span, reach
-from lpq.distributed.casting.traits import traits
+from lpq.distributed.casting.fragments import Grid, Span
 from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.operations.derived_operands import derives_col, rounds_stochastically
@@ -18,6 +17,12 @@ from lpq.tensor import QuantizedTensor
 
 HEAD = 4
 """Words before the elements of a fragment: where it begins and where it ends, each as a row and a column."""
+
+
+def in_fragments(side: Quantizer) -> bool:
+    """Whether fragments can be encoded one by one, as the format declares."""
+    mixed = side.uncut or side.rotation is not None or any(s.reduce != "max" or s.round > 1 for s in side.stats)
+    return side.plain or (not mixed and any(buffer.from_stats for buffer in side.layout))
 
 
 @dataclass(frozen=True)
@@ -59,39 +64,43 @@ class Kind:
         """The statistics that these operands need, in the order of ``operations.declared``."""
         return [Grid(stat, d, self.rows, self.cols) for d, side in self.sides for stat in side.stats]
 
+    def stats_of(self, direction: Direction) -> slice:
+        """Where in that order those of one operand are."""
+        found = [i for i, grid in enumerate(self.stats) if grid.direction == direction]
+        return slice(found[0], found[-1] + 1) if found else slice(0)
+
     def coded(self, direction: Direction, side: Quantizer) -> dict[int, Grid]:
         """The buffers of an operand that depend on the elements, by their place in the layout."""
-        return {j: Grid(side.layout[j], direction, self.rows, self.cols) for j in traits(side).coded}
+        grids = {j: Grid(buffer, direction, self.rows, self.cols) for j, buffer in enumerate(side.layout)}
+        return {j: grid for j, grid in grids.items() if not side.layout[j].from_stats}
 
     @cached_property
     def reach(self) -> int:
         """The largest distance, in the flattened weight, of two elements that share a code."""
         grids = [grid for d, side in self.sides for grid in self.coded(d, side).values()]
-        return min(reach(grids), self.rows * self.cols)
-
-    @cached_property
-    def together(self) -> bool:
-        """Whether many can be encoded by the launches of one."""
-        used = {*(side for _, side in self.sides), *([self.quantizer.side("col")] if self.derives else [])}
-        return all(traits(side).together for side in used)
+        return min(max((grid.reach for grid in grids), default=0), self.rows * self.cols)
 
     @cached_property
     def stochastic(self) -> bool:
         return rounds_stochastically(self.quantizer)
 
+    @cached_property
+    def in_fragments(self) -> bool:
+        """Whether fragments can be encoded one by one."""
+        return all(in_fragments(side) for _, side in self.sides)
+
     def in_parts(self, ranks: int) -> bool:
-        """Whether fragments can be encoded one by one, and the ranks then exchange less than all elements."""
-        possible = all(traits(side).in_parts for _, side in self.sides)
-        return ranks > 1 and possible and 2 * self.reach * ranks < self.rows * self.cols
+        """Whether they are, since the ranks then exchange less than all elements."""
+        return ranks > 1 and self.in_fragments and 2 * self.reach * ranks < self.rows * self.cols
 
     def told(self, count: int, ranks: int) -> list[tuple[int, ...]]:
-        """The shapes of what the ranks exchange of this many weights: in parts, the statistics and the ends of all
-        fragments; else all elements. They are the same on all ranks, whatever kernels these have."""
+        """The shapes of what the ranks exchange of this many weights: the statistics, and the ends of all fragments or
+        all elements. They are the same on all ranks, whatever kernels these have."""
+        stats: list[tuple[int, ...]] = [(count, *grid.shape) for grid in self.stats if self.in_fragments]
         if ranks == 1:
-            return []
+            return stats
         if not self.in_parts(ranks):
-            return [(count, self.rows * self.cols)]
-        stats: list[tuple[int, ...]] = [(count, *grid.shape) for grid in self.stats]
+            return [*stats, (count, self.rows * self.cols)]
         return [*stats, (count, ranks, HEAD + 2 * self.reach)] if self.reach else stats
 
 

@@ -8,12 +8,18 @@ from torch import Tensor
 
 from lpq.formats import Quantizer, Stat
 from lpq.formats.format import Direction
+from lpq.testing.comparing import compare_cast
 from lpq.testing.expect import same, same_operand
-from lpq.testing.operands import DIRECTIONS, encode, measure, normal, unit
+from lpq.testing.operands import DIRECTIONS, encode, measure, normal, sides, unit
 from lpq.testing.options import only
 
 WHOLE = 48
 """Rows or columns of the whole, at least: enough for what goes by whole sixteens, if it may not."""
+
+
+def declares_what_follows(quantizer: Quantizer) -> bool:
+    """Whether some buffer of an operand follows from statistics."""
+    return any(buffer.from_stats for side in sides(quantizer) for buffer in side.layout)
 
 
 def sizes(side: Quantizer, dim: int) -> list[int]:
@@ -108,3 +114,13 @@ def test_a_shard_is_its_piece_of_the_whole(side: Quantizer, direction: Direction
             f"{side}: shards encode alike with their own statistics and with the reduced ones, so the statistic that "
             f"spans them, {spanning[0].name!r}, is of no use: take the scale from it, or do not declare it"
         )
+
+
+@only(declares_what_follows, "declares buffers that follow from statistics")
+def test_parts_of_a_master_are_cast_as_the_whole(quantizer: Quantizer) -> None:
+    """Ranks that share out a master weight, anywhere, exchange statistics where ``Buffer.from_stats`` is declared.
+
+    A format whose zeros raise a statistic, or whose codes depend on elements beyond their blocks, fails here.
+    """
+    size = WHOLE + 2 * max(unit(side, dim) for side in sides(quantizer) for dim in (0, 1)) + 3
+    assert compare_cast(quantizer, normal(size, size)), f"{quantizer}: {size} rows and columns make no two parts"

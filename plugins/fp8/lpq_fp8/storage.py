@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LAYOUTS = {
     (name, block): (
         Buffer("data", element),
-        Buffer("scale", torch.float32, block=block, column_major=block == BLOCKS["1x128"]),
+        Buffer("scale", torch.float32, block=block, column_major=block == BLOCKS["1x128"], from_stats=True),
     )
     for name, element in ELEMENTS.items()
     for block in (TENSOR, ROW, *BLOCKS.values())

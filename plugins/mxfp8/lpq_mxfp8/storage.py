@@ -14,7 +14,7 @@ from lpq_mxfp8.reference import BLOCK, ELEMENTS
 if TYPE_CHECKING:
     from lpq_mxfp8.quantizer import MXFP8Quantizer
 
-SCALE = Buffer("scale", torch.uint8, block=BLOCK, column_major=True)
+SCALE = Buffer("scale", torch.uint8, block=BLOCK, column_major=True, from_stats=True)
 LAYOUTS = {name: (Buffer("data", dtype), SCALE) for name, dtype in ELEMENTS.items()}
 
 

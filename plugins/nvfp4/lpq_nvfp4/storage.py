@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from lpq_nvfp4.quantizer import NVFP4Quantizer
 
 LAYOUTS = {
-    name: (
+    (name, searched): (
         Buffer("data", torch.uint8, block=(1, 2), pad=GROUP),
-        Buffer("scale", E4M3, block=block, column_major=name == "1x16"),
-        Buffer("amax", torch.float32, block=(None, None)),
+        Buffer("scale", E4M3, block=block, column_major=name == "1x16", from_stats=not searched),
+        Buffer("amax", torch.float32, block=(None, None), from_stats=True),
     )
     for name, block in BLOCKS.items()
+    for searched in (False, True)
 }
 
 
@@ -33,12 +34,12 @@ class NVFP4Storage(Storage):
     The columns of ``data`` are padded to whole groups of 16, which a rotation mixes.
     """
 
-    layout = LAYOUTS["1x16"]
+    layout = LAYOUTS["1x16", False]
     quantizer: NVFP4Quantizer
 
     @classmethod
     def layout_for(cls, quantizer: Any) -> tuple[Buffer, ...]:
-        return LAYOUTS[quantizer.block]
+        return LAYOUTS[quantizer.block, quantizer.search != "amax"]
 
     def decode(self) -> Tensor:
         stored = self._stored()
