@@ -116,7 +116,7 @@ class GroupedMultiplication(torch.autograd.Function):
         states = ctx.call.states
         (rows, features), (groups, outputs, _), x_dtype, w_dtype = ctx.shapes
         offs, *saved = ctx.saved_tensors
-        seeds = saved.pop(0) if plan.stochastic else None
+        seeds, saved = (saved[0], saved[1:]) if plan.stochastic else (None, saved)  # torch 2.11 traces it as a tuple
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
         dgrad, wgrad, x_decoded = ctx.decoded
