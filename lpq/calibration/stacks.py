@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.tensors import chunk, held
 from lpq.distributed.shard import plain
-from lpq.engines.experts import by_tensor, counted
+from lpq.engines.experts import counted
+from lpq.engines.experts import states_of as states_in
 from lpq.nn.experts import Experts, is_transposed, stacks
 from lpq.nn.functional import as_offsets
 from lpq.nn.grouped_linear import GroupedLinear
@@ -65,8 +66,7 @@ def bias_of(stack: Stack) -> Tensor | None:
 
 def states_of(stack: Stack) -> Mapping[str, Mapping[str, Tensor]]:
     """Its static statistics, by tensor and by their names in the quantizer of that tensor."""
-    holder = stack.holder
-    return holder.states(stack.key) if isinstance(holder, Experts) else by_tensor(holder.memories())
+    return states_in(stack.holder, stack.key)
 
 
 def is_shared_out(holder: nn.Module) -> bool:

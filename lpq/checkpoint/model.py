@@ -184,8 +184,9 @@ class Model:
         halves: list[str] = []
         for name, layer in self.remembering():
             kept = layer.kept()
-            for tensor in dict.fromkeys(memory.tensor for memory in kept):
-                own = {PREFIX + _joined(name, m.name): getattr(layer, m.name) for m in kept if m.tensor == tensor}
+            for of in dict.fromkeys((memory.stack, memory.tensor) for memory in kept):
+                names = [memory.name for memory in kept if (memory.stack, memory.tensor) == of]
+                own = {PREFIX + _joined(name, key): getattr(layer, key) for key in names}
                 lacking = [shown(key) for key in own if key in absent]
                 found.update(own if lacking else {})
                 halves += lacking if len(lacking) < len(own) else []

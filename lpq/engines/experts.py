@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
-from lpq.nn.experts import DOWN, UP, Experts, holds_experts, is_dense
+from lpq.nn.experts import DOWN, UP, holds_experts, is_dense
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
+from lpq.nn.remembering import Remembering
 from lpq.recipes import Recipe
 from lpq.torch_private.tensors import local_part
 
@@ -47,8 +48,7 @@ def stacks(model: nn.Module) -> dict[str, Stack]:
         recipe: Any = getattr(module, "recipe", None)
         if recipe is None or recipe.w.side("row").plain:
             continue
-        own = module.states(key.rstrip("_")) if isinstance(module, Experts) else by_tensor(module.memories())
-        found[weight] = Stack(names, recipe, own)
+        found[weight] = Stack(names, recipe, states_of(module, key.rstrip("_")))
     return found
 
 
@@ -70,14 +70,9 @@ def every_stack(model: nn.Module) -> dict[str, tuple[Any, str, str, Names]]:
     return found
 
 
-def by_tensor(memories: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The buffers of a layer by the tensor whose statistics they are, as ``x_amax``, and by what its quantizer calls
-    them."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, value in memories.items():
-        tensor, _, key = name.partition("_")
-        found.setdefault(tensor, {})[key] = local_part(value)  # all ranks have the same
-    return found
+def states_of(module: Remembering, stack: str = "") -> dict[str, dict[str, Tensor]]:
+    """What the quantizers of a module, or of a stack in it, remember, of which all ranks have the same."""
+    return {t: {key: local_part(value) for key, value in state.items()} for t, state in module.states(stack).items()}
 
 
 def left_stacks(model: nn.Module) -> Iterator[tuple[str, bool]]:

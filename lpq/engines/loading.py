@@ -270,9 +270,8 @@ def _remembers(layer: Layer, amax: Tensor) -> bool:
     if side.static:
         prefix = next(name for name, branch in x.state_branches().items() if branch == side)
         (buffer,) = side.state
-        layer.static_values()[f"x_{prefix}{buffer.name}"].copy_(amax)
+        layer.states()["x"][prefix + buffer.name].copy_(amax)
         layer.forget_calls()
         return True
-    state = {name.removeprefix("x_"): value for name, value in layer.memories().items() if name.startswith("x_")}
-    remember(x, state, [amax.to(layer.weight.device)], col=False)
+    remember(x, layer.states()["x"], [amax.to(layer.weight.device)], col=False)
     return True

@@ -112,7 +112,7 @@ def static_places(one: Held, x: Quantizer) -> Tensor | None:
     prefix = next(name for name, branch in x.state_branches().items() if branch == side)
     (buffer,) = side.state
     holder: Any = one.holder
-    found: Tensor = holder.static_values()[f"{one.key}x_{prefix}{buffer.name}"]
+    found: Tensor = holder.states(one.key.rstrip("_"))["x"][prefix + buffer.name]
     return found
 
 

@@ -15,7 +15,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
-from lpq.engines.experts import by_tensor, file_names, left_stacks, split, split_rows, stacks
+from lpq.engines.experts import file_names, left_stacks, split, split_rows, stacks, states_of
 from lpq.engines.inputs import RECORD
 from lpq.formats import Quantizer
 from lpq.nn import Layer
@@ -92,8 +92,7 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
             "keep it in high precision, leave=[…]"
         )
     x = recipe.x
-    memories = by_tensor(layer.memories())
-    return Multiplied(name, recipe.w, None if x.side("row").plain else x, memories, known.get(name))
+    return Multiplied(name, recipe.w, None if x.side("row").plain else x, states_of(layer), known.get(name))
 
 
 def _stored(name: str, local: Tensor) -> Stored | None:

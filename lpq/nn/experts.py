@@ -93,21 +93,10 @@ class Experts(Remembering):
 
     def kept(self) -> tuple[Memory, ...]:
         found = self._plan.memories if self._plan is not None else ()
-        return tuple(
-            m._replace(name=f"{stack}_{m.name}", tensor=f"{stack}_{m.tensor}") for stack in stacks(self) for m in found
-        )
+        return tuple(m._replace(name=f"{stack}_{m.name}", stack=stack) for stack in stacks(self) for m in found)
 
     def forget_calls(self) -> None:
         self._checked = False
-
-    def states(self, stack: str) -> dict[str, dict[str, Tensor]]:
-        """The static statistics of all experts of a stack, by tensor and by key of its quantizer."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, _, key, _ in self.kept():
-            for tensor in TENSORS:
-                if name == f"{stack}_{tensor}_{key}":
-                    found.setdefault(tensor, {})[key] = local_part(getattr(self, name))
-        return found
 
     def own_groups(self) -> slice:
         """The experts of this rank: all, unless ranks share them out."""
@@ -130,7 +119,7 @@ class Experts(Remembering):
         ends, operands, states = as_offsets(title, ends, len(weight), rows), stored_operands(plan, rows, weight), None
         if plan.memories:
             own = self.own_groups()
-            states = {t: {key: value[own] for key, value in kept.items()} for t, kept in self.states(stack).items()}
+            states = {t: {k: local_part(v)[own] for k, v in kept.items()} for t, kept in self.states(stack).items()}
         y = grouped_linear_of(title, plan, rows, weight, bias, ends, operands, states=states)
         if self.observer is not None:
             self.observer(stack, rows, ends, y)

@@ -115,10 +115,7 @@ class GroupedLinear(Layer):
             check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
             self._static_checked = self._calls[1]
         own = self.own_groups()
-        return {
-            tensor: {key: local_part(value)[own] for key, value in state.items()}
-            for tensor, state in self._states().items()
-        }
+        return {tensor: {k: local_part(v)[own] for k, v in state.items()} for tensor, state in self.states().items()}
 
     def extra_repr(self) -> str:
         return (

@@ -129,13 +129,6 @@ class Layer(Saved):
         """Why this layer cannot do what a recipe plans; None if it can."""
         return None
 
-    def _states(self) -> dict[str, State]:
-        """The state of each tensor that has one, by the keys of its quantizer."""
-        states: dict[str, State] = {}
-        for name, tensor, key, _ in self._plan.memories if self._plan is not None else ():
-            states.setdefault(tensor, {})[key] = getattr(self, name)
-        return states
-
     def __getstate__(self) -> dict[str, Any]:
         # Nobody would release the weight that a copy holds, or move its stages.
         return {**self.__dict__, "_held": None, "stages": None, "_calls": (None, {})}
@@ -195,7 +188,7 @@ class Layer(Saved):
             if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
                 check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
                 self._static_checked = self._calls[1]
-            return multiply_parts(self, plan, input, weight, bias, dtype, self._states(), self._inputs)  # type: ignore[arg-type]
+            return multiply_parts(self, plan, input, weight, bias, dtype, self.states(), self._inputs)  # type: ignore[arg-type]
         else:
             check(self, input, weight)
             inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
@@ -264,7 +257,7 @@ class Layer(Saved):
         seeds: dict[str, Tensor] = {}
         if plan.stochastic:
             seeds = dict(zip(TENSORS, draw_seeds(input, weight, len(TENSORS)).unbind(), strict=True))
-        states = self._states()
+        states = self.states()
         if plan.moving:
             moving = {tensor: states[tensor] for tensor in plan.moving}
             check_memories(self, moving)
@@ -281,7 +274,7 @@ class Layer(Saved):
 
     def weight_state(self) -> State | None:
         """The state of the weight's quantizer, if it has one."""
-        return self._states().get("w")
+        return self.states().get("w")
 
     def kept(self) -> tuple[Memory, ...]:
         return self._plan.memories if self._plan is not None else ()
@@ -314,7 +307,7 @@ class Layer(Saved):
                 f"{self.title}: hold_weights is for weights that are not sharded; FSDP2 keeps gathered ones for "
                 "several passes after set_reshard_after_backward(False)"
             )
-        state = self._states().get("w")
+        state = self.states().get("w")
         with torch.no_grad():
             weight: Tensor = self.weight.t() if self.transposed else self.weight
             given = weight_operands(self._plan, self.weight, None, col=True)

@@ -21,6 +21,8 @@ class Memory(NamedTuple):
     key: str
     moves: bool
     """Whether a step changes it; else it is static."""
+    stack: str = ""
+    """The stack whose matrices have one each, in a module with several."""
 
 
 def memories(recipe: Recipe) -> tuple[Memory, ...]:

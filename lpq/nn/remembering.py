@@ -25,6 +25,14 @@ class Remembering(nn.Module):
         """All that its quantizers remember across steps, by the names of the buffers."""
         return {memory.name: getattr(self, memory.name) for memory in self.kept()}
 
+    def states(self, stack: str = "") -> dict[str, dict[str, Tensor]]:
+        """The state of each tensor that has one, by the keys of its quantizer; of a ``stack`` if there are several."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for memory in self.kept():
+            if memory.stack == stack:
+                found.setdefault(memory.tensor, {})[memory.key] = getattr(self, memory.name)
+        return found
+
     def static_values(self) -> dict[str, Tensor]:
         """The buffers that no step moves: ``lpq.calibrate`` finds their values."""
         return {memory.name: getattr(self, memory.name) for memory in self.kept() if not memory.moves}

@@ -102,7 +102,7 @@ def different(text: str, mode: str) -> set[str]:
     parallelize_module(layer, init_device_mesh(_device(), (ranks,)), _style(mode))
     _step(layer, mode, 0)
     _step(whole, None, 0)
-    states, recipe = whole._states(), whole.recipe
+    states, recipe = whole.states(), whole.recipe
     assert recipe is not None
     (x, dy), expected = _tensors(1), {}
     for i, (name, tensor) in enumerate({"x": x, "w": whole.weight, "dy": dy}.items()):
