@@ -13,6 +13,8 @@ import pytest
 from lpq import registry
 from lpq.__main__ import main
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # what forks processes
+
 
 @dataclass(frozen=True)
 class Ended:

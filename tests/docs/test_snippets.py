@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import tomllib
 import warnings
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forking
 import pytest
 import torch
 from snippets import KNOWN, PAGES, ROOT, Block, blocks
@@ -31,7 +35,7 @@ from lpq.kernels import choose
 NEEDED = {"huggingface.md": ("transformers", "accelerate", "peft", "safetensors")}
 """Packages that a page is about and lpq does not need; without them the page is skipped."""
 IN_A_PROCESS = {"check"}
-"""Commands that run in a process of their own, since they run pytest; the others run here: it is faster."""
+"""Commands that run in a process that is forked, since they run pytest; the others run here: it is faster."""
 
 
 class Reader:
@@ -89,12 +93,15 @@ class Reader:
         if command[0] == "make":
             self.succeed(["make", "--dry-run", *command[1:]], block, cwd=ROOT)
         elif command[:2] == ["pip", "install"]:
-            self.install(self.folder / command[-1], block)
+            self.install(self.folder / command[-1])
         elif command[0] == "torchrun":
             self.torchrun(command, block)
-        elif command[0] == "lpq" and command[1] in IN_A_PROCESS:
+        elif command[0] == "lpq" and set_here:
             path = os.pathsep.join(map(str, [*self.sources, self.site]))
             self.succeed([sys.executable, "-m", *command], block, env={**os.environ, "PYTHONPATH": path, **set_here})
+        elif command[0] == "lpq" and command[1] in IN_A_PROCESS:
+            ended = forking.command(*command[1:])
+            assert ended.status == 0, f"{block.place}: {' '.join(command)}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
         elif command[0] == "lpq":
             with pytest.raises(SystemExit) as ended:
                 main(command[1:])
@@ -113,18 +120,21 @@ class Reader:
                 break  # gloo's threads now and then abort a process that has done all its work
         assert not any(ended.statuses), f"{block.place}: {' '.join(command)}\n{ended.out[-4000:]}\n{ended.err[-4000:]}"
 
-    def install(self, project: Path, block: Block) -> None:
-        """As ``pip install -e``: the metadata is what the project builds to, the code stays where it is."""
-        name = tomllib.loads((project / "pyproject.toml").read_text())["project"]["name"].replace("-", "_")
-        for older in self.site.glob(f"{name}-*.dist-info"):
-            shutil.rmtree(older)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        alone = ["--no-deps", "--no-build-isolation", "--upgrade", "--target", str(self.site)]
-        self.succeed([*pip, *alone, str(project)], block)
-        shutil.rmtree(project / "build", ignore_errors=True)
-        for installed in self.site.iterdir():
-            if (project / installed.name).exists():
-                shutil.rmtree(installed) if installed.is_dir() else installed.unlink()
+    def install(self, project: Path) -> None:
+        """As ``pip install -e``: the metadata is what the project builds to, and the code stays where it is.
+
+        A copy would shadow it; that pip makes one, ``tests/testing/test_new_plugin.py`` shows.
+        """
+        build = tomllib.loads((project / "pyproject.toml").read_text())["build-system"]["build-backend"]
+        backend = importlib.import_module(build)
+        with tempfile.TemporaryDirectory() as folder:
+            with contextlib.chdir(project):
+                built = Path(folder) / backend.build_wheel(folder)
+            with zipfile.ZipFile(built) as wheel:
+                names = [name for name in wheel.namelist() if ".dist-info/" in name]
+                for older in self.site.glob(f"{names[0].partition('-')[0]}-*.dist-info"):
+                    shutil.rmtree(older)
+                wheel.extractall(self.site, names)
         if project not in self.sources:
             self.sources.append(project)
             self.monkeypatch.syspath_prepend(self.site)

@@ -10,15 +10,10 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from ranks import processes
+from forking import Ended, Place, fork, run
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SCRIPT = """
@@ -37,17 +32,6 @@ def faulty(self):
 Trainer.advance = faulty
 main()
 """
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How it ended."""
-
-    status: int
-    out: str
-    err: str
-    statuses: tuple[int, ...] = ()
-    """The exit status of each rank, where they were forked."""
 
 
 def _faulty(fault: str) -> str:
@@ -74,7 +58,7 @@ def forked(ranks: int, *options: object, fault: str = "") -> Ended:
 
 def under_agent(ranks: int, *options: object, fault: str) -> Ended:
     """As ``forked``, and torchrun's agent watches the ranks: the process ``AGENT``, whose status is returned."""
-    return _ended(1, _agent, ranks, ["lpq", "train", *map(str, options)], _faulty(fault))
+    return fork(1, _agent, ranks, ["lpq", "train", *map(str, options)], _faulty(fault))
 
 
 def run_forked(ranks: int, arguments: list[str], script: str) -> Ended:
@@ -82,49 +66,12 @@ def run_forked(ranks: int, arguments: list[str], script: str) -> Ended:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    return _ended(ranks, _rank, ranks, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, arguments, script)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The caller's folder, path and environment, and the files for what is written."""
-
-    environment: dict[str, str]
-    directory: str
-    path: list[str]
-    output: str
-
-    def enter(self, **more: object) -> None:
-        os.environ.update(self.environment, OMP_NUM_THREADS="1", COLUMNS="200")
-        os.environ.update({name: str(value) for name, value in more.items()})
-        for name, stream in (("out", 1), ("err", 2)):
-            os.dup2(os.open(Path(self.output) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        os.chdir(self.directory)
-        sys.path[:] = self.path
-
-
-def _ended(count: int, function: Callable[..., None], *args: Any) -> Ended:
-    """Fork so many processes of ``function(number, place, *args)`` and wait for their end."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Place(dict(os.environ), os.getcwd(), [*sys.path], folder)
-        started = processes(function, count, place, *args, join=False)
-        for process in started.processes:
-            process.join(120)
-            process.kill()
-            process.join()
-        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
-        statuses = tuple(process.exitcode for process in started.processes)
-        return Ended(statuses[-1], out, err, statuses)
-
-
-def _run(arguments: list[str], script: str) -> None:
-    sys.argv = arguments
-    exec(compile(script, "faulty.py", "exec"), {"__name__": "__main__"})
+    return fork(ranks, _rank, ranks, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, arguments, script)
 
 
 def _rank(rank: int, place: Place, ranks: int, where: dict[str, str], arguments: list[str], script: str) -> None:
     place.enter(**where, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    _run(arguments, script)
+    run(arguments, script)
 
 
 def _agent(_: int, place: Place, ranks: int, arguments: list[str], script: str) -> None:
@@ -139,4 +86,4 @@ def _agent(_: int, place: Place, ranks: int, arguments: list[str], script: str) 
 def _watched(place: Place, agent: int, arguments: list[str], script: str) -> None:
     """Run as a rank, which finds its number where the agent put it."""
     place.enter(AGENT=agent)
-    _run(arguments, script)
+    run(arguments, script)
