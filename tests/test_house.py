@@ -319,10 +319,11 @@ def test_a_heavy_import_would_be_noticed() -> None:
     assert {"typer", "lpq"} <= in_a_fresh_process("import lpq; from lpq.__main__ import main")
 
 
-def test_a_layer_trains_without_importing_the_compiler() -> None:
-    """It takes longer than all of lpq; here its import fails, which the last call shows."""
+def test_a_layer_trains_without_importing_the_compiler_or_transformers() -> None:
+    """They take longer than all of lpq; here their import fails, which the last call shows."""
     code = (
-        "import sys; sys.modules['torch._dynamo'] = None; import torch, lpq; "
+        "import sys; sys.modules.update({'torch._dynamo': None, 'transformers': None}); import torch, lpq; "
+        "import lpq.integrations.transformers; "
         "model = torch.nn.Sequential(torch.nn.Linear(32, 32)); lpq.convert(model, 'nvfp4'); "
         "model(torch.ones(32, 32)).sum().backward(); print('trained'); torch.compile(model)"
     )

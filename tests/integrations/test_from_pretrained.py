@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import llama
 import pytest
 import safetensors.torch as safetensors
 import torch
+from forking import python
 from llama import STEPS, TWO_STAGES, codes, decoded, equal, examples, losses, trainer, transformers
 from torch import Tensor
 
@@ -175,16 +174,15 @@ def test_a_policy_whose_length_the_trainer_gives(plain: Path, tmp_path: Path) ->
 def test_transformers_without_lpq_warns_and_loads_the_weights(plain: Path, tmp_path: Path) -> None:
     model = load(plain, LpqConfig("nvfp4", weights="quantized"))
     model.save_pretrained(tmp_path)
-    code = (
-        "import sys, transformers, safetensors.torch as s\n"
-        "m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "s.save_file(m.state_dict(), sys.argv[2])\n"
-        "print(type(m.model.layers[0].mlp.up_proj).__module__, 'lpq' in sys.modules)"
-    )
     read = tmp_path / "read.safetensors"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path, read], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["torch.nn.modules.linear", "False"]
-    assert "Unknown quantization type, got lpq" in done.stderr
+    done = python(
+        "import sys, transformers, safetensors.torch as s\n"
+        f"m = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        f"s.save_file(m.state_dict(), {str(read)!r})\n"
+        "print(type(m.model.layers[0].mlp.up_proj).__module__, 'lpq.integrations' in sys.modules)"
+    )
+    assert done.out.split() == ["torch.nn.modules.linear", "False"]
+    assert "Unknown quantization type, got lpq" in done.err
     assert equal(safetensors.load_file(read), decoded(model))
 
 
