@@ -14,7 +14,7 @@ import lpq
 from lpq.calibration import CalibrationError, CalibrationWarning, layer_noise
 from lpq.nn import GroupedLinear
 
-COUNT, WIDTH, INNER = 4, 64, 96
+COUNT, WIDTH, INNER = 4, 64, 48
 LEAVES = ("w1", "w3", "w2")
 
 

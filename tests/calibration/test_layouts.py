@@ -37,8 +37,9 @@ T = TypeVar("T")
 
 
 def laid_out(layouts: list[T], method: str) -> list[T]:
-    """All layouts for the method that costs least; for the others the last two, in which each kind occurs."""
-    return layouts if method == "max" else layouts[-2:]
+    """All layouts for the method that costs least; the last two, in which each kind occurs, for one that counts inputs;
+    and the last, where weights are cut most, for one that searches scales of weights."""
+    return layouts if method == "max" else layouts[-2:] if method == "percentile" else layouts[-1:]
 
 
 def exported(net: nn.Module, group: Any = None) -> dict[str, Tensor]:

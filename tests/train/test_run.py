@@ -277,7 +277,12 @@ def test_the_loop_tells_the_model_its_step(tiny: MakeConfig, monkeypatch: pytest
     assert steps == list(range(6))
 
 
-def test_a_compiled_run_is_the_eager_run(tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+def test_a_compiled_run_is_the_eager_run(
+    tiny: MakeConfig, monkeypatch: pytest.MonkeyPatch, console: Console, tmp_path: Path
+) -> None:
+    """One layer of low precision is enough."""
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[[rules]]\nmatch = "*.mlp.up"\nrecipe = "nvfp4"\n')
     compiled: list[nn.Module] = []
 
     def compile_to_the_same_operations(self: nn.Module) -> None:
@@ -285,7 +290,7 @@ def test_a_compiled_run_is_the_eager_run(tiny: MakeConfig, monkeypatch: pytest.M
         self._compiled_call_impl = torch.compile(self._call_impl, backend="aot_eager")
 
     monkeypatch.setattr(nn.Module, "compile", compile_to_the_same_operations)
-    options = {"recipe": "nvfp4", "baseline": False, "steps": 2}
+    options = {"policy": str(policy), "baseline": False, "steps": 2}
     eager, other = (run(tiny(str(c), compile=c, **options), console).outcomes[0] for c in (False, True))
     assert len(compiled) == 1
     assert eager.losses == other.losses
