@@ -2,8 +2,8 @@
 
 python -m benchmarks.group_choice
 
-They decide when products of experts multiply codes, and from how many rows per expert a recipe saves time. All times
-are of FP8 with scales of rows, as in ``fp8-row``: fast sums in forward, exact ones in backward.
+They tell from how many rows of each expert a recipe saves time. All times are of FP8 with scales of rows, as in
+``fp8-row``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import grouped_mm
 
+import lpq
 from benchmarks import environment
-from benchmarks.grouped import Data, in_fp8
+from benchmarks.grouped import Data
 from benchmarks.shapes import GROUPED, Experts
 from benchmarks.timing import Effort, Step, Timing, on_gpu
 from lpq.operations import group_choice
+from lpq.operations.group_products import multiply_columns, multiply_rows
+from lpq.operations.groups import encode_groups
 
-ROWS = (128, 256, 512, 1024, 2048, 4096)
-"""Rows of an expert at which exact sums are tried."""
-RECIPE = "fp8-row"
+ROWS = (128, 512, 1024, 2048, 4096)
+"""Rows of an expert for which products are measured."""
+RECIPE, FORMAT = "fp8-row", "fp8(scaling=row)"
 Clock = Callable[[dict[str, Step], Effort], dict[str, Timing]]
 
 
@@ -32,70 +35,67 @@ class Products(NamedTuple):
     """Seconds of a step's three products."""
 
     bf16: float
-    exact: float
-    """In FP8, summed exactly in all three."""
-    mixed: float
-    """Summed exactly in backward alone."""
+    codes: float
+    """The same in FP8."""
 
 
 def measured(shape: Experts, effort: Effort, device: torch.device, clock: Clock) -> Products:
     """The products of experts alone, in bf16 and in FP8."""
-    steps = {f"bf16 {name}": step for name, step in _in_bf16(shape, device).items()}
-    for fast in (True, False):
-        steps |= {f"{fast} {name}": step for name, step in in_fp8(shape, device, fast).items()}
-    taken = {name: timing.median for name, timing in clock(steps, effort).items()}
-    exact = [taken[f"False {name}"] for name in ("fprop", "dgrad", "wgrad")]
-    bf16 = sum(taken[f"bf16 {name}"] for name in ("fprop", "dgrad", "wgrad"))
-    return Products(bf16, sum(exact), sum(exact) - exact[0] + taken["True fprop"])
-
-
-def exact_from(found: Sequence[tuple[int, Products]]) -> int | None:
-    """From how many rows on, of those that were tried, exact sums take less than bf16; None: they never do."""
-    least = None
-    for rows, products in sorted(found, reverse=True):
-        if products.exact >= products.bf16:
-            break
-        least = rows
-    return least
+    data = Data(shape, device)
+    steps = {f"bf16 {name}": step for name, step in _in_bf16(data).items()}
+    steps |= {f"codes {name}": step for name, step in _of_codes(data).items()}
+    taken = clock(steps, effort)
+    return Products(
+        *(sum(t.median for name, t in taken.items() if name.startswith(which)) for which in ("bf16", "codes"))
+    )
 
 
 def saved(shape: Experts, products: Products) -> float:
     """Seconds that a product of codes takes less than one in bf16, for a multiplication or an addition."""
     operations = 2 * shape.experts * shape.tokens * shape.inputs * shape.outputs
-    return (products.bf16 - products.mixed) / (3 * operations)
+    return (products.bf16 - products.codes) / (3 * operations)
 
 
 def encoding(shape: Experts, products: Products, layer: float) -> float:
     """Seconds that a layer takes beside its products, for an element of x, w and dy."""
-    return (layer - products.mixed) / sum(shape.tensors)
+    return (layer - products.codes) / sum(shape.tensors)
 
 
 def lines(shapes: Sequence[Experts], effort: Effort, device: torch.device, clock: Clock) -> Iterator[str]:
-    """Yield the times at each shape, and at the end the constants: those of time by the first shape."""
-    least: list[int | None] = []
+    """Yield the times at each shape, and at the end the constants, by the first shape."""
     for shape in shapes:
-        found = []
         for rows in ROWS:
             products = measured(replace(shape, tokens=rows), effort, device, clock)
-            found.append((rows, products))
-            yield f"{replace(shape, tokens=rows)}: products in FP8, exact, ÷ bf16 {products.exact / products.bf16:.2f}"
-        least.append(exact_from(found))
+            yield f"{replace(shape, tokens=rows)}: products in FP8 ÷ bf16 {products.codes / products.bf16:.2f}"
     large = shapes[0]
     products = measured(large, effort, device, clock)
     layer = clock({"layer": Data(large, device).of(RECIPE)}, effort)["layer"].median
-    agreed = None if None in least else max(rows for rows in least if rows is not None)
-    yield f"EXACT_FROM = {agreed}  # now {group_choice.EXACT_FROM}; by shape: {least}"
     yield f"SAVED = {saved(large, products):.2g}  # now {group_choice.SAVED:.2g}"
     yield f"ENCODING = {encoding(large, products, layer):.3g}  # now {group_choice.ENCODING:.3g}"
 
 
-def _in_bf16(shape: Experts, device: torch.device) -> dict[str, Step]:
-    data = Data(shape, device)
+def _in_bf16(data: Data) -> dict[str, Step]:
     x, w, dy, offs = data.x.detach(), data.w.detach(), data.dy, data.offs
     return {
         "fprop": lambda: grouped_mm(x, w.transpose(-2, -1), offs=offs),
         "dgrad": lambda: grouped_mm(dy, w, offs=offs),
         "wgrad": lambda: grouped_mm(dy.t(), x, offs=offs),
+    }
+
+
+def _of_codes(data: Data) -> dict[str, Step]:
+    how, offs, bf16 = lpq.quantizer(FORMAT), data.offs, torch.bfloat16
+    w = how.quantize(data.w.detach(), stack=True)
+    x_row, x_col = encode_groups(how, data.x.detach(), offs, row=True, col=True)
+    dy_row, dy_col = encode_groups(how, data.dy, offs, row=True, col=True)
+    assert x_row is not None
+    assert x_col is not None
+    assert dy_row is not None
+    assert dy_col is not None
+    return {
+        "fprop": lambda: multiply_rows(x_row, w.row, offs, None, bf16, False),
+        "dgrad": lambda: multiply_rows(dy_row, w.col, offs, None, bf16, False),
+        "wgrad": lambda: multiply_columns(dy_col, x_col, offs, bf16, False),
     }
 
 

@@ -200,15 +200,15 @@ def _decoded(plan: Plan, x: Tensor, weight: Tensor) -> tuple[bool, bool, bool]:
 def _decisions(
     plan: Plan, rows: int, weight: tuple[int, ...], device: torch.device, kernels: object
 ) -> tuple[bool, bool, bool]:
-    x, w, dy, fast = plan.x, plan.w, plan.dy, plan.fast
+    x, w, dy = plan.x, plan.w, plan.dy
     if "row" in (x.col_source, w.col_source, dy.col_source):
         return False, False, False
     of_x, of_dy = ([OfProduct(q.side(d), d) for d in DIRECTIONS] for q in (x, dy))
     of_w = [OfProduct(w.side(d), d, stack=True) for d in DIRECTIONS]
     return (
-        decoded_at_once(of_x[0], of_w[0], rows, weight, fast[0], device),
-        decoded_at_once(of_dy[0], of_w[1], rows, weight, fast[1], device),
-        decoded_at_once(of_dy[1], of_x[1], rows, weight, fast[2], device),
+        decoded_at_once(of_x[0], of_w[0], rows, weight, device),
+        decoded_at_once(of_dy[0], of_w[1], rows, weight, device),
+        decoded_at_once(of_dy[1], of_x[1], rows, weight, device),
     )
 
 

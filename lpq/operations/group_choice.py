@@ -19,16 +19,10 @@ from lpq.kernels.table import kernels_allowed
 from lpq.operations.fused_pair import ALIGNED
 from lpq.operations.sectioned import decodable
 
-EXACT_FROM = 1024
-"""From so many rows of a group on, on average, a product of codes with exact sums takes less than one in bf16.
-``python -m benchmarks.group_choice`` measures this and the other constants here."""
 
-
-def kernel_of(
-    a: Quantizer, b: Quantizer, rows: int, groups: int, fast_accumulate: bool, device: torch.device
-) -> Callable[..., Any] | None:
+def kernel_of(a: Quantizer, b: Quantizer, rows: int, device: torch.device) -> Callable[..., Any] | None:
     """The kernel that multiplies codes of such operands; None where their values are multiplied in bf16."""
-    if a.plain or b.plain or rows == 0 or (not fast_accumulate and rows < EXACT_FROM * groups):
+    if a.plain or b.plain or rows == 0:
         return None
     return choose("grouped_gemm", (a.text, b.text), device).impl
 
@@ -42,9 +36,7 @@ class OfProduct(NamedTuple):
     """Whether it is a stack, and not of rows in groups."""
 
 
-def decoded_at_once(
-    a: OfProduct, b: OfProduct, rows: int, weight: Sequence[int], fast_accumulate: bool, device: torch.device
-) -> bool:
+def decoded_at_once(a: OfProduct, b: OfProduct, rows: int, weight: Sequence[int], device: torch.device) -> bool:
     """Whether the operands of a product of so many rows need not be encoded: only what they decode to is made, in the
     basis in which they are stored. ``weight`` is the shape of the stack of weights."""
     groups, outputs, features = weight
@@ -58,7 +50,7 @@ def decoded_at_once(
     for side, direction, stack in (a, b):
         if not side.plain and not decodable(side.text, direction, device, stack, allowed):
             return False
-    return kernel_of(a.side, b.side, rows, groups, fast_accumulate, device) is None
+    return kernel_of(a.side, b.side, rows, device) is None
 
 
 def why_decoded(a: Quantizer, b: Quantizer) -> str | None:
@@ -74,15 +66,15 @@ def why_decoded(a: Quantizer, b: Quantizer) -> str | None:
     return reason or f"no kernel multiplies codes of {' and '.join(sorted(formats))} in groups"
 
 
-SAVED = 4.2e-16
+SAVED = 5.6e-16
 """Seconds that a product of codes takes less than one in bf16, for each multiplication and each addition in it."""
-ENCODING = 1.75e-12
-"""Seconds that encoding takes for an element of x, of w or of dy. Both were measured on an H200, with 8 experts of
-4096 x 14336 and 2048 rows each."""
+ENCODING = 2.02e-12
+"""Seconds that encoding takes for an element of x, of w or of dy. Both were measured on an H100, with 8 experts of
+4096 x 14336 and 2048 rows each, by ``python -m benchmarks.group_choice``."""
 
 
 def pays_from(products: int, outputs: int, features: int) -> int | None:
     """From how many rows of each expert on so many ``products`` of codes save more time than encoding takes; None: they
     never do."""
     saved = products * SAVED * 2 * outputs * features - ENCODING * (outputs + features)
-    return max(EXACT_FROM, math.ceil(ENCODING * outputs * features / saved)) if saved > 0 else None
+    return math.ceil(ENCODING * outputs * features / saved) if saved > 0 else None

@@ -56,7 +56,7 @@ def _by_kernel(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate: 
     """The product by a kernel of these formats; None if there is none, or it does not take these sizes."""
     if a.decoded or isinstance(b, Multiplicand) or (isinstance(b, Grouped) and b.decoded):
         return None
-    impl = kernel_of(a.quantizer, b.quantizer, a.shape[a.dim], len(offs), fast_accumulate, offs.device)
+    impl = kernel_of(a.quantizer, b.quantizer, a.shape[a.dim], offs.device)
     made: Tensor | None = impl(a, b, offs, fast_accumulate) if impl is not None else None
     return made
 

@@ -200,26 +200,24 @@ def test_grouped_layers_are_handed_on_one_by_one() -> None:
     assert shape["results"][1]["ms"] == shape["results"][1]["bf16_ms"] == 1.0
 
 
-def test_the_constants_of_groups_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is imitated whose exact products have a fixed cost, and save half of bf16's time beside it."""
+def test_the_constants_of_groups_follow_from_times() -> None:
+    """A GPU is imitated whose products of codes have a fixed cost, and save half of bf16's time beside it."""
     shape = Experts(2, 1024, 64, 32)
     operations = 2 * 2 * 64 * 32  # of a row of each expert
 
     def clock(steps: dict[str, Step], effort: Effort) -> dict[str, Timing]:
-        for name, step in steps.items():
-            if name.startswith("bf16"):
-                step()  # the others are of FP8, which a CPU does not multiply
-        rows = steps["bf16 fprop"]().shape[0] / 2 if "bf16 fprop" in steps else 1024
-        bf16 = rows * operations
-        of = {"bf16": bf16, "True": bf16 / 2, "False": bf16 / 2 + 300 * operations, "layer": 0.0}
-        of["layer"] = 3 * bf16 / 2 + 600 * operations + 5 * sum(shape.tensors)
+        if "layer" in steps:
+            return {"layer": Timing(*3 * [3 * (512 + 100) * operations + 5 * sum(shape.tensors)])}
+        rows = steps["bf16 fprop"]().shape[0] / 2
+        results = [step() for step in steps.values()]
+        assert [r.shape for r in results[:3]] == [r.shape for r in results[3:]]
+        of = {"bf16": rows * operations, "codes": (rows / 2 + 100) * operations}
         return {name: Timing(*3 * [of[name.partition(" ")[0]]]) for name in steps}
 
-    monkeypatch.setattr(group_choice, "in_fp8", lambda *_: dict.fromkeys(("fprop", "dgrad", "wgrad"), Step))
-    *tried, exact, saved, encoding = group_choice.lines((shape,), Effort(), CPU, clock)
+    *tried, saved, encoding = group_choice.lines((shape,), Effort(), CPU, clock)
     assert len(tried) == len(group_choice.ROWS)
-    assert exact.startswith("EXACT_FROM = 1024  ")
-    assert saved.startswith(f"SAVED = {(3 * 512 - 600) / (3 * 1024):.2g}  ")
+    assert tried[2].endswith(f"÷ bf16 {(512 + 100) / 1024:.2f}")
+    assert saved.startswith(f"SAVED = {(512 - 100) / 1024:.2g}  ")
     assert encoding.startswith("ENCODING = 5  ")
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 import lpq
 from lpq.formats.groups import Grouped, bounds, starts, unit
 from lpq.formats.layout import row_major
-from lpq.kernels import choose
 from lpq.nn import GroupedLinear, functional
 from lpq.operations import group_tiles, groups
 from lpq.testing.options import family
@@ -113,33 +112,3 @@ def test_a_layer_computes_what_the_cpu_does(recipe: str, counts: list[int]) -> N
                 continue
             error = (part.float() - wanted.float()).norm() / wanted.float().norm()
             assert error < 1e-2, (recipe, name, i, float(error))
-
-
-@pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("text", ["fp8", "fp8(scaling=row)"])
-def test_the_scaled_product_is_that_of_the_decoded(text: str, fast: bool) -> None:
-    device, side = torch.device("cuda", torch.cuda.current_device()), lpq.quantizer(text)
-    choice = choose("grouped_gemm", (side.text, side.text), device)
-    if choice.impl is None:
-        pytest.skip("; ".join(reason for _, reason in choice.rejected))
-    counts = [0, 4000, 5, 0, 3000]  # on average enough for the product to take them with exact sums
-    x, dy = (rows(n, torch.bfloat16, counts).cuda() for n in (128, 256))
-    offs = ends(counts).cuda()
-    w = side.quantize(torch.randn(5, 256, 128, device="cuda", dtype=torch.bfloat16), stack=True)
-    x_row, x_col = groups.encode_groups(side, x, offs, row=True, col=True)
-    _, dy_col = groups.encode_groups(side, dy, offs, row=False, col=True)
-    assert x_row is not None
-    assert x_col is not None
-    assert dy_col is not None
-    for by_kernel, decoded in (
-        (choice.impl(x_row, w.row, offs, fast), group_tiles.multiply_rows(x_row, w.row, offs)),
-        (choice.impl(dy_col, x_col, offs, fast), group_tiles.multiply_columns(dy_col, x_col, offs)),
-    ):
-        assert by_kernel is not None
-        first, second = (
-            group_tiles.in_rows(t, offs, None, torch.float32)
-            if t.dim() == 2
-            else group_tiles.of_groups(t, offs, torch.float32)
-            for t in (by_kernel, decoded)
-        )
-        assert (first - second).norm() < 2e-2 * second.norm()

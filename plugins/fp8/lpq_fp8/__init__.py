@@ -27,6 +27,10 @@ KERNELS = (
         op="grouped_gemm", impl="lpq_fp8.groups:grouped_gemm", why_not="lpq_fp8.groups:why_not", backend="torch",
         min_sm=90, max_sm=100, note="for rows in groups; contraction and columns in multiples of 16",
     ),
+    KernelSpec.cuda(
+        "grouped_gemm", "lpq_fp8.groups_hopper:grouped_gemm", why_not="lpq_fp8.groups_hopper:why_not", min_sm=90,
+        max_sm=90, note="for rows in groups; contraction and columns in multiples of 16",
+    ),
     KernelSpec(op="exact", impl="lpq_fp8.gemm:exact", why_not="lpq_fp8.gemm:exact_why_not", backend="torch", min_sm=80),
 )  # fmt: skip
 
