@@ -29,6 +29,7 @@ from lpq.kernels import nvrtc_cache
 from lpq.kernels.cuda import CudaKernel
 
 HEADER = Path(__file__).with_name("cuda.h")
+RUNS = HEADER.with_suffix(".cpp")
 OPTIONS = ["-std=c++17", "-Og", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-frounding-math", "-fvisibility=hidden"]
 Macros = tuple[str, ...]
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
@@ -68,10 +69,11 @@ def _new_folder() -> Path:
 
 @functools.cache
 def compiled_header() -> Path:
-    """The folder with the header that imitates the GPU."""
+    """The folder with the header that imitates the GPU, and what runs kernels."""
     to = _new_folder()
     shutil.copy(HEADER, to)
     _compile(["-x", "c++-header", str(to / HEADER.name)], to / f"{HEADER.name}.gch")
+    _compile(["-c", "-O2", f"-I{to}", str(RUNS)], to / f"{RUNS.stem}.o")
     return to
 
 
@@ -94,7 +96,7 @@ def _shared() -> Path:
 
 def _made_of(to: Path) -> str:
     """The headers, of which any may be included."""
-    every = [HEADER, *sorted(to.glob("**/*.cuh"))]
+    every = [HEADER, RUNS, *sorted(to.glob("**/*.cuh"))]
     return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in every)).hexdigest()
 
 
@@ -121,10 +123,10 @@ def library(source: Path, macros: Macros, name: str) -> ctypes.CDLL:
         f'#include "{HEADER.name}"\n{defined}namespace {{\n{text}\n}}\n'
         'extern "C" __attribute__((visibility("default")))\n'
         "const char* launch_it(char* at, const int* to, unsigned blocks, int threads, int shared, int backwards) {\n"
-        f"    return imitated::launch<{name}>(at, to, blocks, threads, shared, backwards);\n}}\n"
+        f"    return imitated::launch(imitated::invoke<{name}>, at, to, blocks, threads, shared, backwards);\n}}\n"
     )
     places = (compiled_header(), to, to / "common", to / source.parent.name)
-    _compile([*(f"-I{place}" for place in places), str(whole)], out)
+    _compile([*(f"-I{place}" for place in places), str(whole), str(places[0] / f"{RUNS.stem}.o")], out)
     compiled = ctypes.CDLL(str(out))
     with contextlib.suppress(OSError):  # the folder is removed by whoever is through with it first
         shutil.copy(out, found.with_name(f"{stem}.{os.getpid()}"))
