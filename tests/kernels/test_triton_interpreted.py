@@ -12,14 +12,11 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton, which lpq installs where there is a wheel of it")
 
 CASES = Path(__file__).with_name("interpreted.py")
-PARTS = {"nvfp4": "nvfp4", "the rest": "not nvfp4"}
-"""Two halves, so that two processes share the work; to import torch and Triton takes each some seconds."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
-def test_in_a_process_with_the_interpreter(part: str) -> None:
-    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider", "-k", PARTS[part]]
+def test_in_a_process_with_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
