@@ -108,9 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=list(arguments) if arguments is not None else None, prog_name="lpq")
     except LpqError as error:
-        from lpq.cli.output import tell  # it needs more than a command that ends well may
+        from lpq.cli.output import print_error  # it needs more than a command that ends well may
 
-        raise SystemExit(tell(error)) from None
+        raise SystemExit(print_error(error)) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

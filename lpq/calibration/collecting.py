@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.parallel import Team
 from lpq.calibration.reducing import Axes, Place, everywhere
-from lpq.calibration.stacks import Holder, See, is_shared_out, sending_nothing, watching
+from lpq.calibration.stacks import Holder, Observe, is_shared_out, sending_nothing, watching
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target
 from lpq.registry.errors import words
@@ -90,7 +90,7 @@ class Seen(NamedTuple):
     """Whether it is the rank of its team that takes the statistics which all of them have."""
 
 
-class _Told(NamedTuple):
+class _Facts(NamedTuple):
     """A rank's message to the others before a round."""
 
     samples: int | None
@@ -138,22 +138,22 @@ def collect(
                 if not axes:
                     raise
                 error = words(raised)
-        told = everywhere(_Told(None if error else count, error, team.ranks, team.exchange), axes)
-        _check_errors(told)
-        heads = _heads(told)
-        if all(one.samples is None for one in told.values()):
+        facts = everywhere(_Facts(None if error else count, error, team.ranks, team.exchange), axes)
+        _check_errors(facts)
+        heads = _heads(facts)
+        if all(one.samples is None for one in facts.values()):
             if not progress.batches:
                 raise CalibrationError("there is no batch: pass some, and a list or a DataLoader if it is used again")
             break
         start, counted = progress, False
-        for other, one in told.items():
+        for other, one in facts.items():
             if one.samples is not None and progress.samples < samples and heads[one.team] == other:
                 counted = counted or (one.team == team.ranks and progress.batches >= done)
                 progress = Progress(progress.batches + 1, progress.samples + one.samples)
         leads = heads[team.ranks] == place
-        own, turns = _turns(told, team)
+        own, turns = _turns(facts, team)
         last = batch if batch is not NO_BATCH else last
-        _check_some(start, told)
+        _check_some(start, facts)
         if progress.batches <= done:
             continue  # all of this round are in the statistics
         try:
@@ -168,9 +168,9 @@ def collect(
             continue
         after(progress)
     if error is not None:
-        _check_errors(everywhere(_Told(None, error), axes))
+        _check_errors(everywhere(_Facts(None, error), axes))
     elif axes:
-        _check_errors(everywhere(_Told(None, None), axes))
+        _check_errors(everywhere(_Facts(None, None), axes))
     return progress
 
 
@@ -204,11 +204,11 @@ def _taking(
                 hook = layer.register_forward_pre_hook(_hook(target, how, found), with_kwargs=True)
                 stack.callback(hook.remove)
 
-        def see(holder: Holder) -> See:
+        def observe(holder: Holder) -> Observe:
             own = experts[id(holder)]
             return lambda key, number, rows: _take(own[key, number], how, found, rows)
 
-        stack.enter_context(watching(holders.values(), see))
+        stack.enter_context(watching(holders.values(), observe))
         if not seen.counted:
             stack.enter_context(sending_nothing(model))
         yield
@@ -238,35 +238,35 @@ def _samples_of(batch: Any) -> int:
     return found.shape[0]
 
 
-def _check_errors(told: Mapping[Any, _Told]) -> None:
-    for place, one in told.items():
+def _check_errors(facts: Mapping[Any, _Facts]) -> None:
+    for place, one in facts.items():
         if one.error is not None:
             who = f"rank {place[0]}: " if len(place) == 1 else f"rank {place}: " if place else ""
             raise CalibrationError(f"{who}{one.error}")
 
 
-def _turns(told: Mapping[Place, _Told], team: Team) -> tuple[int, int]:
+def _turns(facts: Mapping[Place, _Facts], team: Team) -> tuple[int, int]:
     """Which turn is this rank's among those that exchange rows with it, and how many there are."""
     teams: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
-    for one in told.values():
+    for one in facts.values():
         teams.setdefault(one.exchange, {})[one.team] = None
     return [*teams[team.exchange]].index(team.ranks), max(map(len, teams.values()))
 
 
-def _heads(told: Mapping[Place, _Told]) -> dict[tuple[int, ...], Place]:
+def _heads(facts: Mapping[Place, _Facts]) -> dict[tuple[int, ...], Place]:
     """The rank of each team that counts its batches, of which all its ranks must have the same samples."""
     heads: dict[tuple[int, ...], Place] = {}
-    for place, one in told.items():
+    for place, one in facts.items():
         first = heads.setdefault(one.team, place)
-        if told[first].samples != one.samples:
+        if facts[first].samples != one.samples:
             raise CalibrationError(
                 f"the ranks {[*one.team]} share out layers by tensor parallelism, and rank {first[0]} has a batch of "
-                f"{told[first].samples} samples where rank {place[0]} has {one.samples}: give them the same batches"
+                f"{facts[first].samples} samples where rank {place[0]} has {one.samples}: give them the same batches"
             )
     return heads
 
 
-def _check_some(start: Progress, told: Mapping[Any, _Told]) -> None:
-    lacking = [place for place, one in told.items() if one.samples is None]
+def _check_some(start: Progress, facts: Mapping[Any, _Facts]) -> None:
+    lacking = [place for place, one in facts.items() if one.samples is None]
     if start.batches == 0 and lacking:
         raise CalibrationError(f"rank {lacking[0][0]} has no batch at all: give each rank one at least")

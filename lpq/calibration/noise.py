@@ -83,12 +83,12 @@ def _watching(layers: Mapping[str, Layer], stacks: Mapping[str, Stack], sums: Su
         for name, layer in layers.items():
             within.callback(layer.register_forward_hook(_hook(name, sums)).remove)
         for name, stack in stacks.items():
-            within.enter_context(watching_products(stack, _see(name, stack, sums)))
+            within.enter_context(watching_products(stack, _adding(name, stack, sums)))
         within.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
-def _see(name: str, stack: Stack, sums: Sums) -> Callable[[Tensor, Tensor, Tensor], None]:
+def _adding(name: str, stack: Stack, sums: Sums) -> Callable[[Tensor, Tensor, Tensor], None]:
     def compare(x: Tensor, ends: Tensor, y: Tensor) -> None:
         start = 0
         bias = bias_of(stack)

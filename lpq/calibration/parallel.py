@@ -92,8 +92,8 @@ def _gather_input(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     x, *others = args if args else (kwargs.pop("input"),)
     mesh = layer.weight.device_mesh
     if not isinstance(x, DTensor):
-        said = getattr(layer, "layouts", None)
-        given: Placement = said.input if said is not None else Replicate()
+        layouts = getattr(layer, "layouts", None)
+        given: Placement = layouts.input if layouts is not None else Replicate()
         x = DTensor.from_local(x, mesh, [given], run_check=False)
     return (x.redistribute(placements=[Replicate()]), *others), kwargs
 

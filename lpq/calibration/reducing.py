@@ -33,7 +33,7 @@ class Axis(Protocol):
     def rank(self) -> int:
         """The place of this rank among them."""
 
-    def exchange(self, told: Any) -> list[Any]:
+    def exchange(self, facts: Any) -> list[Any]:
         """Exchange objects with them; return all, in the order of the ranks."""
 
     def combine(self, packed: Tensor, how: How) -> Tensor:
@@ -53,8 +53,8 @@ class Ranks:
     def rank(self) -> int:
         return dist.get_rank(self._group)
 
-    def exchange(self, told: Any) -> list[Any]:
-        return [*agree.exchange(told, [self._group]).values()]
+    def exchange(self, facts: Any) -> list[Any]:
+        return [*agree.exchange(facts, [self._group]).values()]
 
     def combine(self, packed: Tensor, how: How) -> Tensor:
         if how == "max":
@@ -71,11 +71,11 @@ def axes_of(group: dist.ProcessGroup | None = None) -> dict[str, Axis]:
     return {"ranks": Ranks(group)}
 
 
-def everywhere(told: Any, axes: Axes) -> dict[Place, Any]:
+def everywhere(facts: Any, axes: Axes) -> dict[Place, Any]:
     """Exchange objects between all ranks; return them by each rank's place along the axes, in the order of these."""
-    known: dict[Place, Any] = {tuple(axis.rank for axis in axes.values()): told}
+    known: dict[Place, Any] = {tuple(axis.rank for axis in axes.values()): facts}
     for axis in axes.values():
-        known = {place: said for one in axis.exchange(known) for place, said in one.items()}
+        known = {place: fact for one in axis.exchange(known) for place, fact in one.items()}
     return dict(sorted(known.items()))
 
 
@@ -114,11 +114,11 @@ def _check_names(by_axes: Mapping[tuple[str, ...], Mapping[str, Statistic]], axe
     """
     if not axes:
         return
-    told = {over: [f"{name} {s.how} {[*s.value.shape]}" for name, s in same.items()] for over, same in by_axes.items()}
-    number = {over: hashlib.sha256("\n".join(names).encode()).hexdigest() for over, names in told.items()}
+    facts = {over: [f"{name} {s.how} {[*s.value.shape]}" for name, s in same.items()] for over, same in by_axes.items()}
+    number = {over: hashlib.sha256("\n".join(names).encode()).hexdigest() for over, names in facts.items()}
     if not _differing(everywhere(number, axes), axes):
         return
-    known = everywhere(told, axes)
+    known = everywhere(facts, axes)
     first, second, over = _differing(known, axes)[0]
     mine, theirs = known[first].get(over, []), known[second].get(over, [])
     lacking = [[n.split()[0] for n in a if n not in b] for a, b in ((mine, theirs), (theirs, mine))]
@@ -137,12 +137,12 @@ def _differing(known: Mapping[Place, Any], axes: Axes) -> list[tuple[Place, Plac
     """Pairs of ranks that reduce something together and differ in it, with the axes of that."""
     found = []
     names = tuple(axes)
-    for over in sorted({over for told in known.values() for over in told}):
+    for over in sorted({over for facts in known.values() for over in facts}):
         first: dict[Place, Place] = {}
-        for place, told in known.items():
+        for place, facts in known.items():
             apart = tuple(rank for name, rank in zip(names, place, strict=True) if name not in over)
             other = first.setdefault(apart, place)
-            if known[other].get(over) != told.get(over):
+            if known[other].get(over) != facts.get(over):
                 found.append((other, place, over))
     return found
 

@@ -33,11 +33,11 @@ class Saved:
                 found = self._read(self._path)
             except CalibrationError as wrong:
                 error = str(wrong)
-        told = next(iter(everywhere((found, error), axes).values()))
-        if told[1] is not None:
-            raise CalibrationError(told[1])
-        if told[0] is not None:
-            self._passes = told[0]["passes"]
+        first = next(iter(everywhere((found, error), axes).values()))
+        if first[1] is not None:
+            raise CalibrationError(first[1])
+        if first[0] is not None:
+            self._passes = first[0]["passes"]
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:
@@ -85,6 +85,6 @@ class Saved:
                 os.replace(part, self._path)
             except (OSError, RuntimeError) as wrong:
                 error = f"{self._path} cannot be written: {wrong}"
-        told = next(iter(everywhere(error, self._axes).values()))
-        if told is not None:
-            raise CalibrationError(told)
+        first = next(iter(everywhere(error, self._axes).values()))
+        if first is not None:
+            raise CalibrationError(first)

@@ -21,8 +21,8 @@ from lpq.nn.names import plain_name
 
 Holder = GroupedLinear | Experts
 """A module with stacks: it has one recipe."""
-See = Callable[[str, int, Tensor], None]
-"""``see(stack, expert, rows)``: the rows that an expert is given."""
+Observe = Callable[[str, int, Tensor], None]
+"""``observe(stack, expert, rows)``: the rows that an expert is given."""
 ONLY = ""
 """The name of the stack of a module that has but one."""
 
@@ -84,27 +84,27 @@ def matrix_of(weight: Tensor, holder: nn.Module, expert: int) -> Tensor | None:
 
 
 @contextmanager
-def watching(holders: Iterable[Holder], see: Callable[[Holder], See]) -> Iterator[None]:
-    """Within, ``see(holder)`` is called with the rows that each expert of a holder is given, if it is given some."""
+def watching(holders: Iterable[Holder], observe: Callable[[Holder], Observe]) -> Iterator[None]:
+    """Within, ``observe(holder)`` is called with the rows that each expert of a holder is given, if any."""
     with ExitStack() as stack:
         for holder in holders:
             if isinstance(holder, GroupedLinear):
-                stack.callback(holder.register_forward_pre_hook(_hook(see(holder)), with_kwargs=True).remove)
+                stack.callback(holder.register_forward_pre_hook(_hook(observe(holder)), with_kwargs=True).remove)
             else:
-                holder.observer = _observer(see(holder), holder.own_groups().start)
+                holder.observer = _observer(observe(holder), holder.own_groups().start)
                 stack.callback(holder.__dict__.pop, "observer")
         yield
 
 
 @contextmanager
-def watching_products(stack: Stack, see: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
-    """Within, ``see(rows, ends, y)`` is called with each product of a stack; for models that are not sharded."""
+def watching_products(stack: Stack, observe: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
+    """Within, ``observe(rows, ends, y)`` is called with each product of a stack; for models that are not sharded."""
     holder = stack.holder
     if isinstance(holder, GroupedLinear):
 
         def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
             given = dict(zip(("input", "offs"), args, strict=False)) | kwargs
-            see(given["input"], as_offsets(layer.title, given["offs"], layer.num_groups, given["input"]), y)
+            observe(given["input"], as_offsets(layer.title, given["offs"], layer.num_groups, given["input"]), y)
 
         hook = holder.register_forward_hook(note, with_kwargs=True)
         yield
@@ -112,13 +112,13 @@ def watching_products(stack: Stack, see: Callable[[Tensor, Tensor, Tensor], None
         return
     before = holder.observer
 
-    def observe(key: str, rows: Tensor, ends: Tensor, y: Tensor) -> None:
+    def both(key: str, rows: Tensor, ends: Tensor, y: Tensor) -> None:
         if key == stack.key:
-            see(rows, ends, y)
+            observe(rows, ends, y)
         if before is not None:
             before(key, rows, ends, y)
 
-    holder.observer = observe
+    holder.observer = both
     yield
     holder.observer = before
 
@@ -141,23 +141,23 @@ def sending_nothing(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _hook(see: See) -> Callable[..., None]:
+def _hook(observe: Observe) -> Callable[..., None]:
     def take(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(("input", "offs"), args, strict=False)) | kwargs
         own, x = layer.own_groups(), given["input"]
         ends = as_offsets(layer.title, given["offs"], own.stop - own.start, x)
-        _each(see, ONLY, own.start, x, ends)
+        _each(observe, ONLY, own.start, x, ends)
 
     return take
 
 
-def _observer(see: See, first: int) -> Callable[[str, Tensor, Tensor, Tensor], None]:
-    return lambda key, rows, ends, _: _each(see, key, first, rows, ends)
+def _observer(observe: Observe, first: int) -> Callable[[str, Tensor, Tensor, Tensor], None]:
+    return lambda key, rows, ends, _: _each(observe, key, first, rows, ends)
 
 
-def _each(see: See, key: str, first: int, x: Tensor, ends: Tensor) -> None:
+def _each(observe: Observe, key: str, first: int, x: Tensor, ends: Tensor) -> None:
     start = 0
     for number, stop in enumerate(ends.tolist()):
         if stop > start:
-            see(key, first + number, x[start:stop].detach())
+            observe(key, first + number, x[start:stop].detach())
         start = stop

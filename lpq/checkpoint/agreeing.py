@@ -16,7 +16,7 @@ Meshes = frozenset[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Told:
+class Facts:
     """A rank's account of what it is about to save, for the other ranks."""
 
     place: str
@@ -35,17 +35,17 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def check_alike(found: Sequence[Told], ranks: Ranks) -> None:
+def check_alike(found: Sequence[Facts], ranks: Ranks) -> None:
     """Raise an error if the accounts of all ranks do not agree."""
-    if len(places := {told.place for told in found}) > 1:
-        said = ", ".join(sorted(places))
+    if len(places := {facts.place for facts in found}) > 1:
+        shown = ", ".join(sorted(places))
         raise CheckpointError(
-            f"the ranks would write it to different places, and it would be whole in none: {said}; pass the same "
+            f"the ranks would write it to different places, and it would be whole in none: {shown}; pass the same "
             "directory on all ranks, one that all of them see"
         )
-    check_one_model([told.meshes for told in found], ranks)
-    check_optimizers([told.optimizers for told in found], ranks)
-    if len({told.description for told in found}) > 1:
+    check_one_model([facts.meshes for facts in found], ranks)
+    check_optimizers([facts.optimizers for facts in found], ranks)
+    if len({facts.description for facts in found}) > 1:
         raise CheckpointError(
             "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model: call "
             "lpq.set_step and lpq.checkpoint.save alike on all ranks"
@@ -68,9 +68,9 @@ def check_one_model(found: Sequence[Meshes], ranks: Ranks) -> None:
         joined = [group for group in groups if group & {*mesh}]
         groups = [group for group in groups if group not in joined] + [set[int]().union(*joined)]
     if meshes and len(groups) > 1:
-        said = " and ".join(str(sorted(group)) for group in sorted(groups, key=min))
+        shown = " and ".join(str(sorted(group)) for group in sorted(groups, key=min))
         raise CheckpointError(
-            f"no tensor joins the ranks {said}, so these have models of their own, and one would hide the other: call "
+            f"no tensor joins the ranks {shown}, so these have models of their own, and one would hide the other: call "
             "it for each by itself, with a directory of its own and process_group=mesh.get_group(), or a group of all "
             "ranks of its mesh"
         )

@@ -37,8 +37,8 @@ class Saving:
     def done(self) -> bool:
         """Whether writing has ended on this rank, well or badly; a warning reports an error."""
         ended = self._future.done()
-        if ended and (said := self.failed()) is not None:
-            warnings.warn(said, CheckpointWarning, stacklevel=2)
+        if ended and (failure := self.failed()) is not None:
+            warnings.warn(failure, CheckpointWarning, stacklevel=2)
             _unheard.discard(self)
         return ended
 
@@ -88,14 +88,14 @@ class _Unheard:
         with self._lock:
             self._savings.pop(id(saving), None)
 
-    def told(self) -> tuple[str, ...]:
+    def pop_errors(self) -> tuple[str, ...]:
         """The errors that were not reported yet; each is returned once."""
         with self._lock:
             savings = [*self._savings.values()]
-        failed = [(saving, said) for saving in savings if (said := saving.failed()) is not None]
+        failed = [(saving, failure) for saving in savings if (failure := saving.failed()) is not None]
         for saving, _ in failed:
             self.discard(saving)
-        return tuple(said for _, said in failed)
+        return tuple(failure for _, failure in failed)
 
     def settle(self, group: dist.ProcessGroup) -> None:
         """Wait until no rank talks in this group any more."""
@@ -105,7 +105,7 @@ class _Unheard:
 
 
 _unheard = _Unheard()
-unheard = _unheard.told
+unheard = _unheard.pop_errors
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
@@ -116,10 +116,10 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
 
 
 @atexit.register
-def _tell() -> None:
+def _warn() -> None:
     """Report errors at the process's end that nobody asked for. Python has waited for the threads by then."""
-    for said in unheard():
-        warnings.warn(f"{said} (nobody called Saving.wait)", CheckpointWarning, stacklevel=2)
+    for failure in unheard():
+        warnings.warn(f"{failure} (nobody called Saving.wait)", CheckpointWarning, stacklevel=2)
 
 
 def failing(target: Path) -> str:

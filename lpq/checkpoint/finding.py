@@ -89,12 +89,12 @@ def _newest_first(directory: Path) -> list[Path]:
     One without a time of writing comes before all of the same step or an earlier one.
     """
     found, manifests = steps_in(directory), manifests_in(directory)
-    told = [(step, manifests[path].written) for step, _, path in found if path in manifests]
+    times = [(step, manifests[path].written) for step, _, path in found if path in manifests]
 
     def written(step: int, path: Path) -> int:
         if path in manifests:
             return manifests[path].written
-        return max((when for other, when in told if other <= step), default=0)
+        return max((when for other, when in times if other <= step), default=0)
 
     return [path for step, _, path in sorted(found, key=lambda entry: (-written(entry[0], entry[2]), -entry[0]))]
 

@@ -127,8 +127,8 @@ class _Index:
             _refuse(f"the pieces of {shown(name)}")
         chunks, covered, begun = [], 0, set[torch.Size]()
         for piece in found["chunks"]:
-            said = _state(piece, f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes")
-            chunk = ChunkStorageMetadata(_size(said["offsets"]), _size(said["sizes"]))
+            fields = _state(piece, f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes")
+            chunk = ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
             chunks.append(chunk)
             if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
                 offset + length > whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)

@@ -46,14 +46,14 @@ class Info:
 
     def __str__(self) -> str:
         """A few lines for people; ``repr`` has all of it."""
-        said = self.description
-        stored = Counter(entry["quantizer"] for entry in said.quantized.values())
-        recipes = Counter(recipe or "no recipe" for recipe in said.recipes.values())
+        description = self.description
+        stored = Counter(entry["quantizer"] for entry in description.quantized.values())
+        recipes = Counter(recipe or "no recipe" for recipe in description.recipes.values())
         lines = [
             f"{self.path}" + (f", after step {self.step}" if self.step is not None else ""),
             *(f"{count} layers with {recipe}" for recipe, count in recipes.items()),
             *(f"{count} tensors stored as {quantizer}" for quantizer, count in stored.items()),
-            *(f"{name} from {entry['distribution']} {entry['version']}" for name, entry in said.formats.items()),
+            *(f"{name} from {entry['distribution']} {entry['version']}" for name, entry in description.formats.items()),
             *([f"extra: {' '.join(reprlib.repr(self.extra).split())}"] if self.extra is not None else []),
             *self.refused,
             *([self.why] if self.why else []),

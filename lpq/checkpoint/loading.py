@@ -48,11 +48,11 @@ def load(
     """
     ranks = ranks_of(process_group)
     with ranks.saying(f"{path} cannot be loaded"):
-        asked = ranks.all(lambda: _asked(path, model, optimizer))
-        if len({place for place, _, _ in asked}) > 1:
+        arguments = ranks.all(lambda: _arguments(path, model, optimizer))
+        if len({place for place, _, _ in arguments}) > 1:
             raise CheckpointError("the ranks were given different paths: pass the same to all")
-        check_one_model([meshes for _, meshes, _ in asked], ranks)
-        check_optimizers([kinds for _, _, kinds in asked], ranks)
+        check_one_model([meshes for _, meshes, _ in arguments], ranks)
+        check_optimizers([kinds for _, _, kinds in arguments], ranks)
     found = find(Path(path), ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
@@ -96,7 +96,7 @@ def load(
     return plan.info
 
 
-def _asked(path: str | Path, model: nn.Module, given: Optimizers) -> tuple[str, Meshes, list[str]]:
+def _arguments(path: str | Path, model: nn.Module, given: Optimizers) -> tuple[str, Meshes, list[str]]:
     """The source and the target of the load, which all ranks must have alike; compared first, as reading takes long."""
     return str(path), Model(model).meshes(), [*map(kind, given_optimizers(given))]
 
@@ -124,11 +124,11 @@ class _Job:
 def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -> _Job:
     """Find everything that can be wrong, before anything is written."""
     info, beside = read(source)
-    said = info.description
-    said.require(said.stored)
+    description = info.description
+    description.require(description.stored)
     if not any_policy:
-        model.check_policy(said)
-        model.restore_recipes(said)
+        model.check_policy(description)
+        model.restore_recipes(description)
     reader = Reader(source.path, source.sizes)
     saved = reader.saved()
     tensors, _ = model.state()
@@ -137,19 +137,22 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
         saved = {name: what for name, what in saved.items() if name not in memories or what[0] == memories[name].shape}
     names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
     # A weight of a layer that is in several places has a master, and a place in an optimizer, by one of its names.
-    one = {name: names[id(tensors[name])] if name in tensors else name.removeprefix(PREFIX) for name in said.quantized}
-    masters = {name: key for name in said.quantized if (key := master_name(one[name])) in saved}
+    one = {
+        name: names[id(tensors[name])] if name in tensors else name.removeprefix(PREFIX)
+        for name in description.quantized
+    }
+    masters = {name: key for name in description.quantized if (key := master_name(one[name])) in saved}
     ours = {name for name in saved if name.startswith(PREFIX)}
     unknown = untrained(beside["optimizer"], [*one.values()])
-    frozen = {name for name in said.quantized if one[name] in unknown}
-    found = match(tensors, saved, said.quantized, masters=masters, frozen=frozen)
-    check_complete(found, ours, said.quantized, may_lack=memories, may_ignore=said.memories)
+    frozen = {name for name in description.quantized if one[name] in unknown}
+    found = match(tensors, saved, description.quantized, masters=masters, frozen=frozen)
+    check_complete(found, ours, description.quantized, may_lack=memories, may_ignore=description.memories)
     model.check_extra_state(beside["model"])
     fresh = model.starting(found.absent)
     matches, loaded = [found], list[Loaded]()
     if given is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
         stored = {one[name] for name in masters}
         wanted, loaded = OptimizerState(given, names).join(beside["optimizer"], saved, stored)
-        matches.append(more := match(wanted, saved, said.quantized))
-        check_complete(more, saved.keys() - ours, said.quantized, (), masters.values(), "optimizer")
+        matches.append(more := match(wanted, saved, description.quantized))
+        check_complete(more, saved.keys() - ours, description.quantized, (), masters.values(), "optimizer")
     return _Job(reader, info, beside, matches, fresh, loaded)

@@ -31,14 +31,14 @@ class Manifest:
 
     def fault(self, path: Path, name: str, *, thorough: bool) -> str | None:
         """Why one of the files differs from its entry, or None. Not ``thorough``: large files are not digested."""
-        said = self.files[name]
+        data = self.files[name]
         digested = thorough or name in (DESCRIPTION, EXTRA)
-        return files.fault(path, name, said["bytes"], said["sha256"] if digested else None)
+        return files.fault(path, name, data["bytes"], data["sha256"] if digested else None)
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the files."""
-        return {name: said["bytes"] for name, said in self.files.items()}
+        return {name: data["bytes"] for name, data in self.files.items()}
 
 
 def read_manifest(path: Path) -> Manifest | str:
@@ -48,8 +48,8 @@ def read_manifest(path: Path) -> Manifest | str:
     try:
         if (wrong := files.astray(path, MANIFEST)) is not None:
             return f"{MANIFEST}: {wrong}"
-        said = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        found = Manifest(said["files"], said.get("written", 0))
+        data = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        found = Manifest(data["files"], data.get("written", 0))
         if type(found.written) is int and all(
             type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in found.files.values()
         ):

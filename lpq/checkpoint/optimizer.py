@@ -118,7 +118,7 @@ class _One:
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer = optimizer
-        self.said = optimizer.state_dict()
+        self.whole_state = optimizer.state_dict()
         self.params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         for param in self.params:
             if id(param) not in names:
@@ -132,12 +132,12 @@ class _One:
 
     def states(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """The name, the parameter and the state of each parameter that has a state."""
-        for number, state in self.said["state"].items():
+        for number, state in self.whole_state["state"].items():
             yield self.names[number], self.params[number], state
 
     def groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
         """The names and the options of each group."""
-        for group in self.said["param_groups"]:
+        for group in self.whole_state["param_groups"]:
             yield [self.names[i] for i in group["params"]], {k: v for k, v in group.items() if k not in NUMBERED}
 
     def join(
@@ -145,7 +145,7 @@ class _One:
     ) -> Loaded:
         """Prepare the state for this optimizer, and add the tensors to fill for it to ``tensors``."""
         loaded = Loaded(self.optimizer, self.params)
-        for group, (names, own) in zip(self.said["param_groups"], self.groups(), strict=True):
+        for group, (names, own) in zip(self.whole_state["param_groups"], self.groups(), strict=True):
             found = next((g for g in data["groups"] if sorted(g["params"]) == sorted(names)), None)
             if found is None:
                 raise CheckpointError(
@@ -166,7 +166,7 @@ class _One:
                     if self.names[number] in masters and param not in self.masters:
                         state = {key: value for key, value in state.items() if key != MASTER}
                         loaded.dropped += [self.names[number]] if isinstance(held(param), QuantizedTensor) else []
-                    own = self.said["state"].get(number)
+                    own = self.whole_state["state"].get(number)
                     loaded.state[number] = _join(state, own, _Fresh(param, saved), tensors)
                 if param in self.masters and MASTER not in loaded.state.setdefault(number, {}):
                     loaded.state[number][MASTER] = self.masters[param]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from lpq.checkpoint.agreeing import Told, check_alike, check_tensors, digest
+from lpq.checkpoint.agreeing import Facts, check_alike, check_tensors, digest
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
 from lpq.checkpoint.claim import Claim
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
@@ -116,7 +116,7 @@ def _prepare(
     held: list[str] = []
     claims: list[Claim] = []
 
-    def collect() -> Told:
+    def collect() -> Facts:
         seen = Model(model)
         tensors, module_extra = seen.state()
         names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
@@ -129,7 +129,7 @@ def _prepare(
         small.update({DESCRIPTION: description.json(), EXTRA: pickled(beside) if ranks.rank == 0 else b""})
         memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
         held.extend(sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in every.items()))
-        return Told(
+        return Facts(
             place=str(target.absolute()),
             meshes=seen.meshes(),
             optimizers=tuple(optimizers.kinds),
@@ -143,14 +143,14 @@ def _prepare(
         target.parent.mkdir(parents=True, exist_ok=True)
         claims.append(Claim.take(target.with_name(target.name + PARTIAL)))
 
-    for said in dict.fromkeys(said for failed in ranks.all(unheard) for said in failed):
-        warnings.warn(f"{said} (nobody called Saving.wait)", CheckpointWarning, stacklevel=3)
+    for text in dict.fromkeys(text for failed in ranks.all(unheard) for text in failed):
+        warnings.warn(f"{text} (nobody called Saving.wait)", CheckpointWarning, stacklevel=3)
     found = ranks.all(collect)
     check_alike(found, ranks)
-    if len({told.tensors for told in found}) > 1:
+    if len({facts.tensors for facts in found}) > 1:
         check_tensors(ranks.all(lambda: held), ranks)
     for name in found[0].memories:  # ranks may have seen other inputs; as after a step, the largest statistics count
-        combined = torch.stack([told.memories[name] for told in found]).amax(0)
+        combined = torch.stack([facts.memories[name] for facts in found]).amax(0)
         state["model"][name.removeprefix("model.")] = combined
     ranks.first(begin)
     return state, Writer(target, small, keep, next(iter(claims), None))

@@ -62,7 +62,7 @@ class Writer(FileSystemWriter):
             results = super().write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
             done: Future[list[WriteResult]] = Future()
-            done.set_result(_Written(results, self._said(names)))
+            done.set_result(_Written(results, self._entries(names)))
         except Exception as error:  # an error that cannot be pickled would never reach the other ranks
             raise as_checkpoint_error(error) from error
         return done
@@ -71,24 +71,24 @@ class Writer(FileSystemWriter):
         """Close the checkpoint and give it its name, on rank 0 when all have written."""
         try:
             super().finish(metadata, results)
-            said = {name: entry for written in results for name, entry in written.said.items()}  # type: ignore[attr-defined]
+            entries = {name: entry for written in results for name, entry in written.entries.items()}  # type: ignore[attr-defined]
             for name, data in self._small.items():
                 files.write(self._partial / name, data)
-            said.update(self._said([*self._small, ".metadata"]))
-            files.write(self._partial / MANIFEST, self._manifest(said))
+            entries.update(self._entries([*self._small, ".metadata"]))
+            files.write(self._partial / MANIFEST, self._manifest(entries))
             self._publish()
         except Exception as error:
             raise as_checkpoint_error(error) from error
 
-    def _said(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def _entries(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         paths = {name: self._partial / name for name in sorted(names)}
         return {n: {"bytes": p.stat().st_size, "sha256": files.digest(p)} for n, p in paths.items()}
 
-    def _manifest(self, said: dict[str, dict[str, Any]]) -> bytes:
+    def _manifest(self, entries: dict[str, dict[str, Any]]) -> bytes:
         """The list of files, with a time of writing that is later than any other of the run, whatever clocks show."""
         others = manifests_in(self.target.parent) if STEP.fullmatch(self.target.name) else {}
         last = max((other.written for other in others.values()), default=0)
-        return json.dumps({"files": said, "written": max(time.time_ns(), last + 1)}, indent=1).encode()
+        return json.dumps({"files": entries, "written": max(time.time_ns(), last + 1)}, indent=1).encode()
 
     def _publish(self) -> None:
         refused = self._claim.refused() if self._claim is not None else []
@@ -128,9 +128,9 @@ class Writer(FileSystemWriter):
 class _Written(list[WriteResult]):
     """A rank's results for DCP, with the entries of its files for the manifest."""
 
-    def __init__(self, results: list[WriteResult], said: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, results: list[WriteResult], entries: dict[str, dict[str, Any]]) -> None:
         super().__init__(results)
-        self.said = said
+        self.entries = entries
 
 
 def _remove(path: Path) -> None:

@@ -23,7 +23,7 @@ from lpq.cli.kernels import (
     show,
 )
 from lpq.cli.listing import broken_recipes, described, fault
-from lpq.cli.output import Json, as_json, say, table
+from lpq.cli.output import Json, as_json, print_text, table
 from lpq.cli.overview import show_overview
 from lpq.kernels import KernelError, native, nvrtc_cache
 from lpq.kernels.table import ENVIRONMENT
@@ -82,14 +82,16 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
             show_overview(kernels, pairs, where)
         if not chosen and (without := set(registry.formats()) - set(kernels) - set(broken)):
             names = ", ".join(sorted(without))
-            say(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
+            print_text(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
         if (problem := nvrtc_cache.why_unkept()) is not None:
             where_to = f"Set {nvrtc_cache.CACHE} to a folder that you can write, and nobody else"
-            say(f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew.")
+            print_text(
+                f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew."
+            )
         if where.type == "cuda" and (lack := native.lacking()) is not None:
-            say(f"CUDA kernels are launched from Python, which takes the host twice as long as from C: {lack}.")
+            print_text(f"CUDA kernels are launched from Python, which takes the host twice as long as from C: {lack}.")
         for kernel in unused_kernels():
-            say(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
+            print_text(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
         for name, problem in unbuilt.items():
@@ -116,17 +118,17 @@ def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, st
 
 def show_machine(gpus: list[dict[str, Any]], plugins: list[dict[str, Any]]) -> None:
     """Print versions, devices, the variables that are set, and the plugins; a plugin in order takes its name only."""
-    say("Versions: " + ", ".join(f"{what}{':' * (' ' in found)} {found}" for what, found in versions().items()))
+    print_text("Versions: " + ", ".join(f"{what}{':' * (' ' in found)} {found}" for what, found in versions().items()))
     for gpu in gpus:
-        say(f"Device {gpu['device']}: {', '.join(filter(None, (gpu['name'], gpu['detail'])))}")
+        print_text(f"Device {gpu['device']}: {', '.join(filter(None, (gpu['name'], gpu['detail'])))}")
     for name, value in environment().items():
-        say(f"{name}={value}")
+        print_text(f"{name}={value}")
     fine: dict[str, list[str]] = {}
     for plugin in plugins:
         if plugin["status"] == "ok":
             fine.setdefault(f"{plugin['distribution']} {plugin['version']}", []).append(plugin["name"])
     for distribution, names in fine.items():
-        say(f"Plugins of {distribution}: {', '.join(names)}")
+        print_text(f"Plugins of {distribution}: {', '.join(names)}")
     columns = ("name", "from", "status", "what is wrong", "remedy")
     others = [p for p in plugins if p["status"] != "ok"]
     if others:

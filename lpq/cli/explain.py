@@ -10,7 +10,7 @@ import typer
 import lpq
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import Served, check_environment, pick_device, served, show
-from lpq.cli.output import Json, as_json, say, table
+from lpq.cli.output import Json, as_json, print_text, table
 from lpq.formats.format import Direction, Quantizer
 from lpq.nn.expert_notes import expert_note
 from lpq.recipes import Recipe
@@ -37,12 +37,12 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
     runs: dict[str, Served] = {gemm: served("gemm", product, where) for gemm, product in made.products.items()}
     for tensor in TENSORS:
         runs |= encoding(made, tensor, where)
-    tell(made, where, gemms, runs, json=json)
+    print_recipe(made, where, gemms, runs, json=json)
     if any(step.error is not None for step in runs.values()):
         raise typer.Exit(1)
 
 
-def tell(
+def print_recipe(
     made: Recipe, where: torch.device, gemms: dict[str, dict[str, Any]], runs: dict[str, Served], *, json: bool
 ) -> None:
     """Print the operands, their quantizers and the kernels."""
@@ -64,7 +64,7 @@ def tell(
         ((gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values()) for gemm, operands in gemms.items()),
     )
     show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()])
-    say(f"Experts: {expert_note(made, EXPERTS)}")
+    print_text(f"Experts: {expert_note(made, EXPERTS)}")
 
 
 def described(recipe: Recipe, gemm: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import lpq
 from lpq import registry
-from lpq.cli.output import Json, as_json, complain, table
+from lpq.cli.output import Json, as_json, print_broken, table
 from lpq.registry.errors import LpqError, words
 from lpq.registry.loader import PluginInfo
 
@@ -39,7 +39,7 @@ def formats(json: Json = False) -> None:
             ("name", "bits", "from", "summary"),
             ((s.name, bits(s.effective_bits), f"{p.distribution} {p.version}", s.summary) for p, s in found),
         )
-    complain(plugins)
+    print_broken(plugins)
 
 
 def recipes(json: Json = False) -> None:
@@ -74,7 +74,7 @@ def recipes(json: Json = False) -> None:
                 for p, s in found
             ),
         )
-    complain(plugins)
+    print_broken(plugins)
 
 
 def plugins(json: Json = False) -> None:
@@ -98,7 +98,7 @@ def plugins(json: Json = False) -> None:
             for plugin in found
         ),
     )
-    complain(found)
+    print_broken(found)
 
 
 def described(plugin: PluginInfo) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import typer
 
 import lpq
 from lpq import observe
-from lpq.cli.output import Json, as_json, say, table
+from lpq.cli.output import Json, as_json, print_text, table
 from lpq.cli.shapes import SHAPES, Shape, Transformer
 from lpq.nn.sharded_weights import Weights
 from lpq.observe import Memory
@@ -70,14 +70,14 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
     rows += [(row, *(cell(of(m), of(plain)) for m in found.values())) for row, of in ROWS.items()]
     title = f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]} and parts of bf16's (fp32 shards)"
     table(title, ("", *found), rows)
-    say(
+    print_text(
         f"{plain.parameters:,} parameters; {converted:,} are converted: those of the blocks' linear layers, but for "
         f"weights that {ranks} ranks cannot cut into whole blocks."
     )
     for way, m in found.items():
         if m.total > plain.total:
             of, bare = (f"{count / plain.total:.0%}" for count in (m.total, m.total - m.masters))
-            say(
+            print_text(
                 f"{way}: a rank holds {of} of what it holds in bf16. The fp32 masters alone take what there the fp32 "
                 f"shards take, and the quantized weights, {m.share:.0%} of bf16, come on top; what is saved is in the "
                 f"gathers. With an optimizer of the quantized weights themselves, without masters, it is {bare}."

@@ -37,7 +37,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     console.print(made)
 
 
-def say(text: str) -> None:
+def print_text(text: str) -> None:
     """Print a sentence, broken between words where the terminal ends. It is plain text."""
     Console(highlight=False).print(printable(text), markup=False)
 
@@ -47,14 +47,14 @@ def as_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def complain(plugins: Iterable[PluginInfo]) -> None:
+def print_broken(plugins: Iterable[PluginInfo]) -> None:
     """Print on stderr which plugins cannot be used, and the remedy."""
     for plugin in plugins:
         if plugin.error is not None:
             typer.echo(f"lpq: {plugin.error}", err=True)
 
 
-def tell(error: LpqError, *, aloud: bool = True) -> int:
+def print_error(error: LpqError, *, aloud: bool = True) -> int:
     """Print the error that ended a command on stderr, if ``aloud``; return the exit status."""
     if aloud:
         print(f"lpq: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from string import ascii_lowercase
 import torch
 
 from lpq.cli.kernels import MEANINGS, NOTHING, Served
-from lpq.cli.output import say, table
+from lpq.cli.output import print_text, table
 from lpq.registry import OPERATIONS
 
 ALONE = "lpq doctor QUANTIZER"
@@ -35,11 +35,11 @@ class Remarks:
 
     def lines(self) -> list[str]:
         """The remarks by their letters, each after the backends that it is about."""
-        told = []
+        shown = []
         for i, (words, backends) in enumerate(self._about.items()):
             about = ", ".join(sorted(filter(None, backends)))
-            told.append(f"{_letter(i)}  {about}{': ' if about else ''}{words}")
-        return told
+            shown.append(f"{_letter(i)}  {about}{': ' if about else ''}{words}")
+        return shown
 
 
 def show_overview(kernels: Mapping[str, Sequence[Served]], pairs: Iterable[Served], where: torch.device) -> None:
@@ -57,11 +57,11 @@ def show_overview(kernels: Mapping[str, Sequence[Served]], pairs: Iterable[Serve
         rows = [(op, runs, ", ".join(names)) for (op, runs), names in both.items()]
         table("For two formats at once", ("operation", "runs", "formats"), rows)
     for line in remarks.lines():
-        say(line)
-    say(f"{'Letters say why no better kernel runs. ' if remarks.lines() else ''}`{ALONE}` names the kernels.")
+        print_text(line)
+    print_text(f"{'Letters say why no better kernel runs. ' if remarks.lines() else ''}`{ALONE}` names the kernels.")
     for op in ops:
         if op in MEANINGS:
-            say(f"{op}: {MEANINGS[op]}.")
+            print_text(f"{op}: {MEANINGS[op]}.")
 
 
 def _cell(served: Served, remarks: Remarks, name: str | None) -> str:

@@ -40,10 +40,10 @@ def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str])
     for parts in shared.values():
         site = parts[0][1]
         groups = [group for group in (site.group, site.replicas) if group is not None and group.size() > 1]
-        _compare([_told(names[module], module, site) for module, site in parts], groups, site.device)
+        _compare([_described(names[module], module, site) for module, site in parts], groups, site.device)
 
 
-def _told(name: str, module: nn.Module, site: Site) -> str:
+def _described(name: str, module: nn.Module, site: Site) -> str:
     """A description of all that ranks must have alike of a parameter: its module's name, class, recipe and so on."""
     local, shape = site.local, list(site.param.shape)
     kind = type(module).__name__.removeprefix("FSDP")
@@ -51,21 +51,21 @@ def _told(name: str, module: nn.Module, site: Site) -> str:
         how = f"stored as {local.quantizer}"
     else:
         how = "in high precision" if not isinstance(local, WeightShard) else "gathered quantized"
-    said = f"{name}: {kind} with a weight {shape} of {site.dtype}, {how}"
+    text = f"{name}: {kind} with a weight {shape} of {site.dtype}, {how}"
     if not hasattr(module, "weight_quantizer"):
-        return said
+        return text
     layer: Any = module
-    said += f", recipe {layer.recipe.text if layer.recipe is not None else None}"
+    text += f", recipe {layer.recipe.text if layer.recipe is not None else None}"
     if layer.schedule is None or len(layer.schedule.pieces) == 1:
-        return said
-    told = layer.stages is not None and layer.stages.told
-    return f"{said}, at step {layer.stages.step} of ({layer.schedule})" if told else f"{said}, before lpq.set_step"
+        return text
+    at_step = layer.stages is not None and layer.stages.was_set
+    return f"{text}, at step {layer.stages.step} of ({layer.schedule})" if at_step else f"{text}, before lpq.set_step"
 
 
-def _compare(told: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device) -> None:
+def _compare(texts: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device) -> None:
     import torch.distributed as dist
 
-    number = int.from_bytes(hashlib.sha256("\n".join(told).encode()).digest()[:16], "big")
+    number = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:16], "big")
     words = [number >> (BITS * i) & LIMIT for i in range(WORDS)]
     both = torch.tensor([*words, *(LIMIT - word for word in words)], dtype=torch.int32, device=device)
     for group in groups:
@@ -78,7 +78,7 @@ def _compare(told: Sequence[str], groups: Sequence[ProcessGroup], device: torch.
             ) from error
     if all(a + b == LIMIT for a, b in zip(*both.view(2, -1).tolist(), strict=True)):
         return
-    difference = _first_difference(exchange(list(told), groups))
+    difference = _first_difference(exchange(list(texts), groups))
     raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
 
 

@@ -41,7 +41,7 @@ class Pieces(Sequence[Piece]):
         self.casts = casts(kinds, rank, ranks)
         self._agreement = Agreement(items, rank, ranks)
         self._pieces = sorted((p for cast in self.casts for p in cast.pieces()), key=lambda p: p.weight)
-        self._shapes = {kind: kind.told(len(same), ranks) for kind, same in kinds.items()}
+        self._shapes = {kind: kind.words(len(same), ranks) for kind, same in kinds.items()}
 
     @overload
     def __getitem__(self, index: int) -> Piece: ...
@@ -56,12 +56,12 @@ class Pieces(Sequence[Piece]):
     def tell(self) -> Tensor:
         """The words that this rank sends to the others, for a MAX over the ranks."""
         count = sum(math.prod(shape) for shapes in self._all_shapes for shape in shapes)
-        told = torch.zeros(count, dtype=torch.int32, device=self._agreement.device)
-        agreement, views = self._views(told)
-        self._agreement.tell(*agreement)
+        words = torch.zeros(count, dtype=torch.int32, device=self._agreement.device)
+        agreement, views = self._views(words)
+        self._agreement.write(*agreement)
         for cast in self.casts:
-            cast.tell(views)
-        return told
+            cast.write_words(views)
+        return words
 
     def encode(self, told: Tensor) -> None:
         """Write what this rank can write, from the words of all ranks."""
@@ -77,10 +77,10 @@ class Pieces(Sequence[Piece]):
         """The shapes of all that the ranks exchange, in its order: on which they must agree, and of each kind."""
         return [self._agreement.shapes, *self._shapes.values()]
 
-    def _views(self, told: Tensor) -> tuple[list[Tensor], Views]:
+    def _views(self, words: Tensor) -> tuple[list[Tensor], Views]:
         """Split what ranks exchange."""
         shapes = self._all_shapes
-        parts = iter(torch.split(told, [math.prod(shape) for same in shapes for shape in same]))
+        parts = iter(torch.split(words, [math.prod(shape) for same in shapes for shape in same]))
         agreement, *rest = [[next(parts).view(shape) for shape in same] for same in shapes]
         return agreement, dict(zip(self._shapes, rest, strict=True))
 
@@ -137,10 +137,10 @@ def cast_master_weights(
     items = items_of(weights, masters, offsets, states, seed, ranks)
     with _reference(items):
         pieces = Pieces(items, rank, ranks)
-        told = pieces.tell()
-        if ranks > 1 and len(told):
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        pieces.encode(told)
+        words = pieces.tell()
+        if ranks > 1 and len(words):
+            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
+        pieces.encode(words)
     return pieces
 
 

@@ -151,7 +151,7 @@ class _Steps(Watcher):
             if getattr(local_part(param), "amax_group", None) == "unattached":
                 attach(param)
         if self._trained.is_new(optimizer, params):
-            self._trained.look(optimizer, params, [gathering.weights() for gathering in alive])
+            self._trained.take_in(optimizer, params, [gathering.weights() for gathering in alive])
         self._trained.check(optimizer)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:

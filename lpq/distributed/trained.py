@@ -35,7 +35,7 @@ class Trained:
         """Whether an optimizer has not stepped yet, or has other parameters since."""
         return self._seen.get(optimizer) != [*map(id, params)]
 
-    def look(self, optimizer: Optimizer, params: Sequence[Tensor], models: Iterable[Named]) -> None:
+    def take_in(self, optimizer: Optimizer, params: Sequence[Tensor], models: Iterable[Named]) -> None:
         """Take in an optimizer that is new; raise if it has one of its parameters several times."""
         ids = [*map(id, params)]
         has = set(ids)

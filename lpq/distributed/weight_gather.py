@@ -97,7 +97,7 @@ class Gather:
         self._checkpointed = checkpointed
         self._model = model
         self._measured: Measured | None = None
-        self._asked: tuple[Quantizer | None, Quantizer | None] = (None, None)
+        self._judged: tuple[Quantizer | None, Quantizer | None] = (None, None)
         """The quantizer that the layer last wanted, and the one that is used for it: the same, or None."""
         self._whole: tuple[Quantizer, Whole, Whole] | None = None
         self._made_for: tuple[Quantizer | None, torch.dtype] | None = None
@@ -129,9 +129,9 @@ class Gather:
     def quantizer(self) -> Quantizer | None:
         """The quantizer of the gathered weight; None: it is gathered in high precision."""
         wanted = self.layer.weight_quantizer()
-        if wanted is not self._asked[0]:
-            self._asked = wanted, wanted if wanted is not None and self.why_whole(wanted) is None else None
-        return self._asked[1]
+        if wanted is not self._judged[0]:
+            self._judged = wanted, wanted if wanted is not None and self.why_whole(wanted) is None else None
+        return self._judged[1]
 
     def why_whole(self, quantizer: Quantizer) -> str | None:
         """Why the weight cannot be gathered quantized; None if it can."""

@@ -180,25 +180,25 @@ class _Job:
             self._judge_plain(bias, row)
         return {*biases}
 
-    def _judge_layer(self, said: Quantized, weight: Tensor, layer: Layer | None) -> None:
+    def _judge_layer(self, entry: Quantized, weight: Tensor, layer: Layer | None) -> None:
         rows, cols = weight.shape
-        self.operands.append((weight, self._operand(said, weight, rows, cols)))
+        self.operands.append((weight, self._operand(entry, weight, rows, cols)))
 
-    def _operand(self, said: Quantized, weight: Tensor, rows: int, cols: int) -> Storage:
+    def _operand(self, entry: Quantized, weight: Tensor, rows: int, cols: int) -> Storage:
         """The row operand of a layer, of this many rows of a weight."""
-        if (reason := said.scheme.why_not(rows, cols)) is not None:
-            raise CheckpointError(f"{said.name}.weight is {rows}x{cols} in the model, and {reason}")
-        parts = self.files.parts(said, rows, cols)
+        if (reason := entry.scheme.why_not(rows, cols)) is not None:
+            raise CheckpointError(f"{entry.name}.weight is {rows}x{cols} in the model, and {reason}")
+        parts = self.files.parts(entry, rows, cols)
         local = held(weight)
-        side = registry.quantizer(said.scheme.quantizer)
+        side = registry.quantizer(entry.scheme.quantizer)
         if isinstance(local, QuantizedTensor):
-            side = _stored_side(said, local)
+            side = _stored_side(entry, local)
         try:
-            buffers = said.scheme.read(side, parts[: len(said.scheme.parts)])
+            buffers = entry.scheme.read(side, parts[: len(entry.scheme.parts)])
         except ValueError as error:
-            raise CheckpointError(f"{said.name}: {error}") from error
-        if said.inputs is not None and said.inputs.read is not None:
-            self.amaxes[said.name] = said.inputs.read(parts[-1])
+            raise CheckpointError(f"{entry.name}: {error}") from error
+        if entry.inputs is not None and entry.inputs.read is not None:
+            self.amaxes[entry.name] = entry.inputs.read(parts[-1])
         operand: Storage = side.storage.wrap([*buffers], side, (rows, cols), weight.dtype)
         return operand
 
@@ -234,13 +234,13 @@ class _Job:
         self.model.module.__dict__[RECORD] = kept
 
 
-def _stored_side(said: Quantized, weight: QuantizedTensor) -> Quantizer:
+def _stored_side(entry: Quantized, weight: QuantizedTensor) -> Quantizer:
     row = weight.row
     side = row.quantizer if row is not None else weight.quantizer.side("row")
-    if row is None or not said.scheme.serves(side):
+    if row is None or not entry.scheme.serves(side):
         raise CheckpointError(
-            f"{said.name}.weight is {said.scheme.title} in the files, and stored as {weight.quantizer} in the model: "
-            f"use a recipe with w={said.scheme.quantizer} in fprop, or weights=None, which decodes it"
+            f"{entry.name}.weight is {entry.scheme.title} in the files, and stored as {weight.quantizer} in the model: "
+            f"use a recipe with w={entry.scheme.quantizer} in fprop, or weights=None, which decodes it"
         )
     return side
 

@@ -61,10 +61,10 @@ def renamed(found: Mapping[str, Quantized], held: Mapping[str, Held]) -> dict[st
     """The quantized layers by the names that modules of the model have: those of experts are one."""
     holder_of = {layer: one.holder_name for one in held.values() for layer in one.layers}
     made: dict[str, Quantized] = {}
-    for layer, said in found.items():
+    for layer, quantized in found.items():
         name = holder_of.get(layer, layer)
-        before = made.setdefault(name, said)
-        if (before.scheme, before.inputs) != (said.scheme, said.inputs):
+        before = made.setdefault(name, quantized)
+        if (before.scheme, before.inputs) != (quantized.scheme, quantized.inputs):
             raise CheckpointError(
                 f"the files have {before.name} and {layer} in several formats, and {name} of the model has one recipe"
             )

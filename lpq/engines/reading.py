@@ -83,10 +83,10 @@ class Files:
             layer, _, leaf = name.rpartition(".")
             leaves.setdefault(layer, {})[leaf] = shown
         for layer, own in leaves.items():
-            said = self._described(layer)
-            if said is None:
+            facts = self._described(layer)
+            if facts is None:
                 continue
-            quantized = Quantized(layer, *said)
+            quantized = Quantized(layer, *facts)
             here = [
                 p.name
                 for p in quantized.parts
@@ -155,10 +155,10 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def _check_index(said: Mapping[str, str], found: Mapping[str, str]) -> None:
-    if absent := [name for name, file in said.items() if found.get(name) != file]:
-        raise CheckpointError(f"{absent[0]} is not in {said[absent[0]]}, where {INDEX} has it")
-    if unknown := [name for name in found if name not in said]:
+def _check_index(listing: Mapping[str, str], found: Mapping[str, str]) -> None:
+    if absent := [name for name, file in listing.items() if found.get(name) != file]:
+        raise CheckpointError(f"{absent[0]} is not in {listing[absent[0]]}, where {INDEX} has it")
+    if unknown := [name for name in found if name not in listing]:
         raise CheckpointError(f"{found[unknown[0]]} has {unknown[0]}, which {INDEX} does not list")
 
 

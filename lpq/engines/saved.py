@@ -29,16 +29,16 @@ class Saved:
     def __init__(self, path: Path) -> None:
         found = find(path, Ranks())
         info, _ = read(found)
-        self._said, self._path, self._sizes = info.description, found.path, found.sizes
-        self._said.require(self._said.formats)
+        self._description, self._path, self._sizes = info.description, found.path, found.sizes
+        self._description.require(self._description.formats)
         self._saved = Reader(found.path, found.sizes).saved()
 
     def entries(self, dtype: torch.dtype | None) -> list[Entry]:
         """Its tensors, without what quantizers remember; ``dtype`` as in ``lpq.engines.models``."""
-        said = self._said
+        description = self._description
         made: list[Entry] = []
         for name in self._names():
-            quantized = said.quantized.get(name)
+            quantized = description.quantized.get(name)
             if quantized is not None:
                 if "row" not in quantized["operands"]:
                     raise CheckpointError(f"{shown(name)} was saved without its row operand, which engines multiply")
@@ -68,8 +68,8 @@ class Saved:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """That of a tensor of the model; empty if there is none."""
-        if name in self._said.quantized:
-            return tuple(self._said.quantized[name]["shape"])
+        if name in self._description.quantized:
+            return tuple(self._description.quantized[name]["shape"])
         return tuple(self._saved[name][0]) if name in self._saved else ()
 
     def unquantized(self, quantized: set[str]) -> Iterator[str]:
@@ -77,32 +77,36 @@ class Saved:
         does not show which these are, and to ignore one changes nothing."""
         for name, (shape, _) in self._saved.items():
             layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
-            stack = len(shape) == 3 and (leaf in FUSED_EXPERTS or (leaf == "weight" and layer in self._said.recipes))
+            stack = len(shape) == 3 and (
+                leaf in FUSED_EXPERTS or (leaf == "weight" and layer in self._description.recipes)
+            )
             apart = stack and self._layer(name) is not None  # as a layer for each expert
             matrix = leaf == "weight" and len(shape) == 2
             if name.startswith(PREFIX) and (matrix or stack) and not apart and layer not in quantized:
                 yield layer
 
     def _names(self) -> list[str]:
-        said = self._said
-        parts = {f"{name}.{d}." for name, entry in said.quantized.items() for d in entry["operands"]}
+        description = self._description
+        parts = {f"{name}.{d}." for name, entry in description.quantized.items() for d in entry["operands"]}
         plain = [
             name
             for name in self._saved
-            if name.startswith(PREFIX) and name not in said.memories and not any(name.startswith(p) for p in parts)
+            if name.startswith(PREFIX)
+            and name not in description.memories
+            and not any(name.startswith(p) for p in parts)
         ]
-        return sorted([*plain, *said.quantized])
+        return sorted([*plain, *description.quantized])
 
     def _layer(self, name: str) -> Multiplied | None:
         layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
-        text = self._said.recipes.get(layer) if leaf == "weight" else None
+        text = self._description.recipes.get(layer) if leaf == "weight" else None
         if text is None:
             return None
         recipe = recipes.recipe(text)
-        if recipe.w.side("row").plain and name not in self._said.quantized:
+        if recipe.w.side("row").plain and name not in self._description.quantized:
             return None
         memories: dict[str, dict[str, Tensor]] = {}
-        for buffer in self._said.memories:
+        for buffer in self._description.memories:
             owner, _, own = buffer.removeprefix(PREFIX).rpartition(".")
             if owner == layer:
                 tensor, _, key = own.partition("_")

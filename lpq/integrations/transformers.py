@@ -44,8 +44,8 @@ class _Steps:
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
         """Plan the policy for the Trainer's number of steps, and compare it with that of the checkpoint."""
         self._model = attach(model)
-        told = state.stateful_callbacks.get(NAME) if state.global_step else None
-        _go_on(model, state.global_step, state.max_steps, told, self.any_policy)
+        kept = state.stateful_callbacks.get(NAME) if state.global_step else None
+        _go_on(model, state.global_step, state.max_steps, kept, self.any_policy)
         if state.global_step:
             _encode_again(model, others.get("optimizer"))
         state.stateful_callbacks.setdefault(NAME, self.state())  # absent if the checkpoint was saved without it
@@ -70,8 +70,8 @@ class _Steps:
     def state(self) -> dict[str, Any]:
         """The state that the Trainer keeps in its checkpoint."""
         if self._model is not None:
-            said = Model(self._model).describe({}, None).data()
-            self.policy = {key: said[key] for key in ("conversions", "formats")}  # type: ignore[assignment]
+            data = Model(self._model).describe({}, None).data()
+            self.policy = {key: data[key] for key in ("conversions", "formats")}  # type: ignore[assignment]
         return {"args": {"any_policy": self.any_policy}, "attributes": {"policy": self.policy}}
 
 
@@ -84,25 +84,25 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
     path = Path(checkpoint) / "trainer_state.json"
     if not path.is_file():
         raise CheckpointError(f"{checkpoint} is no checkpoint of a Trainer: there is no {path.name} in it")
-    said = json.loads(path.read_text(encoding="utf-8"))
-    _go_on(model, 0, said["max_steps"], said["stateful_callbacks"].get(NAME), any_policy)
-    set_step(model, said["global_step"])
+    state = json.loads(path.read_text(encoding="utf-8"))
+    _go_on(model, 0, state["max_steps"], state["stateful_callbacks"].get(NAME), any_policy)
+    set_step(model, state["global_step"])
 
 
-def _go_on(model: nn.Module, step: int, steps: int, told: Any, any_policy: bool) -> None:
+def _go_on(model: nn.Module, step: int, steps: int, kept: Any, any_policy: bool) -> None:
     """Plan the policy for so many steps; make sure that it is the expected one, and that no state was dropped."""
     given = [
         c.steps for c in Model(model).conversions().values() if any(type(r.until) is float for r in c.policy.rules)
     ]
-    if other := [told for told in given if told not in (None, "later", steps)]:
+    if other := [length for length in given if length not in (None, "later", steps)]:
         warnings.warn(
             f"the policy was planned for {other[0]} steps, and the Trainer takes {steps}: rules that end at a fraction "
             "of the run go by the Trainer's number. lpq.convert(…, steps='later') leaves it to the Trainer",
             stacklevel=3,
         )
     replan(model, steps=steps)
-    if told is not None and not any_policy:
-        policy = (told[0] if isinstance(told, list) else told)["attributes"]["policy"]
+    if kept is not None and not any_policy:
+        policy = (kept[0] if isinstance(kept, list) else kept)["attributes"]["policy"]
         saved = Description.read({**Description().data(), **(policy or {})})
         Model(model).check_policy(saved, otherwise=f"{NAME}(any_policy=True)")
     if step and (lost := _would_forget(model, step)):

@@ -70,8 +70,8 @@ class LpqConfig(QuantizationConfigMixin):
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **others: Any) -> Any:
         """Read what ``config.json`` has."""
         check_fields("quantization_config", dict(config_dict), FIELDS)
-        said = {"policy": config_dict["policy"], "steps": config_dict["steps"]}
-        described = Description(conversions={"": said}, formats=config_dict["formats"])
+        conversion = {"policy": config_dict["policy"], "steps": config_dict["steps"]}
+        described = Description(conversions={"": conversion}, formats=config_dict["formats"])
         policy, steps = Description.read(described.data()).policies()[""]
         made = cls(policy, steps=steps, weights=config_dict["weights"], ranks=config_dict["ranks"])
         return (made, others) if return_unused_kwargs else made

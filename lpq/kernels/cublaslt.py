@@ -189,8 +189,8 @@ class _Plan:
                 functools.partial(_attribute(), self._description, attribute, ctypes.addressof(value), 8)
                 for attribute, value in zip((FIRST_SCALES, SECOND_SCALES), self._scales, strict=True)
             ]
-            for tell in self._set_scales:
-                tell()
+            for set_scale in self._set_scales:
+                set_scale()
         if scaled is None or aligned != ALIGNED:
             prefer(ALIGNMENT_FIRST, aligned)
             prefer(ALIGNMENT_SECOND, aligned)
@@ -229,8 +229,8 @@ class _Plan:
         of_first, of_second = self._scales
         with self._lock:
             of_first.value, of_second.value = of_right, of_left
-            for tell in self._set_scales:
-                tell()
+            for set_scale in self._set_scales:
+                set_scale()
             return self._multiply(left, right, ONE, out, workspace)
 
     def _multiply(self, left: int, right: int, alpha: int, out: int, workspace: int) -> int:

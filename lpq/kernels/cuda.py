@@ -33,7 +33,7 @@ import torch
 from lpq import registry
 from lpq.kernels import native
 from lpq.kernels.errors import KernelError
-from lpq.kernels.nvrtc_cache import compiler_version, csrc, cubin, knows
+from lpq.kernels.nvrtc_cache import compiler_version, compiles_for, csrc, cubin
 from lpq.torch_private import cuda as torch_cuda
 
 NEEDED = "cuda.core"
@@ -296,7 +296,7 @@ def why_not(device: torch.device) -> str | None:
     except KernelError as error:
         return str(error).partition("\n")[0]  # the rest is of a library, and every kernel says this
     major, minor = torch.cuda.get_device_capability(device)
-    if knows(10 * major + minor):
+    if compiles_for(10 * major + minor):
         return None
     return (
         f"NVRTC, which compiles the CUDA kernels, is that of CUDA {version} and does not know compute capability "

@@ -160,7 +160,7 @@ def compiler_version() -> str:
     return f"{major}.{minor}"
 
 
-def knows(capability: int) -> bool:
+def compiles_for(capability: int) -> bool:
     """Whether NVRTC compiles for GPUs of a compute capability, as ``90`` for 9.0."""
     from cuda.bindings import nvrtc
 

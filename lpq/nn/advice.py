@@ -106,11 +106,11 @@ def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
 def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
     """Patterns that match nothing, each with the name that it is nearest to."""
     every = [plain_name(alias) for aliases in names.values() for alias in aliases]
-    said = []
+    shown = []
     for pattern in report.unmatched:
         near = nearest(pattern, every)
-        said.append(f"{pattern!r}{f' (did you mean {near!r}?)' if near is not None else ''}")
-    return ", ".join(said)
+        shown.append(f"{pattern!r}{f' (did you mean {near!r}?)' if near is not None else ''}")
+    return ", ".join(shown)
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:

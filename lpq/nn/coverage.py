@@ -57,11 +57,11 @@ class Coverage:
     def __str__(self) -> str:
         if not self.total:
             return "the model has no matrices"
-        said = f"{percent(self.share)} of the matrix parameters are converted ({self.converted:,} of {self.total:,})"
+        text = f"{percent(self.share)} of the matrix parameters are converted ({self.converted:,} of {self.total:,})"
         if self.work is not None:
             where = f" that is known (for {self.unknown:,} parameters it is not)" if self.unknown else ""
-            said += f", {percent(self.work)} of the work in products{where}"
-        return f"{said}; not converted: {largest(self.left, self.total)}" if self.left else said
+            text += f", {percent(self.work)} of the work in products{where}"
+        return f"{text}; not converted: {largest(self.left, self.total)}" if self.left else text
 
     def of(self, modules: Collection[str]) -> tuple[Part, ...]:
         """The matrices among ``left`` that modules of these names hold."""
@@ -123,8 +123,8 @@ def largest(parts: Iterable[Part], total: int) -> str:
         for called, members in grouped(names)
     ]
     groups.sort(key=lambda group: -group[0])
-    told = [f"{called} ({kind}) {size:,} ({percent(size / total)})" for size, called, kind in groups[:SHOWN]]
-    return ", ".join([*told, *(["…"] if groups[SHOWN:] else [])])
+    groups_shown = [f"{called} ({kind}) {size:,} ({percent(size / total)})" for size, called, kind in groups[:SHOWN]]
+    return ", ".join([*groups_shown, *(["…"] if groups[SHOWN:] else [])])
 
 
 def percent(share: float) -> str:

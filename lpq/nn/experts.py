@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lpq.distributed.expert_rows import Dispatch
     from lpq.recipes import Recipe
 
-TOLD = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """Attributes that the interface gives each module."""
 DENSE = (("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"),)
 """Classes, each as a module and a name in it, whose experts each get rows for all tokens, one expert's rows after
@@ -140,8 +140,8 @@ def holds_experts(module: nn.Module) -> bool:
     """Whether the module holds experts that ``adopt_experts`` converts."""
     if isinstance(module, Experts):
         return True
-    told = all(hasattr(module, name) for name in TOLD) or is_dense(module)
-    return told and "forward" not in vars(module) and all(w.dim() == 3 for w in stacks(module).values())
+    fits = all(hasattr(module, name) for name in ATTRIBUTES) or is_dense(module)
+    return fits and "forward" not in vars(module) and all(w.dim() == 3 for w in stacks(module).values())
 
 
 def is_dense(module: nn.Module) -> bool:

@@ -73,5 +73,5 @@ def _ranges(numbers: list[int]) -> str:
             runs[-1] = [runs[-1][0], number]
         else:
             runs.append([number, number])
-    told = ",".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
-    return told if len(runs) == 1 else f"{{{told}}}"
+    text = ",".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
+    return text if len(runs) == 1 else f"{{{text}}}"

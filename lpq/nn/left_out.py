@@ -24,14 +24,14 @@ def left_out(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Polic
     weights = {name: [*layer.weight.shape[-2:]] for name, layer in layers.items()}  # of experts, that of one
     small = {name for name, shape in weights.items() if min(shape) < policy.least}
     large = [alias for name in weights if name not in small for alias in called[name]]
-    asked = _patterns_without(large, policy) if small else []
+    named_patterns = _patterns_without(large, policy) if small else []
     why: dict[str, str] = {}
     for name, aliases in called.items():
         parts = [part for alias in aliases if (part := policy.left_by(alias)) is not None]
         if parts:
             other = "; include='all' does not" if name in layers else ""
             why[name] = f"the policy leaves out {parts[0]!r}{other}"
-        elif name in small and not any(matches(pattern, alias) for pattern in asked for alias in aliases):
+        elif name in small and not any(matches(pattern, alias) for pattern in named_patterns for alias in aliases):
             why[name] = (
                 f"a weight of {weights[name]}, and below {policy.least} there is nothing to gain; a rule that matches "
                 "such layers only, or include='all', converts it"

@@ -35,14 +35,14 @@ def _of_experts(module: Any) -> str:
     """How experts are shared out, and in which form rows travel to them."""
     weight: Any = next(module.parameters())
     count, ranks = weight.shape[0], weight.device_mesh.size(weight.device_mesh.ndim - 1)
-    said = f"{count // ranks} of {count} experts on each of {ranks} ranks; rows are dispatched"
+    text = f"{count // ranks} of {count} experts on each of {ranks} ranks; rows are dispatched"
     if module.dispatched == "high_precision" or module.recipe is None:
-        return f"{said} in high precision"
+        return f"{text} in high precision"
     of_x, of_dy = module.recipe.x, module.recipe.dy
     bias = any(name.rpartition(".")[2].endswith("bias") for name, _ in module.named_parameters())
     reason = "there is a bias, whose gradient is their sum" if bias else why_not_row_by_row(of_dy)
-    said = f"{said} as {_share(of_x)}; gradients of results"
-    return f"{said} in high precision: {reason}" if reason is not None else f"{said} likewise, as {_share(of_dy)}"
+    text = f"{text} as {_share(of_x)}; gradients of results"
+    return f"{text} in high precision: {reason}" if reason is not None else f"{text} likewise, as {_share(of_dy)}"
 
 
 def _share(quantizer: Quantizer) -> str:
@@ -71,8 +71,8 @@ def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
     high = rows * size * torch.bfloat16.itemsize
     shares = [f"{operand_bytes(quantizer, rows, size, torch.bfloat16, *wanted) / high:.2f}" for wanted in together]
     when = f"{shares[0]} of bf16 in forward, {shares[1]} in backward" if columns else f"{shares[0]} of bf16"
-    said = f"; {what} is gathered as {quantizer}: {when}"
-    return said if unit == 1 else f"{said}, where each rank has whole blocks of {unit} tokens, else in high precision"
+    text = f"; {what} is gathered as {quantizer}: {when}"
+    return text if unit == 1 else f"{text}, where each rank has whole blocks of {unit} tokens, else in high precision"
 
 
 def _unit(quantizer: Quantizer) -> int:

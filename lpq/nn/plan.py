@@ -71,12 +71,12 @@ class Plan:
         tensors = (recipe.x, recipe.w, recipe.dy)
         stochastic = any(map(rounds_stochastically, tensors))
         of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
-        asked = (fast[0] is not False, fast[1] is True, fast[2] is True)
+        fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
         kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         own = rounds_stochastically(recipe.x) or any(memory.tensor == "x" for memory in kept)
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
         moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
-        return cls(*tensors, asked, stochastic, kept, moving, shares, *keeps, *of)
+        return cls(*tensors, fast_sums, stochastic, kept, moving, shares, *keeps, *of)
 
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):

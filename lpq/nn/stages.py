@@ -35,7 +35,7 @@ class Stages(Watcher):
         self._model = weakref.ref(model)
         self._by: weakref.ref[Optimizer] | None = None
         self.step = 0
-        self.told = False
+        self.was_set = False
         """Whether ``set_step`` has given one."""
         self.last = last
         """The step from which on no recipe changes any more; None: it is not known yet."""
@@ -46,7 +46,7 @@ class Stages(Watcher):
 
     def move(self, step: int) -> None:
         """Take the step that ``set_step`` gives."""
-        self.told = True
+        self.was_set = True
         if step != self.step:
             self.step, self.due, self._by = step, False, None
 

@@ -24,7 +24,7 @@ from lpq.operations.random_seeds import drawn
 from lpq.operations.sides import quantizer_of
 from lpq.torch_private.compiling import call_in_place_of, once_when_traced
 
-Told = tuple[str, int, tuple[int, ...], torch.dtype]
+OperandKey = tuple[str, int, tuple[int, ...], torch.dtype]
 """An operand as an operator is given it: its ``Storage.text``, how many tensors, its shape and its dtype."""
 
 
@@ -99,7 +99,9 @@ def _encoding(
 
 
 @registry.cached_few
-def _product(a: Told, b: Told, dtype: torch.dtype, device: torch.device, fast: bool, kernels: object) -> Multiply:
+def _product(
+    a: OperandKey, b: OperandKey, dtype: torch.dtype, device: torch.device, fast: bool, kernels: object
+) -> Multiply:
     """Bind a product of these operands."""
     return bind_product(Product(_operand(*a), _operand(*b), dtype, device, fast, operator=True))
 

@@ -268,12 +268,12 @@ class Pair:
         given = e.given or (False,) * len(none)
         needs = first.needs(given[0], e.measure), second.needs(given[count], e.measure)
         wanted = [i for i, side in enumerate((first, second)) if needs[i] and side.amax]
-        looks = [
+        finds = [
             (i, side.find(e, bool(wanted)))
             for i, side in enumerate((first, second))
             if needs[i] and side.find is not None
         ]
-        parts, look = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted else ((), None)
+        parts, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted else ((), None)
         empty = allocator(e.device, dispatched=e.operator)
         blocks = tiles(rows, cols, self.shape)
         whole = e.aligned and divides(rows, cols, self.shape)
@@ -287,11 +287,11 @@ class Pair:
             stats = stats or none
             found: list[Tensor | None] = [None, None]
             amax = None
-            for i, find in looks:
+            for i, find in finds:
                 found[i], amax = find(at)
-            if look is not None and amax is None:
+            if measure_amax is not None and amax is None:
                 amax = empty(*parts)
-                look(at, amax.data_ptr())
+                measure_amax(at, amax.data_ptr())
             for i in wanted:
                 found[i] = amax
             made = make(stats[:count], found[0], seed, None)

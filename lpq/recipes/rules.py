@@ -115,11 +115,11 @@ class Schedule:
 
     def __str__(self) -> str:
         titles = [recipe.title if recipe else "left alone" for _, recipe in self.pieces]
-        ends = ["" if until is None else f" until {_told(until)}" for until, _ in self.pieces]
+        ends = ["" if until is None else f" until {_until(until)}" for until, _ in self.pieces]
         return ", then ".join(f"{title}{end}" for title, end in zip(titles, ends, strict=True))
 
 
-def _told(until: float) -> str:
+def _until(until: float) -> str:
     return f"{until} of the run" if isinstance(until, float) else f"step {until}"
 
 

@@ -186,7 +186,7 @@ class Registry:
         self.plugins()
         hook = self._manager.hook.lpq_convert_module
         with self._lock:
-            self._ask_last(own)
+            self._register_last(own)
             try:
                 return hook(module=module, fqn=fqn, recipe=recipe)
             except PluginError:
@@ -200,7 +200,7 @@ class Registry:
                 cause = f"its lpq_convert_module raised {words(error)}, for {what} ({type(module).__name__})"
                 raise source.error(cause, source.other_version) from error
 
-    def _ask_last(self, own: object) -> None:
+    def _register_last(self, own: object) -> None:
         """To register it takes longer than to convert a module."""
         if own is self._last:
             return
@@ -232,7 +232,7 @@ class Registry:
             return info
 
     def _forget(self, name: str) -> None:
-        self._ask_last(None)  # or what is registered after it would come after it
+        self._register_last(None)  # or what is registered after it would come after it
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
         self._sources.pop(name, None)

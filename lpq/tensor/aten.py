@@ -358,18 +358,18 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in tree_leaves(args[:1]):
         if isinstance(tensor, QuantizedTensor):
             check_received(func, tensor)
-    told: list[str] = []
+    quantizers: list[str] = []
 
     def decode(value: Any) -> Any:
         if not isinstance(value, QuantizedTensor):
             return value
-        told.append(str(value.quantizer))
+        quantizers.append(str(value.quantizer))
         return value.dequantize()
 
     args, kwargs = tree_map(decode, args), tree_map(decode, kwargs)
     copy = ", and writing to the result does not change the tensor" if func.is_view else ""
     warnings.warn(  # Python shows the same text from the same place once
-        f"{func} has no form on the buffers of {told[0] if told else 'a quantized tensor'}: "
+        f"{func} has no form on the buffers of {quantizers[0] if quantizers else 'a quantized tensor'}: "
         f"it runs on the decoded tensor, in high precision{copy}",
         PrecisionWarning,
         stacklevel=1,

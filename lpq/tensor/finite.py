@@ -49,19 +49,19 @@ class Finite:
         pending, self._pending = self._pending, []
         for of in pending:
             if of.arrived is None or of.arrived.query():
-                _tell(of)
+                _warn(of)
             else:
                 self._pending.append(of)
 
 
-def _tell(of: _Sums) -> None:
+def _warn(of: _Sums) -> None:
     if bool(of.sums.isfinite().all()):
         return
     names = []
     for (name, writes), finite in zip(of.weights, of.sums.isfinite().tolist(), strict=True):
-        if not finite and not writes.told:
+        if not finite and not writes.warned:
             names.append(name)
-            writes.told = True
+            writes.warned = True
     if names:
         warnings.warn(
             f"the step of an optimizer made NaN or infinite what is stored quantized: {', '.join(names[:3])}"

@@ -38,11 +38,11 @@ REMEDY = "shard with fully_shard (FSDP2), HSDP for replicas; or convert with wei
 class Writes:
     """A count of the writes to a tensor; autograd's count leaves out those through ``.data``."""
 
-    __slots__ = ("count", "told")
+    __slots__ = ("count", "warned")
 
     def __init__(self) -> None:
         self.count = 0
-        self.told = False
+        self.warned = False
         """Whether a warning that it is not finite was given."""
 
 

@@ -56,5 +56,5 @@ assert_later: Callable[[Tensor, str], None] = torch._assert_async
 
 def has_fast_bf16() -> bool:
     """Whether oneDNN multiplies bf16 matrices on this processor. A build without oneDNN has no such question."""
-    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return asked is not None and bool(cast("Any", asked)())
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is not None and bool(cast("Any", supported)())

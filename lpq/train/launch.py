@@ -28,7 +28,7 @@ SOON = 2.0
 """Seconds that rank 0 stays after the report for others that fail as it did: its process may hold the store."""
 
 
-class Tell(Protocol):
+class Report(Protocol):
     """A function that reports an error to the user."""
 
     def __call__(self, error: BaseException, *, aloud: bool, rank: int) -> int:
@@ -47,19 +47,19 @@ def launched() -> bool:
     return not missing
 
 
-def speaks() -> bool:
+def prints() -> bool:
     """Whether this process prints what all would print alike: it is the first of them, or the only one."""
     return any(name not in os.environ for name in VARIABLES) or os.environ["RANK"] == "0"
 
 
-def work(job: Callable[[], object], tell: Tell) -> NoReturn:
+def work(job: Callable[[], object], report: Report) -> NoReturn:
     """Do ``job`` together with the other processes of torchrun, then end this process.
 
     It ends here and not by returning: threads of the process groups now and then abort the interpreter's own way out.
     """
     status = 1
     try:
-        status = _status(job, tell)
+        status = _status(job, report)
     finally:
         with suppress(OSError):  # nobody reads any more
             sys.stdout.flush()
@@ -67,7 +67,7 @@ def work(job: Callable[[], object], tell: Tell) -> NoReturn:
         os._exit(status)
 
 
-def _status(job: Callable[[], object], tell: Tell) -> int:
+def _status(job: Callable[[], object], report: Report) -> int:
     """Do the job as one of the ranks; return its exit status."""
     import torch
     import torch.distributed as dist
@@ -91,10 +91,10 @@ def _status(job: Callable[[], object], tell: Tell) -> int:
         # The group is left as it is: to part from ranks that wait in a collective, one would have to wait, too. This
         # process ends, and with it all that it has of the group.
         first = store is None or _is_first(store)
-        status = tell(error, aloud=first, rank=rank)
+        status = report(error, aloud=first, rank=rank)
         sys.stderr.flush()
         if store is not None:
-            _let_tell(store, first)
+            _let_report(store, first)
             if rank == 0:
                 _await_the_others(store, int(os.environ["WORLD_SIZE"]))
         return status
@@ -109,13 +109,13 @@ def _is_first(store: Store) -> bool:
         return True
 
 
-def _let_tell(store: Store, told: bool) -> None:
+def _let_report(store: Store, reported: bool) -> None:
     """Signal to all ranks that the error was reported, or wait for that signal."""
     with suppress(RuntimeError):
-        if told:
-            store.set("lpq/told", "")
+        if reported:
+            store.set("lpq/reported", "")
         else:
-            store.wait(["lpq/told"], PATIENCE)
+            store.wait(["lpq/reported"], PATIENCE)
 
 
 def _await_the_others(store: Store, ranks: int) -> None:

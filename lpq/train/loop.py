@@ -123,7 +123,7 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
     if trainer.resume(directory, lambda line: say(console, line, style="yellow", soft_wrap=True)):
         saved = trainer.step
         say(console, f"{title}: resumed after step {trainer.step}")
-    told = math.ceil(config.steps / LINES)
+    every = math.ceil(config.steps / LINES)
     bars = Progress(*COLUMNS, console=console, disable=not console.is_terminal)
     path = directory / runs.METRICS
     team.on_first(lambda: keep(path, trainer.step))
@@ -133,7 +133,7 @@ def train(trainer: Trainer, directory: Path, title: str, interrupt: Interrupt, c
             record = trainer.advance()
             write(record)
             progress.update(bar, completed=trainer.step, loss=f"{record['loss']:.3f}")
-            if not console.is_terminal and (trainer.step % told == 0 or trainer.step == config.steps):
+            if not console.is_terminal and (trainer.step % every == 0 or trainer.step == config.steps):
                 say(console, f"{title}: step {trainer.step} of {config.steps}, loss {record['loss']:.3f}")
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
                 saved = trainer.save(directory)

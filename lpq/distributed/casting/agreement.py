@@ -42,7 +42,7 @@ class Agreement:
             return [(0,), (0, 2, 2, 2)]
         return [(self.ranks + 2 * (DIGEST + SEED),), (len(self.items), self.ranks + 1, 2, 2)]
 
-    def tell(self, facts: Tensor, places: Tensor) -> None:
+    def write(self, facts: Tensor, places: Tensor) -> None:
         """Write the words of this rank over zeros, for a MAX over the ranks."""
         if self.ranks == 1:
             return

@@ -129,28 +129,28 @@ class Batched(Cast):
         self.items = [item for part in self.parts for item in part.items]
         self.device = self.items[0].weight.device
         self._tables: dict[Group, Table] = {}
-        self._told_at = -1
+        self._words_at = -1
 
     def pieces(self) -> list[Piece]:
         return [piece for part in self.parts for piece in part.pieces()]
 
-    def tell(self, told: Views) -> None:
-        if said := list(self._said(told)):
-            told_table(said, self.device).launch(TELL)
-        for group, table in self._fragments(told).items():
+    def write_words(self, words: Views) -> None:
+        if sent := list(self._sent(words)):
+            told_table(sent, self.device).launch(TELL)
+        for group, table in self._fragments(words).items():
             if group.in_parts:
                 group.launch(MEASURE, table)
 
-    def encode(self, told: Views) -> None:
-        tables = self._fragments(told)
+    def encode(self, words: Views) -> None:
+        tables = self._fragments(words)
         for group, table in tables.items():
             if not group.in_parts:
                 group.launch(MEASURE, table)
             group.launch(SCALES, table)
             group.launch(CODES, table)
         _turn([t for p in self.parts if not p.in_parts for t in p.laid(range(len(p.items)))], self.device)
-        self._remember(told)
-        self._tables, self._told_at = {}, -1
+        self._remember(words)
+        self._tables, self._words_at = {}, -1
         for part in self.parts:
             part.factors.clear()
 
@@ -165,40 +165,40 @@ class Batched(Cast):
 
     # ------------------------------------------------------------------------------ tables
 
-    def _said(self, told: Views) -> Iterator[Told]:
+    def _sent(self, words: Views) -> Iterator[Told]:
         """The elements that this rank sends: all, or those that share codes with elements of others."""
         for part in self.parts:
             kind = part.kind
-            if not (part.told or (part.in_parts and kind.reach)):
+            if not (part.exchanged or (part.in_parts and kind.reach)):
                 continue
-            reach, words = (-1, part.size) if part.told else (kind.reach, self.ranks * (HEAD + 2 * kind.reach))
-            at = told[kind][-1].data_ptr()
+            reach, size = (-1, part.size) if part.exchanged else (kind.reach, self.ranks * (HEAD + 2 * kind.reach))
+            at = words[kind][-1].data_ptr()
             for i, item in enumerate(part.items):
-                to = at + i * words * WORD
-                yield Told(part.values[i].data_ptr(), to, *item.span, kind.cols, reach, self.rank, words)
+                to = at + i * size * WORD
+                yield Told(part.values[i].data_ptr(), to, *item.span, kind.cols, reach, self.rank, size)
 
-    def _fragments(self, told: Views) -> dict[Group, Table]:
+    def _fragments(self, words: Views) -> dict[Group, Table]:
         """All operands that are encoded."""
-        told_at = next((stacks[0].data_ptr() for stacks in told.values() if stacks), 0)
-        if told_at != self._told_at:
+        words_at = next((stacks[0].data_ptr() for stacks in words.values() if stacks), 0)
+        if words_at != self._words_at:
             groups: dict[Group, list[Fragment]] = {}
             for part in self.parts:
                 for direction, side in part.kind.sides:
                     group = groups.setdefault(Group(side, direction, part.in_parts), [])
-                    group += self._operands(part, direction, told[part.kind])
+                    group += self._operands(part, direction, words[part.kind])
             self._tables = {group: fragment_table(rows, group.block, self.device) for group, rows in groups.items()}
-            self._told_at = told_at
+            self._words_at = words_at
         return self._tables
 
-    def _operands(self, part: Served, direction: Direction, told: Sequence[Tensor]) -> Iterator[Fragment]:
+    def _operands(self, part: Served, direction: Direction, words: Sequence[Tensor]) -> Iterator[Fragment]:
         """One operand of each weight."""
         kind, at = part.kind, part.kind.stats_of(direction)
         ((codes, flat),) = ((grid, flat) for d, _, grid, flat in part.coded if d == direction)
-        ends = told[-1].data_ptr() if part.in_parts and kind.reach else 0
-        elements, factors = told[-1].data_ptr() if part.told else 0, part.factors[direction].data_ptr()
+        ends = words[-1].data_ptr() if part.in_parts and kind.reach else 0
+        elements, factors = words[-1].data_ptr() if part.exchanged else 0, part.factors[direction].data_ptr()
         for i in range(len(part.items)):
             start, stop = part.span(i)
-            measured = [stack[i].data_ptr() for stack in told[at]]
+            measured = [stack[i].data_ptr() for stack in words[at]]
             used = [own if k is None else k.data_ptr() for own, k in zip(measured, part.known[i][at], strict=True)]
             _, scales, *kept = part.operands[direction][i].tensors()
             yield Fragment(
@@ -223,7 +223,7 @@ class Batched(Cast):
                 width=codes.shape[1],
             )
 
-    def _remember(self, told: Views) -> None:
+    def _remember(self, words: Views) -> None:
         """States do not depend on shapes, so that one update serves those of all kinds that have equal statistics."""
         alike: dict[object, list[Served]] = {}
         for part in self.parts:
@@ -234,7 +234,7 @@ class Batched(Cast):
         for parts in alike.values():
             items = [item for part in parts for item in part.items]
             measured = [
-                [grid.lift(s.view(torch.float32)) for grid, s in zip(part.kind.stats, told[part.kind], strict=False)]
+                [grid.lift(s.view(torch.float32)) for grid, s in zip(part.kind.stats, words[part.kind], strict=False)]
                 for part in parts
             ]
             remember(parts[0].kind, items, [torch.cat(same) for same in zip(*measured, strict=True)])

@@ -24,7 +24,7 @@ from lpq.torch_private.operators import copy_each
 
 NOTHING = torch.iinfo(torch.int32).min
 Views = Mapping[Kind, Sequence[Tensor]]
-"""The words that the ranks exchange about the weights of each kind: int32, of the shapes ``Kind.told``."""
+"""The words that the ranks exchange about the weights of each kind: int32, of the shapes ``Kind.words``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +63,11 @@ class Cast(ABC):
     items: Sequence[Item]
 
     @abstractmethod
-    def tell(self, told: Views) -> None:
+    def write_words(self, words: Views) -> None:
         """Write the words of this rank, over zeros."""
 
     @abstractmethod
-    def encode(self, told: Views) -> None:
+    def encode(self, words: Views) -> None:
         """Write what this rank can write, from the words of all ranks."""
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Part:
     def __init__(self, kind: Kind, items: Sequence[Item], ranks: int) -> None:
         self.kind, self.items, self.size = kind, items, kind.rows * kind.cols
         self.in_parts = kind.in_parts(ranks)
-        self.told = ranks > 1 and not self.in_parts
+        self.exchanged = ranks > 1 and not self.in_parts
         """Whether the ranks exchange all elements."""
         self.operands: dict[Direction, list[Storage]] = {
             "row": [dense("row", kind, item) for item in items] if kind.row is not None else [],

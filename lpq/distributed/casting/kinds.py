@@ -93,7 +93,7 @@ class Kind:
         """Whether they are, since the ranks then exchange less than all elements."""
         return ranks > 1 and self.in_fragments and 2 * self.reach * ranks < self.rows * self.cols
 
-    def told(self, count: int, ranks: int) -> list[tuple[int, ...]]:
+    def words(self, count: int, ranks: int) -> list[tuple[int, ...]]:
         """The shapes of what the ranks exchange of this many weights: the statistics, and the ends of all fragments or
         all elements. They are the same on all ranks, whatever kernels these have."""
         stats: list[tuple[int, ...]] = [(count, *grid.shape) for grid in self.stats if self.in_fragments]

@@ -32,23 +32,23 @@ class Reference(Cast):
     def pieces(self) -> list[Piece]:
         return self.part.pieces()
 
-    def tell(self, told: Views) -> None:
-        kind, words = self.kind, told[self.kind]
+    def write_words(self, words: Views) -> None:
+        kind, own = self.kind, words[self.kind]
         if self.part.in_parts:
             for batch in self._batches(range(len(self.items))):
                 x = self._matrices(self._own(batch))
                 measured = stacks.measure(kind, x)
-                for grid, stack, stat in zip(kind.stats, words, measured, strict=False):
+                for grid, stack, stat in zip(kind.stats, own, measured, strict=False):
                     # A NaN may have a sign, which would make it the least.
                     stack[batch[0] : batch[-1] + 1].view(torch.float32).copy_(grid.lay(stat).abs())
             if kind.reach:
-                self._tell_ends(words[-1])
-        elif self.part.told:
-            owned = zip(words[-1].fill_(NOTHING).unbind(), self.items, strict=True)
+                self._write_ends(own[-1])
+        elif self.part.exchanged:
+            owned = zip(own[-1].fill_(NOTHING).unbind(), self.items, strict=True)
             copy([e[slice(*i.span)] for e, i in owned], [i.values.view(torch.int32) for i in self.items])
 
-    def encode(self, told: Views) -> None:
-        measured = [self._encode(batch, told[self.kind]) for batch in self._batches(range(len(self.items)))]
+    def encode(self, words: Views) -> None:
+        measured = [self._encode(batch, words[self.kind]) for batch in self._batches(range(len(self.items)))]
         remember(self.kind, self.items, [torch.cat(same) for same in zip(*measured, strict=True)])
 
     def finish(self, chosen: Sequence[int]) -> None:
@@ -92,8 +92,8 @@ class Reference(Cast):
             stats = [grid.lift(stack) for grid, stack in zip(kind.stats, reduced, strict=False)]
         else:
             own = self.items[taken]
-            told = self.part.told
-            elements = words[-1][taken].view(torch.float32) if told else torch.stack([item.values for item in own])
+            exchanged = self.part.exchanged
+            elements = words[-1][taken].view(torch.float32) if exchanged else torch.stack([item.values for item in own])
             x = elements.view(-1, kind.rows, kind.cols)
             stats = stacks.measure(kind, x)
         known = zip(*(self.part.known[i] for i in batch), strict=True)
@@ -122,7 +122,7 @@ class Reference(Cast):
     def _matrices(self, flat: Tensor) -> Tensor:
         return flat[:-1].view(-1, self.kind.rows, self.kind.cols)
 
-    def _tell_ends(self, ends: Tensor) -> None:
+    def _write_ends(self, ends: Tensor) -> None:
         """Write the first and the last elements of this rank's fragments, as many as may share a code with others."""
         cols, reach = self.kind.cols, self.kind.reach
         ends.fill_(NOTHING)
@@ -130,10 +130,10 @@ class Reference(Cast):
         ends[:, self.rank, :HEAD] = on_device(heads, torch.int32, self.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for item, said in zip(self.items, ends[:, self.rank].unbind(), strict=True):
+        for item, sent in zip(self.items, ends[:, self.rank].unbind(), strict=True):
             count, bits = min(reach, len(item.values)), item.values.view(torch.int32)
             if count:
-                targets += [said[HEAD : HEAD + count], said[-count:]]
+                targets += [sent[HEAD : HEAD + count], sent[-count:]]
                 sources += [bits[:count], bits[-count:]]
         copy(targets, sources)
 

@@ -16,11 +16,11 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
-from lpq.cli.output import tell
+from lpq.cli.output import print_error
 from lpq.registry.errors import LpqError
 from lpq.train import Stopped, TrainConfig, resolve, run
 from lpq.train.config import TYPES
-from lpq.train.launch import PATIENCE, launched, speaks, work
+from lpq.train.launch import PATIENCE, launched, prints, work
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no name for it
 
@@ -29,7 +29,7 @@ class Command(TyperCommand):
     """The command of torchrun's processes: the first alone prints the options, or what is wrong with them."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        if speaks():
+        if prints():
             return super().make_context(*args, **extra)
         try:
             with redirect_stdout(io.StringIO()):
@@ -49,21 +49,21 @@ def train(config: Path | None, **options: Any) -> None:
     """
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None and v != []}
     if launched():
-        work(lambda: run(resolve(given, config)), _tell)
+        work(lambda: run(resolve(given, config)), _report)
     try:
         run(resolve(given, config))
     except Stopped as stopped:
-        raise typer.Exit(_tell(stopped)) from None
+        raise typer.Exit(_report(stopped)) from None
 
 
-def _tell(error: BaseException, *, aloud: bool = True, rank: int = 0) -> int:
+def _report(error: BaseException, *, aloud: bool = True, rank: int = 0) -> int:
     """Print the error that ended the run, if ``aloud``; return the exit status."""
     if isinstance(error, Stopped):
         if aloud:
             typer.echo(str(error), err=True)
         return error.exit_code
     if isinstance(error, LpqError):
-        return tell(error, aloud=aloud)
+        return print_error(error, aloud=aloud)
     if isinstance(error, KeyboardInterrupt):
         if aloud:
             typer.echo("lpq: interrupted; what was saved before stays, and --resume goes on from it", err=True)

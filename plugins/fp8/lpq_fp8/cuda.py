@@ -74,8 +74,8 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
     square, given = side.scaling == "block", True in e.given
     grid: tuple[int, ...] = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
     index, empty, element = e.device.index or 0, allocator(e.device, dispatched=e.operator), ELEMENTS[side.dtype]
-    look = None if square or given else bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
-    count = math.prod(grid) if given else look[0][0][0] if look is not None else 0
+    parts_of_amax = None if square or given else bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
+    count = math.prod(grid) if given else parts_of_amax[0][0][0] if parts_of_amax is not None else 0
     by_product, amax = e.measure and not square and given, fresh((), torch.float32)
     zero = ZERO.bind(index, (), 1) if by_product else None
     blocks = fresh(grid if e.row is not None else grid[::-1], torch.float32) if e.measure and square else None
@@ -105,10 +105,10 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
         of_col: tuple[Tensor, ...] = ()
         measured: tuple[Tensor, ...] = ()
         amaxes = known = found = rd = rs = cd = cs = 0
-        if look is not None:
-            parts = empty(*look[0])
+        if parts_of_amax is not None:
+            parts = empty(*parts_of_amax[0])
             amaxes = parts.data_ptr()
-            look[1](at, amaxes)
+            parts_of_amax[1](at, amaxes)
         elif given:
             amaxes = stats[0].data_ptr()  # type: ignore[union-attr]
         if blocks is not None:

@@ -185,11 +185,11 @@ def bind_parts(e: Encoding, plain: bool, rotated: bool) -> Callable[[int], tuple
     rotated columns, as far as they are wanted."""
     (rows, cols), index, empty = e.shape, e.device.index or 0, allocator(e.device, dispatched=e.operator)
     if not rotated:
-        memory, look = bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
+        memory, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
 
         def find(at: int) -> tuple[Tensor | None, Tensor | None]:
             found = empty(*memory)
-            look(at, found.data_ptr())
+            measure_amax(at, found.data_ptr())
             return found, None
 
         return find

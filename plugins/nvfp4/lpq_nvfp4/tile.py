@@ -78,12 +78,12 @@ def _rotated(e: Encoding, amax: bool) -> Look:
     """Magnitudes of which the largest is the amax of the rotated columns; and of the matrix, if that is wanted."""
     find = bind_parts(e, amax, True)
 
-    def look(at: int) -> tuple[Tensor, Tensor | None]:
+    def find_rotated(at: int) -> tuple[Tensor, Tensor | None]:
         of_plain, rotated = find(at)
         assert rotated is not None
         return rotated, of_plain
 
-    return look
+    return find_rotated
 
 
 def find_in_sections(sections: Sections, direction: Direction, amax: bool, both: bool) -> tuple[Find, bool]:
