@@ -33,7 +33,7 @@ CALLBACKS = "torch._dynamo.callback"
 
 
 PRINTS_GUARDED = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 13)
-"""Whether the compiler prints each tensor that it guards, and so reads it, for the words of the guard. 2.11 does."""
+"""Whether the compiler may print tensors that it guards, and so read them. 2.11 printed them; 2.13 does not."""
 
 
 def call_around_compiling(before: Callable[..., None], after: Callable[..., None]) -> None:
