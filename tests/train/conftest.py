@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from training import MakeConfig
 
-from lpq.train import TrainConfig
+from lpq.train import TrainConfig, report
 
 with suppress(ImportError):
     import matplotlib.font_manager  # noqa: F401  (on a new machine it starts a process, as no unmarked test may)
@@ -29,8 +29,12 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, text: Path) -> MakeConfig:
-    """Configurations of a tiny run; every name given to ``out`` is a directory of its own."""
+def tiny(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> MakeConfig:
+    """Configurations of a tiny run; every name given to ``out`` is a directory of its own.
+
+    No plot is drawn, which would take a third of the time.
+    """
+    monkeypatch.setattr(report, "draw", lambda curves, baseline, path: "no plot")
 
     def make(out: str = "run", **options: object) -> TrainConfig:
         small = {

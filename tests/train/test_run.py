@@ -21,7 +21,7 @@ from lpq.cli.explain import explain
 from lpq.kernels import KernelError
 from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
-from lpq.train import TrainError, loop, machine, run, trainer
+from lpq.train import TrainError, loop, machine, plot, report, run, trainer
 from lpq.train.data import load
 from lpq.train.machine import baseline_on, fixed_sums, pick_device
 from lpq.train.measure import held_for_backward, served_by
@@ -56,7 +56,10 @@ def test_the_table_compares_the_recipe_with_bf16(tiny: MakeConfig, console: Cons
     assert [s.layers for s in recipe.served] == [4, 4, 4]
 
 
-def test_a_run_leaves_its_numbers_and_its_plot(tiny: MakeConfig, console: Console) -> None:
+def test_a_run_leaves_its_numbers_and_its_plot(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "draw", plot.draw)
     summary = run(tiny(), console)
     written = json.loads((summary.directory / "summary.json").read_text())
     assert written["config"]["steps"] == 6
@@ -79,6 +82,7 @@ def test_without_matplotlib_the_plot_is_left_out_in_words(
             raise ImportError(name)
         return real(name, *args, **kwargs)
 
+    monkeypatch.setattr(report, "draw", plot.draw)
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     summary = run(tiny(baseline=False), console)
     assert "no plot, for matplotlib is not installed" in shown(console)

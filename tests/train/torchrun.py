@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 SCRIPT = """
 import os, signal, time
 from lpq.__main__ import main
+from lpq.train import report
 from lpq.train.trainer import Trainer
 
 RANK = int(os.environ["RANK"])
@@ -30,6 +31,7 @@ def faulty(self):
     return advance(self)
 
 Trainer.advance = faulty
+report.draw = lambda curves, baseline, path: "no plot"  # whose library would be imported by each
 main()
 """
 
