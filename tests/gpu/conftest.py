@@ -4,6 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "formats"), str(HERE.parent / "distributed")]
+
+
+class WithoutDevice(pytest.Module):
+    """A file of tests where there is no GPU: imported, so that a fault in it shows, and skipped as a whole."""
+
+    def collect(self) -> NoReturn:
+        assert self.obj
+        pytest.skip("needs a CUDA device")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return None if torch.cuda.is_available() else WithoutDevice.from_parent(parent, path=module_path)

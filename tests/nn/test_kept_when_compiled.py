@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
 import lpq
 
@@ -96,6 +93,10 @@ class PlainLinear(nn.Linear):
 def compiled(module: nn.Module, x: Tensor) -> tuple[int, Counter[str], Counter[str]]:
     """The bytes that forward keeps for backward besides its inputs, and lpq's operators in forward and in backward;
     nothing is run."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
     graphs: list[torch.fx.Graph] = []
 
     def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
