@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import hybrids
 import pytest
 import torch
 import trained
@@ -23,7 +24,6 @@ from checkpointed import (
     random,
     shard,
 )
-from hybrids import MIXED, SOME
 from ranks import spawn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -32,7 +32,7 @@ import lpq
 from lpq import checkpoint
 
 TRUTH, OTHER = 1, 2
-EVERY = {**FORMATS, "third_party": "mxfp4", **{f"hybrid{i}": text for i, text in enumerate(SOME[: len(MIXED)])}}
+EVERY = {**FORMATS, "third_party": "mxfp4", **{f"hybrid{i}": text for i, text in enumerate(hybrids.FEW)}}
 """The last are hybrids that have each format on both sides."""
 FEW = {name: FORMATS[name] for name in ("square", "fp4", "mixed_back", "mixed_delayed")}
 """For another mesh: how a weight is cut does not depend on what else there is."""

@@ -50,7 +50,8 @@ class Way:
     offload: bool = False
     bf16: bool = False
     mixed: bool = False
-    compile: str | None = None
+    compile: bool = False
+    """By a backend that only traces."""
     blocks: int = 2
 
 
@@ -96,7 +97,7 @@ def train(net: nn.Sequential, way: Way) -> tuple[list[float], Optimizer]:
             net[i] = checkpoint_wrapper(block)
     if way.compile:
         for block in net:
-            block.compile(backend=way.compile, fullgraph=True)
+            block.compile(backend="aot_eager", fullgraph=True)
     optimizer = optimizer_of(net, way)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if way.scheduled else None
     losses = []

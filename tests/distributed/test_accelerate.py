@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import spawn
+from pool import Pool
 from sharded import How, batch, built, model, train, whole
 from steps import rounding
 from torch import Tensor, nn
@@ -114,11 +114,19 @@ def _what_cannot_be_exchanged_is_refused(rank: int) -> None:
             optimizer.step()
 
 
+@pytest.fixture(scope="module")
+def own_ranks() -> Iterator[Pool]:
+    """Ranks for these tests alone: accelerate has one state for each process. To import it takes a second."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize(
     "check", [_what_cannot_be_exchanged_is_refused, _trains_as_by_hand, _is_loaded_on_rank_0_alone]
 )
-def test_two_ranks(check: Callable[[int], None]) -> None:
-    spawn(check, 2, fresh=True)  # accelerate has one state for each process
+def test_two_ranks(check: Callable[[int], None], own_ranks: Pool) -> None:
+    own_ranks.run(check)
 
 
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])

@@ -33,7 +33,7 @@ def _lent(rank: int, notices: bool) -> None:
 
 
 def _looked_at_while_compiling(notices: bool) -> None:
-    how = How(WITH_TWO_OPERANDS, width=64, inner=128, compile=True, backend="aot_eager")
+    how = How(WITH_TWO_OPERANDS, width=64, inner=128, blocks=1, compile=True, backend="aot_eager")
     net = built(how)
     gathering = net[0].up.gathering
     during: list[int] = []
@@ -118,7 +118,7 @@ def test_torch_is_asked_once_to_call_however_many_models_there_are() -> None:
 
 
 def _counted(rank: int) -> None:
-    how = How(WITH_TWO_OPERANDS, width=64, inner=128, backend="aot_eager")
+    how = How(WITH_TWO_OPERANDS, width=64, inner=128, blocks=1, backend="aot_eager")
     seen = []
     for compiled in (False, True):
         net = built(replace(how, compile=compiled))

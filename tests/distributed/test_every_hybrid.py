@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from hybrids import MIXED, SOME
+from hybrids import FEW, MIXED
 from ranks import spawn
 from sharded import How, train, whole
 from stored import local, parts
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import lpq
 from lpq.core import QuantizedTensor
 
-EVERY = [text if text.endswith(")") else f"{text}()" for text in SOME + MIXED]
+EVERY = [text if text.endswith(")") else f"{text}()" for text in FEW + MIXED]
 RULES: list[dict[str, Any]] = [
     {"match": f"{i // 2}.{('up', 'down')[i % 2]}", "recipe": f"x=mxfp8(), w={text}, dy=mxfp8()"}
     for i, text in enumerate(EVERY)
@@ -40,7 +40,7 @@ def _gathered(rank: int) -> None:
     assert losses == ordinary
     assert len(set(losses)) == STEPS
     notes = [entry.note for entry in lpq.report(b).weights]
-    assert len(notes) == len(EVERY) == len(SOME) + len(MIXED)
+    assert len(notes) == len(EVERY) == len(FEW) + len(MIXED)
     assert all(note.startswith("gathered as ") for note in notes), notes
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         assert torch.equal(whole(p), whole(q)), name

@@ -384,11 +384,12 @@ def _gathered(pieces: Pieces, spans: list[list[tuple[int, int]]], rank: int, gro
 
 
 def _on_real_ranks(rank: int, seed: int) -> None:
+    """A third of the formats with each seed."""
     register_example()
     world = dist.group.WORLD
     assert world is not None
     rng = random.Random(seed)
-    cases = [case(text, 3, rng, row=row, col=col) for text in FORMATS for row, col in SIDES]
+    cases = [case(text, 3, rng, row=row, col=col) for text in FORMATS[seed::3] for row, col in SIDES]
     if seed == 1:  # one rank owns nothing at all
         cases = [Case(c.quantizer, c.master, [(0, 0), *owned(c.master.numel(), 2, rng)]) for c in cases]
     if seed == 2:
@@ -427,7 +428,7 @@ def _in_a_part_of_the_ranks(rank: int) -> None:
     check(weight, one.expected(0), rank)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_real_ranks(seed: int) -> None:
     spawn(_on_real_ranks, 3, seed)
 

@@ -73,7 +73,7 @@ def _nothing_in_high_precision(rank: int) -> None:
 
 def _one_reduction_a_step(rank: int) -> None:
     for recipe, count in (("fp8-current", 1), (W8.format("nvfp4(block=16x16)"), 1), ("mxfp8", 0), ("fp8-delayed", 1)):
-        for blocks in (1, 4):
+        for blocks in (1, 3) if recipe == "fp8-current" else (2,):
             net = sharded(converted(recipe, blocks=blocks))
             optimizer = MasterWeights(AdamW(net.parameters(), lr=1e-3))
             for number in range(2):
@@ -225,28 +225,28 @@ def _initialised(rank: int) -> None:
 
 def _continued(rank: int) -> None:
     """The state of an optimizer with masters, loaded into another: nothing tells the runs apart."""
-    for recipe in ("fp8-current", "fp8-delayed", W8.format("nvfp4(block=16x16)")):
-        for kind in ("foreach", "fused", "sgd"):
-            way = Way(recipe, kind, masters=True)
-            net = sharded(converted(recipe))
-            optimizer = optimizer_of(net, way)
-            for number in range(2):
-                step(net, optimizer, number, way)
-            saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-            assert all("master" in state for state in saved[1]["state"].values() if "exp_avg" not in state)
-            uninterrupted = [step(net, optimizer, number, way) for number in (2, 3)]
+    recipes = ("fp8-current", "fp8-delayed", W8.format("nvfp4(block=16x16)"))
+    for recipe, kind in zip(recipes, ("foreach", "fused", "sgd"), strict=True):
+        way = Way(recipe, kind, masters=True)
+        net = sharded(converted(recipe))
+        optimizer = optimizer_of(net, way)
+        for number in range(2):
+            step(net, optimizer, number, way)
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        assert all("master" in state for state in saved[1]["state"].values() if "exp_avg" not in state)
+        uninterrupted = [step(net, optimizer, number, way) for number in (2, 3)]
 
-            other = sharded(converted(recipe))
-            load_high_precision(other, _values())
-            its = optimizer_of(other, way)
-            step(other, its, 9, way)
-            other.load_state_dict(saved[0])
-            its.load_state_dict(saved[1])
-            assert [step(other, its, number, way) for number in (2, 3)] == uninterrupted, way
-            for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
-                assert same(parts(local(p)), parts(local(q))), (way, name)
-            for a, b in zip(optimizer.masters.values(), its.masters.values(), strict=True):
-                assert torch.equal(local(a), local(b))
+        other = sharded(converted(recipe))
+        load_high_precision(other, _values())
+        its = optimizer_of(other, way)
+        step(other, its, 9, way)
+        other.load_state_dict(saved[0])
+        its.load_state_dict(saved[1])
+        assert [step(other, its, number, way) for number in (2, 3)] == uninterrupted, way
+        for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+            assert same(parts(local(p)), parts(local(q))), (way, name)
+        for a, b in zip(optimizer.masters.values(), its.masters.values(), strict=True):
+            assert torch.equal(local(a), local(b))
 
 
 def _by_torchs_own_functions(rank: int, folder: str) -> None:

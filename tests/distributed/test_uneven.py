@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from operands import watched
 from ranks import fully_shard, spawn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import lpq
@@ -20,46 +20,84 @@ from lpq.distributed.shard import WeightShard
 from lpq.optim import MasterWeights
 
 RANKS = 3
-WIDTHS = [96, 90, 100, 250, 384, 514, 96, 2, 1, 40]
-"""Rows over three ranks: 96 in whole blocks of 16 and 32, 90 in cut ones, 384 in those of 128, the others uneven, and
-two and one are fewer than ranks."""
-NAMES = {str(i): rows for i, rows in enumerate(WIDTHS[1:])}
-RECIPES = {
-    "x=mxfp8(), w=fp8(), dy=mxfp8()": {90, 384, 96},
-    "x=mxfp8(), w=fp8(scaling=row), dy=mxfp8()": {90, 384, 96},
-    "mxfp8": {384, 96},
-    "nvfp4": {384, 96},
-    "x=mxfp8(), w=fp8(scaling=block, block=128x128), dy=mxfp8()": {384},
-    "x=mxfp8(), w=hybrid(row=nvfp4, col=fp8(scaling=block)), dy=mxfp8()": {384},
-    "x=mxfp8(), w=hybrid(row=fp8, col=mxfp8, col_source=row), dy=mxfp8()": {90, 384, 96},
-    "fp8-delayed": {90, 384, 96},
+COLS = 90
+"""The last of whose blocks is ragged, in every format."""
+ROWS, FEW = [90, 100, 384, 96], [2, 1]
+"""Over three ranks: 96 in whole blocks of 16 and 32, 90 in cut ones, 384 in those of 128, 100 unevenly. Two and one are
+fewer than ranks; one format has these, too."""
+FORMATS = {
+    "fp8()": {90, 384, 96},
+    "fp8(scaling=row)": {90, 384, 96},
+    "mxfp8()": {384, 96},
+    "nvfp4(block=16x16)": {384, 96},
+    "fp8(scaling=block, block=128x128)": {384},
+    "hybrid(row=nvfp4, col=fp8(scaling=block))": {384},
+    "hybrid(row=fp8, col=mxfp8, col_source=row)": {90, 384, 96},
+    "fp8(scaling=delayed)": {90, 384, 96},
 }
 """How many rows can be cut for three ranks."""
-BOTH = ("mxfp8", "x=mxfp8(), w=fp8(), dy=mxfp8()")
-"""Stored with master weights and without; each of the others in one of these ways."""
-STOCHASTIC = "x=mxfp8(), w=nvfp4(stochastic=true), dy=mxfp8()"
+STOCHASTIC = "nvfp4(stochastic=true)"
 
 
-def _model(recipe: str, weights: Any, ranks: int | None = None) -> nn.Sequential:
+def _rows(number: int) -> list[int]:
+    """Those of the layers that have the format with this number."""
+    return ROWS if number else ROWS + FEW
+
+
+class Layers(nn.Module):
+    """Side by side, one for each number of rows: each sees the same input."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(COLS, rows) for rows in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x).square().sum(1) for layer in self.layers])
+
+
+class Net(nn.Module):
+    """Such layers for each format."""
+
+    def __init__(self, formats: Sequence[str]) -> None:
+        super().__init__()
+        self.formats = nn.ModuleList(Layers(_rows(i)) for i in range(len(formats)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layers(x) for layers in self.formats])
+
+
+def _model(formats: Sequence[str], weights: Any, ranks: int | None = None) -> Net:
     torch.manual_seed(0)
-    layers = [nn.Linear(a, b) for a, b in pairwise(WIDTHS)]
-    return lpq.convert(nn.Sequential(*layers), recipe, weights=weights, ranks=ranks, include="all")
+    rules = [
+        {"match": f"formats.{i}.*", "recipe": f"x=mxfp8(), w={text}, dy=mxfp8()"} for i, text in enumerate(formats)
+    ]
+    net = lpq.convert(Net(formats), {"rules": rules}, weights=weights, ranks=ranks, include="all")
+    assert isinstance(net, Net)
+    return net
 
 
-def _shard(net: nn.Sequential) -> nn.Sequential:
-    for layer in net:
-        fully_shard(layer)
+def _layers(formats: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """The format and the rows of each layer, by its name."""
+    return {f"formats.{i}.layers.{j}": (f, r) for i, f in enumerate(formats) for j, r in enumerate(_rows(i))}
+
+
+FIT = {name for name, (text, rows) in _layers([*FORMATS]).items() if rows in FORMATS[text]}
+
+
+def _shard(net: Net) -> Net:
+    """The layers of the first format one by one, then those of each other one together."""
+    for part in (*net.formats[0].layers, *net.formats):
+        fully_shard(part)
     fully_shard(net)
     return net
 
 
-def _run(net: nn.Sequential, optimizer: torch.optim.Optimizer, share: float = 1.0) -> list[float]:
+def _run(net: nn.Module, optimizer: torch.optim.Optimizer, share: float = 1.0) -> list[float]:
     """The losses of three steps. ``share``: of this rank in the gradient."""
-    torch.manual_seed(1)
     losses = []
     for step in range(3):
-        x = torch.randn(64, WIDTHS[0], generator=torch.Generator().manual_seed(step))
-        loss = (net(x) * 10).square().mean()
+        x = torch.randn(64, COLS, generator=torch.Generator().manual_seed(step))
+        loss = net(x).mean()
         (loss * share).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -67,6 +105,10 @@ def _run(net: nn.Sequential, optimizer: torch.optim.Optimizer, share: float = 1.
     assert all(torch.tensor(losses).isfinite())
     assert losses[0] != losses[-1]
     return losses
+
+
+def _adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -81,18 +123,19 @@ def _on_every_rank(said: str) -> str:
     return said
 
 
-def _notes(net: nn.Sequential) -> dict[str, str]:
+def _notes(net: Net) -> dict[str, str]:
     report = lpq.report(net)
     _on_every_rank(str(report))
     return {entry.name: entry.note for entry in report.weights}
 
 
-def _says(notes: dict[str, str], fit: set[int], kept: str) -> None:
+def _says(notes: dict[str, str], kept: str) -> None:
     """Every weight is in the report, by name, with what becomes of it and why."""
-    assert notes.keys() == NAMES.keys()
-    for name, rows in NAMES.items():
-        if rows in fit:
-            assert notes[name].startswith(kept), (rows, notes[name])
+    layers = _layers([*FORMATS])
+    assert notes.keys() == layers.keys()
+    for name, (text, rows) in layers.items():
+        if name in FIT:
+            assert notes[name].startswith(kept), (text, rows, notes[name])
         elif rows % RANKS:
             assert notes[name] == f"in high precision: its {rows} rows over 3 ranks are uneven"
         else:
@@ -103,38 +146,33 @@ def _says(notes: dict[str, str], fit: set[int], kept: str) -> None:
 # ---------------------------------------------------------------------------------- gathered quantized
 
 
-def _what_is_gathered(net: nn.Sequential) -> dict[str, set[str]]:
+def _what_is_gathered(net: nn.Module) -> dict[str, set[str]]:
     seen: dict[str, set[str]] = {}
 
     def sees(name: str, when: str, weight: Tensor) -> None:
         seen.setdefault(type(weight).__name__, set()).add(name)
 
     with watched(net, sees):
-        net(torch.randn(64, WIDTHS[0]).requires_grad_()).square().mean().backward()
-    for parameter in net.parameters():
-        parameter.grad = None
+        net(torch.randn(64, COLS).requires_grad_()).square().mean().backward()
     return seen
 
 
 def _high_precision(rank: int) -> None:
-    for recipe, fit in RECIPES.items():
-        told_before = _model(recipe, "high_precision", RANKS)
-        net = _model(recipe, "high_precision")
-        assert all(isinstance(layer.weight.data, WeightShard) for layer in net)
-        _says(_notes(told_before), fit, "gathered as ")
-        _says(_notes(_shard(net)), fit, "gathered as ")
-        ordinary = _shard(_model(recipe, None))
-        expected = _run(ordinary, torch.optim.AdamW(ordinary.parameters(), lr=1e-2))
-        assert _run(net, torch.optim.AdamW(net.parameters(), lr=1e-2)) == expected, recipe
-        for (name, p), q in zip(ordinary.named_parameters(), net.parameters(), strict=True):
-            assert torch.equal(_whole(p), _whole(q)), (recipe, name)
-        _says(_notes(net), fit, "gathered as ")
-        seen = _what_is_gathered(net)
-        assert seen["QuantizedTensor"] == {name for name, rows in NAMES.items() if rows in fit}, recipe
+    formats = [*FORMATS]
+    _says(_notes(_model(formats, "high_precision", RANKS)), "gathered as ")
+    net = _model(formats, "high_precision")
+    assert all(isinstance(layer.weight.data, WeightShard) for part in net.formats for layer in part.layers)
+    _says(_notes(_shard(net)), "gathered as ")
+    ordinary = _shard(_model(formats, None))
+    assert _run(net, _adam(net)) == _run(ordinary, _adam(ordinary))
+    for (name, p), q in zip(ordinary.named_parameters(), net.parameters(), strict=True):
+        assert torch.equal(_whole(p), _whole(q)), name
+    _says(_notes(net), "gathered as ")
+    assert _what_is_gathered(net)["QuantizedTensor"] == FIT
 
 
 def _stochastic(rank: int) -> None:
-    net = _shard(_model(STOCHASTIC, "high_precision"))
+    net = _shard(_model([STOCHASTIC], "high_precision"))
     for note in _notes(net).values():
         assert note.startswith("in high precision: nvfp4(stochastic=true) rounds stochastically")
     _run(net, torch.optim.SGD(net.parameters(), lr=1e-3))
@@ -150,29 +188,25 @@ def _quantized(rank: int) -> None:
 
     It compares, too: what it gathers, all have, and all have its losses.
     """
-    for recipe, fit in RECIPES.items():
-        if recipe == "fp8-delayed":
-            continue  # its layers would remember the gradients of other ranks
-        for masters in (False, True) if recipe in BOTH else (len(fit) == 2,):
-            net, twin = (_model(recipe, "quantized", RANKS) for _ in range(2))
-            _says(_notes(net), fit, "stored and gathered as ")
-            _shard(net)
-            _says(_notes(net), fit, "stored and gathered as ")
-            for name, rows in NAMES.items():
-                local = net[int(name)].weight._local_tensor
-                assert isinstance(local, QuantizedTensor if rows in fit else WeightShard)
-            for module in net.modules():
+    for masters in (False, True):
+        net, twin = (_model([*FORMATS], "quantized", RANKS) for _ in range(2))
+        _says(_notes(net), "stored and gathered as ")
+        _shard(net)
+        _says(_notes(net), "stored and gathered as ")
+        for name in _layers([*FORMATS]):
+            local = net.get_submodule(name).weight._local_tensor
+            assert isinstance(local, QuantizedTensor if name in FIT else WeightShard), name
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-            optimizers = [torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin)]
-            ours, theirs = [MasterWeights(o, keep=masters) for o in optimizers]
-            losses = _run(net, ours, float(rank == 0))
-            _on_every_rank(str(losses))
-            values = {name: _whole(p) for name, p in net.named_parameters()}
-            if rank == 0:
-                assert losses == _run(twin, theirs), (recipe, masters)
-                for (name, value), q in zip(values.items(), twin.parameters(), strict=True):
-                    assert torch.equal(value, _whole(q)), (recipe, masters, name)
+        losses = _run(net, MasterWeights(_adam(net), keep=masters), float(rank == 0))
+        _on_every_rank(str(losses))
+        values = {name: _whole(p) for name, p in net.named_parameters()}
+        if rank == 0:
+            assert losses == _run(twin, MasterWeights(_adam(twin), keep=masters)), masters
+            for (name, value), q in zip(values.items(), twin.parameters(), strict=True):
+                assert torch.equal(value, _whole(q)), (masters, name)
 
 
 def _refused_where_it_is_sharded(rank: int) -> None:

@@ -1,0 +1,59 @@
+"""A block that Inductor compiled, sharded by FSDP2, trains as one that is neither, bit for bit.
+
+What comes before Inductor is tried in more ways, beside blocks that are not compiled: ``test_fsdp``.
+"""
+
+from __future__ import annotations
+
+import torch
+from ranks import fully_shard, spawn
+from sharded import whole
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import AdamW
+
+import lpq
+from lpq.optim import MasterWeights
+
+
+class Block(nn.Sequential):
+    """With no more beside the weights than they share: Inductor makes kernels of it, which take seconds to compile."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 64, bias=False))
+
+
+def _trained(shard: bool) -> tuple[list[float], list[Tensor]]:
+    """One weight of the block is stored quantized, with masters, and the other one is gathered quantized."""
+    block = Block()
+    lpq.convert(block[0], "nvfp4", weights="quantized", ranks=2)
+    lpq.convert(block[2], "mxfp8", weights="high_precision")
+    net = nn.Sequential(checkpoint_wrapper(block) if shard else block)
+    if shard:
+        net[0].compile(fullgraph=True, backend="inductor")
+        for module in (net[0], net):
+            fully_shard(module, reshard_after_forward=False)
+    optimizer = MasterWeights(AdamW(net.parameters(), lr=1e-2))
+    losses = []
+    for number in range(2):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
+        loss = (net(x) - x.roll(1, 0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [whole(p.detach()) for p in net.parameters()]
+
+
+def _as_unsharded(rank: int) -> None:
+    losses, values = _trained(shard=True)
+    alone, expected = _trained(shard=False)
+    assert losses == alone
+    assert losses[0] != losses[1]
+    for a, b in zip(values, expected, strict=True):
+        assert torch.equal(*(t.dequantize() if isinstance(t, lpq.QuantizedTensor) else t for t in (a, b)))
+
+
+def test_two_ranks() -> None:
+    spawn(_as_unsharded, 2)
