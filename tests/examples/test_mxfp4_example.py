@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from forking import python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lpq-mxfp4"
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process in which the example is installed: its sources and its metadata on the path."""
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the example for processes that are forked: its sources and its metadata on the path."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     info = tmp_path / f"lpq_mxfp4-{project['version']}.dist-info"
     info.mkdir()
@@ -24,8 +23,9 @@ def installed(tmp_path: Path) -> dict[str, str]:
     plugins = project["entry-points"]["lpq.plugins"]
     entries = "".join(f"{name} = {module}\n" for name, module in plugins.items())
     (info / "entry_points.txt").write_text(f"[lpq.plugins]\n{entries}")
-    path = os.pathsep.join([str(tmp_path), str(EXAMPLE)])
-    return {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    for folder in (tmp_path, EXAMPLE):
+        monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "")
 
 
 def test_it_is_no_part_of_lpq() -> None:
@@ -36,11 +36,10 @@ def test_it_is_no_part_of_lpq() -> None:
 
 
 @pytest.mark.slow
-def test_its_own_tests_pass(installed: dict[str, str]) -> None:
+@pytest.mark.usefixtures("installed")
+def test_its_own_tests_pass() -> None:
     """The conformance kit, the formulas of the specification, and training in a mixture."""
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", os.devnull, "--rootdir", str(EXAMPLE)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(EXAMPLE / "tests")],
-        env=installed, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = python(f"import pytest; raise SystemExit(pytest.main({[*options, str(EXAMPLE / 'tests')]!r}))")
+    assert ended.status == 0, ended.out + ended.err
+    assert " passed" in ended.out
