@@ -95,7 +95,7 @@ def test_every_kind_of_fragment(text: str) -> None:
 
 @pytest.mark.parametrize("text", SERVED)
 def test_ranks_with_and_without_kernels_tell_each_other_the_same(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [case(kind, 3, random.Random(i)) for i in range(6) for kind in (text, "identity", "nvfp4(rht=true)")]
+    cases = [case(kind, 3, random.Random(i)) for i in range(3) for kind in (text, "identity", "nvfp4(rht=true)")]
     made = [started(cases, [one.weight() for one in cases], rank) for rank in range(3)]
     with monkeypatch.context() as without:
         without.setattr(batched, "kernels_of", kernels_of)
@@ -173,7 +173,7 @@ def _launched(text: str, count: int, launches: list[str]) -> tuple[list[str], li
 @pytest.mark.parametrize("text", SERVED)
 def test_the_number_of_launches_does_not_grow_with_the_number_of_shapes(text: str, launches: list[str]) -> None:
     _launched(text, 2, launches)  # what is looked up once
-    (few, others), many = _launched(text, 2, launches), _launched(text, 20, launches)
+    (few, others), many = _launched(text, 2, launches), _launched(text, 9, launches)
     assert (few, others) == many
     assert set(few) >= {"measure", "scales", "codes", "turn"}
     assert len(few) <= 8

@@ -42,7 +42,7 @@ def _each_block(net: nn.Sequential) -> None:
 def _run(
     recipe: str, weights: str, shard: Sharding, convert: Callable[..., Any]
 ) -> tuple[list[float], nn.Sequential, list[list[Collective]]]:
-    net = model(64, 128, blocks=3)
+    net = model(64, 128)
     convert(net, recipe, weights)
     shard(net)
     optimizer: Optimizer = AdamW(net.parameters(), lr=1e-2)

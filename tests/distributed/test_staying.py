@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from lpq.optim import MasterWeights
 
-RECIPES = ["mxfp8", "fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"]
+RECIPES = ["fp8-current", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"]
 
 
 def _train(how: How, stay: bool) -> tuple[list[float], list[Tensor]]:
