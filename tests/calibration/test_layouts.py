@@ -27,7 +27,8 @@ from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.nn import GroupedLinear
 from lpq.torch_private.tensors import local_part
 
-BATCHES = 5
+BATCHES, FEW = 5, 3
+"""As many as 4 ranks, or 2, share unevenly."""
 RECIPES = {
     "fp8-current": "max",
     "nvfp4": "percentile",
@@ -60,16 +61,16 @@ def sharded(recipe: str, ranks: int, weights: Any = None) -> Any:
     return net
 
 
-def alone(recipe: str, method: Any, tokens: int = 3) -> nn.Module:
+def alone(recipe: str, method: Any, count: int = BATCHES, tokens: int = 3) -> nn.Module:
     """The same in one process, with all batches; handed to all ranks."""
     _of_one()  # a group is made by all ranks
-    net: nn.Module = on_one(_calibrated_alone, recipe, method, tokens)
+    net: nn.Module = on_one(_calibrated_alone, recipe, method, data(count, tokens=tokens))
     return net
 
 
-def _calibrated_alone(recipe: str, method: Any, tokens: int) -> nn.Module:
+def _calibrated_alone(recipe: str, method: Any, batches: list[Tensor]) -> nn.Module:
     net = lpq.convert(model(experts=1), recipe)
-    lpq.calibrate(net, data(BATCHES, tokens=tokens), method=method, process_group=_of_one())
+    lpq.calibrate(net, batches, method=method, process_group=_of_one())
     return net
 
 
@@ -151,7 +152,7 @@ def _reshared(rank: int, folder: str) -> None:
     """Tensor parallelism over 4 → 2 → 4 ranks by checkpoints, calibrated anew or not. Control: layers multiplied in
     parts while statistics are collected give others."""
     net = parallel(lpq.convert(model(experts=1), "nvfp4"), 1, 4)
-    lpq.calibrate(net, data(BATCHES))
+    lpq.calibrate(net, data(FEW))
     expected, static = exported(net), statics(net)
     policy = net.__dict__["lpq_conversion"].policy
     for step, tp in enumerate((2, 4)):
@@ -163,9 +164,9 @@ def _reshared(rank: int, folder: str) -> None:
         if tp == 2:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Team, "whole", lambda self: nullcontext())
-                lpq.calibrate(net, data(BATCHES)[rank // tp :: 4 // tp])
+                lpq.calibrate(net, data(FEW)[rank // tp :: 4 // tp])
             assert _differs_on_some_rank(net, static)
-            lpq.calibrate(net, data(BATCHES)[rank // tp :: 4 // tp])
+            lpq.calibrate(net, data(FEW)[rank // tp :: 4 // tp])
             assert same(exported(net), expected)
 
 
@@ -227,14 +228,14 @@ TP = [(1, 4, False, False), (2, 2, False, False), (1, 4, True, False), (2, 2, Fa
 
 
 def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
-    expected = alone(recipe, method, tokens=4)
+    expected = alone(recipe, method, FEW, tokens=4)
     static, codes = statics(expected), exported(expected)
     for dp, tp, sequence, fsdp in laid_out(TP, method):
         net = parallel(lpq.convert(model(experts=1), recipe), dp, tp, sequence, fsdp)
-        mine = data(BATCHES, tokens=4)[rank // tp :: dp]
+        mine = data(FEW, tokens=4)[rank // tp :: dp]
         mine = [batch.chunk(tp, 1)[rank % tp] for batch in mine] if sequence else mine
         made = lpq.calibrate(net, mine, method=method)
-        assert (made.samples, made.batches) == (4 * BATCHES, BATCHES)
+        assert (made.samples, made.batches) == (4 * FEW, FEW)
         assert same(statics(net), static), (dp, tp, sequence, fsdp)
         group = None if fsdp or dp == 1 else net[0].attn.q_proj.weight.device_mesh.get_group()
         assert same(exported(net, group), codes), (dp, tp, sequence, fsdp)
@@ -372,13 +373,13 @@ def _controls_of_experts(rank: int) -> None:
 
 def _controls_of_tensor_parallelism(rank: int) -> None:
     """Where layers are multiplied in parts, what later ones are given differs. Teams must have the same batches."""
-    expected: Any = alone("fp8-current", "max", tokens=4)
+    expected: Any = alone("fp8-current", "max", FEW, tokens=4)
 
     def calibrated(mine: list[Tensor]) -> tuple[Any, Any]:
         net = parallel(lpq.convert(model(experts=1), "fp8-current"), 2, 2)
         return net, lpq.calibrate(net, mine)
 
-    mine = data(BATCHES, tokens=4)[rank // 2 :: 2]
+    mine = data(FEW, tokens=4)[rank // 2 :: 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Team, "whole", lambda self: nullcontext())
         net, _ = calibrated(mine)
