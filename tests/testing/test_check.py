@@ -51,8 +51,17 @@ def test_a_format_is_checked_wherever_one_stands(tmp_path: Path) -> None:
     assert not {".hypothesis", ".pytest_cache"} & {path.name for path in tmp_path.iterdir()}
 
 
-def test_that_no_test_matches_is_a_status_of_its_own(tmp_path: Path) -> None:
-    assert lpq("check", "mxfp8()", "-k", "no_test_is_called_so", cwd=tmp_path).returncode == 5
+@pytest.mark.parametrize("ended", [pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED])
+def test_pytests_status_is_its_own(ended: pytest.ExitCode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That no test matches is told from that one fails."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(pytest, "main", lambda options: ran.append(options) or ended)
+    monkeypatch.setattr("hypothesis.configuration.set_hypothesis_home_dir", lambda folder: None)
+    with pytest.raises(SystemExit) as exited:
+        main(["check", "mxfp8()", "-k", "no_test_is_called_so"])
+    assert exited.value.code == ended
+    ((*_, before, select),) = ran
+    assert (before, select) == ("-k", "no_test_is_called_so")
 
 
 @pytest.mark.parametrize(
