@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ RECIPES = [
     "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
 ]  # fmt: skip
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
-COMPILED = pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+COMPILED = ("fp8-delayed", "nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16")
 """With state, with random bits, and with other formats in each product; the conformance kit compiles every format."""
 
 
@@ -41,6 +42,12 @@ def run(module: nn.Module, x: torch.Tensor, seed: int = 5) -> tuple[torch.Tensor
     y = module(x)
     (y.float().square().sum() / 7).backward()
     return (y.detach(), x.grad, *(p.grad.clone() for p in module.parameters()))
+
+
+def run_outside(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As without autocast."""
+    with torch.autocast("cpu", enabled=False):
+        return run(module, x)
 
 
 def equal(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
@@ -157,9 +164,9 @@ def test_checkpointing_gives_the_same_gradients(recipe: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), wrapped.buffers(), strict=True))
 
 
-@COMPILED
-def test_compiled_without_a_break_is_bitwise_eager_for_any_batch_and_with_held_weights(recipe: str) -> None:
-    eager = nn.Sequential(layer(recipe), nn.ReLU(), layer(recipe, 32, 16))
+def test_compiled_without_a_break_is_bitwise_eager_for_any_batch_and_with_held_weights() -> None:
+    sizes = itertools.pairwise((48, 32, 24, 16))
+    eager = nn.Sequential(*(layer(recipe, *size) for recipe, size in zip(COMPILED, sizes, strict=True)))
     module = copy.deepcopy(eager)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for step, tokens in enumerate((24, 24, 8, 7)):  # the third is another size: from there on it may be any
@@ -195,30 +202,21 @@ def test_layers_side_by_side_draw_the_same_seeds_compiled() -> None:
     assert not equal(run(eager, x, 1), run(compiled, x, 2))
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "nvfp4"])
-def test_compiled_where_the_number_of_rows_is_in_the_data(recipe: str) -> None:
+def test_compiled_where_the_number_of_rows_is_in_the_data() -> None:
     """As of experts, which take the tokens that are routed to them."""
-    eager = layer(recipe)
+    eager = nn.ModuleList(map(layer, ("fp8-current", "fp8-block", "mxfp8", "nvfp4")))
 
-    def routed(module: nn.Module, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = module(x[chosen.nonzero().squeeze(1)])
-        return out
+    def routed(modules: nn.ModuleList, x: torch.Tensor, chosen: torch.Tensor) -> list[torch.Tensor]:
+        rows = x[chosen.nonzero().squeeze(1)]
+        return [module(rows) for module in modules]
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(routed, fullgraph=True, backend="aot_eager")
         x = torch.randn(24, 48)
         for count in (16, 24):
             chosen = torch.arange(24) < count
-            torch.testing.assert_close(compiled(eager, x, chosen), routed(eager, x, chosen))
-
-
-@pytest.mark.slow
-def test_compiled_by_inductor_agrees() -> None:
-    eager = nn.Sequential(layer("fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"), layer("fp8-delayed", 32, 16))
-    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True)
-    x = torch.randn(24, 48)
-    for a, b in zip(run(eager, x), run(compiled, x), strict=True):
-        torch.testing.assert_close(a, b)
+            for one, other in zip(compiled(eager, x, chosen), routed(eager, x, chosen), strict=True):
+                torch.testing.assert_close(one, other)
 
 
 @EVERY
@@ -372,15 +370,14 @@ def test_a_weight_stored_quantized_gives_the_same_products_compiled_too(recipe: 
         other(x.clone().requires_grad_())
 
 
-@COMPILED
-def test_autocast_does_not_reach_into_the_products(recipe: str) -> None:
-    eager = layer(recipe)
-    compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
+def test_autocast_does_not_reach_into_the_products() -> None:
     x = torch.randn(24, 48)
     with torch.autocast("cpu", torch.bfloat16):
-        a, b = run(eager, x), run(compiled, x)
-    assert equal(a, b)
-    assert torch.equal(a[0], run(layer(recipe), x)[0].bfloat16())
+        for recipe in COMPILED:
+            assert torch.equal(run(layer(recipe), x)[0], run_outside(layer(recipe), x)[0].bfloat16())
+        eager = nn.Sequential(*map(layer, COMPILED, (48, 32, 32)))
+        compiled = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
+        assert equal(run(eager, x), run(compiled, x))
 
 
 def test_a_checkpoint_without_the_state_starts_it_afresh() -> None:
