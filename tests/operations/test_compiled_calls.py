@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import copy
+import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as autograd_config
+from torch._inductor import config
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
@@ -60,19 +63,27 @@ def test_a_product_is_that_of_the_operator(text: str, autocast: bool) -> None:
         assert torch.equal(compiled_calls.gemm(*how), torch.ops.lpq.gemm.default(*how))
 
 
-def test_a_compiled_layer_calls_no_operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # where no code is that another lpq wrote
+def test_compiled_layers_call_no_operator() -> None:
+    """By Inductor, whose code has the bytes of eager execution: with random bits, with formats of each product's own,
+    and with state."""
     torch.manual_seed(0)
-    layer = lpq.convert(nn.Linear(64, 32, dtype=torch.bfloat16), "nvfp4")
+    recipes = ("nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "fp8-delayed")
+    sizes = itertools.pairwise((64, 48, 48, 32))
+    layers = (nn.Linear(*size, dtype=torch.bfloat16) for size in sizes)
+    eager = nn.Sequential(*(lpq.convert(layer, recipe) for layer, recipe in zip(layers, recipes, strict=True)))
+    again = copy.deepcopy(eager)
     x, dy = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(48, 32, dtype=torch.bfloat16)
     found = []
-    for run in (layer, torch.compile(layer, fullgraph=True)):
-        for again in range(2):
-            x.grad = layer.weight.grad = None
-            torch.manual_seed(again)
-            with profile(activities=[ProfilerActivity.CPU]) as seen:
-                y = run(x)
-                y.backward(dy)
-        found.append((y, x.grad, layer.weight.grad))
+    # No graph is taken from a cache, where there may be code that another lpq wrote.
+    with config.patch(fx_graph_cache=False), autograd_config.patch(enable_autograd_cache=False):
+        for module, run in ((eager, eager), (again, torch.compile(again, fullgraph=True))):
+            for step in range(2):
+                x.grad = None
+                module.zero_grad()
+                torch.manual_seed(step)
+                with profile(activities=[ProfilerActivity.CPU]) as seen:
+                    y = run(x)
+                    y.backward(dy)
+            found.append((y, x.grad, *(p.grad for p in module.parameters()), *module.buffers()))
     assert not [event.name for event in seen.events() if event.name.startswith("lpq::")]
     assert all(torch.equal(eager, compiled) for eager, compiled in zip(*found, strict=True))
