@@ -35,12 +35,11 @@ class Reference(Cast):
     def write_words(self, words: Views) -> None:
         kind, own = self.kind, words[self.kind]
         if self.part.in_parts:
-            for batch in self._batches(range(len(self.items))):
-                x = self._matrices(self._own(batch))
-                measured = stacks.measure(kind, x)
+            for batch in self._batches([i for i, item in enumerate(self.items) if len(item.values)]):
+                measured = stacks.measure(kind, self._matrices(self._own(batch)))
                 for grid, stack, stat in zip(kind.stats, own, measured, strict=False):
-                    # A NaN may have a sign, which would make it the least.
-                    stack[batch[0] : batch[-1] + 1].view(torch.float32).copy_(grid.lay(stat).abs())
+                    laid = grid.lay(stat).abs()  # a NaN may have a sign, which would make it the least
+                    copy([stack[i].view(torch.float32) for i in batch], laid.unbind())
             if kind.reach:
                 self._write_ends(own[-1])
         elif self.part.exchanged:
