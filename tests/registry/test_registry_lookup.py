@@ -11,6 +11,7 @@ from pathlib import Path
 import pluggy
 import pytest
 import torch
+from forking import python
 
 import lpq
 from lpq import registry
@@ -91,12 +92,14 @@ def test_making_an_installed_quantizer_imports_one_plugin(site) -> None:
     elsewhere.install("spy", "1", {"spy": "spy_plugin"}, {"spy_plugin": site.format("spy")})
     code = f"""
 import sys
-sys.path.insert(0, {str(elsewhere.path)!r})
+sys.path[sys.path.index({str(site.path)!r})] = {str(elsewhere.path)!r}
 import lpq
 print(lpq.quantizer("nvfp4(rht=true)"), lpq.quantizer("mxfp8"))
 print("spy_plugin" in sys.modules, "spy" in lpq.registry.formats(), "spy_plugin" in sys.modules)
 """
-    assert run(code).splitlines() == ["nvfp4(rht=true) mxfp8", "False True True"]
+    done = python(code)
+    assert done.status == 0, done.err
+    assert done.out.splitlines() == ["nvfp4(rht=true) mxfp8", "False True True"]
 
 
 def test_the_longest_name_owns(site) -> None:
