@@ -223,7 +223,7 @@ def parallel(net: Any, dp: int, tp: int, sequence: bool = False, fsdp: bool = Fa
     return fully_shard(net, mesh=mesh["dp"]) if fsdp else net
 
 
-TP = [(1, 4, False, False), (2, 2, False, False), (1, 4, True, False), (2, 2, False, True)]
+TP = [(2, 2, False, False), (1, 4, True, False), (2, 2, False, True)]
 """Ranks of data, ranks of tensor parallelism, whether sequences are shared out, whether FSDP2 shards as well."""
 
 
@@ -272,7 +272,7 @@ class Stacked(nn.Module):
         return y
 
 
-EXPERTS = [(4, 1, False), (1, 4, False), (1, 1, True), (2, 2, False), (2, 1, True)]
+EXPERTS = [(4, 1, False), (1, 1, True), (2, 1, True), (2, 2, False)]
 """Ranks that share out experts, ranks of tensor parallelism, and whether FSDP2 shards over the others."""
 
 
