@@ -14,6 +14,7 @@ import textwrap
 import uuid
 
 from forking import Ended, Place, fork, run
+from pool import context
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SCRIPT = """
@@ -80,7 +81,7 @@ def _agent(_: int, place: Place, ranks: int, arguments: list[str], script: str) 
     place.enter()
     config = LaunchConfig(
         1, 1, ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0,
-        start_method="forkserver",
+        start_method=context().get_start_method(),
     )  # fmt: skip
     elastic_launch(config, _watched)(place, os.getpid(), arguments, script)
 
