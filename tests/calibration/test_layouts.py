@@ -243,12 +243,12 @@ def _tensor_parallel(rank: int, recipe: str, method: Any) -> None:
 
 
 class Routed(nn.Module):
-    """Attention, experts in stacks to which a router sends tokens, and attention that is given what they make."""
+    """Attention, experts in stacks to which a router sends tokens, and a layer that is given what they make."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.last, self.router = Attention(64), Attention(64), nn.Linear(64, 4, bias=False)
+        self.first, self.last, self.router = Attention(64), nn.Linear(64, 64), nn.Linear(64, 4, bias=False)
         self.experts = Stacked()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -281,8 +281,8 @@ def routed(recipe: Any, ep: int, tp: int, fsdp: bool) -> Any:
     net: Any = lpq.convert(Routed(), recipe)
     mesh = init_device_mesh("cpu", (4 // (ep * tp), ep, tp), mesh_dim_names=("dp", "ep", "tp"))
     column = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
-    for attention in (net.first, net.last) if tp > 1 else ():
-        parallelize_module(attention, mesh["tp"], {**column, "o_proj": RowwiseParallel()})
+    if tp > 1:
+        parallelize_module(net.first, mesh["tp"], {**column, "o_proj": RowwiseParallel()})
     if ep > 1:
         parallelize_module(net.experts, mesh["ep"], ExpertParallel())
     if fsdp:
