@@ -485,9 +485,9 @@ def test_the_editable_install_lists_every_format(tmp_path: Path) -> None:
 
 
 def test_no_docstring_begins_with_a_part_of_a_sentence() -> None:
-    """``Of …`` and ``Who …`` name nothing, and begin no sentence that can stand alone."""
+    """``Of …``, ``What …`` and ``Who …`` name nothing, and begin no sentence that can stand alone."""
 
     def odd(path: Path) -> list[str]:
-        return re.findall(r'"""(?:Of|Who) [a-z][^\n]{0,60}', path.read_text())
+        return re.findall(r'"""(?:Of|What|Who) [a-z][^\n]{0,60}', path.read_text())
 
     assert found_in(files("lpq/**/*.py", "plugins/**/*.py"), odd) == {}

@@ -1,7 +1,6 @@
 """Ranks that act as one: an error on one of them is raised on all, and none waits for another that has left.
 
-All of it takes collectives of small objects. It is for setting up, saving and loading, and not for what happens in
-every step.
+All of it takes collectives of small objects. It is for setting up, saving and loading, and not for work of every step.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ T = TypeVar("T")
 
 
 def exchange(mine: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
-    """The objects of all ranks that these groups join, by rank among all processes; each group in turn passes on what
-    the groups before it brought. Without groups, this process's own."""
+    """Exchange an object with all ranks that these groups join, and return theirs by rank among all processes. Each
+    group in turn passes on the objects that the groups before it brought. Without groups, there is only this process's
+    own."""
     import torch.distributed as dist
 
     known = {dist.get_rank() if dist.is_available() and dist.is_initialized() else 0: mine}
@@ -38,8 +38,7 @@ def exchange(mine: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
 @contextmanager
 def together(parameters: Iterable[Tensor], what: str) -> Iterator[None]:
     """Raise on all ranks that share out any of these parameters, or hold a replica of them, if one rank raises inside.
-
-    ``what``: what failed, in words, for ranks on which nothing went wrong.
+    ``what``: the failed action in words, for ranks without an error of their own.
     """
     error: Exception | None = None
     try:

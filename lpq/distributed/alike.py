@@ -1,4 +1,4 @@
-"""Whether the ranks that share weights out mean the same model: other recipes on other ranks would be mixed in silence.
+"""A check that the ranks which share weights out have the same model: different recipes would be mixed in silence.
 
 They compare one hash, in a collective of a few words, before the first gather and when a recipe has changed. Where it
 differs they exchange descriptions of their models, and all raise.
@@ -32,7 +32,7 @@ REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks
 
 
 def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str]) -> None:
-    """Raise on all ranks if those that share out these parameters, or hold replicas of them, do not have the same. It
+    """Raise on all ranks if those that share out these parameters, or hold replicas of them, have different ones. It
     takes a collective for each set of ranks."""
     shared: dict[tuple[int, ...], list[tuple[nn.Module, Site]]] = {}
     for module, site in sites.items():
@@ -44,7 +44,7 @@ def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str])
 
 
 def _described(name: str, module: nn.Module, site: Site) -> str:
-    """A description of all that ranks must have alike of a parameter: its module's name, class, recipe and so on."""
+    """A description of a parameter that must be equal on all ranks: its module's name, class, recipe and so on."""
     local, shape = site.local, list(site.param.shape)
     kind = type(module).__name__.removeprefix("FSDP")
     if isinstance(local, QuantizedTensor):

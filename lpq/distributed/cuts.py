@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
 
 class Part(NamedTuple):
-    """How a tensor, or this rank's part of one, is encoded."""
+    """A tensor, or this rank's part of one, and how it is encoded."""
 
     quantizer: Quantizer
     row: bool
@@ -74,8 +74,8 @@ class Part(NamedTuple):
 
 
 def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None:
-    """Why a tensor ``[rows, cols]`` of which the ranks share out the rows is gathered before it is encoded, and not
-    after; None if it is gathered encoded. It follows from sizes and layouts: all ranks decide alike."""
+    """Why a tensor ``[rows, cols]`` whose rows the ranks share out is gathered before it is encoded, and not after;
+    None if it is gathered encoded. It follows from sizes and layouts: all ranks decide alike."""
     quantizer, row, col, cut = part
     assert cut is not None
     side = quantizer.side("col")
@@ -102,10 +102,9 @@ def measure_part(part: Part, x: Tensor, state: State | None) -> list[Tensor]:
 def reduce_parts(
     measured: Sequence[tuple[Part, Tensor, list[Tensor]]], seeds: Tensor | None, group: str
 ) -> tuple[list[list[Tensor]], Tensor | None]:
-    """The statistics of the whole tensors, made of those of their parts, and the seeds of all ranks, made of theirs.
-
-    ``measured``: each part with the values and the statistics that were measured of them. It takes a collective, if
-    there is anything to reduce, one more for counts, and the same again for a second round.
+    """Reduce the statistics of parts to those of the whole tensors, and the seeds of the ranks to common ones.
+    ``measured``: each part with its values and their statistics. It takes a collective, if there is anything to reduce,
+    one more for counts, and the same again for a second round.
     """
     entries = [_Measured(part, x, *_first(part), [*stats]) for part, x, stats in measured]
     return [m.stats for m in entries], _reduce([m for m in entries if m.stats], seeds, group)
@@ -152,7 +151,7 @@ def _sums(values: Sequence[Tensor], group: str) -> list[Tensor]:
 
 
 def reduce_together(values: Sequence[Tensor], seeds: Tensor | None, group: str) -> tuple[list[Tensor], Tensor | None]:
-    """The MAX over the ranks of non-negative fp32 values, and one of the ranks' seeds, in one collective.
+    """Return the MAX over the ranks of non-negative fp32 values, and a common seed, in one collective.
 
     Integers are reduced: a non-negative float orders as its bits do, and NaN above infinity. The halves of a seed are
     reduced apart, as any mixture of seeds is a seed. Seeds come first, where integers of 64 bits must lie.
@@ -185,7 +184,7 @@ def _spanning(part: Part, row: Quantizer | None, col: Quantizer | None) -> list[
 
 
 class Encoded(NamedTuple):
-    """The operands of a tensor or of a part, and what was measured for them, if anything was."""
+    """The operands of a tensor or of a part, and the statistics that were measured for them, if any."""
 
     row: Storage | None
     col: Storage | None
@@ -195,7 +194,7 @@ class Encoded(NamedTuple):
 def encode_part(
     part: Part, x: Tensor, stats: list[Tensor], state: State | None, seed: Tensor | None, group: str
 ) -> Encoded:
-    """Encode a part with statistics of the whole: those that were measured and reduced, or what the state remembers."""
+    """Encode a part with statistics of the whole: those that were measured and reduced, or those of the state."""
     row, col = _first(part)
     first = _encoded(part, x, row, col, stats, state, seed)
     if not part.col or col is not None:

@@ -1,8 +1,8 @@
 """Rows on their way to the ranks of their experts, and the results on their way back.
 
-Rows lie expert by expert, and so do those that arrive: for each expert, those of one rank behind those of the other.
-Where rows travel encoded, each is encoded before it is sent, into the bytes that it would get where it arrives: that
-takes a format in which no value belongs to two rows (``why_not_row_by_row``).
+Rows lie expert by expert, and so do arriving rows: for each expert, rank by rank. Where rows travel encoded, each is
+encoded before it is sent, into the bytes that it would get where it arrives. That takes a format in which no value
+belongs to two rows (``why_not_row_by_row``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Sent(NamedTuple):
 def dispatch(
     rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh, quantizer: Quantizer | None
 ) -> tuple[Tensor, Tensor, Sent]:
-    """The rows of all ranks for the experts of this one, where each expert's end, and what ``combine`` needs.
+    """Send rows to the ranks of their experts. Return the rows of all ranks for the experts of this one, where each
+    expert's end, and an argument for ``combine``.
 
     With a quantizer they travel as its row operand, and the tensor that is returned has that operand alone. The host
     waits for the numbers of rows.
@@ -67,9 +68,8 @@ def dispatch(
 
 
 def combine(output: Tensor, call: Sent, dispatched: Dispatch) -> Tensor:
-    """The results of the rows that this rank sent, in their order; zero where a row went to no expert.
-
-    Their gradients travel encoded, if rows do, where a layer made the results and can multiply such gradients.
+    """Send results back. Return those of this rank's own rows, in their order; zero where a row went to no expert.
+    Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply such gradients.
     """
     made_by = output.grad_fn if dispatched == "encoded" else None
     y: Tensor = _from_experts(output, call, getattr(made_by, "encoded_gradient", None))

@@ -2,7 +2,7 @@
 
 As in ZeRO: each rank owns a piece of each flattened fp32 master, anywhere, of any length. One collective for all
 weights brings every rank the facts that it needs from the others; then each rank has all scales and encodes its piece.
-Once the bytes are gathered, every buffer equals that of encoding the whole master, bit for bit.
+Once the bytes are gathered, every buffer has, bit for bit, the bytes of the encoded whole master.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Pieces(Sequence[Piece]):
         return words
 
     def encode(self, told: Tensor) -> None:
-        """Write what this rank can write, from the words of all ranks."""
+        """Write the buffers, or the parts of them, that this rank can write, from the words of all ranks."""
         agreement, views = self._views(told)
         self._agreement.check(*agreement)
         for cast in self.casts:
@@ -74,7 +74,8 @@ class Pieces(Sequence[Piece]):
 
     @property
     def _all_shapes(self) -> list[list[tuple[int, ...]]]:
-        """The shapes of all that the ranks exchange, in its order: on which they must agree, and of each kind."""
+        """The shapes of all that the ranks exchange, in order: first the facts that must agree, then those of each
+        kind."""
         return [self._agreement.shapes, *self._shapes.values()]
 
     def _views(self, words: Tensor) -> tuple[list[Tensor], Views]:
@@ -104,20 +105,20 @@ def cast_master_weights(
     states: Sequence[Mapping[str, Tensor] | None] | None = None,
     seed: Tensor | int | None = None,
 ) -> Pieces:
-    """Write what this rank owns of the masters into the quantized weights, with one all-reduce for all of them.
+    """Write this rank's parts of the masters into the quantized weights, with one all-reduce for all of them.
 
     ``masters[i]`` (fp32, 1-D; empty or None if this rank owns nothing of it) are the elements of the flattened
     weight ``i`` from ``offsets[i]`` on; the ranks of ``group`` together own each element once. Without a group this
     process owns all. Every rank passes the same weights, in the same order. Afterwards each has all scales, and the
-    codes of what it owns. Gather the pieces that are returned, that is fill each ``piece.buffer`` from
-    the ``piece.own`` of all ranks (``piece.span`` gives the place of a rank's part), and call ``finish_gather``.
+    codes of its own elements. Gather the returned pieces: fill each ``piece.buffer`` from the ``piece.own`` of all
+    ranks (``piece.span`` gives the place of a rank's part), and call ``finish_gather``.
 
     Before anything is written, all ranks refuse a part of a master that one of them refuses, and weights, states or
     seeds that differ between them. (Where they differ so that the all-reduce itself has another size, the backend ends
     it: gloo at once, NCCL after its timeout.)
 
-    ``states[i]`` is what delayed scaling remembers of weight ``i``; it is updated. ``seed``, the same on all ranks,
-    is for stochastic rounding: weight ``i`` rounds as with ``seed + i``.
+    ``states[i]`` is the state of delayed scaling for weight ``i``; it is updated. ``seed``, the same on all ranks, is
+    for stochastic rounding: weight ``i`` rounds as with ``seed + i``.
 
     Where the kernel table has kernels for the operation ``cast``, they serve all weights of a quantizer at once,
     whatever their shapes. Other weights are cast together if their shapes and quantizers are equal, up to 2^26
@@ -145,8 +146,8 @@ def cast_master_weights(
 
 
 def finish_gather(pieces: Pieces, only: Collection[int] | None = None) -> None:
-    """Write the operands that follow from what was gathered, of all weights that were cast, or only of some: those at
-    these places in the list that was cast."""
+    """Write the operands that follow from the gathered bytes, of all weights that were cast; with ``only``, of those at
+    these places in the list of weights."""
     for cast in pieces.casts:
         chosen = [i for i, item in enumerate(cast.items) if only is None or item.index in only]
         with _reference([cast.items[i] for i in chosen]):

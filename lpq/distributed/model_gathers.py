@@ -1,9 +1,8 @@
-"""Gathering: the weights of one model that are gathered quantized, and their statistics, which ranks make together.
-
-After an optimizer's step, every weight that it wrote to is measured. One collective reduces the statistics of all of
-them, and all that layers remember across steps, to those of the whole weights, whatever models they belong to. A weight
-that was written to otherwise (a checkpoint was loaded, no step was taken yet) is measured when it is gathered next,
-with all other such weights of its model, whatever calls of ``lpq.convert`` got them.
+"""Gathering: the weights of one model that are gathered quantized, and their statistics, which ranks reduce together.
+After an optimizer's step, every weight that it wrote to is measured. One collective reduces their statistics to those
+of the whole weights, and the states of layers, whatever models they belong to. A weight that was written to otherwise
+(a checkpoint was loaded, no step was taken yet) is measured at its next gather, with all other such weights of its
+model, whatever calls of ``lpq.convert`` got them.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Gathering:
         return self.root
 
     def __setstate__(self, root: nn.Module) -> None:
-        """Begin anew: a copy, or one that is loaded from a file, finds for itself how its model is sharded."""
+        """Begin anew: a copy, or one from a file, has its own model, which may be sharded differently."""
         self.root = root
         self._begin()
 
@@ -63,7 +62,7 @@ class Gathering:
         return self._gathers[layer]
 
     def find(self, layer: nn.Module) -> Gather | None:
-        """The same, or None where FSDP2 shards nothing of this layer."""
+        """As ``of``, but None where FSDP2 shards nothing of this layer."""
         return self._gathers.get(layer)
 
     def _find(self) -> list[Gather]:
@@ -168,7 +167,7 @@ class _Steps(Watcher):
     def lend_while_compiling(self) -> None:
         """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.
 
-        This is for a torch that prints every tensor that it meets into the text of its guards, and so reads it.
+        Some versions of torch print every tensor of a graph into the text of its guards, and so read it.
         """
         call_around_compiling(self.lend, self.take_back)
 

@@ -95,6 +95,6 @@ def as_part(optimizer: Optimizer) -> AbstractContextManager[None]:
 
 
 def reductions_after(optimizer: Optimizer) -> Reductions:
-    """The reductions that watchers want after the step of this optimizer, which is about to end and runs them together
-    with its own."""
+    """The reductions of all watchers after the step of this optimizer, which is about to end and runs them with its
+    own."""
     return _steps().reductions(optimizer)

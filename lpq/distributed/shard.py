@@ -141,7 +141,7 @@ def as_shard(tensor: Tensor) -> Tensor:
 
 
 def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
-    """The new weight of a layer, prepared for being gathered as ``weight``, whole or sharded, is."""
+    """The new weight of a layer, prepared for gathers in the same way as ``weight``, whole or sharded."""
     stored, given = local_part(weight), as_shard(local_part(new).detach())
     if isinstance(stored, QuantizedTensor) and not isinstance(given, QuantizedTensor):
         raise ValueError(

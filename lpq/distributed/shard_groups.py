@@ -1,4 +1,4 @@
-"""Attaching to this rank's part of a sharded parameter the group of the ranks that hold the other parts.
+"""The process group of a sharded parameter, attached to this rank's part of it.
 
 The group is found from the mesh, at run time, and never saved.
 """
@@ -14,11 +14,11 @@ from lpq.torch_private.tensors import local_part
 
 
 def attach(parameter: Tensor) -> None:
-    """Attach to the local part of a sharded parameter, if it is stored quantized, the group that shards it.
+    """Attach the group that shards a parameter to its local part, if that is stored quantized.
 
-    FSDP2's first gather, the step of any optimizer, ``lpq.optim``, ``lpq.checkpoint`` and any write to the weight of a
-    layer that FSDP2 has sharded do it. Call it for shards that are made otherwise, such as those of a file or a pickle:
-    before it, a write that needs statistics of the whole tensor is an error.
+    FSDP2's first gather does that, and so do the step of any optimizer, ``lpq.optim``, ``lpq.checkpoint``, and any
+    write to the weight of a layer that FSDP2 has sharded. Call it for other shards, such as those of a file or a
+    pickle: before it, a write that needs statistics of the whole tensor is an error.
     """
     part = local_part(parameter)
     if not isinstance(parameter, DTensor) or not isinstance(part, QuantizedTensor):

@@ -61,8 +61,8 @@ def sent_bytes(
 ) -> tuple[int, int]:
     """The bytes that all ranks together send of a weight in forward, and in backward.
 
-    ``kept``: it stays gathered from forward to backward, so that forward gathers both operands. ``stored``: as for
-    ``operand_bytes``.
+    ``kept``: whether it stays gathered from forward to backward, so that forward gathers both operands. ``stored``: as
+    for ``operand_bytes``.
     """
     high = math.inf if stored else rows * cols * dtype.itemsize
     directions = [(True, True)] if kept else [(True, False), (False, True)]
@@ -71,9 +71,8 @@ def sent_bytes(
 
 
 def operand_bytes(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, row: bool, col: bool) -> int:
-    """The bytes of these operands of a weight, as far as they travel. Where they are more than those of the weight in
-    high precision, that travels in their place, and is encoded where it arrives; but for weights that are stored
-    quantized."""
+    """The bytes of these operands of a weight, as far as they travel. If they are more than those of the weight in high
+    precision, the weight travels in their place, and is encoded where it arrives, unless it is stored quantized."""
     derived = derives_col(quantizer)
     rows_sent = _sent(quantizer.side("row"), 0, rows, cols, dtype) if row or derived else 0
     return rows_sent + (_sent(quantizer.side("col"), 1, cols, rows, dtype) if col and not derived else 0)

@@ -1,7 +1,8 @@
 """Styles for ``parallelize_module``: layers with a recipe move encoded activations and gradients between ranks.
 
-They stand wherever torch's of the same names do, and are these for every module that has no recipe: one plan serves a
-model of which a part is converted. Convert the model first, then call ``parallelize_module``, and ``fully_shard`` last.
+They take the place of torch's styles of the same names, and do the same for every module without a recipe: one plan
+serves a model of which a part is converted. Convert the model first, then call ``parallelize_module``, and
+``fully_shard`` last.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 class PrepareInput(torch_styles.PrepareModuleInput):
     """Have the layers inside of a module gather its input encoded, where torch's style gathers it before the module.
 
-    The module gets a DTensor that has the shape of the whole; a layer with a recipe that is given it gathers its codes,
-    once for all. A module without such layers, and inputs that are not gathered, are torch's style's.
+    The module gets a DTensor that has the shape of the whole. A layer with a recipe that is given it gathers its codes,
+    once for all. A module without such layers, and inputs that are not gathered, are handled by torch's style.
     """
 
     encoded: bool = False
@@ -89,7 +90,7 @@ class PrepareInput(torch_styles.PrepareModuleInput):
 
 
 def _prepared(module: nn.Module, inputs: Any, given: Any, desired: Any, mesh: DeviceMesh) -> Any:
-    """The inputs of a layer with a recipe as they are; of another module the first of them as it is to lie."""
+    """Pass the inputs of a layer with a recipe as they are; lay out the first input of any other module."""
     if _has_recipe(module):
         return inputs
     first = inputs[0]
@@ -103,7 +104,7 @@ def _has_recipe(module: nn.Module) -> bool:
 
 
 def _prepare(module: nn.Module, input: Placement, output: Placement) -> None:
-    """Set on a layer of lpq how its input lies over the ranks, and how its output is to lie."""
+    """Set, on a layer of lpq, how its input lies over the ranks, and how its output is to lie."""
     if not hasattr(module, "weight_quantizer"):
         return
     if isinstance(module.weight, Gathered):

@@ -1,10 +1,10 @@
-"""Whether optimizers train each weight of a model, and each once.
+"""A check that optimizers train each weight of a model, and each once.
 
 Some libraries exchange the parameters of an optimizer for those of a sharded model. Where that goes wrong, an optimizer
 has one weight several times, and other weights are in none, and the loss may fall nevertheless. Several optimizers may
 share a model out, have parameters of other models, too, and leave out weights that are frozen or get no gradient.
 
-The decision depends on what all ranks have alike: the optimizers and their parameters.
+The decision depends on facts that are equal on all ranks: the optimizers and their parameters.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Trained:
         self._seen: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         """The ids of the parameters that each optimizer had when it was taken in."""
         self._left: weakref.WeakKeyDictionary[Optimizer, list[_Weight]] = weakref.WeakKeyDictionary()
-        """For each optimizer, the weights of its models that no known optimizer has; mostly there are none."""
+        """For each optimizer, the weights of its models that none of these optimizers has; mostly there are none."""
 
     def is_new(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
         """Whether an optimizer has not stepped yet, or has other parameters since."""
         return self._seen.get(optimizer) != [*map(id, params)]
 
     def take_in(self, optimizer: Optimizer, params: Sequence[Tensor], models: Iterable[Named]) -> None:
-        """Take in an optimizer that is new; raise if it has one of its parameters several times."""
+        """Add a new optimizer; raise if it has one of its parameters several times."""
         ids = [*map(id, params)]
         has = set(ids)
         mine = [weights for weights in models if any(id(weight) in has for weight in weights.values())]

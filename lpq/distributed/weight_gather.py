@@ -1,4 +1,4 @@
-"""One weight that is gathered in its quantized form: forward gathers the row operand, backward the column operand.
+"""The gather of one weight in its quantized form: forward gathers the row operand, backward the column operand.
 
 The whole weight is a ``QuantizedTensor`` whose buffers stay the same tensors; their memory is filled by a gather and
 freed when FSDP2 shards the weight again. A layer saves the column operand in forward, where it is empty, and finds it
@@ -68,7 +68,7 @@ class Model(Protocol):
 
 
 class Measured(NamedTuple):
-    """The last measurement: of which tensor, at which of its versions, for which quantizer."""
+    """The last measurement: its tensor, the version of that, and the quantizer."""
 
     local: weakref.ref[Tensor]
     version: int
@@ -115,7 +115,7 @@ class Gather:
         """The tensors that FSDP2 frees beside those that it gathered into: it holds this very list."""
 
     def note(self, runs_again: bool) -> None:
-        """Take note, as forward begins, of whether it will run again in backward."""
+        """Note, as forward begins, whether it will run again in backward."""
         self.runs_again = runs_again or self._checkpointed
 
     def attached(self) -> ProcessGroup:
@@ -181,7 +181,8 @@ class Gather:
 
     def _prepared(self, shard: Tensor) -> Tensor:
         """The shard, on the device where it is encoded. FSDP2 would gather an ordinary parameter in ``site.dtype``, so
-        its values are rounded to that: here if they move to another device, else by the kernels that read them."""
+        the shard's values are rounded to that: here if they move to another device, else by the kernels that read
+        them."""
         x = plain(shard)
         return x if x.device == self.site.device else x.to(self.site.device, self.site.dtype, non_blocking=True)
 
@@ -262,7 +263,7 @@ class Gather:
     def _encoded(
         self, x: Tensor, quantizer: Quantizer, use: list[Tensor | None]
     ) -> tuple[Storage | None, Storage | None]:
-        """The operands of a shard, or of the whole, that are wanted, but for one that follows from the other."""
+        """The wanted operands of a shard or of the whole, except one that follows from the other."""
         row_side, col_side, _ = _sides(quantizer)
         row = col = None
         if self._wanted[0] or col_side is None:
@@ -279,9 +280,9 @@ class Gather:
 
     def _statistics(self, quantizer: Quantizer, matrices: slice = slice(None)) -> list[Tensor | None]:
         """The statistics to encode with: those that the layer remembers, else those that were measured of the whole
-        weight; None where the matrix that is encoded has all values of one. Backward encodes with the statistics of
-        forward, even if another backward changed the layer's memory in between. ``matrices``: those of a stack that are
-        encoded."""
+        weight; None where the statistic covers only values of the matrix that is encoded. Backward encodes with the
+        statistics of forward, even if another backward changed the layer's state in between. ``matrices``: those of a
+        stack that are encoded."""
         row, col, of = _sides(quantizer)
         known: list[Tensor | None] = [None] * len(of)
         if state := self.layer.weight_state():

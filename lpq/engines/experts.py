@@ -71,7 +71,7 @@ def every_stack(model: nn.Module) -> dict[str, tuple[Any, str, str, Names]]:
 
 
 def states_of(module: Remembering, stack: str = "") -> dict[str, dict[str, Tensor]]:
-    """What the quantizers of a module, or of a stack in it, remember, of which all ranks have the same."""
+    """The states of the quantizers of a module, or of a stack in it, which are the same on all ranks."""
     return {t: {key: local_part(value) for key, value in state.items()} for t, state in module.states(stack).items()}
 
 

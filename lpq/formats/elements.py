@@ -59,7 +59,7 @@ def cast_e2m1(x: Tensor) -> Tensor:
 
 
 def cast_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """As ``cast_e2m1``, but rounded to either neighbour, as decided by ``bits``: one byte r for each element.
+    """Cast as ``cast_e2m1`` does, but round to either neighbour, by ``bits``: one byte r for each element.
 
     ``|x| + r / 256 · step``, with the grid's step at ``|x|``, is rounded down to the grid. The product is
     exact, so that the sum is rounded once, as a fused multiply-add would.

@@ -1,13 +1,13 @@
-"""A format: how one operand is encoded, and what it then is.
+"""A format: how one operand is encoded, and the operand itself.
 
 A format subclasses two classes. A ``Quantizer`` encodes in three steps, ``measure`` → reduce → ``encode``: a frozen
 dataclass whose fields are the format's options, with ``measure`` and ``encode`` for one matrix that has the contraction
-along its columns. Both directions of a tensor, reductions over ranks, state across steps, random bits and kernels are
-not its business. It holds no tensor, no group and no flag: it is a constant.
+along its columns. The core handles both directions of a tensor, reductions over ranks, state across steps, random bits
+and kernels. A quantizer holds no tensor, no group and no flag: it is a constant.
 
-A ``Storage`` is one operand, that is one encoded matrix: it declares ``layout`` and writes ``decode``. Each instance is
-bound to the shape and the dtype of the matrix it stands for and to the quantizer that made it; none of these is ever
-inferred from a buffer.
+A ``Storage`` is one operand, that is one encoded matrix: it declares ``layout`` and implements ``decode``. Each
+instance is bound to the shape and the dtype of the matrix it stands for and to the quantizer that made it; none of
+these is ever inferred from a buffer.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Quantizer(Options):
         return ()
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
-        """The statistics of a matrix, by name. Pure, and local: the core reduces them over the ranks."""
+        """Return the statistics of a matrix, by name. Pure, and local: the core reduces them over the ranks."""
         return {}
 
     def measure_again(self, x: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The statistics of round 2, by name, from those of round 1, which span all ranks. Pure, and local."""
+        """Return the statistics of round 2, by name, from those of round 1, which span all ranks. Pure, and local."""
         raise NotImplementedError(f"{type(self).__name__} must define measure_again(self, x, stats)")
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        """The encoded matrix. Pure: whatever depends on a statistic is computed here, after the reduction."""
+        """Return the encoded matrix. Pure: all that depends on a statistic is computed here, after the reduction."""
         raise NotImplementedError(f"{type(self).__name__} must define encode(self, x, stats)")
 
     # ------------------------------------------------------------------------------ what a format may say
@@ -67,7 +67,7 @@ class Quantizer(Options):
 
     @property
     def state(self) -> tuple[StateBuffer, ...]:
-        """The statistics that are remembered across steps; none for most formats; if ``static``, those of the whole."""
+        """The statistics that are remembered across steps: none for most formats, those of the whole if ``static``."""
         if not self.static:
             return ()
         return tuple(StateBuffer(stat.name, stat.grid(1, 1)) for stat in self.stats if stat.of_all)
@@ -88,8 +88,8 @@ class Quantizer(Options):
         """Dimensions along which an operand has no parts: 0 for the rows, 1 for the columns. Then it is neither sliced
         nor sharded along them.
 
-        A dimension that a buffer spans (``None`` in its block) and no statistic does is taken for one of these, since
-        the parts would have other values in that buffer than the whole: it need not be named here.
+        A dimension that a buffer spans (``None`` in its block) and no statistic does counts as one of these, since
+        parts would have other values in that buffer than the whole: it need not be named here.
         """
         return ()
 
@@ -103,11 +103,11 @@ class Quantizer(Options):
         return self if self.side("row") == self.side("col") else None
 
     def encode_stochastic(self, x: Tensor, stats: Mapping[str, Tensor], bits: RandomBits) -> Storage:
-        """As ``encode``, rounding with random bits."""
+        """Encode as ``encode`` does, rounding with random bits."""
         raise NotImplementedError(f"{type(self).__name__} must define encode_stochastic(self, x, stats, bits)")
 
     def recall(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
-        """The statistics to encode with, from what is remembered; None of one that is measured nevertheless."""
+        """Return the statistics to encode with, from the state; None for one that is measured nevertheless."""
         if self.static:
             return {stat.name: state.get(stat.name) for stat in self.stats}
         raise NotImplementedError(f"{type(self).__name__} must define recall(self, state)")
@@ -130,8 +130,9 @@ class Quantizer(Options):
         return bool(self.state) and (stat.of_all or not self.static)
 
     def frozen(self, search: str | None = None, *, static: bool = True) -> Quantizer:
-        """This quantizer with static statistics, or without, and with its option ``search`` set, as far as it has such
-        options and has statistics of the whole matrix. A format whose options are quantizers passes it on to them."""
+        """Return this quantizer with static statistics, or without, and with its option ``search`` set, as far as it
+        has such options and statistics of the whole matrix. A format whose options are quantizers passes the call on to
+        them."""
         options: dict[str, object] = {}
         named = {f.name: f.type for f in fields(self)}  # type: ignore[arg-type]
         if "static" in named and any(stat.of_all for stat in self.stats):
@@ -151,7 +152,8 @@ class Quantizer(Options):
         }
 
     def state_branches(self) -> dict[str, Quantizer]:
-        """The quantizers whose state a tensor needs, by name prefix: one if both directions share their statistics."""
+        """The quantizers whose state a tensor needs, by name prefix: one if both directions have the same
+        statistics."""
         row, col = self.side("row"), self.side("col")
         if (row is col or row == col) and row.transposable and self.col_source == "original":
             return {"": row}
@@ -196,7 +198,8 @@ class Quantizer(Options):
 
     @cached_property
     def checked(self) -> set[object]:
-        """The methods that were found to return what is declared, by dtype and device; each check adds to it."""
+        """The methods whose results were compared with their declarations, by dtype and device; each check adds to
+        it."""
         return set()
 
     def ready(self) -> Self:
@@ -211,7 +214,7 @@ class Quantizer(Options):
 
 
 def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> None:
-    """Refuse early what would fail in a compiler, which cannot make quantizers, or at the first transpose."""
+    """Refuse sides early that would fail in a compiler, which cannot make quantizers, or at the first transpose."""
     if quantizer.side(direction) is not side:
         method = f"{type(quantizer).__name__}.side({direction!r})"
         raise registry.at_fault(
@@ -258,22 +261,22 @@ class Storage:
 
     @classmethod
     def layout_for(cls, quantizer: Quantizer) -> tuple[Buffer, ...]:
-        """The layout under these options. Override it where an option changes a buffer."""
+        """Return the layout under these options. Override it where an option changes a buffer."""
         return cls.layout
 
     def decode(self) -> Tensor:
-        """The matrix that the buffers stand for, in fp32, in plain PyTorch. This is what defines the format."""
+        """Return the matrix that the buffers stand for, in fp32, in plain PyTorch. This defines the format."""
         raise NotImplementedError(f"{type(self).__name__} must define decode(self)")
 
     def decode_rotated(self) -> Tensor:
-        """As ``decode``, but left in the rotated basis that ``quantizer.rotation`` names, padding included.
+        """Decode as ``decode`` does, but stay in the rotated basis that ``quantizer.rotation`` names, padding included.
 
         The product of two matrices in one basis is that of the decoded ones.
         """
         return self.decode()
 
     def transposed(self) -> Self:
-        """The operand of the transposed matrix, without the original. Only for a transposable quantizer."""
+        """Return the operand of the transposed matrix, without the original. Only for a transposable quantizer."""
         raise NotImplementedError(
             f"{self.quantizer} is not transposable; a quantizer that says so needs {type(self).__name__}.transposed()"
         )
@@ -327,7 +330,7 @@ class Storage:
 
     @property
     def text(self) -> str:
-        """The text that operators get of it, beside its tensors, shape and dtype."""
+        """The text that operators get for it, beside its tensors, shape and dtype."""
         return self.quantizer.text
 
     def buffers(self) -> dict[str, Tensor]:
@@ -335,15 +338,15 @@ class Storage:
         return {name: getattr(self, name) for name in self.quantizer.names}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same operand over ``function`` of each buffer."""
+        """Return the same operand over ``function`` of each buffer."""
         return self.wrap([function(t) for t in self.tensors()], self.quantizer, self.shape, self.dtype)
 
     def row_major(self) -> Self:
-        """The same operand as it is kept, shared and saved: whatever encoding left column by column is copied."""
+        """Return the same operand with row-major buffers, as it is kept, shared and saved; others are copied."""
         return self.map(row_major) if any(b.column_major for b in self.quantizer.layout) else self
 
     def astype(self, dtype: torch.dtype) -> Self:
-        """The same bytes standing for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
+        """Return the same bytes for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
         if dtype is self.dtype:
             return self
         layout = self.quantizer.layout
@@ -351,8 +354,8 @@ class Storage:
         return self.wrap(tensors, self.quantizer, self.shape, dtype)
 
     def narrow(self, dim: int, start: int, stop: int) -> Self | None:
-        """The operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block or what must
-        not be cut (``Quantizer.why_no_parts``)."""
+        """Return the operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block, or a
+        dimension that must not be cut (``Quantizer.why_no_parts``)."""
         if (start, stop) != (0, self.shape[dim]) and self.quantizer.why_no_parts(dim) is not None:
             return None
         narrowed: list[Tensor] = []

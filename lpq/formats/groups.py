@@ -1,7 +1,7 @@
 """Rows in groups: an operand of several matrices of different sizes, one behind the other, each encoded by itself.
 
-Only a tensor on the device holds where each group ends. So buffers have the size that suffices whatever the groups'
-sizes are. In an operand each group begins at a multiple of ``unit``, so that no block is of two groups. A buffer with a
+Where each group ends is in a tensor on the device only. So buffers have a size that suffices for any sizes of the
+groups. In an operand each group begins at a multiple of ``unit``, so that no block is of two groups. A buffer with a
 value for all rows of a matrix has one for each group. Places that belong to no group are zero.
 
 The groups lie along dimension 0 of a row operand and along dimension 1, the contraction, of a column operand.
@@ -88,7 +88,7 @@ def why_not_row_by_row(quantizer: Quantizer) -> str | None:
 
 
 def capacity(rows: int, groups: int, unit: int) -> int:
-    """How many rows suffice for so many in so many groups, each padded to a multiple of ``unit``."""
+    """The number of rows that suffices for so many rows in so many groups, each padded to a multiple of ``unit``."""
     return (rows + groups * (unit - 1)) // unit * unit
 
 

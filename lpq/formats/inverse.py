@@ -1,4 +1,4 @@
-"""Undoing one rounding: the fp32 number from which a function makes a given one."""
+"""The inverse of one rounding: the fp32 number from which a function makes a given one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NEAR = 4
 def preimage(function: Callable[[Tensor], Tensor], value: Tensor, guess: Tensor) -> Tensor:
     """The positive fp32 number next to ``guess`` of which ``function`` makes ``value``, both 0-dimensional.
 
-    Several numbers often give the same quotient: this is the one with the fewest bits, as a value measured in bf16 has
-    few. If no number gives it, since the value was made in another way, this is the guess.
+    Often several numbers give the same quotient: the result is the one with the fewest bits, as a value measured in
+    bf16 has few. If no number gives it, since the value was made in another way, the result is ``guess``.
     """
     bits = guess.reshape(1).view(torch.int32) + torch.arange(-NEAR, NEAR + 1, dtype=torch.int32, device=guess.device)
     near = bits[bits > 0].view(torch.float32)

@@ -15,8 +15,8 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
     """The operand of matrices laid side by side along rows (0) or columns (1); None where they do not join.
 
     They join on whole blocks, and where one value covers the whole dimension all parts must agree on it. Matrices
-    of a format that must not be cut along this dimension never join. ``agreed``: such values were made of the same
-    statistics, so that nothing needs to be compared, for which a GPU would be waited for.
+    of a format that must not be cut along this dimension never join. ``agreed``: such values were made from the same
+    statistics, so that nothing is compared, and the host does not wait for a GPU.
     """
     first = parts[0]
     if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
@@ -37,6 +37,6 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two buffers hold the same bytes; views of one buffer do, without looking."""
+    """Whether two buffers hold the same bytes; views of one buffer do, without a comparison."""
     one_view = a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
     return a.shape == b.shape and (one_view or torch.equal(as_bytes(a), as_bytes(b)))

@@ -1,4 +1,4 @@
-"""A layout is data: what each buffer of an encoded matrix holds, declared once.
+"""A layout as data: the contents of each buffer of an encoded matrix, declared once.
 
 An encoded matrix of logical shape ``[rows, cols]`` (``cols`` is the contraction) is a few named buffers. One element
 of a buffer covers a block of ``block[0] x block[1]`` logical elements; ``None`` is the whole dimension. Packing needs
@@ -27,10 +27,9 @@ def blocks(size: int, block: int | None) -> int:
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """The same values row by row in memory; itself if it lies so.
-
-    To torch a tensor is contiguous whatever stride a dimension of one element has. Its bytes can be viewed only if the
-    strides are those of a fresh tensor, and a compiler expects these.
+    """Return the same values row by row in memory; the tensor itself if it lies so. To torch a tensor is contiguous
+    whatever stride a dimension of one element has. Its bytes can be viewed only if the strides are those of a fresh
+    tensor, and a compiler expects these.
     """
     tensor, strides, step = tensor.contiguous(), [], 1
     for size in reversed(tensor.shape):
@@ -99,7 +98,7 @@ class Buffer(Covering):
         if self.column_major and self.values is not None:
             raise ValueError(f"buffer {self.name!r} has {self.values} values for each block: it cannot be column_major")
         if self.values is not None and self.values < 1:
-            raise ValueError(f"buffer {self.name!r} has values={self.values}: say how many each block has, 1 or more")
+            raise ValueError(f"buffer {self.name!r} has values={self.values}: it is how many each block has, 1 or more")
 
     def lattice(self, rows: int, cols: int) -> tuple[int, int]:
         return super().lattice(rows, blocks(cols, self.pad) * self.pad)
@@ -107,11 +106,12 @@ class Buffer(Covering):
     def empty(
         self, rows: int, cols: int, dtype: torch.dtype, device: torch.device, count: Sequence[int] = ()
     ) -> Tensor:
-        """The buffer of a matrix, uninitialised; or of a stack of so many."""
+        """Allocate the buffer of a matrix, uninitialised; or of a stack of so many."""
         return torch.empty((*count, *self.grid(rows, cols)), dtype=self.dtype or dtype, device=device)
 
     def fresh(self, rows: int, cols: int, x: Tensor, count: Sequence[int] = ()) -> Tensor:
-        """The buffer for an encoding of ``x``, as encoding leaves it in memory: of a stack, row-major."""
+        """Allocate the buffer for an encoding of ``x``, in the memory order of encoding; that of a stack is
+        row-major."""
         grid, dtype = self.grid(rows, cols), self.dtype or x.dtype
         if count or not self.column_major:
             return x.new_empty((*count, *grid), dtype=dtype)
@@ -119,7 +119,7 @@ class Buffer(Covering):
         return x.new_empty_strided(grid, (1, apart), dtype=dtype)
 
     def laid(self, tensor: Tensor) -> Tensor:
-        """The same values as encoding leaves them in memory; itself if it lies so."""
+        """Return the same values in the memory order of encoding; the tensor itself if it lies so."""
         if not self.column_major:
             return row_major(tensor)
         strides = 1, max(tensor.shape[0], 1)

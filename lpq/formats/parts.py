@@ -1,8 +1,8 @@
 """Formats that are made of formats: an operand that is several operands of one matrix, its parts.
 
-A part is a field of the quantizer that is a quantizer itself, as ``base`` and ``rest`` of a sum. Its buffers
-and statistics have its name in front: ``base_data``, ``base_scale``, ``rest_data``. These functions put them together
-and take them apart; how the parts make up the matrix is the format's.
+A part is a field of the quantizer that is a quantizer itself, such as ``base`` and ``rest`` of a sum. Its buffers and
+statistics have its name in front: ``base_data``, ``base_scale``, ``rest_data``. These functions put them together and
+take them apart; the format defines how the parts make up the matrix.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ Whole = TypeVar("Whole", bound=Quantizer)
 
 
 def read(whole: type[Quantizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a quantizer, with the parts among them made of their strings.
-
-    An error if one is missing, or does what a part cannot: it remembers across steps, rounds with random bits, keeps
-    the dtype of the matrix, or makes its column operand of its row operand.
+    """Return the options of a quantizer, with the parts among them made from their strings. Raise if a part is missing
+    or unfit: it remembers across steps, rounds with random bits, keeps the dtype of the matrix, or makes its column
+    operand from its row operand.
     """
     made, name = dict(options), registry.format_of(whole).name
     for field, hint in get_type_hints(whole).items():
@@ -56,8 +55,8 @@ def _unfit(part: Quantizer) -> str:
 
 
 def side(whole: Whole, direction: Direction) -> Whole:
-    """The same quantizer with the side of each part in this direction; itself if these are its parts. Each call makes
-    a new one: keep it, as ``Quantizer.side`` must return the same object."""
+    """Return the quantizer with the side of each part in this direction; the same one if these are its parts. Each call
+    makes a new one: keep it, as ``Quantizer.side`` must return the same object."""
     parts = {f.name: getattr(whole, f.name) for f in fields(whole)}  # type: ignore[arg-type]
     sides = {name: q.side(direction) for name, q in parts.items() if isinstance(q, Quantizer)}
     return whole if all(sides[name] == parts[name] for name in sides) else replace(whole, **sides)  # type: ignore[type-var]
@@ -66,9 +65,9 @@ def side(whole: Whole, direction: Direction) -> Whole:
 def uncut(*first: Quantizer, later: Sequence[Quantizer] = ()) -> tuple[int, ...]:
     """``Quantizer.uncut`` of a format with these parts.
 
-    The statistics of the ``first`` parts are declared, and so are reduced over ranks. A ``later`` part encodes what
-    others leave, which is there only after statistics are reduced. So it is measured when it is encoded, with no second
-    round, and a statistic of a whole dimension would be of a shard alone.
+    The statistics of the ``first`` parts are declared, and so are reduced over ranks. A ``later`` part encodes the rest
+    of others, which exists only after statistics are reduced. So it is measured when it is encoded, with no second
+    round, and a statistic of a whole dimension would be that of a shard alone.
     """
     return tuple(
         dim

@@ -33,8 +33,8 @@ def part(stack: Storage, start: int, stop: int) -> Storage:
 
 
 def joined(stack: Storage) -> Storage | None:
-    """The operand of all matrices below each other as one, over views of the buffers; None where that would join blocks
-    of two of them, or values of whole matrices."""
+    """Return the operand of one matrix, that of all matrices below each other, over views of the buffers; None where
+    that would join blocks of two of them, or values of whole matrices."""
     (count, rows, cols), side = stack.shape, stack.quantizer
     heights = [buffer.block[0] for buffer in side.layout]
     if not count or any(height is None or rows % height for height in heights) or side.why_no_parts(0) is not None:
@@ -51,7 +51,7 @@ def stacked(operands: Sequence[Storage]) -> Storage:
 
 
 def each(function: Callable[[Storage], Storage], stack: Storage, empty: Callable[[], Storage]) -> Storage:
-    """The stack of the results of ``function`` for each matrix; ``empty`` makes it where there is none."""
+    """Return the stack of the results of ``function`` for each matrix; ``empty`` makes it where there is no matrix."""
     return stacked([function(matrix) for matrix in matrices(stack)]) if stack.shape[0] else empty()
 
 

@@ -1,10 +1,10 @@
-"""cuBLASLt's products by calls of lpq's own: the library is the one that torch has loaded.
+"""cuBLASLt's products, by calls from lpq to the library that torch has loaded.
 
 There are two kinds. One multiplies bf16 matrices with a factor that lies on the device, which torch does not offer: the
 sums are multiplied in fp32 and rounded once, at no cost, where a second pass would read and write all of them. The
-other multiplies 8-bit matrices with scales, as torch's scaled matmul does. That one describes the product anew and asks
-for an algorithm at each call, which takes the host longer than the product itself; here the description is made once
-for each set of sizes, and kept.
+other multiplies 8-bit matrices with scales, as torch's scaled matmul does. torch describes the product anew and
+requests an algorithm at each call, which takes the host time; here the description is made once for each set of sizes,
+and kept.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class _Plan:
             )
         self._bytes = self._heuristic.workspace
         self.workspace = fresh((self._bytes,), torch.uint8) if self._bytes else None
-        """The memory that it wants."""
+        """The workspace that it needs, in bytes."""
         self._algorithm = ctypes.addressof(self._heuristic)
         self.in_c = self._in_c(scaled is not None)
         """``run`` or ``run_scaled`` from C, if that can be had."""
@@ -283,7 +283,7 @@ def _plan(how: _How) -> _Plan:
 
 @functools.cache
 def _matmul() -> Callable[..., int]:
-    """The product itself, which takes addresses as they are."""
+    """Return cuBLASLt's function for a product, which takes addresses as they are."""
     call: Any = library().cublasLtMatmul  # type: ignore[union-attr]
     call.argtypes, call.restype = [*[c_void_p] * 14, c_size_t, c_void_p], c_int
     return cast("Callable[..., int]", call)
@@ -291,7 +291,7 @@ def _matmul() -> Callable[..., int]:
 
 @functools.cache
 def _attribute() -> Callable[..., int]:
-    """The function that sets an attribute of a product, for attributes that change at each call."""
+    """Return the function that sets an attribute of a product, for attributes that change at each call."""
     call: Any = library().cublasLtMatmulDescSetAttribute  # type: ignore[union-attr]
     call.argtypes, call.restype = [c_void_p, c_int, c_void_p, c_size_t], c_int
     return cast("Callable[..., int]", call)

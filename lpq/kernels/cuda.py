@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++: any plugin's, compiled at first use and launched on torch's current stream.
+"""Kernels in CUDA C++, of any plugin, compiled at first use and launched on torch's current stream.
 
 A plugin writes a ``.cu`` file with an ``extern "C" __global__`` function, makes a ``CudaKernel`` of it once, and calls
 ``launch`` from the callable that its ``KernelSpec`` (``backend="cuda"``, ``requires=("cuda.core",)``) names::
@@ -97,7 +97,7 @@ class CudaKernel:
                 self._run(loaded, how, device)
 
     def bind(self, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
-        """A launch of so many blocks, decided once: a call of it with the arguments is all that is left to do.
+        """Decide a launch of so many blocks once; each call of the result passes the arguments only.
 
         The kernel is compiled and loaded here.
         """
@@ -160,7 +160,7 @@ class Launch:
         self._first = bytes(place // 8 for place in kernel._places)
 
     def in_c(self) -> Callable[..., None]:
-        """The same from C, if that can be had; it leaves to this what goes wrong."""
+        """Return the same launch from C, if that is possible; errors are raised by this one."""
         driver = native.address_of(_driver_launch())
         if driver is None or (calls := native.calls()) is None:
             return self
@@ -193,8 +193,7 @@ class Launch:
 
 @functools.cache
 def _driver_launch() -> Callable[..., int]:
-    """The driver's own launch. It takes the host a third of the time that the bindings take, which inspect each
-    argument."""
+    """Return the driver's own launch, which takes the host less time than the bindings: these inspect each argument."""
     call: Any = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     call.argtypes, call.restype = [ctypes.c_void_p] * 4, ctypes.c_int
     return cast("Callable[..., int]", call)
@@ -242,11 +241,11 @@ class _How:
 
 
 class _HowInThread(threading.local, _How):
-    """The same for each thread of its own."""
+    """How a kernel is launched, apart for each thread."""
 
 
 class _Arguments:
-    """The arguments of a launch as the driver wants them: an address for each parameter."""
+    """The arguments of a launch in the driver's form: an address for each parameter."""
 
     def __init__(self, size: int, places: tuple[int, ...]) -> None:
         self.bytes = ctypes.create_string_buffer(size)
@@ -256,7 +255,7 @@ class _Arguments:
 
 
 def _check(what: str, source: Path, letters: str, threads: int, shared: int) -> None:
-    """Raise where a kernel is defined for faults that would fail at its first launch, or do worse."""
+    """Raise, where a kernel is defined, for faults that would fail at its first launch, or read wrong memory."""
     if not source.is_file():
         raise KernelError(f"{what}: there is no file {source}")
     if unknown := sorted(set(letters) - {*SLOTS, "(", ")"}):

@@ -6,8 +6,8 @@ from lpq.registry.errors import LpqError, OptionError
 
 
 class KernelError(LpqError):
-    """Kernels that were asked for cannot be had, or one cannot be compiled or launched."""
+    """Requested kernels are not available, or one cannot be compiled or launched."""
 
 
 class UnknownBackend(KernelError, OptionError):
-    """``LPQ_KERNELS`` has a backend that is none."""
+    """``LPQ_KERNELS`` has an unknown backend."""

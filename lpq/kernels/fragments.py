@@ -1,6 +1,7 @@
-"""Fragments of many matrices cast at once: the tables that CUDA kernels read, and what a format says of its kernels.
+"""Fragments of many matrices cast at once: the tables that CUDA kernels read, and a format's description of its
+kernels.
 
-``lpq.distributed.cast_master_weights`` casts with these whatever has a kernel for the operation ``cast``: its
+``lpq.distributed.cast_master_weights`` casts with these all formats that have a kernel for the operation ``cast``: its
 ``KernelSpec.impl`` is a function ``f(side) -> CastKernels``. The source of such kernels includes ``fragments.cuh``,
 which lists what a format must write. A table has a row for each operand of each fragment, so that one launch serves all
 of them, whatever their shapes.

@@ -1,4 +1,4 @@
-"""Memory that a bound operation allocates at each call: what is the same at each call, said once."""
+"""Memory that a bound operation allocates at each call, with all constant arguments fixed beforehand."""
 
 from __future__ import annotations
 

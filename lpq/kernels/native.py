@@ -1,7 +1,7 @@
-"""Launches and products that are called from C, which takes the host half as long as from Python.
+"""Launches and products that are called from C, which takes the host less time than from Python.
 
-``csrc/host/calls.c`` is compiled by this machine's C compiler when it is first needed, in a tenth of a second, and kept
-beside the compiled kernels. Where there is no compiler, or Python's headers are missing, the same is done in Python.
+``csrc/host/calls.c`` is compiled by this machine's C compiler when it is first needed, and kept beside the compiled
+kernels. Where there is no compiler, or Python's headers are missing, Python makes the same calls.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def calls() -> Any | None:
 
 
 def why_not() -> str | None:
-    """Why launches are made in Python; None: they are not."""
+    """Why launches are made in Python; None if they are made in C."""
     return _made()[1]
 
 
 def lacking() -> str | None:
-    """Why it cannot be compiled here, as far as is seen without trying; None: nothing is missing."""
+    """Why it cannot be compiled here, as far as that is clear without compiling; None if nothing is missing."""
     if sys.implementation.name != "cpython" or os.name != "posix":
         return "they are written for CPython on systems like Linux"
     if _compiler() is None:

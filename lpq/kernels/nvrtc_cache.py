@@ -3,10 +3,10 @@
 A file of the cache is named after everything that its code depends on: the source and the headers that it includes,
 the macros, the options, the architecture and the version of the compiler. A header is included by its name, or by a
 macro that comes with the request; one that only a ``#define`` names is refused, for it could change unseen. A file is
-written beside its place and renamed, so that processes which compile the same source at once never see half a file, and
-it begins with a digest, so that a damaged file is compiled anew. Where the cache cannot be written (``LPQ_CACHE_DIR``,
-by default ``~/.cache/lpq``), or others could write to it (``lpq.kernels.trusted``), each process compiles for itself
-and says so. ``cuda-core`` is imported when something is compiled, not before.
+written beside its place and renamed, so that processes which compile the same source at once never read half a file,
+and it begins with a digest, so that a damaged file is compiled anew. Where the cache cannot be written
+(``LPQ_CACHE_DIR``, by default ``~/.cache/lpq``), or others could write to it (``lpq.kernels.trusted``), each process
+compiles for itself, with a warning. ``cuda-core`` is imported when something is compiled, not before.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def cache_dir() -> Path | None:
         return Path(chosen)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpq"
-    except RuntimeError:  # no HOME, and a user that the system does not know
+    except RuntimeError:  # no HOME, and no entry of this user in the system
         return None
 
 
@@ -96,7 +96,8 @@ def why_unkept() -> str | None:
 
 
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
-    """A name for what this compiles to. Sources whose text, and whose headers' texts, are equal share it."""
+    """The cache's name for a compiled source. Sources share it if their texts, and those of their headers, are
+    equal."""
     digest = DIGEST(repr((OPTIONS, sorted(macros), architecture, compiler_version())).encode())
     for path, text in _with_includes(source, macros).items():
         digest.update(f"{path.name}\0{len(text)}\0".encode())

@@ -14,7 +14,7 @@ from lpq.kernels.fresh import allocator
 SCALARS = CudaKernel("common/alpha.cu", "alpha_beta", "PPfP", threads=1, waits=True)
 BIASED = 8
 """cuBLASLt adds a bias before it rounds where the rows of operands and result are multiples of this many elements.
-Elsewhere it was seen to round twice."""
+Elsewhere it rounds twice."""
 ALIGNED = 16
 """The address of a bias that cuBLASLt adds is a multiple of so many bytes."""
 

@@ -61,13 +61,13 @@ class Sections(NamedTuple):
         return down * -(-self.cols // shape.wide)
 
     def macros(self, shape: Shape) -> tuple[str, ...]:
-        """Those of the input and of tiles of this shape."""
+        """The macros of the input and of tiles of this shape."""
         whole = self.tall is not None and not (self.tall % shape.tall or self.cols % shape.wide) and self.aligned
         return INPUTS[self.dtype], MACRO, *covering(shape, whole)
 
 
 def bind_zeros(sections: Sections, *counts: int) -> Callable[[], list[Tensor]]:
-    """Binds what makes one or two vectors of zeros (fp32), in which a kernel finds largest magnitudes."""
+    """Bind a function that makes one or two vectors of zeros (fp32), in which a kernel finds largest magnitudes."""
     index, empty = sections.device.index or 0, allocator(sections.device)
     memory = [fresh((count,), torch.float32) for count in counts]
     launch = ZERO.bind(index, (), -(-max(counts) // ZERO.threads))
@@ -81,7 +81,7 @@ def bind_zeros(sections: Sections, *counts: int) -> Callable[[], list[Tensor]]:
 
 
 def bind_amaxes(sections: Sections) -> Find:
-    """Binds what finds the amax of each section."""
+    """Bind a function that finds the amax of each section."""
     zeros = bind_zeros(sections, sections.number)
     shape, index = TALL, sections.device.index or 0
     launch = AMAXES[shape].bind(index, sections.macros(shape), sections.tiles(shape))

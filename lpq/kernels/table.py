@@ -1,9 +1,8 @@
-"""The kernel table: which implementation serves an operation for some formats on some device, and why not a faster one.
-
-The answer is looked up once for each operation, operands, device and ``LPQ_KERNELS``, then remembered. ``LPQ_KERNELS``
-is a comma-separated list of the backends that may run (``reference``, ``torch``, ``triton``, ``cuda``); unset, all may.
-An explicit list that cannot be met is an error: the table never falls back past it. A kernel that is at fault is
-passed over as any other that cannot run here, and its reason names its plugin.
+"""The kernel table: the implementation that serves an operation for some formats on some device, and why no faster one.
+The choice is made once for each operation, operands, device and ``LPQ_KERNELS``, then kept. ``LPQ_KERNELS`` is a
+comma-separated list of the backends that may run (``reference``, ``torch``, ``triton``, ``cuda``); unset, all may. An
+explicit list that cannot be met is an error: the table never falls back past it. A faulty kernel is passed over like
+any other that cannot run here, and its reason names its plugin.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Choice:
     """Those of them that cannot run anywhere: they cannot be imported, or their ``why_not`` raises."""
 
     def rounding(self, dtype: torch.dtype) -> Callable[..., Any]:
-        """``impl`` for a matrix that is first rounded to ``dtype``. Some kernels do that as they read it."""
+        """Wrap ``impl`` for a matrix that is first rounded to ``dtype``. Some kernels round it as they read it."""
         impl, kernel = self.impl, self.kernel
         assert impl is not None
         assert kernel is not None
@@ -60,7 +59,7 @@ class Choice:
 
 
 def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
-    """Choose what serves ``op`` for operands of these quantizers (as strings) on this device."""
+    """Choose the implementation of ``op`` for operands of these quantizers (as strings) on this device."""
     index = device.index
     if index is None and device.type == "cuda":  # it means the current one, which may be another the next time
         index = torch.cuda.current_device()
@@ -139,7 +138,7 @@ def why_not(
 
 
 def _elsewhere(kernel: KernelSpec, device: torch.device, allowed: frozenset[str]) -> str | None:
-    """Why it cannot run on this device, whatever it is to do."""
+    """Why it can do nothing on this device; None if it can."""
     if kernel.backend not in allowed:
         return f"{ENVIRONMENT} does not allow {kernel.backend}"
     if kernel.device != device.type:
@@ -177,7 +176,7 @@ def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.devi
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Within, a GPU is the current one."""
+    """Make a GPU the current one inside."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return nullcontext()
     return torch.cuda.device(device)

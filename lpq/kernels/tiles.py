@@ -127,14 +127,14 @@ def broadened(rows: int, cols: int, dtype: torch.dtype, shape: Shape) -> Shape:
 
 
 def at_once(blocks: int, each: int, device: int) -> int:
-    """So many blocks of threads, but no more than a GPU runs at the same time: ``each`` on a multiprocessor. They share
-    out what is to be read, however many they are."""
+    """So many blocks of threads, but no more than a GPU runs at the same time: ``each`` on a multiprocessor. Any number
+    of them shares out the reads."""
     return min(blocks, each * multiprocessors(device))
 
 
 @cache
 def multiprocessors(device: int) -> int:
-    """How many a GPU has."""
+    """The number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -147,7 +147,7 @@ def flat(rows: int, cols: int) -> tuple[int, int]:
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """Where a tensor lies; 0 for none."""
+    """The address of a tensor; 0 for none."""
     return tensor.data_ptr() if tensor is not None else 0
 
 

@@ -1,4 +1,4 @@
-"""Whose a file is. Machine code from a file is run if nobody but this user and root can have written it.
+"""Checks of a file's owner. Machine code from a file is run if nobody but this user and root can have written it.
 
 Links are resolved, and then the file, its folder and every folder above it must belong to this user or to root, and be
 writable by nobody else. Above the folder, one that anybody may write is let through if it is sticky, as ``/tmp`` is:
@@ -16,7 +16,7 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Untrusted(Exception):
-    """A file that others can have written; the message says why."""
+    """A file that others can have written; the message gives the reason."""
 
 
 def fault(folder: Path) -> str | None:

@@ -12,7 +12,7 @@ Accumulate = Literal["grad", "main_grad"]
 
 
 def is_summed(node: Any) -> bool:
-    """Whether this backward is to add the gradient of the weight, as this node of autograd does otherwise."""
+    """Whether this backward adds the gradient of the weight itself, in place of autograd's node."""
     try:
         return autograd.will_execute(node)
     except RuntimeError as error:  # raised where torch.autograd.grad is to return the gradient

@@ -104,7 +104,7 @@ def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
 
 
 def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
-    """Patterns that match nothing, each with the name that it is nearest to."""
+    """Patterns that match nothing, each with the nearest name."""
     every = [plain_name(alias) for aliases in names.values() for alias in aliases]
     shown = []
     for pattern in report.unmatched:
@@ -114,7 +114,7 @@ def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:
-    """The name that is most like a pattern, or that ends most like it, with ``*`` for numbers of layers; or None."""
+    """The name whose text or ending is nearest to a pattern, with ``*`` for numbers of layers; None if none is near."""
     numbered = re.compile(r"(?<![^.])\d+(?![^.])")
     ends: dict[str, str] = {}
     for name in dict.fromkeys(numbered.sub("*", name) for name in names):

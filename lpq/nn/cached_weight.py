@@ -37,9 +37,9 @@ class HeldWeight:
 
 
 def as_it_is(weight: Tensor) -> tuple[object, ...]:
-    """A value that differs once the weight is written to, or has other memory or another dtype. Autograd does not count
-    writes through ``.data``, to a tensor that ``torch.inference_mode`` made, or to a weight in a list, as by
-    ``torch._foreach_add_``; a weight that is gathered counts its own writes."""
+    """A value that changes when the weight is written to, or gets other memory or another dtype. Autograd does not
+    count writes through ``.data``, to a tensor made under ``torch.inference_mode``, or to a weight in a list, as by
+    ``torch._foreach_add_``; a gathered weight counts its own writes."""
     written = None if weight.is_inference() else version_of(weight)
     counted = weight.write_count if isinstance(weight, Gathered) else 0
     memory = storage_number(weight.untyped_storage()), weight.storage_offset(), weight.stride()

@@ -52,7 +52,7 @@ class Conversion:
 
 
 class _LinearConverter:
-    """lpq's own answer to the hook, asked after every plugin's."""
+    """lpq's own implementation of the hook, called after every plugin's."""
 
     @registry.hookimpl(trylast=True)
     def lpq_convert_module(self, module: Any, fqn: str, recipe: Recipe) -> Any:
@@ -89,16 +89,16 @@ def convert(
     ``lpq.policy``. ``include="all"`` leaves nothing out by name or size.
 
     ``weights`` is for a model that ``fully_shard`` shards afterwards. ``"high_precision"``: the shards stay as they
-    are, and what FSDP2 gathers of them is their quantized form. ``"quantized"``: the shards themselves are stored
-    quantized, for ``lpq.optim`` or any optimizer; a weight that cannot be cut for ``ranks`` ranks stays in high
+    are, and FSDP2 gathers their quantized form. ``"quantized"``: the shards themselves are stored quantized, and
+    stepped through ``lpq.optim.MasterWeights``; a weight that cannot be cut for ``ranks`` ranks stays in high
     precision. ``None``: FSDP2 gathers in high precision, but for weights that an earlier call prepared, which stay so.
     A weight that is stored quantized keeps its format: rules that give it another one, at this step or a later one, are
     refused before anything is changed. Make the optimizer after this and after ``fully_shard``.
 
     ``accumulate`` is for gradients that are summed over micro-batches without autograd's help: backward adds the
-    gradient of a weight in place, to its ``.grad``, if it is there, or to its ``.main_grad``, in the dtype that this
-    has. Post-accumulate-grad hooks of the weight are called after that; its tensor hooks are called with ``None``.
-    ``torch.autograd.grad`` returns gradients as ever, and adds to none.
+    gradient of a weight in place: ``"grad"`` to its ``.grad``, if that is there, ``"main_grad"`` to its ``.main_grad``,
+    in the dtype of that tensor. Post-accumulate-grad hooks of the weight are called after that; its tensor hooks are
+    called with ``None``. ``torch.autograd.grad`` returns gradients as ever, and adds to none.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
@@ -228,7 +228,7 @@ def check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulate
 
 
 def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:
-    """The module in low precision, or None; and its recipe, or why it has none."""
+    """The module in low precision, or None; and its recipe, or the reason why it has none."""
     first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
     if isinstance(module, Layer):
         module.recipe, module.schedule = schedule.at(0), schedule
@@ -285,7 +285,7 @@ def _close_shortcuts(model: nn.Module) -> None:
 
 
 def conversions(model: nn.Module) -> dict[str, Conversion]:
-    """The record of the model or, where several calls converted parts of it, the records of these, by their names."""
+    """The record of the model, by its name; where several calls converted parts of it, the records of these parts."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model is a torch.nn.Module, not {type(model).__name__}")
     found: dict[str, Conversion] = {}
@@ -317,7 +317,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         return replace(entry, note=entry.note + _given_since(modules.get(entry.name)))
 
     def now(entry: Entry) -> Iterator[Entry]:
-        """Find a converted module again: by now it may be gone, or inside of another, as with adapters."""
+        """Find a converted module again: it may be gone since, or inside of another one, as with adapters."""
         module = modules.get(entry.name)
         found: list[str] = []
         for inner, part in module.named_modules() if module is not None else ():

@@ -1,4 +1,4 @@
-"""How much of a model a conversion reaches: of its matrices, and of the products that its linear layers compute."""
+"""The share of a model that a conversion reaches: of its matrices, and of the products of its linear layers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def largest(parts: Iterable[Part], total: int) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in whole percent, but a small one is not 0 % and a large one not 100 %."""
+    """A share in whole percent; ``under 1 %`` and ``over 99 %`` where it would round to 0 % or 100 %."""
     if 0 < share <= 0.005 or 0.995 <= share < 1:
         return "under 1 %" if share < 0.5 else "over 99 %"
     return f"{share:.0%}".replace("%", " %")

@@ -1,7 +1,7 @@
-"""Inputs that are encoded before a layer is given them: ``layer(quantizer.quantize(x))``.
+"""Inputs that are encoded before they get to a layer: ``layer(quantizer.quantize(x))``.
 
-The layer multiplies the operands that are there and encodes nothing of them. The gradient for such an input is an
-ordinary tensor, as that for a stored weight is.
+The layer multiplies their operands and encodes nothing. The gradient of such an input is an ordinary tensor, like that
+of a stored weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool) ->
 
 
 def row_buffers(title: str, plan: Plan, x: QuantizedTensor) -> Sequence[Tensor]:
-    """The buffers of the row operand of encoded rows in groups; the column operand of each group is made of it."""
+    """The buffers of the row operand of encoded rows in groups; the column operand of each group is made from it."""
     reason = why_not_row_by_row(plan.x)
     if reason is not None:
         raise ValueError(

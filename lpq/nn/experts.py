@@ -1,9 +1,9 @@
 """Experts of Hugging Face's models, which hold the weights of all experts as two stacks: converted as a whole.
 
-transformers has one interface to them (``use_experts_implementation``): a class says whether its weights are
-transposed, gated and biased, and the rows of each expert are multiplied one way for all classes. A converted module
-goes that way with the products of its recipe. It stays what it is for everybody else: its class is a subclass of its
-own one, and its parameters keep their names, shapes and values. Nothing waits for the device.
+transformers has one interface to them (``use_experts_implementation``): a class declares whether its weights are
+transposed, gated and biased, and one function multiplies the rows of each expert for all classes. A converted module
+takes the place of that function, with the products of its recipe. To other code it stays the same: its class is a
+subclass of its former one, and its parameters keep their names, shapes and values. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ UP, DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 
 
 class Experts(Remembering):
-    """The experts of a mixture, in the class of the module before the conversion. ``class_for`` makes it.
+    """The experts of a mixture; ``class_for`` makes the subclass of this and of the class before the conversion.
 
     Static statistics are buffers with a value for each expert, as ``gate_up_proj_x_amax``.
     """
@@ -145,7 +145,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def is_dense(module: nn.Module) -> bool:
-    """Whether its experts are each given rows for all tokens."""
+    """Whether each expert is given rows for all tokens."""
     cls = module.base if isinstance(module, Experts) else type(module)
     return any(cls is getattr(sys.modules.get(where), name, None) for where, name in DENSE)
 
@@ -190,7 +190,7 @@ def class_for(base: Any) -> type[Experts]:
 
 
 def _empty(base: Any) -> Experts:
-    """Experts that get their state from ``__setstate__``."""
+    """Fresh experts, whose state comes from ``__setstate__``."""
     cls = class_for(base)
     return cls.__new__(cls)
 
@@ -198,7 +198,7 @@ def _empty(base: Any) -> Experts:
 def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The weighted sum of the results of each token's experts, ``[tokens, hidden]``.
 
-    An index that is no expert's adds nothing: transformers' expert parallelism gives it for experts of other ranks.
+    An index of no expert adds nothing: transformers' expert parallelism has it for experts of other ranks.
     """
     tokens, chosen = top_k_index.shape
     index, order = top_k_index.reshape(-1).sort(stable=True)
@@ -212,7 +212,7 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 
 def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
-    """The results for rows that lie expert by expert, as many for each."""
+    """The results for rows that lie expert by expert, equally many for each."""
     count = experts.gate_up_proj.shape[0]
     rows = hidden_states.reshape(-1, experts.hidden_size)
     each = rows.shape[0] // count
@@ -221,7 +221,7 @@ def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
-    """The results of experts for their rows, wherever the experts are."""
+    """The results of experts for their rows, on whichever rank the experts are."""
     how: Dispatch | None = experts.dispatched
     if how is None:
         return _made(experts, rows, ends)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _NoBackward:
-    """In place of autograd's context: nothing is kept."""
+    """A stand-in for autograd's context that keeps nothing."""
 
     needs_input_grad = (False, False, False)
 
@@ -29,8 +29,8 @@ class _NoBackward:
 
 
 def forward_of(multiply: Any) -> Callable[..., Tensor]:
-    """Forward of an autograd function, outside of it: autograd sees the operators, the last of which
-    refuses a gradient."""
+    """Forward of an autograd function, outside of it: autograd records the operators, and the last one refuses a
+    gradient."""
     return partial(_forward, multiply)
 
 

@@ -83,7 +83,7 @@ def grouped_linear_of(
     accumulate: Accumulate | None = None,
     states: Mapping[str, State] | None = None,
 ) -> Tensor:
-    """The same of a plan; ``operands`` are the buffers of a weight that is encoded already, ``states`` static
+    """``grouped_linear`` by a plan; ``operands`` are the buffers of a weight that is encoded already, ``states`` static
     statistics of each tensor, with one for each group."""
     _check_tensors(title, x, weight, bias)
     grad, dtype = torch.is_grad_enabled(), x.dtype
@@ -114,7 +114,7 @@ def why_not_in_groups(plan: Plan) -> str | None:
 
 
 def check_rows(title: str, x: Tensor, features: int) -> None:
-    """Refuse what is no matrix of rows with so many features."""
+    """Refuse all but a matrix of rows with so many features."""
     if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
         raise TypeError(f"{title}: the input is a {type(x).__name__}: pass an ordinary tensor [rows, {features}]")
     if x.dim() != 2 or x.shape[1] != features:
@@ -124,7 +124,7 @@ def check_rows(title: str, x: Tensor, features: int) -> None:
 
 
 def as_offsets(title: str, offs: Tensor | Sequence[int], groups: int, x: Tensor) -> Tensor:
-    """Where each group ends, on the device of ``x``. Those that are a tensor are checked where they are read."""
+    """Where each group ends, on the device of ``x``. A tensor of them is checked where it is read."""
     if isinstance(offs, Tensor):
         if offs.dtype != torch.int32 or offs.device != x.device:
             raise TypeError(

@@ -1,8 +1,8 @@
-"""GroupedLinear: a linear layer for each group of rows, as the experts of a mixture have them, in one parameter.
+"""GroupedLinear: a linear layer for each group of rows, such as the experts of a mixture, in one parameter.
 
-Whatever it computes is, to the bit, what separate ``lpq.nn.Linear`` compute, each of the rows of its group. Random bits
-follow from seeds, of which a pass draws three for each group, in their order: on a CPU those that the separate layers
-would draw if they were called one after another.
+Its results are, to the bit, those of separate ``lpq.nn.Linear``, one for each group and its rows. A pass draws three
+seeds for each group, in the order of the groups: on a CPU these are the seeds that the separate layers would draw if
+they were called one after another.
 """
 
 from __future__ import annotations
@@ -84,11 +84,12 @@ class GroupedLinear(Layer):
         return slice(0, self.num_groups) if self.dispatched is None else own_numbers(self.weight)
 
     def forward(self, input: Tensor, offs: Tensor | Sequence[int]) -> Tensor:  # type: ignore[override]
-        """``y`` of the rows ``input``, ``[rows, in_features]``, which lie group by group.
+        """Multiply the rows ``input``, ``[rows, in_features]``, which lie group by group; return
+        ``[rows, out_features]``.
 
-        ``offs`` says where each group ends: an int32 tensor ``[num_groups]`` on the device of the input; or it is a
-        list of how many rows each group has. Rows behind the last group are zero in ``y``, as in the gradient of the
-        input. On a GPU nothing waits for it, and nothing checks a tensor's values.
+        ``offs`` is where each group ends, an int32 tensor ``[num_groups]`` on the device of the input; or it is a list
+        of how many rows each group has. Rows behind the last group are zero in the result, and in the gradient of the
+        input. On a GPU nothing waits for ``offs``, and nothing checks its values if it is a tensor.
         """
         if self.stages is not None:
             self.stages.check(self)
@@ -110,7 +111,7 @@ class GroupedLinear(Layer):
         return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate, states)
 
     def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
-        """The static statistics of this rank's groups, which are checked once."""
+        """The static statistics of this rank's groups; they are checked once."""
         if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
             check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
             self._static_checked = self._calls[1]

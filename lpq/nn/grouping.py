@@ -1,4 +1,4 @@
-"""Many names in few words: ``model.layers.0–79.mlp.*_proj`` for 240 of them."""
+"""Short texts for many names: ``model.layers.0–79.mlp.*_proj`` stands for 240 of them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Held(Watcher):
-    """Layers that hold their weights. Autograd does not count the writes of fused optimizers: this does."""
+    """Layers that hold their weights. It counts the writes of fused optimizers, which autograd does not."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = [*layers]

@@ -1,4 +1,4 @@
-"""Checks of what a layer is to multiply, before anything is launched: errors in words."""
+"""Checks of a layer's input and weight before anything is launched, with errors in words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
-    """An error if the layer cannot multiply this input by this weight."""
+    """Raise if the layer cannot multiply this input by this weight."""
     if not isinstance(input, Tensor):
         raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
     if input.is_nested:
@@ -60,7 +60,7 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
 
 
 def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
-    """An error if the layer cannot multiply this input by this weight, which a mesh of ranks shares out."""
+    """Raise if the layer cannot multiply this input by this weight, which a mesh of ranks shares out."""
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or not placements[0].is_shard():
         raise RuntimeError(
@@ -91,7 +91,7 @@ def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
 
 
 def _check_prepared(layer: Saved) -> None:
-    """An error if the weight that FSDP2 was to gather quantized has become a part of another parameter."""
+    """Raise if the weight that FSDP2 was to gather quantized has become a part of another parameter."""
     if base_of(layer.weight) is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
         raise RuntimeError(
             f"{layer.title}: its weight, which lpq.convert(…, weights=…) prepared, was made a part of another "
@@ -113,8 +113,8 @@ def check_static(title: str, values: Mapping[str, Tensor]) -> None:
 
 
 def check_memories(layer: Saved, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Refuse a DistributedDataParallel that overwrites what ranks remember with the statistics of one: the others would
-    clamp larger values. Statistics of the weight are the same on all ranks."""
+    """Refuse a DistributedDataParallel that overwrites the state of all ranks with that of one: the others would clamp
+    larger values. Statistics of the weight are the same on all ranks."""
     memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
     if not memories or not _copies_buffers():
         return
@@ -141,7 +141,7 @@ def _copied_by_replicas(memories: Mapping[str, Mapping[str, Tensor]]) -> bool:
 
 
 def check_accumulation(layer: Saved, weight: Tensor) -> None:
-    """An error if backward cannot add the gradient of this weight in place."""
+    """Raise if backward cannot add the gradient of this weight in place."""
     if layer.gathering is not None or torch.compiler.is_compiling():
         where = "torch.compile(fullgraph=True)" if layer.gathering is None else "a weight that FSDP2 gathers quantized"
         raise RuntimeError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with {where}; leave it None")

@@ -62,8 +62,8 @@ def weight_operands(
 class Layer(Saved):
     """``y = x Wᵀ + b`` with the three products of ``recipe``.
 
-    It is for a class of modules that has ``weight`` and ``bias`` and does the same in high precision: derive a subclass
-    of this and of that class. With ``recipe=None`` it is that class.
+    It extends a class of modules that has ``weight`` and ``bias`` and does the same in high precision: derive a
+    subclass of this and of that class. With ``recipe=None`` the subclass does what that class does.
 
     The state dict has the keys of that class. A recipe that remembers statistics across steps (delayed scaling) adds
     its buffers, ``x_…``, ``w_…`` and ``dy_…``. A checkpoint without them loads too, and starts them afresh; buffers
@@ -81,7 +81,7 @@ class Layer(Saved):
     _static_checked: dict[object, Call] | None = None
     """The calls of ``_calls`` when a pass over a mesh, which binds none, last found the static values right."""
     schedule: Schedule | None
-    """Which recipe holds at which step, when a policy says so; see ``lpq.set_step``."""
+    """The recipe of each step, under a policy; see ``lpq.set_step``."""
     stages: Stages | None
     """The step of the model, if the schedule has several recipes."""
     _inputs: Inputs | None
@@ -139,7 +139,7 @@ class Layer(Saved):
         self.claim_weight()
 
     def share_inputs(self, inputs: Inputs) -> None:
-        """Use the operands that other layers with the same ``inputs`` made of a tensor that this one gets, too."""
+        """Share ``inputs`` with other layers: a tensor that several of them get is encoded once."""
         self._inputs, self._calls = inputs, (None, {})
 
     def forget_calls(self) -> None:
@@ -208,7 +208,7 @@ class Layer(Saved):
         self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool,
         given: bool,
     ) -> Call:  # fmt: skip
-        """The call of a pass that bypasses the dispatcher, checked and bound when the first pass of its kind comes."""
+        """The call of a pass that bypasses the dispatcher; the first pass of its kind is checked and bound."""
         grad = torch.is_grad_enabled()
         try:
             key = (
@@ -250,7 +250,7 @@ class Layer(Saved):
         )  # fmt: skip
 
     def _with_all(self, call: Call, input: Tensor, weight: Tensor, held: HeldWeight | None) -> Call:
-        """The call with what each pass gets anew: seeds, states, the operands of the weight."""
+        """The call with the values that are new in each pass: seeds, states, the operands of the weight."""
         plan, shapes, step = call[:3]
         if self.accumulate is not None:
             check_accumulation(self, weight)
@@ -280,7 +280,7 @@ class Layer(Saved):
         return self._plan.memories if self._plan is not None else ()
 
     def weight_gather(self) -> Gather:
-        """How the weight is gathered; FSDP2 asks for it, once it shards the layer."""
+        """How the weight is gathered; FSDP2 uses it, once it shards the layer."""
         if self.gathering is None:
             raise RuntimeError(f"{self.title}: its weight was prepared by lpq.convert(…, weights=…) for another layer")
         return self.gathering.of(self)

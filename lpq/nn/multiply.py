@@ -1,7 +1,7 @@
 """The three products of a layer, as one function to autograd.
 
 Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
-the high-precision input; where a recipe or a compiler wants it so, it keeps the tensor of which backward makes an
+the high-precision input; where a recipe or a compiler chooses so, it keeps the tensor from which backward makes an
 operand. State that lives across steps is read in forward and moves in backward only, so that evaluation leaves it alone
 and activation checkpointing, which runs forward twice, computes the same numbers twice.
 """
@@ -129,7 +129,7 @@ class Multiplication(torch.autograd.Function):
 
 
 def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[tuple[str, QuantizedTensor, tuple[object, ...]]]:
-    """The tensors among these that are encoded and that backward needs, each with its name and its present version."""
+    """The encoded tensors among these that backward needs, each with its name and its present version."""
     needed = (("a weight", weight, shapes.needs_dx), ("an input", x, shapes.needs_dw))
     return [(what, t, as_it_is(t)) for what, t, needs in needed if needs and isinstance(t, QuantizedTensor)]
 

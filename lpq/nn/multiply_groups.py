@@ -171,7 +171,7 @@ class GroupedMultiplication(torch.autograd.Function):
 def _arrived(
     quantizer: Quantizer, dy: QuantizedTensor, offs: Tensor, row: bool, col: bool, seeds: Tensor | None
 ) -> tuple[Grouped | None, Grouped | None]:
-    """The operands of gradients that came encoded, by the quantizer ``encoded_gradient`` of the pass."""
+    """The operands of gradients that arrived encoded, by the quantizer ``encoded_gradient`` of the pass."""
     assert dy.quantizer == quantizer
     made = Grouped(quantizer.side("row"), dy.operand("row").tensors(), (dy.shape[0], dy.shape[1]), dy.dtype, 0)
     return made if row else None, derive_columns(quantizer, made, offs, seeds) if col else None
@@ -190,7 +190,7 @@ def _of(seeds: Tensor | None, tensor: int) -> Tensor | None:
 
 
 def _decoded(plan: Plan, x: Tensor, weight: Tensor) -> tuple[bool, bool, bool]:
-    """Whether the operands of fprop, dgrad and wgrad are made decoded."""
+    """Whether the operands of fprop, of dgrad and of wgrad are made decoded, in bf16."""
     if not x.is_cuda or not can_call_directly(x):
         return False, False, False
     return _decisions(plan, x.shape[0], tuple(weight.shape), x.device, kernels_allowed())

@@ -55,9 +55,8 @@ class _Input(NamedTuple):
 
 
 class SharedInput:
-    """The input that layers of a model gathered or encoded last, for those that are given the same tensor next.
-
-    Only one is kept, so that all ranks find it or none does; the next one replaces it, and the first gradient drops it.
+    """The input that layers of a model gathered or encoded last, for layers that get the same tensor next. Only one is
+    kept, so that all ranks find it or none does. The next input replaces it, and the first gradient frees it.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ def multiply_parts(
     layer: Saved, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype,
     states: Mapping[str, State], inputs: Inputs | None,
 ) -> DTensor:  # fmt: skip
-    """The output of a layer, over the mesh of its weight; ``inputs``: those that layers of the model share."""
+    """Return the output of a layer, over the mesh of its weight; ``inputs``: those that layers of the model share."""
     check_parallel(layer, input, weight)
     mesh, grad = weight.device_mesh, torch.is_grad_enabled()
     way = _Pass(
@@ -138,7 +137,7 @@ def multiply_parts(
 
 
 def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Tensor | None) -> DTensor:
-    """Each rank multiplies the whole input by its rows of the weight, and has those columns of the output."""
+    """Multiply the whole input by this rank's rows of the weight; the result is those columns of the output."""
     layer = way.layer
     of_w = way.part("w", way.equally(0, layer.out_features))
     of_dy = way.part("dy", way.equally(1, layer.out_features))
@@ -175,7 +174,7 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
 
 
 def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Tensor | None) -> DTensor:
-    """Each rank multiplies its columns of the input by its columns of the weight, and the output is the sum."""
+    """Multiply this rank's columns of the input by its columns of the weight; the output is the sum over the ranks."""
     layer, last = way.layer, input.dim() - 1
     of_w = way.part("w", way.equally(1, layer.in_features))
     of_x = way.part("x", way.equally(1, layer.in_features))
@@ -214,7 +213,7 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
 
 
 def _local(way: _Pass, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:
-    """This rank's part of the input, laid out as it is wanted; and the tensor by which siblings find it."""
+    """This rank's part of the input, laid out for the product; and the tensor by which siblings find it."""
     if not isinstance(input, DTensor):
         if given == wanted:
             return input, input

@@ -1,8 +1,8 @@
 """The three products of a layer whose weight tensor parallelism shards, as one function to autograd.
 
-The operands of x and of the weight are given. Partial results are reduced here: the output where the contraction is
-shared out. Where ranks share out the rows of an input, forward has gathered its row operand, and backward gathers its
-column operand. Where they share out the rows of an output, backward gathers both operands of its gradient.
+Its arguments are the operands of x and of the weight. Where the contraction is shared out, the output is reduced here.
+Where ranks share out the rows of an input, forward has gathered its row operand, and backward gathers its column
+operand. Where they share out the rows of an output, backward gathers both operands of its gradient.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, operands: Operands) -> Tensor:
-        """Multiply the operands; ``x`` is there for its gradient, and its shape."""
+        """Multiply the operands; ``x`` serves for its gradient and its shape."""
         (of_x, x_row), kept, (of_w, w_row), w_col, x_stats, w_stats, seed = operands
         left, right = of_x.over(x_row), of_w.over(w_row)
         y = gemm(left, right, bias=bias, dtype=call.dtype, fast_accumulate=call.plan.fast[0])

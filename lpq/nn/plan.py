@@ -1,7 +1,6 @@
-"""The work of a layer on its tensors: decided for a recipe, and bound to the shapes of a step.
-
-A ``Plan`` belongs to a recipe. A ``Step`` is a plan bound to inputs of one shape on one device: three encoders and
-three products, so that a layer decides nothing twice.
+"""The plan of a layer for its tensors: decided for a recipe, and bound to the shapes of a step. A ``Plan`` belongs to a
+recipe. A ``Step`` is a plan bound to inputs of one shape on one device: three encoders and three products, so that a
+layer decides nothing twice.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Plan:
 
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
-        """The plan that a recipe makes. Gradients are summed exactly unless it says otherwise."""
+        """The plan of a recipe. Gradients are summed exactly unless the recipe allows less."""
         fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
         tensors = (recipe.x, recipe.w, recipe.dy)
         stochastic = any(map(rounds_stochastically, tensors))
@@ -145,7 +144,7 @@ bind_few = registry.cached_few(bind)
 
 
 def through_dispatcher(plan: Plan, shapes: Shapes) -> Step:
-    """Bind by way of operators, for tracers and dispatch modes. All but a compiler see every operand encoded."""
+    """Bind by operators, for tracers and dispatch modes. Under all but a compiler every operand is encoded."""
     exact = torch.compiler.is_dynamo_compiling()
     if exact:
         spare_the_dispatcher()

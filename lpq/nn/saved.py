@@ -1,4 +1,4 @@
-"""The part that any layer has: a name in messages, and a weight that it saves, loads and moves."""
+"""The common part of all layers: a name in messages, and a weight that is saved, loaded and moved."""
 
 from __future__ import annotations
 

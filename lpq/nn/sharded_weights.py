@@ -1,4 +1,4 @@
-"""Preparing the weights of a converted model for sharding: how they are stored, and what is gathered of them."""
+"""Preparation of a converted model's weights for sharding: how they are stored, and in which form they are gathered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Weights = Literal["high_precision", "quantized"]
 
 
 def check_options(weights: Weights | None, ranks: int | None) -> None:
-    """Refuse what these are for no model."""
+    """Refuse options that fit no model."""
     if weights not in (None, *get_args(Weights)):
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
@@ -35,7 +35,8 @@ def check_options(weights: Weights | None, ranks: int | None) -> None:
 def check_weights(
     model: nn.Module, weights: Weights | None, ranks: int | None, schedules: Mapping[str, Schedule]
 ) -> None:
-    """Refuse what cannot be prepared, or is stored otherwise already, before anything of the model is converted."""
+    """Refuse weights that cannot be prepared, or are stored otherwise already, before anything of the model is
+    converted."""
     check_options(weights, ranks)
     modules = {name: model.get_submodule(name) for name in schedules}
     layers = {name: cast("Layer", m) for name, m in modules.items() if type(m) is nn.Linear or _is_layer(m)}
@@ -56,7 +57,7 @@ def check_weights(
 
 
 def _check_storable(name: str, schedule: Schedule) -> None:
-    """Refuse to store a weight quantized that no one format is given."""
+    """Refuse to store a weight quantized for which the recipes do not give one format."""
     wanted = {recipe.w if recipe is not None else None for _, recipe in schedule.pieces}
     if any(w is not None and (w.side("row").static or w.side("col").static) for w in wanted):
         raise RecipeError(
@@ -73,7 +74,7 @@ def _check_storable(name: str, schedule: Schedule) -> None:
 def _check_stored(
     name: str, stored: Quantizer, shape: Sequence[int], weights: Weights | None, ranks: int | None, schedule: Schedule
 ) -> None:
-    """Refuse to make of a weight that is stored quantized what it is not, at this step or a later one."""
+    """Refuse a recipe that would change the format of a stored weight, at this step or a later one."""
     from lpq.distributed.shardability import why_uncut
 
     is_stored = f"{name}: its weight is stored as {stored}"
@@ -149,7 +150,7 @@ def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
 
 
 def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str]]:
-    """Yield, for each layer whose weight was prepared, or could not be, what is stored and what is gathered.
+    """Yield, for each layer whose weight was prepared, or could not be, the form in which it is stored and gathered.
 
     ``ranks``: how many will share the weights out, where they do not yet.
     """

@@ -1,16 +1,16 @@
-"""Layers that are given the same tensor, as q, k and v are, or gate and up: it is encoded once for all of them.
+"""Layers that are given the same tensor, such as q, k and v, or gate and up: it is encoded once for all of them.
 
 The operands are kept beside a weak reference to the tensor, by all layers of one ``lpq.convert`` together. A layer
-takes them where the tensor is that very object, as it was then: autograd has counted no write to it, and its memory
-lies where it lay. So a clone, another view or another version is encoded anew, and so is a tensor made under
+takes them for that very object if it has not changed: autograd has counted no write to it, and its memory has the same
+address. So a clone, another view or another version is encoded anew, and so is a tensor made under
 ``torch.inference_mode``, to which PyTorch counts no writes. A write through ``.data``, or by a kernel that bypasses
 autograd, goes unnoticed: as with any tensor that autograd keeps for backward, it is not allowed between two siblings.
 
-How long it is kept. The column operand is what autograd keeps for backward, once for all siblings. The row operand is
-of no use after the last sibling, but no layer can see that it is the last, and the tensor may live on: autograd keeps
-it where an adapter or a router, which are not encoded, multiplies it too. So operands go as soon as one of these comes:
-the tensor dies, ``MOST`` others are encoded in its place, a gradient arrives at any of the layers. In evaluation as in
-training a model thus holds at most ``MOST`` encoded inputs beyond what autograd keeps, and none whose tensor is gone.
+Autograd keeps the column operand for backward, once for all siblings. The row operand is of no use after the last
+sibling, but no layer can find out that it is the last, and the tensor may live on: autograd keeps it where an adapter
+or a router, which are not encoded, multiplies it too. So operands are freed when the tensor dies, when ``MOST`` others
+have been encoded, or when a gradient arrives at any of the layers. In evaluation as in training a model thus holds at
+most ``MOST`` encoded inputs beside those of autograd, and none whose tensor is gone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Stages of a policy: the step that a model was given last, and a warning where nobody gives it the next one.
-
-It is called after the step of any optimizer, and forward of a layer compares. A model whose recipes do not
-change by step has no ``Stages``, and pays nothing.
+"""Stages of a policy: the step that a model was given last, and a warning where it is not given the next one.
+``Stages.after_step`` is called after the step of any optimizer, and forward of a layer compares. A model whose recipes
+do not change by step has no ``Stages``, and pays nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def last_change(schedules: Iterable[Schedule | None]) -> int | None:
 
 
 class Stages(Watcher):
-    """The step of one converted model whose policy gives layers other recipes at later steps."""
+    """The present step of a converted model whose policy gives layers other recipes at later steps."""
 
     def __init__(self, model: nn.Module, last: int | None) -> None:
         self._model = weakref.ref(model)

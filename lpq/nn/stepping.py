@@ -1,4 +1,4 @@
-"""Moving a converted model through its run: the recipes of a step, and another length of the run."""
+"""The steps of a converted model's run: its recipes at a step, and another length of the run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Layers that hold their weight as ``[in, out]``, where ``nn.Linear`` has ``[out, in]``: Hugging Face's ``Conv1D``.
 
-The module stays what it is for everybody else: its class is a subclass of its own one, and its parameters keep their
-names, shapes and values. It multiplies by a transposed view of its weight.
+To other code the module stays the same: its class is a subclass of its former one, and its parameters keep their names,
+shapes and values. It multiplies by a transposed view of its weight.
 """
 
 from __future__ import annotations
@@ -58,6 +58,6 @@ def adopt(module: nn.Module, recipe: RecipeLike | None) -> TransposedLayer:
 
 
 def _empty(base: Any) -> TransposedLayer:
-    """A layer that gets its state from ``__setstate__``."""
+    """A fresh layer, whose state comes from ``__setstate__``."""
     cls = class_for(base)
     return cls.__new__(cls)

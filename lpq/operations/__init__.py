@@ -2,8 +2,8 @@
 
 Each operation has a body, which takes a kernel from the kernel table; where none serves, it runs the reference, which
 is made of the format's own methods. Around the body is a ``torch.library`` operator over plain tensors and quantizer
-strings, so that ``torch.compile`` and fake tensors see one node with a known result. Where nothing watches, the body is
-called directly: PyTorch's dispatcher costs the host more than all that lpq does.
+strings, so that for ``torch.compile`` and fake tensors it is one node with a known result. Where nothing watches, the
+body is called directly: PyTorch's dispatcher costs the host more than all that lpq does.
 """
 
 from lpq.operations.decoding import decode, decode_reference

@@ -1,7 +1,6 @@
 """Checks of the arguments that a caller gives beside the tensors to encode or multiply, with errors in words.
 
-Kernels get these arguments as pointers, and would read whatever lies there. Those that layers make for themselves are
-not checked.
+Kernels get these arguments as pointers, and would read whatever lies there. Arguments that layers make are not checked.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ INTEGERS = (
 
 
 def is_seed(seed: object) -> bool:
-    """Whether that is a seed, or None: kernels read 64 bits, and would round with those of whatever else it is."""
+    """Whether this is a seed, or None: kernels read 64 bits, and would round with the bits of any other tensor."""
     if isinstance(seed, Tensor):
         return seed.dim() == 0 and seed.dtype in INTEGERS
     return seed is None or (isinstance(seed, int) and not isinstance(seed, bool))
 
 
 def check_seed(seed: object) -> None:
-    """Refuse what is no seed."""
+    """Refuse all but a seed."""
     if not is_seed(seed):
         what = f"{seed.dtype} of shape {list(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
         raise TypeError(f"the seed is {what}: pass an int, or a 0-dimensional tensor of integers")
@@ -41,7 +40,7 @@ def check_seed(seed: object) -> None:
 
 
 def signed(seed: int) -> int:
-    """The number of 64 bits with a sign that has the lowest 64 bits of a seed."""
+    """The signed 64-bit number with the lowest 64 bits of a seed."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -56,7 +55,7 @@ def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
 
 
 def check_offset(offset: Any) -> None:
-    """Refuse what is not the number of a row. Random bits are drawn by 32 bits of it."""
+    """Refuse all but the number of a row. Random bits are drawn by 32 bits of it."""
     is_integer = isinstance(offset, Integral | torch.SymInt) and not isinstance(offset, bool)
     if not is_integer:
         what = f"a {type(offset).__name__}" if isinstance(offset, Tensor) else repr(offset)
@@ -68,7 +67,7 @@ def check_offset(offset: Any) -> None:
 
 
 def check_stack(quantizer: Quantizer, x: Tensor, seed: object, state: object, group: object, offset: int) -> None:
-    """Refuse what is no stack of matrices, and what a stack cannot be given."""
+    """Refuse all but a stack of matrices, and arguments that a stack cannot be given."""
     if x.dim() != 3:
         raise ValueError(f"stack=True is for a tensor [count, rows, cols], and this one is {list(x.shape)}")
     if state or group is not None or offset:
@@ -86,14 +85,14 @@ def check_stack(quantizer: Quantizer, x: Tensor, seed: object, state: object, gr
 
 
 def _are_seeds(seed: object, x: Tensor) -> bool:
-    """Whether that is a seed for each matrix of a stack."""
+    """Whether this is a seed for each matrix of a stack."""
     if not isinstance(seed, Tensor):
         return False
     return seed.dtype == torch.int64 and seed.shape == x.shape[:1] and seed.device == x.device
 
 
 def check_dense(x: Tensor) -> None:
-    """Refuse what is no ordinary tensor of numbers, or is to be derived in forward mode, which encoding cannot be."""
+    """Refuse a tensor that is nested, is not strided, or has a tangent: encoding has no forward derivative."""
     if x.is_nested:
         raise TypeError("the tensor to encode is nested: pass x.values(), or what torch.nested pads it to")
     if x.layout != torch.strided:

@@ -1,7 +1,7 @@
-"""The tasks that a kernel binds: an encoding or a product of which all but the tensors is given.
+"""The tasks that a kernel binds: an encoding or a product, described by all but its tensors.
 
-A ``KernelSpec`` may name, beside its ``impl``, a function that takes one of these and returns a function that does it:
-all that depends on shapes, dtypes, devices and options is decided, checked and packed there, once. A step then
+A ``KernelSpec`` may name, beside its ``impl``, a function that takes such a task and returns a function of the tensors.
+All that depends on shapes, dtypes, devices and options is decided, checked and packed there, once. A step then
 allocates and launches. ``unbound`` makes the ``impl`` from it.
 """
 
@@ -100,14 +100,14 @@ Multiply = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within, this GPU is the current one. A compiler sees to that itself, and cannot trace the question."""
+    """Make this GPU the current one inside. A compiler does that itself, and cannot trace the check."""
     if device.type != "cuda" or is_dynamo_compiling() or cuda.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)
 
 
 def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
-    """The ``impl`` of a ``quantize`` that binds. The bound functions of the shapes that came last are kept."""
+    """Make the ``impl`` of a ``quantize`` that binds. The bound functions of the last few shapes are kept."""
     bound = registry.cached_few(lambda e, kernels: bind(e))
 
     def quantize(
@@ -120,7 +120,7 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
         measure: bool,
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
-        """As the reference."""
+        """Encode as the reference does."""
         x, dtype = x.contiguous(), dtype or x.dtype
         at = x.data_ptr()
         given = tuple(s is not None for s in stats)
@@ -149,11 +149,11 @@ def operand_like(storage: Storage) -> Operand:
 
 
 def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:
-    """The ``impl`` of a ``gemm`` that binds, as ``unbound``."""
+    """Make the ``impl`` of a ``gemm`` that binds, as ``unbound`` does."""
     bound = registry.cached_few(lambda p, kernels: bind(p))
 
     def gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False) -> Tensor:
-        """As the reference, up to the order of sums."""
+        """Multiply as the reference does, up to the order of sums."""
         device = a.device
         product = Product(operand_like(a), operand_like(b), dtype, device, fast_accumulate, operator=True)
         multiply = bound(product, kernels_allowed())

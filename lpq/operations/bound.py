@@ -1,7 +1,7 @@
 """Encoders and products of one shape, which a layer makes once and calls at every step.
 
-For bound ones the kernels, their launches and their memory are decided beforehand, and PyTorch's dispatcher is
-bypassed. Where a compiler traces or something else watches, operators do the same; both give the same bytes.
+A bound one has its kernels, launches and memory decided beforehand, and bypasses PyTorch's dispatcher. Where a compiler
+traces or a mode watches, operators take its place; both give the same bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Encoder(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """How a layer wants tensors of one kind encoded."""
+    """How a layer has tensors of one kind encoded."""
 
     quantizer: Quantizer
     shape: tuple[int, int]
@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
 
 
 def bind_encoder(wanted: Wanted) -> Encoder:
-    """Decide now what encodes so on this device."""
+    """Choose and bind the kernels of an encoding on this device."""
     quantizer, shape, dtype, device, _, col, remembers = wanted[:7]
     if col and quantizer.col_source == "row":
         return through_operators(wanted)  # one operand is made of the other: there is little to decide beforehand
@@ -86,7 +86,7 @@ def bind_encoder(wanted: Wanted) -> Encoder:
 
 
 def through_operators(wanted: Wanted) -> Encoder:
-    """Encode so by way of the dispatcher, for a tracer or whoever watches."""
+    """Make the same encoder from operators, for a tracer or a mode."""
     quantizer, _, _, _, row, col = wanted[:6]
     if wanted.later and _can_be_later(wanted):
         return _in_two_parts(wanted)
@@ -104,7 +104,7 @@ def through_operators(wanted: Wanted) -> Encoder:
 
 def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encoder:
     """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
-    with the same random bits, and with the state of now, as another backward may move that meanwhile."""
+    with the same random bits, and with a copy of the present state, which another backward may move meanwhile."""
     row, col = _sides(wanted)
     assert col is not None
     turned = col.stochastic and shared(row, col)  # those random bits are the row operand's
@@ -127,7 +127,7 @@ def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encode
 
 
 def _can_be_later(wanted: Wanted) -> bool:
-    """Whether there is a column operand that an operator of its own can make, of the tensor alone."""
+    """Whether there is a column operand that an operator of its own can make, from the tensor alone."""
     row, col = _sides(wanted)
     if col is None or col.plain or wanted.remembers or wanted.quantizer.col_source == "row":
         return False
@@ -137,10 +137,10 @@ def _can_be_later(wanted: Wanted) -> bool:
 def _in_two_parts(wanted: Wanted) -> Encoder:
     """Encode the row operand now, and the column operand later.
 
-    One operator for both would be needed in forward. A compiler's partitioner, which decides what is kept for backward,
-    makes nothing again that comes of an operator of others: so it would keep the column operand, always. One that only
-    backward needs goes where the fewest bytes are kept: into backward, where the tensor or what it is computed from is
-    kept anyway, or else into forward.
+    Forward would need one operator for both. A compiler's partitioner, which decides what is kept for backward, never
+    makes again the results of a custom operator that forward needs, so it would keep the column operand, always. An
+    operator that only backward needs goes where the fewest bytes are kept: into backward, where the tensor, or the
+    tensors that it is computed from, are kept anyway, or else into forward.
     """
     row, col = _sides(wanted)
     assert col is not None
@@ -190,7 +190,7 @@ def _forms(wanted: Wanted) -> tuple[Form | None, Form | None]:
 def operands_of(
     wanted: Wanted, forms: tuple[Form | None, Form | None] = (None, None)
 ) -> tuple[Operand | None, Operand | None]:
-    """The operands of a tensor that is encoded so."""
+    """Return the operands of a tensor, by this encoder."""
     (rows, cols), dtype = wanted.shape, wanted.dtype
     row, col = _sides(wanted)
     return (
@@ -203,7 +203,7 @@ def operands_of(
 
 
 def bind_run(e: Encoding) -> Run:
-    """Decide now what encodes so: one kernel for both operands, one for each, or the reference."""
+    """Choose and bind one kernel for both operands, one for each, or the reference."""
     row, col = e.row, e.col
     if e.exact != (False, False):
         return _aligned(fused_pair.bind, e)
@@ -220,7 +220,7 @@ def bind_run(e: Encoding) -> Run:
 
 
 def _called(impl: Callable[..., list[Tensor]], e: Encoding) -> Run:
-    """A call of a kernel that binds nothing."""
+    """Make a call of a kernel that binds nothing."""
     row, col, offset, measure = e.row, e.col, e.offset, e.measure
     at = len(row.layout) if row is not None else 0
     end = at + (len(col.layout) if col is not None else 0)
@@ -254,7 +254,7 @@ def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
 
 
 def _one_at_a_time(e: Encoding) -> Run:
-    """Each operand by what serves it best: no kernel takes both."""
+    """Encode each operand by the kernel that serves it: none takes both."""
     count = len(e.row.stats) if e.row is not None else 0
     first = bind_run(e._replace(col=None, given=e.given[:count]))
     second = bind_run(e._replace(row=None, given=e.given[count:]))
@@ -268,7 +268,7 @@ def _one_at_a_time(e: Encoding) -> Run:
 
 
 def _with_plain(e: Encoding) -> Run:
-    """An encoding of which at least one operand is an ordinary matrix, which has no statistics."""
+    """Make an encoding with an operand that is an ordinary matrix, which has no statistics."""
     row, col = (side if side is not None and side.plain else None for side in (e.row, e.col))
     both = shared(row, col)
     others = e._replace(row=None if row is not None else e.row, col=None if col is not None else e.col)
@@ -293,7 +293,7 @@ def _with_plain(e: Encoding) -> Run:
 
 
 def bind_product(p: Product) -> Multiply:
-    """Decide now what multiplies so."""
+    """Choose and bind the kernel of a product."""
     a, b, dtype, fast = p.a, p.b, p.dtype, p.fast_accumulate
     if a.quantizer.plain and b.quantizer.plain:
         return lambda left, right, bias: plain_gemm(left[0], right[0], bias, dtype)
@@ -306,7 +306,7 @@ def bind_product(p: Product) -> Multiply:
 
 
 def product_through_operators(p: Product) -> Multiply:
-    """Multiply so by way of the dispatcher."""
+    """Make the same product from an operator."""
     a, b, dtype, fast = p.a, p.b, p.dtype, p.fast_accumulate
 
     def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:

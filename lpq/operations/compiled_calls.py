@@ -1,9 +1,9 @@
 """Functions that compiled code calls in place of operators: the same bodies, bound to shapes, without the dispatcher.
 
-An operator costs the host three times as much as its body, and a body spends most of its time on finding the kernel. A
-compiled layer calls eight. Each function here takes the arguments of the operator of its name, and returns the same
-bytes. It calls that operator under autocast, which would round the operands of a reference, and where no kernel is
-bound.
+An operator costs the host several times as much as its bound kernel: the dispatcher, lists of tensors, finding the
+kernel. A compiled layer calls eight. Each function here takes the arguments of the operator of its name, and returns
+the same bytes. It calls that operator under autocast, which would round the operands of a reference, and where no
+kernel is bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def quantize(
     x: Tensor, stats: Sequence[Tensor | None], row: str, col: str, seed: Tensor | None, offset: int, measure: bool,
     layouts: str, across: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    """As ``lpq::quantize``."""
+    """Encode as ``lpq::quantize`` does."""
     device = x.device
     if across or x.dim() != 2 or torch.is_autocast_enabled(device.type):
         made: list[Tensor] = torch.ops.lpq.quantize.default(x, stats, row, col, seed, offset, measure, layouts, across)
@@ -47,7 +47,7 @@ def quantize(
 def multiplicands(
     x: Tensor, row: str, col: str, seed: Tensor | None, exact_row: bool, exact_col: bool, layouts: str
 ) -> list[Tensor]:
-    """As ``lpq::multiplicands``."""
+    """Make multiplicands as ``lpq::multiplicands`` does."""
     exact = exact_row, exact_col
     run = _encoding(row, col, x.shape, x.dtype, x.device, (), 0, False, exact, kernels_allowed())
     with on_device(x.device):
@@ -59,7 +59,7 @@ def gemm(
     a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
     dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    """As ``lpq::gemm``."""
+    """Multiply as ``lpq::gemm`` does."""
     device = a[0].device
     if torch.is_autocast_enabled(device.type):
         product: Tensor = torch.ops.lpq.gemm.default(
@@ -76,7 +76,7 @@ def gemm(
 
 @once_when_traced
 def spare_the_dispatcher() -> None:
-    """Have compiled code call these."""
+    """Have compiled code call these functions in place of the operators."""
     _spare()
 
 

@@ -1,4 +1,4 @@
-"""Decode: the matrix that an operand stands for."""
+"""Decode: from an operand to the matrix that it stands for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lpq.operations.operators import can_call_directly, define, unaliased
 
 
 def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """The matrix that an operand stands for, or the matrices of a stack, in memory of their own."""
+    """Return the matrix that an operand stands for, or the matrices of a stack, in memory of their own."""
     first = operand.tensors()[0]
     if operand.quantizer.plain:
         if not torch.compiler.is_compiling():
@@ -34,7 +34,7 @@ def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
 
 
 def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """The matrix that the operand stands for, rounded once to ``dtype``."""
+    """Return the matrix that the operand stands for, rounded once to ``dtype``."""
     return decoded_by(operand).to(dtype)
 
 

@@ -22,7 +22,7 @@ def encode_stack(
     decoded: tuple[bool, bool] = (False, False),
     state: State | None = None,
 ) -> tuple[Storage | None, Storage | None]:
-    """The wanted operands of the stack ``w``, of each matrix by itself; ``decoded`` and ``state`` as of
+    """Encode each matrix of the stack ``w`` by itself into the wanted operands; ``decoded`` and ``state`` as in
     ``encode_groups``."""
     sides = quantizer.side("row") if row else None, quantizer.side("col") if col else None
     encoded = [None if side is None or side.plain else side for side in sides]

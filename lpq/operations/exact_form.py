@@ -38,7 +38,7 @@ class Exact(NamedTuple):
 
 
 class Multiplicand(Storage):
-    """An operand of which only its exact form was made."""
+    """An operand that exists in its exact form only."""
 
     form: Exact
 

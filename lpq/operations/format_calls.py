@@ -1,8 +1,8 @@
-"""Calls of the methods that a format has, each of whose results is checked the first time, with errors in words.
+"""Calls of a format's methods: the first result of each is checked, with errors in words.
 
 Each buffer, statistic and decoded matrix must be as the layout and ``stats`` declare it. The conformance kit tries many
 matrices; these checks are for a format on which it was never run. The result of each method is checked once for each
-dtype and device; from then on the check costs one look into a set.
+dtype and device; from then on the check is a lookup in a set.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
 
 
 def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tensor]) -> list[Tensor]:
-    """The statistics of round 1, which are given, and those that the format's ``measure_again`` finds by them, in the
-    order of ``stats``."""
+    """The given statistics of round 1, and those that the format's ``measure_again`` finds with them, in the order of
+    ``stats``."""
     return _measured(quantizer, "measure_again", x, {**first, **(quantizer.measure_again(x, first) or {})})
 
 
@@ -121,7 +121,7 @@ def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
     quantizer, (rows, cols) = made.quantizer, made.shape
     name, shape = quantizer.storage.__name__, (rows, cols)
     if not isinstance(made, quantizer.storage):
-        return f"returned a {type(made).__name__}; the spec says {name}", f"return {name}(…), or name the other class"
+        return f"returned a {type(made).__name__}; the spec names {name}", f"return {name}(…), or name the other class"
     held = {key: value for key, value in vars(made).items() if isinstance(value, Tensor)}
     if set(held) != set(quantizer.names):
         return f"set {list(held)}; {name}.layout declares {list(quantizer.names)}", _storage_call(quantizer)
@@ -129,7 +129,7 @@ def _unfit_storage(made: Storage, x: Tensor) -> Fault | None:
         fault = _unfit(held[buffer.name], buffer, buffer.dtype or made.dtype, shape, x)
         if fault:
             wanted = _declared(buffer, buffer.dtype, shape)
-            return f"returned {buffer.name} {fault}; {name}.layout says {wanted}", AS_DECLARED
+            return f"returned {buffer.name} {fault}; {name}.layout declares {wanted}", AS_DECLARED
     return None
 
 
@@ -142,7 +142,7 @@ def _unfit_stats(quantizer: Quantizer, found: Mapping[str, Tensor], x: Tensor) -
         fault = _unfit(found[stat.name], stat, torch.float32, shape, x)
         if fault:
             wanted = _declared(stat, torch.float32, shape)
-            return f"returned {stat.name} {fault}; {name}.stats says {wanted}", AS_DECLARED
+            return f"returned {stat.name} {fault}; {name}.stats declares {wanted}", AS_DECLARED
     return None
 
 

@@ -116,12 +116,12 @@ class TileSide:
     columns are multiples of ``ALIGNED`` then."""
 
     def needs(self, given: bool, measure: bool) -> bool:
-        """Whether something must be measured before. ``given``: the operand's first statistic is."""
+        """Whether something must be measured first. ``given``: whether the operand's first statistic is given."""
         return (self.amax or self.find is not None) and (not given or (measure and not self.by_product))
 
 
 def side_of(quantizer: Quantizer, direction: Direction, device: torch.device, op: str = "tile") -> TileSide | str:
-    """How an operand is made tile by tile, or why it is not."""
+    """Describe how an operand is made tile by tile, or why it is not."""
     try:
         choice = choose(op, (quantizer.text,), device)
     except KernelError as error:
@@ -134,7 +134,7 @@ def side_of(quantizer: Quantizer, direction: Direction, device: torch.device, op
 
 
 def why_not(row: Quantizer, col: Quantizer) -> str | None:
-    """Both operands must be made tile by tile, and neither follow from the other."""
+    """Why one read does not make both operands: one is not made tile by tile, or follows from the other."""
     if shared(row, col):
         return "the column operand follows from the row operand"
     device = torch.device("cuda", torch.cuda.current_device())
@@ -143,7 +143,7 @@ def why_not(row: Quantizer, col: Quantizer) -> str | None:
 
 
 def bind(e: Encoding) -> Encode | None:
-    """How both operands of matrices of one shape are made from one read; None where they are not."""
+    """Bind one read that makes both operands of matrices of one shape; None where there is none."""
     assert e.row is not None
     assert e.col is not None
     pair = _pair(e.row.text, e.col.text, e.device.index or 0, *_ops(e.exact))
@@ -160,8 +160,8 @@ def _ops(exact: tuple[bool, bool]) -> tuple[str, str]:
 def multiplicands(
     x: Tensor, row: Quantizer, col: Quantizer, seed: Tensor | None, exact: tuple[bool, bool]
 ) -> tuple[Storage, Storage] | None:
-    """Both operands of ``x``, of which one at least is made in its ``exact`` form, without being encoded first; None
-    if they cannot be."""
+    """Make both operands of ``x``, at least one in its ``exact`` form, without encoding it first; None if that is not
+    possible."""
     rows, cols = x.shape
     if rows % ALIGNED or cols % ALIGNED or x.numel() == 0:
         return None
@@ -183,7 +183,7 @@ def multiplicands(
 
 
 def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device) -> Pair | None:
-    """The pair that makes both operands, each in its exact form if ``exact``; None: there is none."""
+    """The pair that makes both operands, each in its exact form if ``exact``; None if there is none."""
     ops = _ops((exact_row, exact_col))
     try:
         if any(choose(op, (side,), device).impl is None for op, side in zip(ops, (row, col), strict=True)):
@@ -253,11 +253,11 @@ class Pair:
         """How matrices of one shape are encoded; None where the reference has to."""
 
     def _macros_for(self, dtype: torch.dtype, *, stats: bool, whole: bool) -> tuple[str, ...]:
-        """Those for an input, where statistics are given or wanted, and where tiles cover the matrix exactly."""
+        """The macros for an input, where statistics are given or wanted, and where tiles cover the matrix exactly."""
         return (INPUTS[dtype], *self.macros, *(["LPQ_STATS"] if stats else []), *covering(self.shape, whole))
 
     def _bind(self, e: Encoding) -> Encode | None:
-        """One read of the tensor, after those in which its amaxes are found if they are needed."""
+        """Bind one read of the tensor, after the reads that find its amaxes, if they are needed."""
         if 0 in e.shape or e.offset % self.row.aligned or e.offset % self.col.aligned:
             return None
         assert e.row is not None

@@ -1,4 +1,5 @@
-"""How rows in groups are multiplied: as they are encoded, or as what they decode to in bf16; whichever takes less time.
+"""The choice of how rows in groups are multiplied: by their codes, or by their decoded values in bf16, if that is
+faster.
 
 Both are products of the same numbers, summed exactly unless a recipe allows less.
 """
@@ -21,7 +22,7 @@ from lpq.operations.sectioned import decodable
 
 
 def kernel_of(a: Quantizer, b: Quantizer, rows: int, device: torch.device) -> Callable[..., Any] | None:
-    """The kernel that multiplies codes of such operands; None where their values are multiplied in bf16."""
+    """The kernel that multiplies codes of such operands; None where decoded values are multiplied in bf16."""
     if a.plain or b.plain or rows == 0:
         return None
     return choose("grouped_gemm", (a.text, b.text), device).impl
@@ -33,12 +34,12 @@ class OfProduct(NamedTuple):
     side: Quantizer
     direction: Direction
     stack: bool = False
-    """Whether it is a stack, and not of rows in groups."""
+    """Whether it is a stack, and not rows in groups."""
 
 
 def decoded_at_once(a: OfProduct, b: OfProduct, rows: int, weight: Sequence[int], device: torch.device) -> bool:
-    """Whether the operands of a product of so many rows need not be encoded: only what they decode to is made, in the
-    basis in which they are stored. ``weight`` is the shape of the stack of weights."""
+    """Whether the operands of a product of so many rows need no codes: only their decoded values are made, in the basis
+    in which they are stored. ``weight`` is the shape of the stack of weights."""
     groups, outputs, features = weight
     if device.type != "cuda" or 0 in (rows, groups) or outputs % ALIGNED or features % ALIGNED:
         return False
@@ -54,7 +55,7 @@ def decoded_at_once(a: OfProduct, b: OfProduct, rows: int, weight: Sequence[int]
 
 
 def why_decoded(a: Quantizer, b: Quantizer) -> str | None:
-    """Why groups are multiplied as what such operands decode to, on any GPU; None if their codes are, on some."""
+    """Why groups of such operands are multiplied decoded, on every GPU; None if some GPU multiplies their codes."""
     if a.plain or b.plain:
         return "an operand is not encoded"
     formats = {registry.format_of(type(q)).name for q in (a, b)}
@@ -69,12 +70,12 @@ def why_decoded(a: Quantizer, b: Quantizer) -> str | None:
 SAVED = 5.6e-16
 """Seconds that a product of codes takes less than one in bf16, for each multiplication and each addition in it."""
 ENCODING = 2.02e-12
-"""Seconds that encoding takes for an element of x, of w or of dy. Both were measured on an H100, with 8 experts of
-4096 x 14336 and 2048 rows each, by ``python -m benchmarks.group_choice``."""
+"""Seconds that encoding takes for an element of x, of w or of dy. Both were measured on an H100, with 8 experts of 4096
+x 14336 and 2048 rows each, by ``python -m benchmarks.group_choice``."""
 
 
 def pays_from(products: int, outputs: int, features: int) -> int | None:
-    """From how many rows of each expert on so many ``products`` of codes save more time than encoding takes; None: they
-    never do."""
+    """The number of rows of each expert from which on so many ``products`` of codes save more time than encoding takes;
+    None if they never do."""
     saved = products * SAVED * 2 * outputs * features - ENCODING * (outputs + features)
     return math.ceil(ENCODING * outputs * features / saved) if saved > 0 else None

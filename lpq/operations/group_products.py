@@ -26,8 +26,8 @@ from lpq.operations.sides import quantizer_of
 def multiply_rows(
     a: Grouped, b: Storage, offs: Tensor, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool
 ) -> Tensor:
-    """The rows of each group times its matrix of the stack ``b``, ``[groups, N, K]``, plus its row of ``bias``. Rows
-    of no group are zero."""
+    """Multiply the rows of each group by its matrix of the stack ``b``, ``[groups, N, K]``, and add its row of
+    ``bias``. Rows of no group are zero."""
     first, second = list(a.tensors), b.tensors()
     if can_call_directly(first[0]):
         check_there(second[0])
@@ -86,8 +86,8 @@ def multiply_rows_reference(
 
 
 def multiply_columns(a: Grouped, b: Grouped, offs: Tensor, dtype: torch.dtype, fast_accumulate: bool) -> Tensor:
-    """For each group the product of its columns of ``a``, ``[N, rows]``, and of ``b``, ``[K, rows]``: a stack
-    ``[groups, N, K]``. That of an empty group is zero."""
+    """Multiply, for each group, its columns of ``a``, ``[N, rows]``, by those of ``b``, ``[K, rows]``: a stack
+    ``[groups, N, K]``. The product of an empty group is zero."""
     first, second = list(a.tensors), list(b.tensors)
     if a.decoded or b.decoded or can_call_directly(first[0]):
         return _columns_product(a, b, offs, dtype, fast_accumulate)
@@ -169,7 +169,7 @@ define(
 
 
 def sum_rows(x: Tensor, offs: Tensor) -> Tensor:
-    """The sum of the rows of each group; zero for an empty one."""
+    """Sum the rows of each group; the sum of an empty one is zero."""
     return _sum(x, offs) if can_call_directly(x) else cast("Tensor", torch.ops.lpq.sum_rows(x, offs))
 
 

@@ -1,13 +1,10 @@
-"""Rows in groups on a device, without a look at the offsets: encoded and multiplied all at once.
-
-Shards of a matrix that are encoded with the statistics of the whole are parts of the encoded whole: every format sees
-to that. So the rows are laid out in *tiles* of as many rows as cannot be cut apart, none of two groups. Tiles are
-encoded as shards of their group, all by one run of what the format wrote, and statistics are reduced over the tiles of
-each group as they are over ranks. Where no statistic is of several tiles, the tiles are one matrix, which kernels
-encode.
-
-Products are of decoded operands in bf16. Rows of no group, and the matrices of empty groups, are set to zero in them:
-torch's grouped product leaves whatever lies there.
+"""Rows in groups on a device, encoded and multiplied all at once: the host does not read the offsets. By contract, a
+shard that is encoded with the statistics of the whole is a part of the encoded whole. So the rows are laid out in
+*tiles*, each of one group, and each of as many rows as cannot be cut apart. Tiles are encoded as shards of their group,
+all by one run of the format's own code, and statistics are reduced over the tiles of each group as they are over ranks.
+Where no statistic spans several tiles, the tiles are one matrix, which kernels encode. Products multiply decoded
+operands in bf16. Rows of no group, and the matrices of empty groups, are set to zero in the results: torch's grouped
+product leaves whatever lies there.
 """
 
 from __future__ import annotations
@@ -163,12 +160,12 @@ def _turned(side: Quantizer, row: Sequence[Tensor], shape: torch.Size, offs: Ten
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The same where elements are single bytes, as those: torch has not every operation for 8-bit floats."""
+    """The tensor as bytes where its elements are single bytes: torch lacks some operations for 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def spans(side: Quantizer, dim: int) -> bool:
-    """Whether a statistic or a buffer is of all rows of a group together."""
+    """Whether a statistic or a buffer spans all rows of a group."""
     declared: list[Covering] = [*side.stats, *side.layout]
     return any(covering.block[dim] is None for covering in declared)
 
@@ -190,7 +187,7 @@ def _of_groups(stat: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 class _Drawn(RandomBits):
-    """Random bits of a tile that are there already."""
+    """Random bits of a tile that are drawn already."""
 
     def __init__(self, drawn: Tensor, direction: int) -> None:
         super().__init__(drawn, direction)
@@ -220,8 +217,8 @@ def _assembled(buffer: Buffer, made: Tensor, count: int, dim: int) -> Tensor:
 
 
 def dense(a: Grouped, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Tensor:
-    """The rows that an operand stands for, ``[rows, cols]``, whatever they are where no group has one. ``rotated``:
-    columns of a row operand are left in the basis in which they are stored; in a column operand, rows are."""
+    """The rows that an operand stands for, ``[rows, cols]``; rows of no group have any values. ``rotated``: columns of
+    a row operand are left in the basis in which they are stored; in a column operand, rows are."""
     rows, side = a.shape[a.dim], a.quantizer
     if a.decoded and a.dim == 0:
         return a.tensors[0]
@@ -259,7 +256,7 @@ def _decoded(a: Grouped, t: Tiles, dtype: torch.dtype, rotated: bool) -> Tensor:
 
 
 def _of_tiles(buffer: Buffer, tensor: Tensor, own: Tensor, count: int, dim: int) -> Tensor:
-    """The buffers of the tiles, of a buffer of the operand."""
+    """The part of a buffer of the operand that belongs to each tile."""
     if buffer.block == (None, None):
         return tensor[own]
     if buffer.block[dim] is None:
@@ -291,7 +288,8 @@ def why_not_multiplied(rows: int, cols: int) -> str | None:
 
 
 def multiply_rows(a: Grouped, b: Storage, offs: Tensor) -> Tensor:
-    """The rows of each group times its matrix, in bf16; ordinary matrices in what they have in common."""
+    """Multiply the rows of each group by its matrix, in bf16; ordinary matrices in the dtype that they have in
+    common."""
     if a.quantizer.plain and b.quantizer.plain:
         common = torch.promote_types(a.tensors[0].dtype, b.tensors()[0].dtype)
         left, right = dense(a, offs, common, rotated=False), decode(b, common)
@@ -315,7 +313,7 @@ def in_rows(product: Tensor, offs: Tensor, bias: Tensor | None, dtype: torch.dty
 
 
 def multiply_columns(a: Grouped, b: Grouped, offs: Tensor) -> Tensor:
-    """The product of each group's rows, likewise."""
+    """Multiply, for each group, its columns of both operands, likewise."""
     lines = _lines_in_bf16(a), _lines_in_bf16(b)
     if lines[0] is not None and lines[1] is not None and unit(a.quantizer, 1) == unit(b.quantizer, 1):
         return grouped_mm(lines[0], lines[1].t(), offs=padded_ends(offs, unit(a.quantizer, 1)))
@@ -335,7 +333,8 @@ def padded_ends(offs: Tensor, unit: int) -> Tensor:
 
 
 def _lines_in_bf16(a: Grouped) -> Tensor | None:
-    """The values of a column operand as they lie, ``[cols, padded rows]``; None if it is decoded group by group."""
+    """The decoded values of a column operand in its own layout, ``[cols, padded rows]``; None if it is decoded group by
+    group."""
     side = a.quantizer
     if a.decoded:
         return a.tensors[0]
@@ -355,7 +354,7 @@ def of_groups(product: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sum_rows(x: Tensor, offs: Tensor) -> Tensor:
-    """The sum of each group's rows, as a product with ones."""
+    """Sum the rows of each group, by a product with ones."""
     row = torch.arange(len(x), device=offs.device)
     begins = torch.cat([offs.new_zeros(1), offs[:-1]])
     member = (row >= begins[:, None]) & (row < offs[:, None])

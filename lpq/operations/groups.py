@@ -1,8 +1,8 @@
 """Rows in groups, each encoded by itself.
 
-The references compute a group at a time, and are what separate layers compute of separate tensors. They read the
-offsets on the host; a GPU does it all at once, as ``group_tiles`` has it. ``offs`` is where each group ends, int32, on
-the device of the rows; they grow, and rows behind the last one belong to nobody.
+The references compute a group at a time, as separate layers do with separate tensors. They read the offsets on the
+host; ``group_tiles`` has a GPU compute all groups at once. ``offs`` is where each group ends, int32, on the device of
+the rows; its values grow, and rows behind the last one belong to no group.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def encode_groups(
     decoded: tuple[bool, bool] = (False, False),
     state: State | None = None,
 ) -> tuple[Grouped | None, Grouped | None]:
-    """The wanted operands of the rows ``x`` in groups: the bytes of each group are those of its rows alone. ``seeds``
-    has one for each group. An operand that is an ordinary matrix is a view or a cast of ``x``. ``decoded``: whether of
-    the row operand, and of the column operand, only what it decodes to is wanted (``decoded_at_once``). ``state``: the
-    static statistics, with one for each group along their first dimension."""
+    """Encode the rows ``x`` in groups into the wanted operands: the bytes of each group are those of its rows alone.
+    ``seeds`` has one for each group. An operand that is an ordinary matrix is a view or a cast of ``x``. ``decoded``:
+    whether only the decoded values of the row operand, and of the column operand, are wanted (``decoded_at_once``).
+    ``state``: the static statistics, with one for each group along their first dimension."""
     of_row, of_col = quantizer.side("row"), quantizer.side("col")
     first = _plain(of_row, x, 0) if row and of_row.plain else None
     from_x = quantizer.col_source == "original"
@@ -75,7 +75,7 @@ def encode_groups(
 
 
 def derive_columns(quantizer: Quantizer, row: Grouped, offs: Tensor, seeds: Tensor | None) -> Grouped:
-    """The column operand of rows of which only the row operand is there (``why_not_row_by_row``)."""
+    """Make the column operand of rows that have only a row operand (``why_not_row_by_row``)."""
     values = decode(row.quantizer.storage.wrap(row.tensors, row.quantizer, row.shape, row.dtype), torch.float32)
     _, col = encode_groups(quantizer.side("col"), values, offs, row=False, col=True, seeds=seeds)
     assert col is not None
@@ -94,7 +94,7 @@ def encode_groups_reference(
     x: Tensor, offs: Tensor, quantizer: Quantizer, row: bool, col: bool, seeds: Tensor | None,
     state: State | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """The buffers of the wanted operands, the row operand's first: of one group after the other."""
+    """The buffers of the wanted operands, the row operand's first, made group by group."""
     rows, cols = x.shape
     sides = [(quantizer.side("row"), 0, (rows, cols))] if row else []
     sides += [(quantizer.side("col"), 1, (cols, rows))] if col else []
@@ -117,10 +117,10 @@ def encode_groups_reference(
 
 
 def read(offs: Tensor, rows: int) -> list[int]:
-    """The offsets on the host; an error if they are none."""
+    """Read the offsets to the host; raise if they do not grow or lie outside of the rows."""
     ends: list[int] = offs.tolist()
     if any(stop < start for start, stop in bounds(ends)):
-        raise ValueError(f"offs is {ends}: it says where each group ends, so it must grow")
+        raise ValueError(f"offs is {ends}: it is where each group ends, so it must grow")
     if ends and ends[-1] > rows:
         raise ValueError(f"offs ends at {ends[-1]}, and there are {rows} rows")
     return ends
@@ -163,7 +163,7 @@ def _encoded(
 
 
 def at_once(x: Tensor, offs: Tensor) -> bool:
-    """Whether all groups are computed at once, for which nobody waits. Tests have a CPU do it, too."""
+    """Whether all groups are computed at once, without waiting for the offsets. In tests a CPU does so, too."""
     return x.is_cuda and len(offs) > 0
 
 
@@ -175,8 +175,8 @@ def _why_not(quantizer: Quantizer, row: bool, col: bool) -> str | None:
 
 @registry.cached
 def _why_no_tiles(text: str, dim: int) -> str | None:
-    """The same of one operand. It is tried, once, on a CPU: a format may do what ``torch.vmap`` cannot, or give a
-    ragged edge other bytes than one that is padded with zeros."""
+    """The same for one operand. One comparison on a CPU decides: ``torch.vmap`` may not run the format, or the format
+    may give a ragged edge other bytes than one that is padded with zeros."""
     side = cast("Quantizer", quantizer_of(text))
     if side.plain:
         return None
@@ -202,7 +202,8 @@ def _why_no_tiles(text: str, dim: int) -> str | None:
 
 
 def without_the_host(why_not: str | None) -> bool:
-    """Whether a device does it by itself. If not, the host reads the offsets, and a warning gives the reason."""
+    """Whether a device computes all groups by itself. If not, the host reads the offsets, and a warning gives the
+    reason."""
     if why_not is not None:
         warnings.warn(f"a group at a time, for which the host waits for the device: {why_not}", stacklevel=2)
     return why_not is None

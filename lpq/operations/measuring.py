@@ -1,4 +1,4 @@
-"""Measure: the statistics of a matrix that its operands need."""
+"""Measure: from a matrix to the statistics that its operands need."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lpq.operations.sides import declared, measures_again, quantizer_of, serving
 def measure(
     x: Tensor, row: Quantizer | None, col: Quantizer | None, *, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The local statistics of the matrix ``x`` that its operands need, in the order of ``declared``. If a ``dtype`` is
-    given, they are those of ``x`` rounded to it."""
+    """Measure the local statistics of the matrix ``x`` that its operands need, in the order of ``declared``. If a
+    ``dtype`` is given, they are those of ``x`` rounded to it."""
     if can_call_directly(x):
         return _measured(x, row, col, dtype or x.dtype)
     x = x if dtype is None else x.to(dtype)
@@ -27,8 +27,8 @@ def measure(
 
 
 def measure_again(x: Tensor, row: Quantizer | None, col: Quantizer | None, stats: Sequence[Tensor]) -> list[Tensor]:
-    """The same statistics, in the order of ``declared``, with those of round 2 measured by what those of round 1 now
-    are: the format's own lines, whoever watches."""
+    """Measure the statistics of round 2 with the reduced ones of round 1; return all, in the order of ``declared``. The
+    format's own code runs, also where a compiler or a mode watches."""
     count = len(row.stats) if row is not None else 0
     first = _again_side(row, x, stats[:count]) if row is not None else []
     return first if col is None or shared(row, col) else first + _again_side(col, x.t(), stats[count:])

@@ -22,7 +22,7 @@ def gemm(
     dtype: torch.dtype | None = None,
     fast_accumulate: bool = False,
 ) -> Tensor:
-    """``decode(a) @ decode(b)ᵀ + bias``, summed in fp32, as ``dtype`` (default: the dtype of ``a``).
+    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32, as ``dtype`` (default: the dtype of ``a``).
 
     ``fast_accumulate`` lets a kernel sum in less than fp32 where the hardware offers that. The reference never does.
     """
@@ -70,7 +70,7 @@ def plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) ->
 def gemm_reference(
     a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
 ) -> Tensor:
-    """``decode(a) @ decode(b)ᵀ + bias``, summed in fp32 whatever ``fast_accumulate`` allows."""
+    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32 whatever ``fast_accumulate`` allows."""
     if a.quantizer.rotation == b.quantizer.rotation:  # a rotation of both drops out of the product
         left, right = a.decode_rotated(), b.decode_rotated()
     else:

@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operands(NamedTuple):
-    """The wanted operands of one tensor, and the statistics measured on the way if they were asked for."""
+    """The wanted operands of one tensor, and, if they are wanted, the statistics that were measured on the way."""
 
     row: Storage | None
     col: Storage | None
@@ -55,8 +55,8 @@ def encode_operands(
     """Encode the matrix ``x``. The state is read, never written: see ``remember``. Buffers lie in memory as encoding
     leaves them, which may be column by column: ``Storage.row_major`` is for what is kept.
 
-    ``exact``: whether the row operand, and the column operand, is multiplied in bf16 at once, and then forgotten. It
-    may be made for that in place of being encoded.
+    ``exact``: whether the row operand, and the column operand, is multiplied in bf16 at once and not kept. Such an
+    operand may be made in its exact form in place of being encoded.
     """
     check_input(x)
     row_side = quantizer.side("row") if row else None
@@ -108,7 +108,7 @@ def _encode(
 
 
 def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None) -> list[tuple[str, Quantizer]]:
-    """State prefix and quantizer of each set of statistics that encoding these directions measures."""
+    """The state prefix and the quantizer of each set of statistics that encoding these directions measures."""
     state = quantizer.state_branches()
     if "" in state:
         return [("", state[""])]
@@ -117,7 +117,7 @@ def _branches(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None
 
 
 def recall(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State) -> list[Tensor | None]:
-    """The statistics to encode with that the state remembers; None where a direction remembers nothing."""
+    """The statistics to encode with, from the state; None where a direction remembers nothing."""
     return bind_recall(quantizer, row, col)(state)
 
 
@@ -140,7 +140,7 @@ def bind_recall(
 
 
 def state_names(quantizer: Quantizer) -> list[str]:
-    """The names of what a state remembers, in order."""
+    """The names of the statistics in a state, in order."""
     return [prefix + s.name for prefix, branch in quantizer.state_branches().items() for s in branch.state]
 
 
@@ -250,7 +250,7 @@ def _remember(side: Quantizer, state: Mapping[str, Tensor], stats: Mapping[str, 
 
 
 def check_input(x: Tensor) -> None:
-    """Refuse what is not a number of at most fp32, in which everything is computed."""
+    """Refuse all but a tensor of numbers of at most fp32, in which everything is computed."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a tensor can be encoded, and not a {type(x).__name__}")
     if x.dtype not in DTYPES:
@@ -259,7 +259,7 @@ def check_input(x: Tensor) -> None:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """All leading dimensions as rows; a vector is one row."""
+    """View a tensor as a matrix: all leading dimensions are rows, and a vector is one row."""
     if x.dim() == 2:
         return x
     cols = x.shape[-1] if x.dim() else 1

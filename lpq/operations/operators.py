@@ -1,5 +1,5 @@
-"""Operators of ``torch.library`` around the bodies of operations, when a body may be called without one, and what any
-operator writes to."""
+"""Operators of ``torch.library`` around the bodies of operations; a check whether a body may be called without one; and
+the arguments that an operator writes to."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opaque_when_traced(function: F) -> F:
 
 
 def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **options: Any) -> None:
-    """Give an operator its body on every device, and what it returns for fake tensors."""
+    """Give an operator its body on every device, and its results for fake tensors."""
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, **options)  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, _by_itself(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -50,8 +50,8 @@ def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **op
 
 
 def _by_itself(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body as it is written: autocast would round the operands of a reference's matmul, and autograd would record
-    what a body does inside, on which not every body can be run."""
+    """Run a body without autocast, which would round the operands of a reference's matmul, and without autograd, which
+    would record the operations inside, and with which not every body can run."""
 
     @wraps(body)
     def run(first: Tensor | list[Tensor], *args: Any) -> Any:
@@ -66,7 +66,7 @@ def _by_itself(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def can_call_directly(x: Tensor) -> bool:
-    """Whether a body may be called by itself: there is no gradient to stop, and the dispatcher may be bypassed."""
+    """Whether a body may be called by itself: no gradient is to be stopped, and the dispatcher may be bypassed."""
     return not torch.is_grad_enabled() and can_bypass_dispatcher(x)
 
 
@@ -100,7 +100,7 @@ def _layout_hash(texts: tuple[str, ...]) -> str:
 
 def unaliased(made: Sequence[Tensor], given: Sequence[Tensor | None], *sides: Quantizer | None) -> list[Tensor]:
     """The tensors that an operator may return: the buffers of fresh operands of ``sides``, in their own memory layouts,
-    then contiguous tensors. None is an input, and none comes twice. A kernel must ensure that itself, a format need
+    then contiguous tensors. None is an input, and none comes twice. A kernel must ensure that itself. A format need
     not: it may return a statistic of the whole matrix as a buffer, and the same one in both operands."""
     seen = {_memory(t) for t in given if t is not None}
     buffers = [buffer for side in sides if side is not None for buffer in side.layout]
@@ -122,8 +122,8 @@ OVERWRITES = frozenset(
 
 
 def overwrites(func: Any) -> bool:
-    """Whether an operator reads nothing of what it writes to, which may hold no number yet: as ``out=``, in which torch
-    takes it by name, or because that is what it is for, of one tensor or of a list."""
+    """Whether an operator reads nothing of the tensors that it writes to, which may hold no number yet: it writes to
+    ``out=``, or it assigns to one tensor or to a list."""
     writes = [a for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
     name = schema_of(func).name.removeprefix("aten::").removeprefix("_foreach_")
     return all(a.kwarg_only for a in writes) or (func.namespace == "aten" and name in OVERWRITES)

@@ -1,4 +1,4 @@
-"""Quantize: the operands of a matrix, and the statistics that were measured on the way."""
+"""Quantize: from a matrix to its operands, and to the statistics that are measured on the way."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def quantize(
     dtype: torch.dtype | None = None,
     across: int = 0,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
-    """The wanted operands of the matrix ``x``, rounded to ``dtype`` if one is given, and the statistics it measured if
-    ``measure``. For a stack ``x`` they are those of its matrices, each by itself: a statistic that is given has one for
-    each along its first dimension, as a seed has, and none is returned. ``offset`` and ``across``: the first row and
-    the first column of ``x`` in the whole tensor, by which random bits are drawn. Kernels begin at the first column;
-    from another on the reference encodes with random bits.
+    """Encode the matrix ``x``, rounded to ``dtype`` if one is given, into the wanted operands; return these and, with
+    ``measure``, the statistics of ``x``. In a stack ``x`` each matrix is encoded by itself: given statistics, and
+    seeds, have one value for each along their first dimension, and no statistics are returned. ``offset`` and
+    ``across``: the first row and the first column of ``x`` in the whole tensor, by which random bits are drawn. Kernels
+    begin at the first column; from any other one the reference draws the random bits.
 
     A statistic that is not given is measured here. Ordinary matrices (``Quantizer.plain``) are made in place of a call:
     an operator may not return a view of its input.
@@ -75,7 +75,7 @@ def _with_plain(
     measure: bool,
     across: int,
 ) -> tuple[Storage | None, Storage | None, list[Tensor]]:
-    """``quantize`` where one operand at least is an ordinary matrix, which has no statistics."""
+    """Encode where at least one operand is an ordinary matrix, which has no statistics."""
     plain_row = row if row is not None and row.plain else None
     plain_col = col if col is not None and col.plain else None
     row_storage = _plain(plain_row, x) if plain_row is not None else None
@@ -114,12 +114,12 @@ def quantize_reference(
     measure: bool,
     across: int = 0,
 ) -> list[Tensor]:
-    """The buffers of the wanted operands in the order of their layouts, the row operand's first; then, if
+    """Return the buffers of the wanted operands in the order of their layouts, the row operand's first; then, with
     ``measure``, the statistics of ``x``.
 
-    ``stats``: those to encode with, in the order in which ``measure_reference`` returns them. They may be those of
-    other ranks or steps, and views of one memory. One that is None is measured; so are all if there is none, ``()``.
-    ``seed`` is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor, and
+    ``stats``: the statistics to encode with, in the order in which ``measure_reference`` returns them. They may be
+    those of other ranks or steps, and views of one memory. Each that is None is measured; with ``()`` all are. ``seed``
+    is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor, and
     ``across`` its first column.
     """
     return unaliased(quantize_as_written(x, stats, row, col, seed, offset, measure, across), stats, row, col)
@@ -135,7 +135,8 @@ def quantize_as_written(
     measure: bool,
     across: int = 0,
 ) -> list[Tensor]:
-    """``quantize_reference`` as the format wrote it: a statistic may be a buffer as it came. ``torch.vmap`` runs it."""
+    """Encode as ``quantize_reference`` does, for ``torch.vmap``: a statistic may be returned as a buffer, without a
+    copy."""
     measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
     known = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
     out: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Combining statistics across ranks: one MAX over whatever covers data of more than one rank, and one sum of counts."""
+"""Reductions of statistics over ranks: one MAX of those that cover data of several ranks, and one sum of counts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def spans(declared: Declared) -> bool:
 
 
 def reduce_stats(declared: Sequence[Declared], stats: list[Tensor], group: ProcessGroup, number: int = 1) -> None:
-    """Reduce those statistics of a round whose elements span ranks, in one collective for all that are combined alike;
-    ``stats`` is changed in place."""
+    """Reduce the statistics of a round whose elements span ranks, in one collective for MAX and one for sums; ``stats``
+    is changed in place."""
     for kind, combine in (("max", reduce_max), ("sum", reduce_sum)):
         of_kind = [i for i, d in enumerate(declared) if spans(d) and (d[0].reduce, d[0].round) == (kind, number)]
         for i, reduced in zip(of_kind, combine([stats[i] for i in of_kind], group), strict=True):
@@ -38,10 +38,9 @@ def reduce_stats(declared: Sequence[Declared], stats: list[Tensor], group: Proce
 
 
 def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """The MAX over the ranks of these tensors of non-negative fp32 values, in one collective.
-
-    A non-negative float orders as its bits do, and NaN above infinity: so the bits are reduced, as integers, because
-    a floating-point MAX may lose a NaN.
+    """Return the MAX over the ranks of these tensors of non-negative fp32 values, in one collective. A non-negative
+    float orders as its bits do, and NaN above infinity: so the bits are reduced, as integers, because a floating-point
+    MAX may lose a NaN.
     """
     import torch.distributed as dist
 
@@ -54,8 +53,8 @@ def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 def reduce_sum(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """The sum over the ranks of these tensors of counts in fp32, in one collective: NaN where they are no whole numbers
-    from 0, or 2^24 or more in all."""
+    """Return the sum over the ranks of these tensors of counts in fp32, in one collective: NaN where a count is no
+    whole number from 0 on, or where a sum is 2^24 or more."""
     import torch.distributed as dist
 
     if not values:
@@ -78,8 +77,8 @@ def from_counts(sums: Tensor) -> Tensor:
 
 
 class Reductions:
-    """Tensors to be made the MAX over ranks, or counts to be made their sum: one collective for all of each set of
-    ranks and each device that are combined alike."""
+    """Tensors to reduce over ranks, by MAX or, for counts, by their sum: one collective for each set of ranks, each
+    device and each of the two."""
 
     def __init__(self) -> None:
         self._within: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
@@ -105,7 +104,7 @@ class Reductions:
             self._sums.setdefault((same_ranks(group), value.device), (group, []))[1].append(value)
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Have this called when all are reduced, and not if something raises before."""
+        """Register a function to call once all are reduced; it is not called if something raises before."""
         self._afterwards.append(call)
 
     @torch.no_grad()
@@ -119,15 +118,15 @@ class Reductions:
 
 
 def same_ranks(group: ProcessGroup) -> tuple[int, ...]:
-    """The ranks of a group: what groups have in common over which one reduction does for all."""
+    """The ranks of a group. Groups of equal ranks share one reduction."""
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group))
 
 
 def check_shard(row: Quantizer | None, col: Quantizer | None, declared: Sequence[Declared], rows: int) -> None:
-    """Refuse equal shards of ``rows`` rows that cut a block, or what must not be cut. Every rank has as many, so every
-    rank refuses."""
+    """Refuse equal shards of ``rows`` rows that cut a block, or an operand that must not be cut. All ranks have as many
+    rows, so all refuse."""
     for side, dim in ((row, 0), (col, 1)):
         if side is not None and (reason := side.why_no_parts(dim)) is not None:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Encoding in sections, by kernels: groups of rows, or the matrices of a stack, each by itself and all in one launch.
 
 The kernel is the one that writes operands of any two formats from one read (``fused_pair``), compiled for sections.
-An operand may also be made as what it decodes to in bf16, in the basis in which it is stored, for a product that takes
-that. Other operands are encoded elsewhere, to the same bytes.
+In place of codes the kernel may also write decoded values in bf16, in the basis in which the operand is stored, for a
+product of these. Other operands are encoded elsewhere, to the same bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Encode = Callable[..., tuple[Buffers, Buffers]]
 
 
 class InSections(NamedTuple):
-    """How matrices of one shape are encoded in sections."""
+    """An encoding of matrices of one shape in sections, bound to kernels."""
 
     row: Quantizer | None
     col: Quantizer | None
@@ -71,10 +71,10 @@ def encode(
     *,
     operator: bool = False,
 ) -> tuple[Buffers, Buffers] | None:
-    """The buffers of the wanted operands of rows in groups that end at ``offs``, or of a stack ``x`` if that is None.
-    An operand that is ``decoded`` has one, its matrix. None where kernels do not make them. ``given``: the amaxes of
-    sections, where they are static. ``operator``: an operator
-    returns them, so that modes are to see them allocated."""
+    """Encode rows in groups that end at ``offs``, or a stack ``x`` if that is None, and return the buffers of the
+    wanted operands; None where kernels do not make them. An operand that is ``decoded`` has one buffer, its matrix.
+    ``given``: the amaxes of sections, where they are static. ``operator``: whether an operator returns the buffers,
+    which are then allocated through the dispatcher, for modes."""
     x = x.contiguous()
     *count, rows, cols = x.shape
     groups = len(offs) if offs is not None else count[0]
@@ -92,7 +92,7 @@ def encode(
 
 
 def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None, state: State | None) -> Given:
-    """The static amaxes of sections for each operand, if it has some."""
+    """The static amaxes of sections for each operand; None for an operand without."""
     found: list[Tensor | None] = []
     for first, second in ((row, None), (None, col)):
         wanted = first is not None or second is not None
@@ -103,7 +103,7 @@ def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None,
 
 
 def bind(e: InSections) -> Encode | None:
-    """How matrices of one shape are encoded; None where kernels do not."""
+    """Bind the kernel for matrices of one shape; None where there is none."""
     if why_not(e) is not None:
         return None
     sides: list[TileSide | None] = []
@@ -136,7 +136,8 @@ def why_not(e: InSections) -> str | None:
 
 @registry.cached
 def decodable(text: str, direction: Direction, device: torch.device, stack: bool, kernels: object) -> bool:
-    """Whether an operand of rows in groups, or of a stack, is made as what it decodes to. ``kernels``: what may run."""
+    """Whether kernels make decoded values of an operand of rows in groups, or of a stack. ``kernels``:
+    ``LPQ_KERNELS``."""
     quantizer = cast("Quantizer", registry.quantizer(text))
     side = side_of(quantizer, direction, device)
     return not isinstance(side, str) and side.decoded is not None and (stack or not _tall(quantizer))
@@ -148,7 +149,7 @@ def _tall(quantizer: Quantizer) -> bool:
 
 
 def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Encode | None:
-    """The same of these sides, None of an operand that is not wanted."""
+    """Bind these sides, None for an operand that is not wanted."""
     tall = e.rows // e.number if e.stack else None
     step = 1 if e.stack or e.col is None else unit(e.col, 1)
     line = tall if tall is not None else capacity(e.rows, e.number, step)
@@ -198,15 +199,15 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
 
 
 def _how(side: TileSide | None, decoded: bool) -> tuple[str, Shape] | None:
-    """The struct that makes an operand, and the shape of its tiles; None if it is not made so."""
+    """The struct that makes an operand, and the shape of its tiles; None if there is none."""
     if side is None:
         return "Nothing", LARGEST
     return side.decoded if decoded else (side.struct, side.shape)
 
 
 def _memory(e: InSections, quantizer: Quantizer | None, dim: int, sections: Sections) -> list[Fresh]:
-    """Where the buffers of an operand go. In a stack they lie as those of one matrix, all of whose lines are below each
-    other; a value for each line of a column operand lies group by group."""
+    """The places of an operand's buffers. Those of a stack lie like those of one matrix with all lines below each
+    other; values of the lines of a column operand lie group by group."""
     if quantizer is None:
         return []
     tall, line = sections.tall, sections.line

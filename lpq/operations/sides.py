@@ -1,4 +1,4 @@
-"""The two operands of a tensor: the statistics that they need, and what serves them together."""
+"""The two operands of a tensor: the statistics that they need, and the kernel that serves both."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def measures_again(row: Quantizer | None, col: Quantizer | None) -> bool:
 
 
 def serving(op: str, row: Quantizer | None, col: Quantizer | None, device: torch.device) -> Choice | None:
-    """The choice that serves these operands together; None: each has what serves it by itself.
-
-    That is so where no kernel takes two operands that share nothing together.
+    """The kernel choice that serves these operands together; None if each has a choice of its own. Each has its own
+    where no kernel takes two operands that share nothing.
     """
     if row is None or col is None:
         side = row or col

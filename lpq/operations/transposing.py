@@ -1,4 +1,4 @@
-"""Transpose: the operand of the transposed matrix."""
+"""Transpose: from an operand to that of the transposed matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lpq.operations.sides import quantizer_of
 
 
 def transpose(operand: Storage) -> Storage:
-    """The operand of the transposed matrix, or of those of a stack; the quantizer must be transposable."""
+    """Return the operand of the transposed matrix, or of those of a stack; the quantizer must be transposable."""
     quantizer, shape = operand.quantizer, _turned(operand.shape)
     if not quantizer.transposable:
         raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")

@@ -29,7 +29,8 @@ class _Reinterpreted(torch.autograd.Function):
 
 
 class _Batchable(TorchFunctionMode):
-    """Says what ``torch.vmap`` cannot run, or would run on one matrix after the other, in terms of what it can."""
+    """A mode that replaces calls which ``torch.vmap`` cannot run, or would run matrix by matrix, by calls that it
+    can."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,6 +47,6 @@ class _Batchable(TorchFunctionMode):
 
 
 def vmapped(function: Function, *stacks: Tensor) -> list[Tensor]:
-    """``function`` of each matrix of the stacks: a stack of each of its results."""
+    """Run ``function`` on each matrix of the stacks; return a stack of each of its results."""
     with _Batchable():
         return list(torch.vmap(lambda *each: tuple(function(*each)))(*stacks))

@@ -21,8 +21,8 @@ from lpq.torch_private.pytree import tree_map, tree_map_only
 
 
 def assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that writes. It gets decoded tensors to read, and in place of each stored tensor a fresh one to
-    write to, from which the stored one is then encoded."""
+    """Run an operator that writes. It gets decoded tensors to read, and writes to a fresh tensor in place of each
+    stored one, which is then encoded from it."""
     stored = [value for value in written(func, args, kwargs) if isinstance(value, QuantizedTensor)]
     if stored and not overwrites(func):
         _refuse(func, stored[0])
@@ -60,7 +60,7 @@ def _refuse(func: Any, target: QuantizedTensor) -> NoReturn:
 
 
 def copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
-    """``aten.copy_``, where either of the two is stored quantized."""
+    """Copy as ``aten.copy_`` does, where either of the two is stored quantized."""
     if not isinstance(target, QuantizedTensor):
         return target.copy_(source.dequantize(target.dtype), non_blocking)
     if isinstance(source, QuantizedTensor):

@@ -43,7 +43,8 @@ def implements(*functions: Any) -> Callable[[Handler], Handler]:
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that got a QuantizedTensor. A handler returns NotImplemented for what buffers cannot express."""
+    """Run an operator that got a QuantizedTensor. A handler returns NotImplemented where buffers cannot express the
+    result."""
     handler = _HANDLERS.get(func)
     result = handler(*args, **kwargs) if handler is not None else NotImplemented
     if result is not NotImplemented:
@@ -85,7 +86,7 @@ def _window(t: QuantizedTensor) -> Window:
 
 
 def _shares(t: QuantizedTensor, dim: int) -> bool:
-    """Whether some value covers the whole of this dimension of the matrix, and so every part of it."""
+    """Whether an element of some buffer covers this whole dimension of the matrix, and so every part of it."""
     along = {"row": dim, "col": 1 - dim}
     return any(b.unit(along[d]) is None for d, s in t.operands for b in s.quantizer.layout)
 

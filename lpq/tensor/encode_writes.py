@@ -1,4 +1,4 @@
-"""Writing to quantized tensors: the values are encoded again, many tensors with one reduction of their statistics."""
+"""Writes to quantized tensors: values are encoded again, for many tensors with one reduction of their statistics."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Part:
         reductions.add_stats(self.declared, self.stats, group, 1)
 
     def measure_again(self, group: ProcessGroup, reductions: Reductions) -> None:
-        """The same for the statistics of a second round, if there are any."""
+        """Measure the statistics of a second round, if there are any, likewise."""
         if measures_again(self.row, self.col):
             self.stats = measure_again(self.value, self.row, self.col, self.stats)
             reductions.add_stats(self.declared, self.stats, group, 2)
@@ -117,7 +117,7 @@ def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
 
 
 def overwrite(target: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
-    """Put the buffers of these operands in place of those that the target has."""
+    """Copy the buffers of these operands into those of the target."""
     target.writes.count += 1
     for old, new in zip(target.stored, (row, col), strict=True):
         if old is not None and new is not None:

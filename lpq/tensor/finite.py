@@ -25,7 +25,7 @@ class _Sums(NamedTuple):
 
 
 class Finite:
-    """The written values that have yet to be checked: where the host is ahead of a GPU, those of the step before."""
+    """The written values that are still to be checked: where the host is ahead of a GPU, those of the step before."""
 
     def __init__(self) -> None:
         self._pending: list[_Sums] = []

@@ -46,12 +46,12 @@ class Gathered:
         raise NotImplementedError(f"{type(self).__name__} has no buffer")
 
     def data_ptr(self) -> int:
-        """The address of the first buffer of a parameter, by which code outside of PyTorch tells parameters apart. For
-        anything else, such as a detached tensor in a state dict, 0: so PyTorch finds no memory to copy."""
+        """The address of the first buffer of a parameter, by which code outside of PyTorch distinguishes parameters. It
+        is 0 for any other tensor, such as a detached one in a state dict: so PyTorch finds no memory to copy."""
         return self.first_buffer.data_ptr() if is_parameter(self) else 0
 
     def storage(self) -> Any:
-        """Refuse: safetensors, which asks for it, would write whatever bytes lie there in place of the values."""
+        """Raise: safetensors, which reads it, would write the bytes there in place of the values."""
         assert isinstance(self, Tensor)
         raise TypeError(
             f"{getattr(self, 'whose', '')}this {list(self.shape)} {type(self).__name__} has no storage of its own: "
@@ -75,7 +75,7 @@ class Gathered:
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Gatherer]:
-        """Return the tensors to gather, and how it goes on. FSDP2 calls it before a gather."""
+        """Return the tensors to gather, and data for ``fsdp_post_all_gather``. FSDP2 calls it before a gather."""
         gather_of = getattr(module, "weight_gather", None)
         if gather_of is None:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Inference mode: tensors that are made in it serve inference alone. Those that training uses, too, must not be."""
+"""Inference mode: tensors that are made in it serve inference alone, so tensors for training, too, leave it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def normal_tensors(wanted: bool = True) -> Iterator[None]:
-    """Make the tensors inside fit for training, too, where inference mode is on."""
+    """Make tensors inside that also serve training, where inference mode is on."""
     if not wanted or not torch.is_inference_mode_enabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""Encoding a tensor as one that PyTorch takes for it."""
+"""Encoding a tensor into a ``QuantizedTensor``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quantize(
     tangent may.
 
     ``amax_group``: ``x`` is one of equal shards along dimension 0, and statistics that cover several shards are
-    reduced over this group. ``state`` (see ``Quantizer.new_state``) is what earlier steps left; it is updated in place.
+    reduced over this group. ``state`` (see ``Quantizer.new_state``) is that of earlier steps; it is updated in place.
     ``seed`` and ``offset`` (the first row of a shard in the whole tensor) determine stochastic rounding; without a seed
     one is drawn from torch's generator.
 

@@ -209,7 +209,7 @@ class QuantizedTensor(Gathered, Tensor):
         return self.with_operands(row, col, self.shape, self.dtype)
 
     def tell_if_rounded_twice(self, source: QuantizedTensor) -> None:
-        """Warn that values of another format will be encoded, as when a checkpoint of another format is loaded."""
+        """Warn if the values of another format are to be encoded, as when a checkpoint of another format is loaded."""
         sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.operands]
         if source.quantizer != self.quantizer and not any(side.plain for side in sides):
             warnings.warn(
@@ -326,7 +326,7 @@ class QuantizedTensor(Gathered, Tensor):
 
 
 class _Group:
-    """A process group in a place that PyTorch compares and hashes, but must neither copy nor save."""
+    """A holder of a process group that PyTorch compares and hashes, but neither copies nor saves."""
 
     def __init__(self, value: ProcessGroup | Literal["unattached"] | None) -> None:
         self.value = value

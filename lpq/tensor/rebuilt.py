@@ -1,5 +1,5 @@
-"""The operands of a tensor that was pickled, judged before anything is made of them: kernels read buffers as they are
-declared, and whoever wrote the file may have written anything."""
+"""The operands of a tensor that was pickled, checked before anything is made of them: kernels read buffers as they are
+declared, and a file may hold anything."""
 
 from __future__ import annotations
 

@@ -129,15 +129,15 @@ class MakesItsSides(Right):
 
 
 WRONG: list[tuple[type[Quantizer], type[Storage], str]] = [
-    (WrongDtype, Rows, "returned: WrongDtype.encode returned data as torch.int16; Rows.layout says torch.int8, block"),
-    (WrongShape, Rows, "returned scale of shape [16] for [16, 40]; Rows.layout says torch.float32, block (1, None)"),
+    (WrongDtype, Rows, "WrongDtype.encode returned data as torch.int16; Rows.layout declares torch.int8, block"),
+    (WrongShape, Rows, "scale of shape [16] for [16, 40]; Rows.layout declares torch.float32, block (1, None)"),
     (WrongName, Rows, "WrongName.encode set ['data', 'scales']; Rows.layout declares ['data', 'scale']. Remedy: ret"),
-    (WrongDevice, Rows, "returned scale on meta, of a matrix on cpu; Rows.layout says torch.float32"),
+    (WrongDevice, Rows, "returned scale on meta, of a matrix on cpu; Rows.layout declares torch.float32"),
     (NoStorage, Rows, "NoStorage.encode returned dict and no storage. Remedy: return Rows(data=…, scale=…)"),
     (ExtraStat, Rows, "ExtraStat.measure returned mean, which ExtraStat.stats does not declare. Remedy: declare it"),
     (NoStat, Rows, "NoStat.measure returned no 'amax', which stats declares. Remedy: return a dict of all of them"),
-    (DoubleStat, Rows, "DoubleStat.measure returned amax as torch.float64; DoubleStat.stats says torch.float32, block"),
-    (FlatStat, Rows, "FlatStat.measure returned amax of shape [16] for [16, 40]; FlatStat.stats says torch.float32"),
+    (DoubleStat, Rows, "DoubleStat.measure returned amax as torch.float64; DoubleStat.stats declares torch.float32"),
+    (FlatStat, Rows, "amax of shape [16] for [16, 40]; FlatStat.stats declares torch.float32"),
     (Right, DecodesToBf16, "DecodesToBf16.decode returned torch.bfloat16; a decoded matrix is torch.float32"),
     (Right, DecodesTheTranspose, "DecodesTheTranspose.decode returned [40, 16] for a matrix [16, 40]. Remedy: cut off"),
     (RecallsNothing, Rows, "RecallsNothing.recall returned no 'amax', which stats declares"),

@@ -27,11 +27,11 @@ Run = Callable[[broken.Plugin, str], pytest.RunResult]
 MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
     broken.WrongDtype: (
         "test_encode_fills_the_declared_buffers",
-        "WrongDtype.encode returned data as torch.int16; Int8Storage.layout says torch.int8, block (1, 1)",
+        "WrongDtype.encode returned data as torch.int16; Int8Storage.layout declares torch.int8, block (1, 1)",
     ),
     broken.WrongShape: (
         "test_encode_fills_the_declared_buffers",
-        "encode returned scale of shape [[]*[]] for [[]*[]]; Int8Storage.layout says *, block (1, None), so [[]*, 1[]]",
+        "encode returned scale of shape [[]*[]] for [[]*[]]; Int8Storage.layout declares *, so [[]*, 1[]]",
     ),
     broken.MissingBuffer: (
         "test_encode_fills_the_declared_buffers",
@@ -100,7 +100,7 @@ def test_a_transpose_that_is_not_there_is_found_before_any_test(run: Run) -> Non
 
 def test_wrong_bits_are_found(run: Run) -> None:
     result = run(broken.Plugin(broken.Int8, effective_bits=4), "test_effective_bits")
-    result.stdout.fnmatch_lines(["*the spec says effective_bits=4; the layout takes 8.008 bits an element*"])
+    result.stdout.fnmatch_lines(["*the spec has effective_bits=4; the layout takes 8.008 bits an element*"])
 
 
 def test_operands_are_encoded_where_the_matrix_is() -> None:

@@ -1,1 +1,1 @@
-"""How masters are cast: the words that one rank sends about its fragments, and what it makes of those of all."""
+"""Casts of masters: the words that a rank sends about its fragments, and the encoding from the words of all ranks."""

@@ -1,7 +1,7 @@
-"""Whether the ranks mean the same cast: which weights it casts, whether one rank refuses it, and who owns what.
-
-They exchange that in the only collective of a cast. Else ranks that passed other weights, or the same in another order,
-would encode with statistics of other weights, and a rank that refused its arguments would leave the others waiting.
+"""A check that the ranks make the same cast: of the same weights, refused by none, with parts that make up each weight.
+They exchange these facts in the only collective of a cast. Else ranks that passed other weights, or the same in another
+order, would encode with statistics of other weights, and a rank that refused its arguments would leave the others
+waiting.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Agreement:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of what is exchanged: a flag for each rank that refuses, the words and their complements; and of
-        each weight where each rank's part begins and ends, and the way back from end to start."""
+        """The shapes of the exchanged tensors: a flag for each rank that refuses; the words and their complements; and
+        for each weight where each rank's part begins and ends, and the way back from end to start."""
         if self.ranks == 1:
             return [(0,), (0, 2, 2, 2)]
         return [(self.ranks + 2 * (DIGEST + SEED),), (len(self.items), self.ranks + 1, 2, 2)]
@@ -59,8 +59,8 @@ class Agreement:
             places.index_copy_(1, which, on_device(own, torch.int32, self.device))
 
     def check(self, facts: Tensor, places: Tensor) -> None:
-        """Refuse what one rank refuses, what is not the same on all, and parts that leave a gap or overlap. All ranks
-        get the same words, so all refuse."""
+        """Refuse a cast that one rank refuses, arguments that are not the same on all, and parts that leave a gap or
+        overlap. All ranks get the same words, so all refuse."""
         if self._fault is not None:
             raise self._fault
         if self.ranks == 1:
@@ -99,10 +99,9 @@ def _digest(items: Sequence[Item]) -> list[int]:
 
 
 def whole(places: Tensor) -> Tensor:
-    """Whether the parts of each weight are all of it, and each element once.
-
-    No part ends before it begins. So they do if they and the way back are one round, and every other round is an empty
-    part by itself: that is, if a part begins wherever one ends, and as many.
+    """Whether the parts of each weight cover it, each element once. No part ends before it begins. So the parts cover
+    the weight if they and the way back from end to start make one round, and every other round is an empty part by
+    itself: that is, if as many parts begin at each place as end there.
     """
     ordered = places.clone().view(torch.int64)[..., 0].sort(1).values
     return (ordered[..., 0] == ordered[..., 1]).all(1)

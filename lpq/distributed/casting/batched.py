@@ -1,4 +1,4 @@
-"""Casting all weights at once that kernels of the table serve, whatever their shapes.
+"""A cast of all weights at once that kernels of the table serve, whatever their shapes.
 
 Each operand of each fragment is a row of a table. One launch measures all fragments; after the reduction one makes the
 scales of the whole weights, and one the codes of the fragments. The ranks exchange the same words as without such

@@ -68,7 +68,7 @@ class Cast(ABC):
 
     @abstractmethod
     def encode(self, words: Views) -> None:
-        """Write what this rank can write, from the words of all ranks."""
+        """Write the buffers, or the parts of them, that this rank can write, from the words of all ranks."""
 
     @abstractmethod
     def pieces(self) -> list[Piece]:

@@ -1,7 +1,7 @@
-"""Where a fragment of a flattened weight lies in the buffers and statistics of the weight. Host arithmetic only.
+"""The place of a fragment of a flattened weight in the buffers and statistics of the weight. Host arithmetic only.
 
-Everything is in the order of the weight: row by row. The buffers of a row operand lie so; those of a column operand
-do when they are transposed.
+Everything is in the order of the weight: row by row. The buffers of a row operand lie so, and those of a column operand
+once they are transposed.
 """
 
 from __future__ import annotations

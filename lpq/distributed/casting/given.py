@@ -1,7 +1,7 @@
 """The arguments of a cast, refused in words if they make no sense.
 
 All ranks pass the same weights, so wrong ones are refused at once: all ranks do so, and none waits. One rank alone may
-pass a wrong part of a master, a wrong state or a wrong seed: these are refused when the others have been told.
+pass a wrong part of a master, a wrong state or a wrong seed: these are refused once the other ranks have the news.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Kinds of weights: the properties that weights share when they are cast together, and how that casts them."""
+"""Kinds of weights: the properties that weights share when they are cast together, and which decide how they are
+cast."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Kind:
         return [Grid(stat, d, self.rows, self.cols) for d, side in self.sides for stat in side.stats]
 
     def stats_of(self, direction: Direction) -> slice:
-        """Where in that order those of one operand are."""
+        """The places of one operand's statistics in that order."""
         found = [i for i, grid in enumerate(self.stats) if grid.direction == direction]
         return slice(found[0], found[-1] + 1) if found else slice(0)
 
@@ -90,12 +91,12 @@ class Kind:
         return all(in_fragments(side) for _, side in self.sides)
 
     def in_parts(self, ranks: int) -> bool:
-        """Whether they are, since the ranks then exchange less than all elements."""
+        """Whether they are encoded so: the ranks then exchange less than all elements."""
         return ranks > 1 and self.in_fragments and 2 * self.reach * ranks < self.rows * self.cols
 
     def words(self, count: int, ranks: int) -> list[tuple[int, ...]]:
-        """The shapes of what the ranks exchange of this many weights: the statistics, and the ends of all fragments or
-        all elements. They are the same on all ranks, whatever kernels these have."""
+        """The shapes of the tensors that the ranks exchange for this many weights: the statistics, and the ends of all
+        fragments or all elements. They are the same on all ranks, whatever kernels these have."""
         stats: list[tuple[int, ...]] = [(count, *grid.shape) for grid in self.stats if self.in_fragments]
         if ranks == 1:
             return stats
@@ -116,7 +117,7 @@ class Item:
     state: Mapping[str, Tensor] | None
     seed: Tensor | None
     fault: Exception | None = None
-    """Why this rank refuses what it got of the master. It is raised once the others have been told."""
+    """Why this rank refuses its part of the master. It is raised once the other ranks have the news."""
 
     @cached_property
     def kind(self) -> Kind:

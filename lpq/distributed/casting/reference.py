@@ -1,8 +1,7 @@
-"""The cast of the weights of one kind as their format wrote it: each rank encodes whole weights.
-
-Where the format declares what follows from statistics, the ranks exchange the statistics of their fragments and the
-few elements that share a code with one of another fragment, and zeros stand for all others. Then each rank has all
-scales, and the codes of what it owns. For any other format they exchange all elements.
+"""The cast of the weights of one kind by the code of their format: each rank encodes whole weights. Where the format
+declares which buffers follow from statistics, the ranks exchange the statistics of their fragments and the few elements
+that share a code with one of another fragment, and zeros stand for all others. Then each rank has all scales, and the
+codes of its own elements. For any other format they exchange all elements.
 """
 
 from __future__ import annotations

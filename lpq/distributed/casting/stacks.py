@@ -85,7 +85,7 @@ def run_together(kind: Kind, count: int) -> bool:
 
 @registry.cached
 def _alike(text: str) -> bool:
-    """Whether ``torch.vmap`` gives the bytes that one matrix after the other gives. It is tried, once, on a CPU."""
+    """Whether ``torch.vmap`` gives the bytes that one matrix after the other gives, by one comparison on a CPU."""
     quantizer = cast("Quantizer", registry.quantizer(text))
     sides = quantizer.side("row"), quantizer.side("col")
     units = [unit for side in sides for b in side.layout for unit in (b.unit(0), b.unit(1))]

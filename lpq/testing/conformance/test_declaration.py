@@ -69,7 +69,7 @@ def test_effective_bits_are_those_of_the_buffers(quantizer: Quantizer) -> None:
     said, bits = advertised(quantizer), stored_bits(quantizer.side("row"))
     assert said is not None, f"{quantizer} has no effective_bits, and was chosen for them"
     assert abs(bits - said) < 0.05, (
-        f"the spec says effective_bits={said}; the layout takes {bits:.3f} bits an element: say that in FormatSpec"
+        f"the spec has effective_bits={said}; the layout takes {bits:.3f} bits an element: set that in FormatSpec"
     )
 
 

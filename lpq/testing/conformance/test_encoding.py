@@ -55,7 +55,7 @@ def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
     )
     assert error >= 2**-bits or bits >= 16, (
         f"{side}: the relative RMS error of normal values is {error:.2e}, which {bits:.2f} bits an element "
-        "cannot reach: encode stores more than its layout says"
+        "cannot reach: encode stores more than its layout declares"
     )
     moved = relative_error(decoded.roll(1, dims=1), x)
     assert moved > allowed, (

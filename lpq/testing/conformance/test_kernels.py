@@ -50,7 +50,8 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
     operand and both; a product up to the order of its sums.
 
     ``LPQ_KERNELS`` names the backends whose kernels are compared; unset, all are. With ``TRITON_INTERPRET=1``, by which
-    Triton runs its kernels on a CPU, those are compared there. What was never compared is told, with the reason."""
+    Triton runs its kernels on a CPU, those are compared there. A kernel that was never compared is listed, with the
+    reason."""
     own = served_on(device, family.default)
     if not own:
         elsewhere = ", as Triton interprets them on the CPU" if device == "cuda" and triton_interprets() else ""

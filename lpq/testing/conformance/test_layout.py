@@ -31,16 +31,16 @@ def check_buffers(side: Quantizer, operand: Storage, shape: tuple[int, int], dty
     storage = side.storage
     name, layout = storage.__name__, storage.layout_for(side)
     assert isinstance(operand, storage), (
-        f"{type(side).__name__}.encode returned a {type(operand).__name__}; the spec says {name}"
+        f"{type(side).__name__}.encode returned a {type(operand).__name__}; the spec names {name}"
     )
     held = {n: t for n, t in vars(operand).items() if isinstance(t, torch.Tensor)}
     declared = [buffer.name for buffer in layout]
     assert set(held) == set(declared), f"{name}.layout declares {declared}; encode set {list(held)}"
     for buffer in layout:
         tensor, wanted, grid = held[buffer.name], buffer.dtype or dtype, buffer.grid(*shape)
-        assert tensor.dtype == wanted, f"{name}.layout says {buffer.name} is {wanted}; encode returned {tensor.dtype}"
+        assert tensor.dtype == wanted, f"{name}.layout: {buffer.name} is {wanted}; encode returned {tensor.dtype}"
         assert tuple(tensor.shape) == grid, (
-            f"{name}.layout says {buffer.name} covers {buffer.block}, so for {list(shape)} it must be "
+            f"{name}.layout declares that {buffer.name} covers {buffer.block}, so for {list(shape)} it must be "
             f"{grid}; encode returned {tuple(tensor.shape)}"
         )
 
@@ -69,7 +69,7 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
         for stat in side.stats:
             tensor, grid = measured[stat.name], stat.grid(*shape)
             assert tuple(tensor.shape) == grid, (
-                f"{name}.stats says {stat.name} covers {stat.block}, so for {list(shape)} it must be {grid}; "
+                f"{name}.stats declares {stat.name} covers {stat.block}, so for {list(shape)} it must be {grid}; "
                 f"measure returned {tuple(tensor.shape)}"
             )
             assert tensor.dtype == torch.float32, f"{name}.measure: {stat.name} is {tensor.dtype}; it must be float32"

@@ -104,8 +104,8 @@ def test_stochastic_rounding_is_unbiased(side: Quantizer) -> None:
 
 @only(lambda side: side.stochastic, "rounds stochastically")
 def test_directions_draw_bits_of_their_own(side: Quantizer) -> None:
-    """What rounding adds to the row operand has nothing to do with what it adds to the column operand: a gradient is
-    made of both."""
+    """The rounding errors of the row operand are independent of those of the column operand: a gradient is made of
+    both."""
     x = normal(64, 64)
     row = encode(side, x, direction="row").decode() - x
     for given, how in ((x, "that of the same matrix"), (x.t(), "that of the transposed matrix")):

@@ -74,7 +74,7 @@ def test_statistics_of_shards_are_those_of_the_whole(side: Quantizer, direction:
         )
         what = (
             f"{side}: statistic {stat.name!r} of a {direction} operand, reduced over shards of {sizes(side, dim)} "
-            f"(one value covers {stat.block}, as stats says)"
+            f"(one value covers {stat.block}, as stats declares)"
         )
         same(reduced(stat, dim, [part[stat.name] for part in parts]), whole[stat.name], what)
 
