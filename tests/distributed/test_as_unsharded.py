@@ -98,7 +98,7 @@ MIXED = W8.format("hybrid(row=nvfp4, col=fp8)")
 
 def _every_recipe(rank: int) -> None:
     """Each with masters or without; on one rank in the other way."""
-    ways = [Way(recipe, masters=i % 2 == 1, bf16=i % 2 == 0) for i, recipe in enumerate(RECIPES)]
+    ways = [Way(recipe, masters=i % 2 == 1, bf16=i % 2 == 0, blocks=1) for i, recipe in enumerate(RECIPES)]
     assert len({tuple(_as_unsharded(way)) for way in ways}) == len(RECIPES)
 
 
@@ -119,7 +119,7 @@ def _every_way(rank: int) -> None:
 
 def _mixed_precision(rank: int) -> None:
     for recipe in RECIPES[1::2]:
-        _as_unsharded(Way(recipe, masters=True, mixed=True))
+        _as_unsharded(Way(recipe, masters=True, mixed=True, blocks=1))
     _as_unsharded(Way(MIXED, "fused", mixed=True, checkpoint=True, reshard=False))
 
 
@@ -150,7 +150,7 @@ def test_on_four_ranks() -> None:
 def _ways_on_one(rank: int) -> None:
     """There is nobody to share with, and FSDP2 runs all the same."""
     for i, recipe in enumerate(RECIPES):
-        _as_unsharded(Way(recipe, masters=i % 2 == 0, mixed=i % 2 == 1))
+        _as_unsharded(Way(recipe, masters=i % 2 == 0, mixed=i % 2 == 1, blocks=1))
 
 
 def test_on_one_rank() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import spawn
-from test_tensor_parallel import BATCH, INNER, TOKENS, WIDTH, Gated, agree, data, model, plan, run, whole
+from test_tensor_parallel import BATCH, TOKENS, WIDTH, Gated, agree, data, model, plan, run, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,38 +20,36 @@ import lpq
 from lpq.distributed import tensor_parallel as tp
 
 
-def _compiled(rank: int) -> None:
-    def compiled(net: Gated) -> None:
-        net.compile(fullgraph=True, backend="aot_eager")
-
-    agree(run("mxfp8", True, False, prepare=compiled), run("mxfp8", True, False))
-
-
-def test_compiled() -> None:
-    spawn(_compiled, 2)
-
-
-def _by_inductor(rank: int) -> None:
-    """It reduces seeds, and one value alone. One layer is enough: how codes are joined takes kernels, too."""
-    found, recipe = [], "x=fp8(), w=fp8(), dy=nvfp4(stochastic=true)"
+def _compiled(rank: int, style: Any, recipe: str, backend: str) -> None:
+    """Bit for bit what a layer computes that is not compiled."""
+    found = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, INNER, False)), recipe)
-        mesh = init_device_mesh("cpu", (2,))
-        parallelize_module(net, mesh, {"0": tp.ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
+        net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), recipe)
+        parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": style})
         if compiled:
-            net.compile(fullgraph=True, backend="inductor")
-        x = data()[0].chunk(2, 1)[rank].contiguous().requires_grad_()
-        y = net(x)
-        y.to_local().sum().backward()
+            net.compile(fullgraph=True, backend=backend)
+        x, dy = data()
+        columns = isinstance(style, tp.ColwiseParallel)
+        x, dy = (t.chunk(2, dim)[rank].contiguous() for t, dim in ((x, 1 if columns else 2), (dy, 2 if columns else 1)))
+        y = net(x.requires_grad_())
+        y.backward(dy)
         assert x.grad is not None
-        found.append({"y": whole(y.detach()), "dx": x.grad, "dw": whole(net[0].weight.grad)})
-    assert all(torch.equal(a, b) for a, b in zip(*(one.values() for one in found), strict=True))
+        found.append((y.detach(), x.grad, whole(net[0].weight.grad)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.starts
-def test_by_inductor() -> None:
-    spawn(_by_inductor, 2)
+@pytest.mark.parametrize(
+    ("style", "recipe", "backend"),
+    [
+        # It reduces seeds, and one value alone. How codes are joined takes kernels, each of them Inductor's time.
+        (tp.ColwiseParallel(input_layouts=Shard(1)), "x=fp8(), w=fp8(), dy=nvfp4(stochastic=true)", "inductor"),
+        (tp.RowwiseParallel(output_layouts=Shard(1)), "mxfp8", "aot_eager"),
+    ],
+    ids=["columns", "rows"],
+)
+def test_compiled(style: Any, recipe: str, backend: str) -> None:
+    spawn(_compiled, 2, style, recipe, backend)
 
 
 def _checkpointed(rank: int, recipe: str) -> None:
