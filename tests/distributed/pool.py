@@ -82,7 +82,7 @@ class Call:
         os.environ.update(self.environment)
         os.chdir(self.directory)
         sys.path[:] = self.path
-        registry.refresh()
+        _forget_plugins()
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
@@ -93,6 +93,18 @@ class Call:
         with warnings.catch_warnings():
             self.function(rank, *self.args)
         dist.barrier()
+
+
+_found: list[object] = []
+"""The registry as a call found it: its epoch, and the plugins that it was to load."""
+
+
+def _forget_plugins() -> None:
+    """Forget what calls before have registered. To read all metadata again takes a hundredth of a second."""
+    plugins = os.environ.get("LPQ_LOAD_PLUGINS")
+    if _found != [registry.epoch(), plugins]:
+        registry.refresh()
+        _found[:] = registry.epoch(), plugins
 
 
 def _stacks(folder: str, rank: int) -> Path:
@@ -124,6 +136,7 @@ def _answer(rank: int, call: bytes) -> str | None:
         return traceback.format_exc()
     finally:
         gc.collect()
+        gc.freeze()  # what modules keep, as what was imported
         sys.stdout.flush()
         sys.stderr.flush()
     return None
@@ -152,9 +165,9 @@ class Pool:
             self._processes.append(process)
         self._raise(PATIENCE)
 
-    def serves(self, ranks: int) -> bool:
-        """Whether it has so many ranks, and they can import what can be imported here."""
-        return self.ranks == ranks and self.path == sys.path and bool(self._processes)
+    def serves(self) -> bool:
+        """Whether its ranks run, and can import what can be imported here."""
+        return self.path == sys.path and bool(self._processes)
 
     def run(self, function: Callable[..., None], *args: Any, patience: float = PATIENCE) -> None:
         """Run ``function(rank, *args)`` in all ranks; ``RankError`` if it failed in any, which ends all."""

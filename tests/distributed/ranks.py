@@ -15,19 +15,24 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 class _Kept:
-    """The pool of the last call. One is kept and not one for each number of ranks, as they take memory."""
+    """A pool for each number of ranks that was asked for. A rank has some 50 MB that no other process has."""
 
-    pool: Pool | None = None
+    def __init__(self) -> None:
+        self.pools: dict[int, Pool] = {}
 
     def of(self, ranks: int) -> Pool:
-        if self.pool is None or not self.pool.serves(ranks):
-            self.close()
-            self.pool = Pool(ranks)
-        return self.pool
+        pool = self.pools.get(ranks)
+        if pool is not None and not pool.serves():
+            pool.close()
+            pool = None
+        if pool is None:
+            pool = self.pools[ranks] = Pool(ranks)
+        return pool
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.close()
+        for pool in self.pools.values():
+            pool.close()
+        self.pools.clear()
 
 
 _kept = _Kept()
