@@ -98,7 +98,7 @@ class Buffer(Covering):
         if self.column_major and self.values is not None:
             raise ValueError(f"buffer {self.name!r} has {self.values} values for each block: it cannot be column_major")
         if self.values is not None and self.values < 1:
-            raise ValueError(f"buffer {self.name!r} has values={self.values}: it is how many each block has, 1 or more")
+            raise ValueError(f"buffer {self.name!r} has values={self.values}: say how many each block has, 1 or more")
 
     def lattice(self, rows: int, cols: int) -> tuple[int, int]:
         return super().lattice(rows, blocks(cols, self.pad) * self.pad)

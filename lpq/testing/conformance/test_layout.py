@@ -69,7 +69,7 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
         for stat in side.stats:
             tensor, grid = measured[stat.name], stat.grid(*shape)
             assert tuple(tensor.shape) == grid, (
-                f"{name}.stats declares {stat.name} covers {stat.block}, so for {list(shape)} it must be {grid}; "
+                f"{name}.stats declares that {stat.name} covers {stat.block}, so for {list(shape)} it must be {grid}; "
                 f"measure returned {tuple(tensor.shape)}"
             )
             assert tensor.dtype == torch.float32, f"{name}.measure: {stat.name} is {tensor.dtype}; it must be float32"
