@@ -24,7 +24,6 @@ from lpq.core import encode_operands, gemm
 
 RECIPE = {"rules": [{"match": "*", "recipe": "x=frozen(), w=frozen(), dy=frozen()"}]}
 RUNS: dict[str, dict[str, Any]] = {
-    "ordinary": {"recipe": RECIPE, "weights": None, "blocks": 1},
     "gathered": {"recipe": RECIPE, "blocks": 1},
     "masters": {"recipe": RECIPE, "weights": "quantized", "ranks": 4, "blocks": 1},
 }

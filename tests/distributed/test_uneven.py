@@ -81,7 +81,9 @@ def _layers(formats: Sequence[str]) -> dict[str, tuple[str, int]]:
     return {f"formats.{i}.layers.{j}": (f, r) for i, f in enumerate(formats) for j, r in enumerate(_rows(i))}
 
 
-FIT = {name for name, (text, rows) in _layers([*FORMATS]).items() if rows in FORMATS[text]}
+def _fit(formats: Sequence[str]) -> set[str]:
+    """The layers whose weights can be cut."""
+    return {name for name, (text, rows) in _layers(formats).items() if rows in FORMATS[text]}
 
 
 def _shard(net: Net) -> Net:
@@ -129,12 +131,12 @@ def _notes(net: Net) -> dict[str, str]:
     return {entry.name: entry.note for entry in report.weights}
 
 
-def _says(notes: dict[str, str], kept: str) -> None:
+def _says(net: Net, formats: Sequence[str], kept: str) -> None:
     """Every weight is in the report, by name, with what becomes of it and why."""
-    layers = _layers([*FORMATS])
+    notes, layers, fit = _notes(net), _layers(formats), _fit(formats)
     assert notes.keys() == layers.keys()
     for name, (text, rows) in layers.items():
-        if name in FIT:
+        if name in fit:
             assert notes[name].startswith(kept), (text, rows, notes[name])
         elif rows % RANKS:
             assert notes[name] == f"in high precision: its {rows} rows over 3 ranks are uneven"
@@ -159,16 +161,16 @@ def _what_is_gathered(net: nn.Module) -> dict[str, set[str]]:
 
 def _high_precision(rank: int) -> None:
     formats = [*FORMATS]
-    _says(_notes(_model(formats, "high_precision", RANKS)), "gathered as ")
+    _says(_model(formats, "high_precision", RANKS), formats, "gathered as ")
     net = _model(formats, "high_precision")
     assert all(isinstance(layer.weight.data, WeightShard) for part in net.formats for layer in part.layers)
-    _says(_notes(_shard(net)), "gathered as ")
+    _says(_shard(net), formats, "gathered as ")
     ordinary = _shard(_model(formats, None))
     assert _run(net, _adam(net)) == _run(ordinary, _adam(ordinary))
     for (name, p), q in zip(ordinary.named_parameters(), net.parameters(), strict=True):
         assert torch.equal(_whole(p), _whole(q)), name
-    _says(_notes(net), "gathered as ")
-    assert _what_is_gathered(net)["QuantizedTensor"] == FIT
+    _says(net, formats, "gathered as ")
+    assert _what_is_gathered(net)["QuantizedTensor"] == _fit(formats)
 
 
 def _stochastic(rank: int) -> None:
@@ -188,14 +190,14 @@ def _quantized(rank: int) -> None:
 
     It compares, too: what it gathers, all have, and all have its losses.
     """
-    for masters in (False, True):
-        net, twin = (_model([*FORMATS], "quantized", RANKS) for _ in range(2))
-        _says(_notes(net), "stored and gathered as ")
-        _shard(net)
-        _says(_notes(net), "stored and gathered as ")
-        for name in _layers([*FORMATS]):
+    every = [*FORMATS]
+    for masters, formats in ((False, every[::2]), (True, every[1::2])):
+        net, twin = (_model(formats, "quantized", RANKS) for _ in range(2))
+        _says(net, formats, "stored and gathered as ")
+        _says(_shard(net), formats, "stored and gathered as ")
+        for name in _layers(formats):
             local = net.get_submodule(name).weight._local_tensor
-            assert isinstance(local, QuantizedTensor if name in FIT else WeightShard), name
+            assert isinstance(local, QuantizedTensor if name in _fit(formats) else WeightShard), name
         for module in net.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
