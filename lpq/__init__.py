@@ -78,6 +78,6 @@ def __dir__() -> list[str]:
 
 
 if "torch" in sys.modules:
-    # Importing the core tells torch what a quantized tensor in a file is made of. Where torch is at hand this costs
-    # little, and torch.load(path, weights_only=True) works before anything else of lpq is used.
+    # Importing the core registers with torch how a quantized tensor in a file is rebuilt. Where torch is at hand this
+    # costs little, and torch.load(path, weights_only=True) works before anything else of lpq is used.
     import_module("lpq.core")

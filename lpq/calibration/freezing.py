@@ -97,8 +97,8 @@ def _share(values: dict[str, Tensor], together: Sequence[Target], tensor: str) -
 def _fill_unseen(
     values: dict[str, Tensor], targets: Sequence[Target], together: Sequence[Sequence[str]], unseen: Unseen
 ) -> None:
-    """Give layers whose input was never seen, or had nothing but zeros, the statistics of layers with the same input,
-    or else of those that differ in a number of their names, such as other experts."""
+    """Give layers that got no input, or nothing but zeros, the statistics of layers with the same input, or else of
+    those that differ in a number of their names, such as other experts."""
     without = [
         target for target in targets if any(name not in values or not values[name] > 0 for name in target.names("x"))
     ]

@@ -70,7 +70,7 @@ def states_of(stack: Stack) -> Mapping[str, Mapping[str, Tensor]]:
 
 
 def is_shared_out(holder: nn.Module) -> bool:
-    """Whether ranks share its experts out, so that each sees the rows of all ranks for its own."""
+    """Whether ranks share its experts out, so that each gets the rows of all ranks for its own."""
     return isinstance(holder, Holder) and holder.dispatched is not None
 
 

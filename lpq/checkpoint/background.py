@@ -117,7 +117,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
 
 @atexit.register
 def _warn() -> None:
-    """Report errors at the process's end that nobody asked for. Python has waited for the threads by then."""
+    """Report, at the process's end, errors that no ``wait`` raised. Python has waited for the threads by then."""
     for failure in unheard():
         warnings.warn(f"{failure} (nobody called Saving.wait)", CheckpointWarning, stacklevel=2)
 

@@ -31,7 +31,7 @@ PREFIX = "model."
 
 
 class Model:
-    """A model as a checkpoint sees it: the same whether it is compiled, sharded or neither."""
+    """A model in the form of a checkpoint: the same whether it is compiled, sharded or neither."""
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):

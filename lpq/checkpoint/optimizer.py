@@ -262,7 +262,7 @@ class _Fresh:
                 f"{name} of shape {list(shape)} belongs to a sharded parameter of shape {list(param.shape)}, and only "
                 "the optimizer knows how it is sharded itself: take one step, then load"
             )
-        # A single number is put by load_state_dict where the optimizer wants it.
+        # load_state_dict puts a single number on the device that the optimizer needs.
         device = torch.device("cpu") if param is None or shape.numel() == 1 else held(param).device
         return torch.empty(shape, dtype=dtype, device=device)
 

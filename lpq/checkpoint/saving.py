@@ -149,7 +149,7 @@ def _prepare(
     check_alike(found, ranks)
     if len({facts.tensors for facts in found}) > 1:
         check_tensors(ranks.all(lambda: held), ranks)
-    for name in found[0].memories:  # ranks may have seen other inputs; as after a step, the largest statistics count
+    for name in found[0].memories:  # ranks may have had other inputs; as after a step, the largest statistics count
         combined = torch.stack([facts.memories[name] for facts in found]).amax(0)
         state["model"][name.removeprefix("model.")] = combined
     ranks.first(begin)

@@ -186,7 +186,7 @@ def installed(distribution: str) -> str:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The devices that torch sees, those that it cannot use among them."""
+    """The devices that torch lists, also those that it cannot use."""
     threads = f"{torch.get_num_threads()} threads"
     found = [{"device": "cpu", "name": platform.machine(), "detail": threads, "broken": False}]
     for index in range(torch.cuda.device_count()):

@@ -52,7 +52,7 @@ class ExpertParallel(ParallelStyle):
             return distribute_module(module, device_mesh, _share_out)
         hooks = _Hooks(self.how)
         module.shares_out_experts = True
-        before: Any = hooks.dispatch  # torch says that they return nothing, and uses what they return
+        before: Any = hooks.dispatch  # torch's type returns nothing, and torch uses the result
         after: Any = hooks.combine
         return distribute_module(module, device_mesh, _share_out, before, after)
 

@@ -16,7 +16,7 @@ from lpq.operations.derived_operands import derives_col, rounds_stochastically
 from lpq.operations.sides import measures_again
 
 
-@cache  # asked before every gather
+@cache  # called before every gather
 def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> str | None:
     """Why shards of a weight of so many rows, or matrices of a stack, cannot be encoded when it is gathered; None if
     they can."""

@@ -352,7 +352,7 @@ def heavy(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype) -> fro
     return frozenset(w for w in wanted if operand_bytes(quantizer, rows, cols, dtype, *w) > high)
 
 
-@cache  # asked before every gather
+@cache  # called before every gather
 def _sides(quantizer: Quantizer) -> Sides:
     """The quantizers of the operands that are encoded from a shard, and the statistics that they need."""
     row, col = quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")

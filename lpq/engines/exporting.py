@@ -230,7 +230,7 @@ def _streamed(plan: Plan) -> Iterator[tuple[str, Tensor]]:
 
 
 def _values(tensor: Assigned, made: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """The values of a quantized layer that engines want alike in layers that they fuse."""
+    """The values of a quantized layer that must be equal in layers that engines fuse."""
     if tensor.scheme is None:
         return {}
     alike = [p.name for p in tensor.parts() if p.holds == "value"]

@@ -15,7 +15,7 @@ METHOD = "modelopt"
 MIXED = "MIXED_PRECISION"
 ALGORITHM, SIZE = "quant_algo", "group_size"
 PRODUCER = {"name": METHOD, "version": "0.47.0"}
-"""As whose files these are read: some readers ask for its name and version."""
+"""The producer in these files: some readers need its name and version."""
 
 
 class ModelOpt(Layout):

@@ -94,7 +94,7 @@ class Writer:
 
 
 class Reader:
-    """A file, its header judged; a tensor is read when it is asked for."""
+    """A file whose header is checked; each tensor is read when it is looked up."""
 
     def __init__(self, path: Path) -> None:
         """``path`` is an ordinary file. An error names it and its fault."""

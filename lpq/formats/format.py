@@ -53,7 +53,7 @@ class Quantizer(Options):
         """Return the encoded matrix. Pure: all that depends on a statistic is computed here, after the reduction."""
         raise NotImplementedError(f"{type(self).__name__} must define encode(self, x, stats)")
 
-    # ------------------------------------------------------------------------------ what a format may say
+    # --------------------------------------------------------------------------- declarations of a format
 
     @property
     def transposable(self) -> bool:

@@ -31,7 +31,8 @@ def attach(model: nn.Module) -> nn.Module:
 
 
 class Decoded:
-    """A quantizer for transformers, with all that it asks of one whose model is trained and saved as any other."""
+    """A quantizer for transformers, with all methods that it needs for a model that is trained and saved as any
+    other."""
 
     quant_method = METHOD
     is_trainable = is_qat_trainable = is_compileable = True

@@ -1,7 +1,7 @@
 """Hugging Face's transformers: a callback for its Trainer; ``attach``, for saving weights that are stored quantized.
 
-``LpqCallback`` tells the model at which step the Trainer is, and how many steps it takes, so that a policy's rules end
-where they say. It keeps the policy in the Trainer's checkpoints (``trainer_state.json``), and refuses to go on under
+``LpqCallback`` sets a model to the step of the Trainer, and gives it the number of steps, so that a policy's rules end
+where they should. It keeps the policy in the Trainer's checkpoints (``trainer_state.json``), and refuses to go on under
 another one. transformers is imported when ``LpqCallback`` or ``attach`` is first used.
 """
 

@@ -181,7 +181,7 @@ class _Plan:
             prefer(REDUCTIONS, IN_FP32)
         else:
             describe(FAST, ctypes.c_int8(fast))
-            if scaled != (OF_ALL, OF_ALL):  # which older libraries do not ask for
+            if scaled != (OF_ALL, OF_ALL):  # attributes that older libraries lack
                 describe(FIRST_SCALED, scaled[1])
                 describe(SECOND_SCALED, scaled[0])
             self._scales = c_void_p(ALIGNED), c_void_p(ALIGNED)  # an algorithm is found for scales that are somewhere

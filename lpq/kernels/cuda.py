@@ -293,7 +293,7 @@ def why_not(device: torch.device) -> str | None:
     try:
         version = compiler_version()
     except KernelError as error:
-        return str(error).partition("\n")[0]  # the rest is of a library, and every kernel says this
+        return str(error).partition("\n")[0]  # the rest is a library's, and every kernel prints this
     major, minor = torch.cuda.get_device_capability(device)
     if compiles_for(10 * major + minor):
         return None

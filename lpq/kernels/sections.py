@@ -1,6 +1,6 @@
 """Sections on the host (``csrc/common/sections.cuh``): rows that are encoded by themselves, in one launch.
 
-They are groups of rows, which end where a tensor on the device says, or the matrices of a stack.
+They are groups of rows, whose ends are in a tensor on the device, or the matrices of a stack.
 """
 
 from __future__ import annotations

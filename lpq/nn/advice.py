@@ -91,7 +91,8 @@ def _left_in_vain(policy: Policy, names: Mapping[str, Sequence[str]]) -> Iterato
 
 
 def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
-    """Warn if these modules hold many of the matrices in high precision, though the policy does not ask for it."""
+    """Warn if these modules hold many of the matrices in high precision, though no rule of the policy leaves them
+    there."""
     coverage = report.coverage
     parts = [part for part in coverage.of(modules) if part.multiplied]
     if sum(part.elements for part in parts) > LARGE * coverage.multiplied:

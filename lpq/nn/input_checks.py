@@ -118,7 +118,7 @@ def check_memories(layer: Saved, memories: Mapping[str, Mapping[str, Tensor]]) -
     memories = {tensor: memory for tensor, memory in memories.items() if tensor != "w"}
     if not memories or not _copies_buffers():
         return
-    if torch.compiler.is_compiling() or _copied_by_replicas(memories):  # a tracer cannot tell which buffers are its own
+    if torch.compiler.is_compiling() or _copied_by_replicas(memories):  # a tracer cannot compare the buffers
         raise RuntimeError(
             f"{layer.title}: DistributedDataParallel copies what rank 0 remembers for delayed scaling to all ranks "
             "before each forward, and what is larger on them would be clamped: make it with broadcast_buffers=False "

@@ -32,9 +32,9 @@ class Saved(Remembering):
     gathering: Gathering | None
     """The weights that are gathered quantized together with this one; None: it is not gathered quantized."""
     accumulate: Accumulate | None
-    """Where backward adds the gradient of the weight, in place: to ``weight.grad``, if it is there, or to
-    ``weight.main_grad``, in the dtype that it has. None: autograd gets the gradient, as it always does where
-    ``torch.autograd.grad`` asks for it."""
+    """The tensor to which backward adds the gradient of the weight in place: ``weight.grad``, if it is there, or
+    ``weight.main_grad``, in its dtype. None: autograd gets the gradient, as it always does under
+    ``torch.autograd.grad``."""
 
     @property
     def title(self) -> str:

@@ -63,7 +63,7 @@ class Stages(Watcher):
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             return
         if self._by is not None and self._by() is optimizer:
-            self._warn()  # a compiled model has not said so
+            self._warn()  # a compiled model has not warned
         elif not self.due:
             self.due, self._by = True, weakref.ref(optimizer)
 

@@ -18,7 +18,7 @@ from lpq.torch_private.pytree import tree_iter
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as this rank sees it."""
+    """One collective on this rank."""
 
     kind: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce`` or the operator's own name."""
@@ -41,7 +41,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, WITH_PARTS) for t in types):
-            return NotImplemented  # they run operators on their parts first, and those are seen here
+            return NotImplemented  # they run operators on their parts first, and those come here
         if func.namespace in COLLECTIVES:
             name = schema_of(func).name.partition("::")[2]
             sizes = [sum(t.nbytes for t in tree_iter(a) if isinstance(t, Tensor)) for a in args]

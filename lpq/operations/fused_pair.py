@@ -74,7 +74,7 @@ Make = Callable[[Sequence[Tensor | None], Tensor | None, Tensor | None, Sequence
 contiguous. ``found``: what was measured before, if it was needed. ``into``: the buffers, where they exist already.
 These are those of sections, each of which has an amax and a seed; for an operand that is decoded, its matrix alone."""
 Look = Callable[[int], tuple[Tensor, Tensor | None]]
-"""``look(x)``, of an address: what is found for one operand and, if wanted, the amax of the matrix."""
+"""``look(x)``, of an address: the statistics for one operand and, if wanted, the amax of the matrix."""
 Finder = Callable[[Sections, "Direction", bool, bool], tuple[Find, bool]]
 """``finder(sections, direction, amax, both)`` binds the search for what an operand needs before it is encoded, and
 reports whether that finds what the other one needs: the ``amax`` of sections or, if ``both`` have the same finder, what

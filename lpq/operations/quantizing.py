@@ -90,7 +90,7 @@ def _with_plain(
     if row is None and col is None:
         return row_storage, col_storage, []
     other_row, other_col, measured = quantize(x, stats, row, col, seed, offset, measure=measure, across=across)
-    # Not by `or`, which asks the class of a storage for its truth: torch 2.11 cannot compile that.
+    # Not by `or`, which takes the truth of a storage: torch 2.11 cannot compile that.
     row_storage = other_row if row_storage is None else row_storage
     col_storage = other_col if col_storage is None else col_storage
     return row_storage, col_storage, measured

@@ -94,7 +94,7 @@ class Recipe:
                 check_save(key, value)
         for name, product in self.products.items():
             _check_bases(name, product)
-        for tensor in TENSORS:  # what cannot be joined is found now, not when a layer asks
+        for tensor in TENSORS:  # sides that cannot be joined are found now, not in a layer
             with place(tensor):
                 getattr(self, tensor)
 

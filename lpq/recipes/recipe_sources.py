@@ -1,8 +1,7 @@
-"""Making recipes: from names, from text, from mappings and from TOML files, all by the same rules.
-
-A recipe in parts is keys and values. A key says which operands: ``wgrad`` (both of a product), ``dy`` (both of a
-tensor) or ``wgrad.dy`` (one, whatever a wider key says). A value says what they get: a recipe's name (what
-it gives them there), or else a quantizer; with parentheses, as in ``mxfp8()``, it is always a quantizer.
+"""Recipes from names, from text, from mappings and from TOML files, all by the same rules. A recipe in parts is keys
+and values. A key stands for operands: ``wgrad`` (both of a product), ``dy`` (both of a tensor) or ``wgrad.dy`` (one,
+which wins over a wider key). A value gives them a quantizer: that of a recipe of this name for the same operand, or
+else the quantizer itself; with parentheses, as in ``mxfp8()``, it is always a quantizer.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ LEAVE = ("lm_head", "gate", "router")
 """The parts of names whose layers a policy made of one recipe leaves alone, as everybody in the field does: the head of
 a language model, and the routers of a mixture of experts. A wrong bit in a router sends a token to another expert."""
 LEAST = 16
-"""Layers with fewer inputs or outputs are left alone, unless asked for: to encode them takes longer than it saves."""
+"""Layers with fewer inputs or outputs are left alone, unless a rule names them: to encode them takes longer than it
+saves."""
 Steps: TypeAlias = int | Literal["later"] | None
 """The length of a run in steps; ``"later"``: it will be given later; None: nobody gives it."""
 

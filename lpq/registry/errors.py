@@ -71,7 +71,7 @@ class ImportStringError(LpqError, ImportError):
 
 
 class PluginError(LpqError):
-    """A plugin that cannot be used. Raised when something of this plugin is asked for, and only then."""
+    """A plugin that cannot be used. Raised when something of this plugin is looked up, and only then."""
 
     status: ClassVar[str] = "broken"
 

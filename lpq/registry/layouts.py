@@ -1,4 +1,4 @@
-"""How the files of inference engines hold what formats encode: what format plugins and layout plugins tell each other.
+"""The files of inference engines: the interface between format plugins, with schemes, and layout plugins.
 
 A **layout** is one way of naming a model's tensors and of describing them in JSON. A **scheme** is how one operand of a
 format lies in one layout. A format lists schemes, a layout makes JSON of those that a model uses and finds them again.
@@ -28,8 +28,8 @@ class Part:
     """Its shape for a weight of so many rows and columns."""
     holds: Holds
     """``codes``: elements. ``scales``: floats, finite. ``exponents``: powers of two as bytes, where 255 is NaN.
-    ``value``: one float of the whole weight or input, finite and more than 0, which engines want alike for layers that
-    they fuse."""
+    ``value``: one float of the whole weight or input, finite and more than 0, which must be equal in layers that
+    engines fuse."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""From metadata to one plugin's specs, or to the one error that says why there are none.
+"""From metadata to one plugin's specs, or to the one error with the reason why there are none.
 
-``installed`` reads metadata and imports nothing. ``load`` imports one plugin, asks its hooks and checks the
-answers; whatever goes wrong in there becomes a ``PluginError``, so that no plugin can break another.
+``installed`` reads metadata and imports nothing. ``load`` imports one plugin, calls its hooks and checks the answers;
+whatever goes wrong in there becomes a ``PluginError``, so that no plugin can break another.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The entry-point name owns its namespace, and the longest that fits a name comes first, so a lookup imports one plugin.
 Values that are derived from the registry and kept go through ``cached``: ``refresh`` and ``register`` empty that. Any
-thread may look up and register at any time: a result is of before or after, and never of in between.
+thread may look up and register at any time: a result is that of before or of after, and never a mixture.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Registry:
         return self._provider(name, "recipes").recipes[name]
 
     def recipe_known_as(self, alias: str) -> RecipeSpec | None:
-        """The recipe that other libraries call so: of lpq's own plugins, if one of them says so."""
+        """The recipe that other libraries call by this name, if one of lpq's own plugins lists the name."""
         every = (spec for plugin in self.plugins() for spec in plugin.recipes.values())
         return next((spec for spec in every if alias.lower() in map(str.lower, spec.aliases)), None)
 
@@ -190,7 +190,7 @@ class Registry:
             try:
                 return hook(module=module, fqn=fqn, recipe=recipe)
             except PluginError:
-                raise  # it says already whose fault it is
+                raise  # it names the plugin at fault already
             except Exception as error:
                 culprit = _raised_in(error, hook.get_hookimpls())
                 if culprit not in self._sources:
@@ -228,7 +228,7 @@ class Registry:
             if info.error is not None:
                 self._forget(name)
                 raise info.error.with_traceback(None)
-            _REMEMBERED.clear()  # what its own hooks asked for was found without it
+            _REMEMBERED.clear()  # what its own hooks looked up was found without it
             return info
 
     def _forget(self, name: str) -> None:
@@ -314,7 +314,7 @@ def _made() -> Registry:
 
 def default() -> Registry:
     """The registry of this process, made on first use."""
-    with _MAKING:  # threads that ask at once would make one each, and what is registered in all but one would be lost
+    with _MAKING:  # two threads would make one each, and registrations in all but one would be lost
         return _made()
 
 
@@ -335,7 +335,7 @@ def cached(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def cached_few(function: Callable[P, T]) -> Callable[P, T]:
-    """The same for what there is for each shape: only what was asked for last is kept."""
+    """As ``cached``, for results of each shape: only the last few are kept."""
     return _forgotten(function, FEW)
 
 

@@ -94,7 +94,7 @@ class QuantizedTensor(Gathered, Tensor):
     """The count of the writes to it, which its views share."""
     place: str
     """The name in error messages: that of its parameter in the model that was converted; empty if it has none. Views
-    and copies keep it. It is neither saved nor passed to a compiler, which would tell layers apart by it."""
+    and copies keep it. It is neither saved nor passed to a compiler, which would compile each layer apart for it."""
 
     owner: weakref.ref[Any] | None
     """The layer whose weight, or shard of a weight, this is: it finds the group of the other shards. Views and copies

@@ -218,7 +218,7 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
         what = f"{operand.quantizer}, {list(x.shape)}"
         if isinstance(got, Multiplicand):
             expected = exact_form(operand)
-            if expected is None:  # LPQ_KERNELS leaves out what would say it
+            if expected is None:  # LPQ_KERNELS leaves out the kernel that would give it
                 close(got.decode_rotated().double(), operand.decode_rotated().double().cpu(), 1e-6, what)
                 continue
             equal(got.form.constant, expected.constant, f"the constant of {what}")
@@ -234,7 +234,7 @@ def compare_multiplicands(row: Quantizer, col: Quantizer, x: Tensor, exact: tupl
 
 def compare_exact(kernel: KernelSpec, operand: Storage, of: str) -> bool:
     """A bf16 matrix, its factor and its constant make what the operand decodes to, but for roundings to fp32. Whether
-    there is such a matrix: a kernel may say that it does not serve a shape."""
+    there is such a matrix: a kernel may decline a shape."""
     with Poisoned():  # type: ignore[no-untyped-call]
         found = registry.resolve(kernel.impl)(operand)
     what = f"{kernel.backend} kernel {kernel.impl} on {of}"

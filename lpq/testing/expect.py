@@ -1,4 +1,4 @@
-"""Comparisons that say in words what differs. Bits count: a NaN equals itself, and 0.0 is not -0.0."""
+"""Comparisons that report differences in words. Bits count: a NaN equals itself, and 0.0 is not -0.0."""
 
 from __future__ import annotations
 

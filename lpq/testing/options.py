@@ -1,4 +1,4 @@
-"""Which quantizers of a format the kit tests: what the type hints of its options say that they can be.
+"""The quantizers of a format that the kit tests, from the type hints of its options.
 
 A ``Literal`` or a ``bool`` gives its values, and a field that is a quantizer gives the other built-in
 formats. Any other option keeps its default. Up to ``ALL`` combinations are all taken; of more, as many as
@@ -32,14 +32,14 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class Family:
-    """One format, as it was asked for, and the quantizers of it that are tested."""
+    """One format, as it was given to the kit, and its quantizers that are tested."""
 
     name: str
     quantizers: tuple[Quantizer, ...]
 
     @property
     def default(self) -> Quantizer:
-        """The quantizer with the default options, or the one that was asked for."""
+        """The quantizer with the default options, or the given one."""
         return self.quantizers[0]
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ def _pairs(values: tuple[Any, ...]) -> set[Any]:
 
 
 def only(predicate: Callable[[Quantizer], bool], words: str) -> Callable[[Test], Test]:
-    """A test that is about some quantizers only; ``words`` say which, as in "rounds stochastically"."""
+    """A test that is about some quantizers only; ``words`` describe them, as in "rounds stochastically"."""
 
     def mark(test: Test) -> Test:
         setattr(test, ONLY, (predicate, words))
@@ -160,8 +160,8 @@ def known_failures(quantizer: Quantizer) -> dict[str, str]:
     """The tests that a format declares it fails: ``known_failures`` of its quantizer, the name of a test to the reason.
 
     ``test_name`` is the whole test, ``test_name[case]`` one of its ``cases``. It is read from the quantizer, not from
-    its class: a property gives what holds for these options. Such a test must fail: once it passes, the kit asks to
-    take it off the list.
+    its class: a property gives what holds for these options. Such a test must fail: once it passes, the kit fails until
+    it is off the list.
     """
     known: dict[str, str] = getattr(quantizer, "known_failures", {})
     return known

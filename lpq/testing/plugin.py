@@ -82,7 +82,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Add to the report of a failure what the test asks for."""
+    """Add the test's docstring, its requirement, to the report of a failure."""
     if call.excinfo is None or not isinstance(item, pytest.Function) or not item.function.__module__.startswith(KIT):
         return
     asked = " ".join((item.function.__doc__ or "").split())

@@ -13,7 +13,8 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """A number of the backward that runs in this thread; -1 outside of any."""
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether this backward will run a node. An error where ``torch.autograd.grad`` wants what that node accumulates."""
+"""Whether this backward will run a node. Raises where ``torch.autograd.grad`` returns the gradient that the node
+accumulates."""
 
 uncounted: Callable[[tuple[Tensor, ...]], AbstractContextManager[None]] = (
     torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-"""The key of a tracer that sees operators before autograd does."""
+"""The key of a tracer that gets operators before autograd does."""
 
 has_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 """Whether a key is in force in this thread."""

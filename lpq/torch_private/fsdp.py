@@ -120,7 +120,7 @@ class Site:
         self._param.all_gather_outputs = outputs
 
     def forget(self) -> None:
-        """Have FSDP2 ask for the unsharded parameter anew, because it is no longer what it was."""
+        """Have FSDP2 set up the unsharded parameter anew, because the old one is out of date."""
         unsharded = getattr(self._param, "_unsharded_param", None)
         if unsharded is None:
             return

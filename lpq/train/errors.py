@@ -14,7 +14,7 @@ class TrainOptionError(TrainError, OptionError):
 
 
 class Stopped(TrainError):
-    """The run was asked to stop. Its last step is saved, and the message says how to go on."""
+    """The run got a signal to stop. Its last step is saved, and the message describes how to go on."""
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)

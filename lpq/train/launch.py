@@ -82,7 +82,7 @@ def _status(job: Callable[[], object], report: Report) -> int:
         cuda = torch.cuda.is_available()
         if cuda and int(os.environ["LOCAL_RANK"]) < torch.cuda.device_count():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Neither connects before it is used, and --device may ask for either.
+        # Neither connects before it is used, and --device may choose either.
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=PrefixStore("lpq", store), rank=rank, world_size=size)
         job()

@@ -49,7 +49,8 @@ def _own(device: torch.device, name: str) -> torch.device:
 def fixed_sums(device: torch.device, threads: int) -> Iterator[None]:
     """Have PyTorch sum in an order that is always the same, so that a resumed run is bitwise the uninterrupted one.
 
-    On a CPU the order follows from the number of threads; 0 leaves it to PyTorch. On a GPU PyTorch must be asked.
+    On a CPU the order follows from the number of threads; 0 leaves it to PyTorch. On a GPU an option of PyTorch fixes
+    it.
     """
     threads_before = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()

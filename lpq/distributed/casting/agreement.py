@@ -67,7 +67,7 @@ class Agreement:
             return
         refuse, (words, complements) = facts[: self.ranks], facts[self.ranks :].view(2, -1)
         differ, right = words + complements != LIMIT, whole(places)
-        if self.device.type != "cpu":  # the host does not wait to know
+        if self.device.type != "cpu":  # the host does not wait for the result
             same = ~(differ.any() | refuse.any())
             assert_later(same, "all ranks must pass the same weights, in the same order, with the same seed")
             assert_later(right.all(), "the ranks of the group must own each element of every master once")

@@ -51,7 +51,7 @@ def kernels_of(side: Quantizer, device: torch.device) -> CastKernels | None:
     """The kernels that cast fragments to operands of this quantizer, if there are any."""
     try:
         make = choose("cast", (side.text,), device).impl
-    except KernelError:  # the reference is not allowed: each operation of the other way says for itself what it lacks
+    except KernelError:  # the reference is not allowed: the other way raises with what each operation lacks
         return None
     kernels: CastKernels | None = make(side) if make is not None else None
     return kernels

@@ -159,7 +159,7 @@ def test_copying_between_tensors(quantizer: Quantizer, held: str) -> None:
 @only(lambda q: all(side.plain for side in sides(q)) is False, "loses precision: an ordinary matrix loses none")
 @QUIET
 def test_decoding_is_said(quantizer: Quantizer) -> None:
-    """An operator that the buffers cannot express says so: no precision is lost or gained in silence."""
+    """An operator that the buffers cannot express warns: no precision is lost or gained in silence."""
     tensor = quantized(quantizer, "both")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -111,7 +111,7 @@ def test_import_strings_of_kernels(family: Family) -> None:
 
 
 def triton_interprets() -> bool:
-    """Whether Triton was asked to run its kernels on the CPU."""
+    """Whether ``TRITON_INTERPRET`` has Triton run its kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -130,7 +130,7 @@ def refusal(kernel: KernelSpec, operands: tuple[Quantizer, ...], device: str) ->
     try:
         return why_not(kernel, operands, torch.device(device), frozenset(named or BACKENDS))
     except Exception as error:
-        if kernel.backend == "triton" and device == "cpu":  # it may ask what the GPU is, and there is none
+        if kernel.backend == "triton" and device == "cpu":  # it may read the GPU's properties, and there is no GPU
             return f"its why_not raised {words(error)}, where Triton interprets on a CPU"
         raise
 

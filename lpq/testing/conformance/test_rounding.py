@@ -18,14 +18,14 @@ SEEDS = 64
 PROBES = 2048
 """Values of each sign that are tried, to see which of them come back."""
 HITS = 4
-"""A value that comes back for fewer of them may have neighbours that were not seen."""
+"""A value that comes back for fewer of them may have neighbours that did not come back."""
 
 
 @only(lambda side: not side.stochastic and side.rotation is None, "rounds to nearest in its own basis")
 def test_ties_go_either_way(side: Quantizer) -> None:
     """Half-way between two values that it represents, some go up and some down, as to even: a mean does not drift.
 
-    It asks where those values are evenly spaced, and found in the decoded ones: not of 16 bits, nor of logarithms."""
+    It is for values that are evenly spaced and found among the decoded ones: not for 16 bits, nor for logarithms."""
     units = _units(side)
     if units is None:
         pytest.skip(f"{side} represents no values that are evenly spaced and few enough to be found")

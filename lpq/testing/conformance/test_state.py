@@ -35,7 +35,7 @@ def recall(side: Quantizer, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @REMEMBERS
 def test_state_gives_the_declared_statistics(quantizer: Quantizer) -> None:
-    """``recall`` gives statistics to encode with, from a fresh state and from one that has seen a tensor."""
+    """``recall`` gives statistics to encode with, from a fresh state and from one that holds a tensor's statistics."""
     x = normal(24, 40)
     for side, state in branches(quantizer):
         name = type(side).__name__

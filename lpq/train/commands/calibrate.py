@@ -1,4 +1,4 @@
-"""``lpq calibrate``: make the scales of a checkpoint static, and say how noisy each layer is."""
+"""``lpq calibrate``: make the scales of a checkpoint static, and list how noisy each layer is."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
         row_scale, col_scale = filled(*grid), filled(*grid[::-1])
     # One value serves both operands, unless an operator returns them.
     scale_of_both = not (square or e.operator)
-    # A low tile is too small to look for the largest of many parts, or to hold a block.
+    # A low tile is too small to find the largest of many parts, or to hold a block.
     shape = TALL if e.col is not None else SQUARE if square or count > 1 else LOW
     if e.row is not None and e.aligned and e.held is e.dtype:
         shape = broadened(rows, cols, e.held, shape)

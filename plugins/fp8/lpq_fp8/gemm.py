@@ -135,8 +135,9 @@ def _kind(quantizer: FP8Quantizer) -> str:
 
 
 def _block_scales(quantizer: FP8Quantizer) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """The scales as cuBLASLt reads them, and from these as torch wants them: of 1x128 blocks column by column, as
-    encoding leaves them; of 128x128 for each line of blocks a multiple of 4 of them, which torch wants transposed."""
+    """Two functions: from scales to those that cuBLASLt reads, and from these to torch's. Scales of 1x128 blocks lie
+    column by column, as encoding leaves them; those of 128x128 are a multiple of 4 for each line of blocks, transposed
+    for torch."""
     laid = quantizer.layout[1].laid
     if quantizer.block == "1x128":
         return laid, lambda scale: scale

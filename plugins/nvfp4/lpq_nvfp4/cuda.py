@@ -89,9 +89,9 @@ def measure(
 
 
 def bind(e: Encoding) -> Encode | None:
-    """How matrices of one shape are encoded. It is left to the reference where the first row of a shard cuts a group of
-    16 that the random bits of a column operand come in, which no layer asks for; and where the row operand is rotated,
-    as that of no quantizer is."""
+    """Bind an encoding of matrices of one shape. It is left to the reference where the first row of a shard cuts a
+    group of 16 rows that share random bits of the column operand, which happens in no layer; and where the row operand
+    is rotated, which no quantizer does."""
     (rows, cols), row, col, index = e.shape, e.row, e.col, e.device.index or 0
     if (col is not None and col.stochastic and e.offset % GROUP) or (row is not None and row.rht):
         return None

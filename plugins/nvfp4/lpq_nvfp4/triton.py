@@ -238,8 +238,8 @@ def quantize(
     offset: int,
     measure: bool,
 ) -> list[Tensor]:
-    """As the reference, which is called itself where there is nothing to launch for, or where the first row of a shard
-    cuts a group of 16 that the random bits of a column operand come in. No layer asks for that."""
+    """Encode as the reference does. The reference itself is called for an empty matrix, and where the first row of a
+    shard cuts a group of 16 rows that share random bits of the column operand, which happens in no layer."""
     cut = _stochastic(col, seed) and offset % GROUP
     if x.numel() == 0 or cut:
         return quantize_reference(x, stats, row, col, seed, offset, measure)
