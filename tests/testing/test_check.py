@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import broken_formats as broken
 import pytest
+from forking import command
 
 from lpq import registry
 from lpq.__main__ import main
-
-
-def lpq(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "lpq", *arguments],
-        cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -37,17 +27,19 @@ def sad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry.refresh()
 
 
-def test_a_format_is_checked_wherever_one_stands(tmp_path: Path) -> None:
+def test_a_format_is_checked_wherever_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the settings of a project that one stands in nor its tests come into it, and no file is left."""
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (tmp_path / "test_mine.py").write_text("def test_mine(): assert False\n")
     for folder in (tmp_path, tmp_path / "tests"):
         folder.mkdir(exist_ok=True)
         (folder / "conftest.py").write_text("raise SystemExit('a conftest.py of somebody else was imported')\n")
-    ended = lpq("check", "mxfp8()", "-k", "test_text or test_known", "-v", cwd=tmp_path, PYTEST_ADDOPTS="")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "test_text_makes_the_same_quantizer[mxfp8] PASSED" in ended.stdout
-    assert "2 passed" in ended.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "")
+    ended = command("check", "mxfp8()", "-k", "test_text or test_known", "-v")
+    assert ended.status == 0, ended.out + ended.err
+    assert "test_text_makes_the_same_quantizer[mxfp8] PASSED" in ended.out
+    assert "2 passed" in ended.out
     assert not {".hypothesis", ".pytest_cache"} & {path.name for path in tmp_path.iterdir()}
 
 
