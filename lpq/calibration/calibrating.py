@@ -194,7 +194,7 @@ def _with_weights(found: Statistics, chosen: Sequence[Target], axes: Axes) -> St
 
 @contextmanager
 def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
-    """Within, the model evaluates, is not compiled, and no scale is static; where this fails it is as it was before."""
+    """Have the model evaluate inside, not compiled and with no static scale; if that fails, restore it."""
     training = [module for module in model.modules() if module.training]
     before = [
         (layer, layer.recipe, {name: local_part(value).clone() for name, value in layer.static_values().items()})

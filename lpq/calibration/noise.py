@@ -1,4 +1,4 @@
-"""How much of the output of each layer is noise of its formats: its signal-to-noise ratio, in dB."""
+"""The noise of formats in the output of each layer: its signal-to-noise ratio, in dB."""
 
 from __future__ import annotations
 

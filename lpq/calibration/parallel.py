@@ -42,7 +42,7 @@ class Team:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within, each rank multiplies whole matrices, to the bit as one process does."""
+        """Have each rank multiply whole matrices inside, to the bit as one process does."""
         with ExitStack() as stack:
             for layer in self.layers:
                 stack.callback(layer.register_forward_pre_hook(_gather_input, with_kwargs=True).remove)
@@ -109,7 +109,7 @@ def _multiply_whole(layer: nn.Module, x: Any) -> Tensor:
 
 @contextmanager
 def _held_whole(layer: nn.Module) -> Iterator[None]:
-    """Within, the layer has its whole parameters, and its buffers, which all ranks have alike, as plain tensors."""
+    """Give the layer its whole parameters inside, and its buffers, which are equal on all ranks, as plain tensors."""
     parameters, buffers = dict(layer._parameters), dict(layer._buffers)
     try:
         for name, parameter in parameters.items():

@@ -85,7 +85,7 @@ def matrix_of(weight: Tensor, holder: nn.Module, expert: int) -> Tensor | None:
 
 @contextmanager
 def watching(holders: Iterable[Holder], observe: Callable[[Holder], Observe]) -> Iterator[None]:
-    """Within, ``observe(holder)`` is called with the rows that each expert of a holder is given, if any."""
+    """Have ``observe(holder)`` called, inside, with the rows that each expert of a holder is given, if any."""
     with ExitStack() as stack:
         for holder in holders:
             if isinstance(holder, GroupedLinear):
@@ -98,7 +98,7 @@ def watching(holders: Iterable[Holder], observe: Callable[[Holder], Observe]) ->
 
 @contextmanager
 def watching_products(stack: Stack, observe: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
-    """Within, ``observe(rows, ends, y)`` is called with each product of a stack; for models that are not sharded."""
+    """Have ``observe(rows, ends, y)`` called, inside, with each product of a stack; for models that are not sharded."""
     holder = stack.holder
     if isinstance(holder, GroupedLinear):
 
@@ -125,7 +125,7 @@ def watching_products(stack: Stack, observe: Callable[[Tensor, Tensor, Tensor], 
 
 @contextmanager
 def sending_nothing(model: nn.Module) -> Iterator[None]:
-    """Within, modules whose experts ranks share out send none of this rank's rows to any."""
+    """Send, inside, none of this rank's rows to any expert of modules whose experts ranks share out."""
 
     def without(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         rows, ends = args

@@ -98,7 +98,7 @@ class Gather:
         self._model = model
         self._measured: Measured | None = None
         self._judged: tuple[Quantizer | None, Quantizer | None] = (None, None)
-        """The quantizer that the layer last wanted, and the one that is used for it: the same, or None."""
+        """The quantizer of the layer at the last gather, and the one that is used for it: the same, or None."""
         self._whole: tuple[Quantizer, Whole, Whole] | None = None
         self._made_for: tuple[Quantizer | None, torch.dtype] | None = None
         self._wanted = (False, False)

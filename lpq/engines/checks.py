@@ -1,4 +1,5 @@
-"""Refusing what an engine cannot compute with: codes that are NaN, scales that are not finite, values that are zero."""
+"""Refusals of tensors with which an engine cannot compute: codes that are NaN, scales that are not finite, zero
+values."""
 
 from __future__ import annotations
 

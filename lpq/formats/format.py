@@ -74,8 +74,8 @@ class Quantizer(Options):
 
     static: bool = False
     """Statistics of the whole matrix come from a state that no step moves, and are not measured; ``lpq.calibrate``
-    fills it. A format offers that by an option of this name, ``static: bool = False``, and nothing else. Without a
-    state they are measured as ever."""
+    fills it. A format has that by an option of this name, ``static: bool = False``, and nothing else. Without a state
+    they are measured as ever."""
     stochastic: bool = False
     """Whether ``encode_stochastic`` is called in place of ``encode``."""
     plain: ClassVar[bool] = False

@@ -20,8 +20,8 @@ from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Buffer
 
 ALIGNED = 128
-"""Groups along a contraction begin at a multiple of this, so that lines of 8-bit elements lie as GPUs fetch them: else
-a product of them takes a quarter longer."""
+"""Groups along a contraction begin at a multiple of this, so that lines of 8-bit elements are aligned for the fetches
+of GPUs: else a product takes longer."""
 
 
 class Grouped(NamedTuple):
@@ -35,8 +35,8 @@ class Grouped(NamedTuple):
     dim: int
     """The dimension along which the groups lie."""
     decoded: bool = False
-    """Whether only what it decodes to was made, for a product: a matrix in bf16, in the basis in which the operand is
-    stored, with the groups where they are in the operand."""
+    """Whether it exists decoded only, for a product: a matrix in bf16, in the basis in which the operand is stored,
+    with the groups at their places in the operand."""
 
     def matrix(self, group: int, start: int, stop: int, at: int) -> Storage:
         """The operand of one group, rows or columns ``[start, stop)`` of the whole, which begins at ``at``."""

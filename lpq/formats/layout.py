@@ -82,7 +82,7 @@ class Buffer(Covering):
     """Columns are padded to a multiple of this (a multiple of ``block[1]``)."""
     column_major: bool = False
     """Whether encoding leaves it in memory column by column, as kernels write scales fastest and as some products read
-    them. Its shape is the same, and whatever reads it takes any order: what is kept, gathered or saved is row-major."""
+    them. Its shape is the same, and every reader takes any order: kept, gathered and saved buffers are row-major."""
     values: int | None = None
     """How many numbers it holds for each block, along a last dimension of their own (a codebook, codes that do not
     divide a byte); None: one, and no such dimension. They are never cut apart."""

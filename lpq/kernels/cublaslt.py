@@ -146,9 +146,9 @@ class _How(NamedTuple):
     cols: int
     inner: int
     dtype: torch.dtype
-    """That of the result."""
+    """The dtype of the result."""
     types: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.bfloat16)
-    """Those of the operands."""
+    """The dtypes of the operands."""
     bias: bool = False
     scaled: tuple[int, int] | None = None
     """The parts of either operand that have a scale; None: none has, and the product has a factor on the device."""
@@ -214,7 +214,7 @@ class _Plan:
         """The workspace that it needs, in bytes."""
         self._algorithm = ctypes.addressof(self._heuristic)
         self.in_c = self._in_c(scaled is not None)
-        """``run`` or ``run_scaled`` from C, if that can be had."""
+        """``run`` or ``run_scaled`` from C, if C can be compiled here."""
 
     def run(self, left: int, right: int, alpha: int, bias: int, out: int, workspace: int) -> int:
         """Multiply what lies at these addresses, and return a status. ``alpha`` is that of the factor, after which a

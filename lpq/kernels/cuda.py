@@ -44,7 +44,7 @@ SLOTS = {"P": "Q", "q": "q", "i": "i4x", "I": "I4x", "f": "f4x", "d": "d"}
 """The letters of parameters, and how an argument lies in its 8 bytes, in the notation of ``struct``: ``P`` is a
 pointer, ``q`` a ``long long``, ``i`` an ``int``, ``I`` an ``unsigned int``, ``f`` a ``float``, ``d`` a ``double``."""
 MOST_THREADS = 1024
-"""The most threads of a block, on every GPU so far."""
+"""The most threads of a block, on every GPU."""
 SUCCESS, NO_CONTEXT = 0, 201
 HOPPER = (9, 0)
 """The first compute capability whose kernels may follow each other without a gap."""

@@ -9,7 +9,7 @@ from lpq.torch_private.memory import Allocate, allocator
 __all__ = ["Allocate", "Fresh", "allocator", "fresh", "fresh_by_columns"]
 
 Fresh = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Size, strides and dtype of a tensor, as what ``allocator`` gives takes them."""
+"""Size, strides and dtype of a tensor: the arguments of the function that ``allocator`` returns."""
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Fresh:

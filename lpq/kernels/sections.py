@@ -28,7 +28,7 @@ CLEAR_ROWS = CudaKernel("common/sections.cu", "clear_rows", "PPqqq", threads=256
 CLEAR_MATRICES = CudaKernel("common/sections.cu", "clear_matrices", "PPqq", threads=256, waits=True)
 
 Find = Callable[[int, int], tuple[Tensor, Tensor | None]]
-"""``find(x, ends)``, both of them addresses: what is found for one operand and, if wanted, for the other."""
+"""``find(x, ends)``, of two addresses: the statistics for one operand and, if wanted, for the other."""
 
 
 class Sections(NamedTuple):
@@ -40,9 +40,9 @@ class Sections(NamedTuple):
     tall: int | None
     """The rows of each matrix of a stack; None: groups of any sizes, which may leave rows behind them."""
     unit: int
-    """To a multiple of how many rows a group is padded in a column operand."""
+    """The number of rows to whose multiple a group is padded in a column operand."""
     line: int
-    """How long a line of the column operand is."""
+    """The length of a line of the column operand."""
     dtype: torch.dtype
     device: torch.device
     aligned: bool = True

@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq.kernels.errors import KernelError
 
 LETTERS = f"({'P' * 16})"
-"""Those of a map among the letters of a ``CudaKernel``."""
+"""The letters of a map among those of a ``CudaKernel``."""
 ALIGNED = 16
 """A matrix begins at a multiple of so many bytes, and its rows are as far apart."""
 MAP, MAP_ALIGNED = struct.Struct("<16Q"), 64

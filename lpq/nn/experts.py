@@ -58,16 +58,16 @@ class Experts(Remembering):
     """How rows come from the other ranks if these have some of the experts, as ``lpq.distributed.expert_parallel``
     shares them out; None: all experts are here."""
     sends_rows: bool = True
-    """Whether any of this rank's rows go to experts of other ranks, or to its own, where ranks share them out."""
+    """Whether this rank sends rows to any expert, where ranks share experts out."""
     routes_tokens: ClassVar[bool] = True
-    """It is given tokens, and not rows in groups."""
+    """Whether it is given tokens, and not rows in groups."""
     owners: ClassVar[tuple[str, ...]] = tuple(f"{stack}_{tensor}" for stack in (*UP, DOWN) for tensor in TENSORS)
     observer: Callable[[str, Tensor, Tensor, Tensor], None] | None = None
     """Called for each product with the name of the stack, the rows, the end of each expert's rows, and the result."""
     _recipe: Recipe | None = None
     _plan: Plan | None = None
     _checked: bool = False
-    """Whether the static values were found right."""
+    """Whether the static values passed their check."""
 
     @property
     def recipe(self) -> Recipe | None:

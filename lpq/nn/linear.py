@@ -79,7 +79,7 @@ class Layer(Saved):
     _calls: tuple[object, dict[object, Call]]
     """The epoch of the registry, and the calls that were bound in it, by all that they depend on."""
     _static_checked: dict[object, Call] | None = None
-    """The calls of ``_calls`` when a pass over a mesh, which binds none, last found the static values right."""
+    """``_calls`` at the last pass over a mesh, which binds none, that checked the static values."""
     schedule: Schedule | None
     """The recipe of each step, under a policy; see ``lpq.set_step``."""
     stages: Stages | None

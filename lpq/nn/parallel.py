@@ -47,7 +47,7 @@ class _Input(NamedTuple):
     """The input of a layer, encoded."""
 
     tensor: Tensor
-    """The tensor by which its gradient goes back: of the shape of the whole, where it was gathered."""
+    """The tensor through which its gradient goes back; it has the shape of the whole where the input was gathered."""
     row: Given
     kept: Given | None
     stats: list[Tensor]

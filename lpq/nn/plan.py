@@ -125,7 +125,7 @@ class Step(NamedTuple):
     """None: that gradient is not wanted."""
     wgrad: Multiply | None
     remember: Callable[[Mapping[str, State], Mapping[str, Sequence[Tensor]]], None] | None = None
-    """Moves the states of all tensors by what was measured; None: each is moved by itself, or there are none."""
+    """Moves the states of all tensors by the measured statistics; None: each is moved by itself, or there are none."""
 
 
 def bind(plan: Plan, shapes: Shapes) -> Step:

@@ -47,7 +47,7 @@ def check(layer: Saved, states: States) -> None:
 
 
 def seen(states: States) -> Tensor | None:
-    """The write counts of the states that a run reads, to be saved among its tensors; None: nobody recomputes it."""
+    """The write counts of the states that a run reads, to be saved among its tensors; None if it is not recomputed."""
     if torch.compiler.is_compiling() or not autograd.saves_to_hooks():
         return None
     return torch.tensor(_counts(states))

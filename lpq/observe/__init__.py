@@ -1,4 +1,4 @@
-"""Measuring what a model does: its collectives, the bytes of its weights, and the operations of its products."""
+"""Measurements of a model: its collectives, the bytes of its weights, and the operations of its products."""
 
 from lpq.observe.collectives import Collective, collectives, gathered_bytes
 from lpq.observe.flops import FLOPS

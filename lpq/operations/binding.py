@@ -35,9 +35,9 @@ class Encoding(NamedTuple):
 
     row: Any
     col: Any
-    """The quantizers of the operands that are wanted, None of one that is not: those of the format that binds."""
+    """The quantizers, of the format that binds, of the wanted operands; None for an operand that is not wanted."""
     shape: tuple[int, int]
-    """That of the matrix, which is contiguous."""
+    """The shape of the matrix, which is contiguous."""
     held: torch.dtype
     """The dtype of the matrix."""
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Operand(NamedTuple):
     """An operand, without its buffers."""
 
     quantizer: Any
-    """That of the format that binds."""
+    """A quantizer of the format that binds."""
     shape: tuple[int, int]
     dtype: torch.dtype
     form: Form | None = None

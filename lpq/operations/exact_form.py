@@ -21,7 +21,7 @@ class Form(NamedTuple):
     factor: bool = False
     """Whether there is a factor for the whole matrix."""
     constant: float = 1.0
-    """As of ``Exact``."""
+    """As ``Exact.constant``."""
 
 
 class Exact(NamedTuple):
@@ -34,7 +34,7 @@ class Exact(NamedTuple):
     constant: float = 1.0
     """A part of the factor that is the same for all operands of the format; 1 if there is none."""
     rest: Tensor | None = None
-    """In fp32: the last columns, 16 or so, where bf16 does not hold what they stand for. They have no factor."""
+    """In fp32: the last columns, 16 or so, where bf16 does not hold their values. They have no factor."""
 
 
 class Multiplicand(Storage):

@@ -38,19 +38,19 @@ ALIGNED = 16
 
 
 class Job(NamedTuple):
-    """One operand that is wanted, of matrices of one shape, which are contiguous and not empty."""
+    """One wanted operand of matrices of one shape, which are contiguous and not empty."""
 
     shape: tuple[int, int]
-    """The operand's: that of the matrix, or the other way round."""
+    """The shape of the operand: that of the matrix, or of its transpose."""
     dtype: torch.dtype
-    """That of the matrix."""
+    """The dtype of the matrix."""
     device: torch.device
     offset: int = 0
     """The first row of the matrix in the whole tensor."""
     measure: bool = False
     """Whether the statistics are returned."""
     operator: bool = False
-    """As of ``Encoding``."""
+    """As ``Encoding.operator``."""
 
     @property
     def empty(self) -> Allocate:
@@ -62,7 +62,7 @@ class Made(NamedTuple):
     """The tensors that a kernel is about to write for one operand, and its parameters."""
 
     buffers: Sequence[Tensor]
-    """Those of the operand, in the order of its layout."""
+    """The buffers of the operand, in the order of its layout."""
     measured: Sequence[Tensor]
     """The statistics, if they are wanted."""
     parameters: Sequence[float]
@@ -71,14 +71,15 @@ class Made(NamedTuple):
 
 Make = Callable[[Sequence[Tensor | None], Tensor | None, Tensor | None, Sequence[Tensor] | None], Made]
 """``make(stats, found, seed, into)``, on the current device. ``stats``: those statistics of the operand that are given,
-contiguous. ``found``: what was measured before, if it was needed. ``into``: the buffers, where they exist already.
-These are those of sections, each of which has an amax and a seed; for an operand that is decoded, its matrix alone."""
+contiguous. ``found``: statistics that were measured before, if they were needed. ``into``: the buffers, where they
+exist already. These are those of sections, each of which has an amax and a seed; for an operand that is decoded, its
+matrix alone."""
 Look = Callable[[int], tuple[Tensor, Tensor | None]]
 """``look(x)``, of an address: the statistics for one operand and, if wanted, the amax of the matrix."""
 Finder = Callable[[Sections, "Direction", bool, bool], tuple[Find, bool]]
-"""``finder(sections, direction, amax, both)`` binds the search for what an operand needs before it is encoded, and
-reports whether that finds what the other one needs: the ``amax`` of sections or, if ``both`` have the same finder, what
-that finds."""
+"""``finder(sections, direction, amax, both)`` binds the search for statistics that an operand needs before it is
+encoded, and returns whether that also serves the other operand: by the ``amax`` of sections or, if ``both`` have the
+same finder, by all that it finds."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,16 @@ class TileSide:
     struct: str
     """The struct, with its template arguments."""
     parameters: str
-    """A letter for each field of its ``Parameters``, as of ``CudaKernel``."""
+    """A letter for each field of its ``Parameters``, as for ``CudaKernel``."""
     bind: Callable[[Job], Make]
-    """Decides how what the struct writes is allocated."""
+    """Binds the allocation of the struct's output."""
     amax: bool = False
-    """It needs the amax of the matrix: values of which that is the largest."""
+    """Whether it needs values whose largest is the amax of the matrix."""
     find: Callable[[Encoding, bool], Look] | None = None
-    """Binds the search for what the struct needs of the matrix before the first element is encoded. It may have to find
-    the amax too."""
+    """Binds the search for statistics that the struct needs before the first element is encoded; it may have to find
+    the amax, too."""
     by_product: bool = False
-    """Statistics that are given need not be measured before: the struct does that on the way."""
+    """Whether the struct measures on the way, so that given statistics need no read of their own."""
     shape: Shape = SQUARE
     """The shape of its tiles; the smaller one of two sides is taken."""
     turns: int = 1
@@ -107,10 +108,10 @@ class TileSide:
     aligned: int = 1
     """Only shards whose first row is a multiple of this are encoded so."""
     finder: Finder | None = None
-    """It needs what this finds, of sections; see ``Finder``. None: their amaxes, or nothing."""
+    """The search for statistics of sections that it needs; see ``Finder``. None: it needs their amaxes, or nothing."""
     decoded: tuple[str, Shape] | None = None
-    """The struct that makes, in sections, what the operand decodes to in bf16, in the basis in which it is stored, and
-    the shape of its tiles."""
+    """The struct that makes, in sections, the decoded operand in bf16, in the basis in which it is stored; and the
+    shape of its tiles."""
     exact: Form | None = None
     """For ``exact_tile``: the buffers are the matrix of such an exact form and, if it has one, the factor. Rows and
     columns are multiples of ``ALIGNED`` then."""

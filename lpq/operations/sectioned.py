@@ -49,7 +49,7 @@ class InSections(NamedTuple):
     stack: bool
     """Whether the sections are the matrices of a stack, and the rows those of all."""
     decoded: tuple[bool, bool]
-    """Whether the row operand, and the column operand, is made as what it decodes to."""
+    """Whether the row operand, and the column operand, is made decoded."""
     dtype: torch.dtype
     device: torch.device
     aligned: bool

@@ -375,7 +375,7 @@ def _writes(copy: Tensor) -> int:
 
 
 def _without_memory(like: Tensor) -> Tensor:
-    """A stand-in for an fp32 copy of this tensor: it has the shape, and NaN for whoever reads it."""
+    """A stand-in for an fp32 copy of this tensor: it has the shape, and reads as NaN."""
     return torch.full((), torch.nan, device=like.device).expand(like.shape)
 
 

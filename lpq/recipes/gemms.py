@@ -72,7 +72,7 @@ class Gemm:
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """The three products. Recipes with the same products are equal; ``name`` is only what to call this one."""
+    """The three products. Recipes with the same products are equal; ``name`` is a label only."""
 
     fprop: Gemm
     dgrad: Gemm

@@ -1,4 +1,4 @@
-"""Making policies: from mappings and TOML files with rules, and from whatever makes a recipe."""
+"""Policies from mappings and TOML files with rules, and from anything that makes a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy: which recipe each layer has at each step. Ordered rules, of which the first that matches wins.
+"""Policy: the recipe of each layer at each step, by ordered rules of which the first that matches wins.
 
 A rule speaks of the layers whose dotted names match one of its patterns, and of the steps before ``until``;
 after those the rules below it take over. A layer that no rule speaks of is left alone.
@@ -30,7 +30,7 @@ LEAST = 16
 """Layers with fewer inputs or outputs are left alone, unless a rule names them: to encode them takes longer than it
 saves."""
 Steps: TypeAlias = int | Literal["later"] | None
-"""The length of a run in steps; ``"later"``: it will be given later; None: nobody gives it."""
+"""The length of a run in steps; ``"later"``: it will be given later; None: it is not given."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which plugin owns a name, and what it has under it.
+"""The plugin that owns a name, and the formats and recipes that it has under it.
 
 The entry-point name owns its namespace, and the longest that fits a name comes first, so a lookup imports one plugin.
 Values that are derived from the registry and kept go through ``cached``: ``refresh`` and ``register`` empty that. Any
@@ -319,7 +319,7 @@ def default() -> Registry:
 
 
 def refresh() -> None:
-    """Forget all plugins, and what was registered by hand: the next lookup reads the metadata again.
+    """Forget all plugins, also those that were registered by hand: the next lookup reads the metadata again.
 
     For notebooks, after a ``pip install``. A module that was imported stays imported.
     """
@@ -330,7 +330,7 @@ def refresh() -> None:
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """``functools.cache`` for what is derived from the registry: it is forgotten when the plugins change."""
+    """``functools.cache`` for results that are derived from the registry: it is emptied when the plugins change."""
     return _forgotten(function, None)
 
 
@@ -352,6 +352,6 @@ def _forgotten(function: Callable[P, T], most: int | None) -> Callable[P, T]:
 
 
 def epoch() -> object:
-    """Another object as soon as what is derived from the registry is forgotten."""
+    """An object that changes as soon as results that are derived from the registry are dropped."""
     found = _REMEMBERED.get(epoch)
     return _REMEMBERED.setdefault(epoch, object()) if found is None else found

@@ -1,4 +1,4 @@
-"""Reading small text files that a user names: what is no such file is refused at once."""
+"""Readers of small text files that a user names; anything else is refused at once."""
 
 from __future__ import annotations
 

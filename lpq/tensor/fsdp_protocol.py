@@ -32,8 +32,8 @@ class Gathered:
     """A tensor whose layer decides what FSDP2 gathers of it."""
 
     layer: weakref.ref[nn.Module] | None = None
-    """The layer whose weight it is. Only the parameter that ``lpq.convert`` made has it: neither a view or a copy of
-    that, nor what FSDP2 makes of it."""
+    """The layer whose weight it is. Only the parameter that ``lpq.convert`` made has it: neither its views and copies
+    nor FSDP2's shards have."""
 
     @property
     def write_count(self) -> int:

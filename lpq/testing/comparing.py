@@ -1,4 +1,4 @@
-"""Comparing what a kernel makes with the reference of its operation, on poisoned memory."""
+"""Comparisons of a kernel's results with the reference of its operation, on poisoned memory."""
 
 from __future__ import annotations
 

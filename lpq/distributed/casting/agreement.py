@@ -19,7 +19,7 @@ from lpq.torch_private.operators import assert_later
 BITS = 30
 """The bits of a word: each and its complement travel as int32 of 0 or more, so that a MAX shows whether all agree."""
 DIGEST, SEED = 2, 3
-"""How many words describe the weights, and how many the seed with which they are rounded."""
+"""The number of words that describe the weights, and of those that hold the seed with which they are rounded."""
 LIMIT = (1 << BITS) - 1
 DIGIT = 1 << 31
 """The base in which a place among the elements, which may exceed 32 bits, is written as two numbers of 0 or more."""
