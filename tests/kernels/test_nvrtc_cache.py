@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 import types
 import warnings
@@ -169,24 +168,14 @@ def test_a_disk_that_is_full_while_it_is_written_leaves_no_half_file(
     assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 2"
 
 
-def test_it_is_said_once(tmp_path: Path) -> None:
-    code = """
-        import os, pathlib
-        from lpq.kernels import nvrtc_cache
-        nvrtc_cache.compile_source = lambda *_: b"code"
-        nvrtc_cache.compiler_version = lambda: "13.0"
-        for macros in ((), ("A=1",), ("A=2",)):
-            nvrtc_cache.cubin(pathlib.Path(os.environ["SOURCE"]), macros, "sm_90a")
-    """
-    (tmp_path / "f.cu").write_text("")
+def test_it_is_said_once(source: Path, compiled: list[object], tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("not a folder")
-    environment = {**os.environ, "LPQ_CACHE_DIR": str(tmp_path / "cache"), "SOURCE": str(tmp_path / "f.cu")}
-    lines = [line.strip() for line in code.strip().splitlines()]
-    lines[-1] = "    " + lines[-1]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stderr.count("KernelCacheWarning") == 1, done.stderr
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for macros in ((), ("A=1",), ("A=2",)):
+            nvrtc_cache.cubin(source, macros, "sm_90a")
+    assert len(compiled) == 3
+    assert [warning.category for warning in shown] == [KernelCacheWarning]
 
 
 def test_many_writers_leave_a_whole_file(source: Path, compiled: list[object]) -> None:
