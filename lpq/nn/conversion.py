@@ -301,7 +301,7 @@ def conversions(model: nn.Module) -> dict[str, Conversion]:
 
 
 def report(model: nn.Module, *, full: bool = False) -> Report:
-    """Report what ``convert`` swapped in this model, what it left alone and why, and how its weights travel now.
+    """Report the modules that ``convert`` converted, those that it left alone and why, and how weights travel now.
 
     The text begins with how much of the model is converted. Modules with equal lines share one; ``full=True`` gives
     each its own.

@@ -1,4 +1,4 @@
-"""The report of a conversion: what was swapped, what was left and why, and how much of the model that is."""
+"""The report of a conversion: the converted modules, those that were left and why, and their shares of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """The modules that a conversion swapped, and those that it left alone and why. Its text begins with their share."""
+    """The modules that a conversion converted, and those that it left alone and why. Its text begins with their
+    share."""
 
     converted: tuple[Entry, ...]
     left: tuple[Entry, ...]
