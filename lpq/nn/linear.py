@@ -22,6 +22,7 @@ from lpq.nn.input_checks import check, check_accumulation, check_memories, check
 from lpq.nn.multiply import Call, Multiplication
 from lpq.nn.plan import Plan, Shapes, bind_few
 from lpq.nn.quantizer_state import Memory, check_names
+from lpq.nn.remembering import states_of
 from lpq.nn.saved import Saved
 from lpq.nn.siblings import Inputs
 from lpq.operations import encode_operands, remember
@@ -257,7 +258,7 @@ class Layer(Saved):
         seeds: dict[str, Tensor] = {}
         if plan.stochastic:
             seeds = dict(zip(TENSORS, draw_seeds(input, weight, len(TENSORS)).unbind(), strict=True))
-        states = self.states()
+        states = states_of(self, plan.memories) if plan.memories else {}
         if plan.moving:
             moving = {tensor: states[tensor] for tensor in plan.moving}
             check_memories(self, moving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,11 +28,7 @@ class Remembering(nn.Module):
 
     def states(self, stack: str = "") -> dict[str, dict[str, Tensor]]:
         """The state of each tensor that has one, by the keys of its quantizer; of a ``stack`` if there are several."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for memory in self.kept():
-            if memory.stack == stack:
-                found.setdefault(memory.tensor, {})[memory.key] = getattr(self, memory.name)
-        return found
+        return states_of(self, [memory for memory in self.kept() if memory.stack == stack])
 
     def static_values(self) -> dict[str, Tensor]:
         """The buffers that no step moves: ``lpq.calibrate`` finds their values."""
@@ -65,3 +62,11 @@ class Remembering(nn.Module):
             fresh = before.is_meta and device.type != "meta"
             setattr(self, name, torch.zeros_like(before, device=device) if fresh else before.to(device))
         return self
+
+
+def states_of(module: nn.Module, memories: Iterable[Memory]) -> dict[str, dict[str, Tensor]]:
+    """The state of each tensor that these buffers are of, by the keys of its quantizer."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor, key, *_ in memories:
+        found.setdefault(tensor, {})[key] = getattr(module, name)
+    return found
