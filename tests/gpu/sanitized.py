@@ -30,6 +30,7 @@ EXACT = "tests/gpu/test_multiplicands.py::test_they_are_the_exact_forms_of_encod
 FACTOR = "tests/gpu/test_gemms.py::test_what_cannot_be_represented_in_bf16_before_its_factor_can_be_after"
 GRAPH = "tests/gpu/test_casting.py::test_a_graph_casts_what_the_masters_hold_at_its_replay[mxfp8]"
 PRODUCTS = "tests/gpu/test_gemms.py::test_products"
+GROUPS = "tests/gpu/test_grouped_products.py"
 BYTES = "tests/gpu/test_reference_on_gpu.py::test_bytes_are_those_of_the_cpu"
 
 
@@ -56,6 +57,8 @@ def checks() -> Iterator[Check]:
         if tool != "racecheck":  # it reports cuBLAS's kernels, of split contractions
             yield Check(tool, "products with a factor", [FACTOR])
     yield Check("memcheck", "products of blocks", [PRODUCTS, "-k", "block"])
+    for tool in ("memcheck", "synccheck"):  # racecheck does not see what the copy engine writes
+        yield Check(tool, "products of groups", [GROUPS, "-k", "hopper"])
     yield Check("initcheck", "what formats encode", [BYTES, "-k", "kernels"])
 
 
