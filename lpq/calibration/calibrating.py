@@ -106,7 +106,7 @@ def calibrate(
     if not chosen:
         raise CalibrationError(
             "no layer has a scale of a whole tensor, which could become static: was the model converted? Scales of "
-            "blocks and rows follow their tensors at each step"
+            "blocks and rows follow their tensors at each step, and such a model is exported without calibration"
         )
     if search is not None and not searched:
         raise CalibrationError(

@@ -29,8 +29,8 @@ class ModelOpt(Layout):
             if ALGORITHM not in group.config:
                 raise LayoutError(
                     f"{group.scheme.title}: the layout 'modelopt' has a place for such weights only where inputs are "
-                    f"encoded, too, with a scale that is known, and of {brief([*group.layers])} it is not: give "
-                    "input_amax={…}, or use another recipe or layout"
+                    f"encoded, too, with a scale that is known, and of {brief([*group.layers])} it is not: call "
+                    "lpq.calibrate first, or give input_amax={…}, or use another recipe or layout"
                 )
         sizes = {group.config[SIZE] for group in groups if SIZE in group.config}
         algorithms = {group.config[ALGORITHM] for group in groups}

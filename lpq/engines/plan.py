@@ -107,7 +107,7 @@ def planned(
 def _note(layers: Sequence[str]) -> str:
     return (
         f"engines will not encode the inputs of {len(layers)} layers ({listed(layers)}), as training does: the layout "
-        "has no place for their format, or needs input_amax"
+        "has no place for their format, or needs their amax, which lpq.calibrate finds, and input_amax={…} gives"
     )
 
 
@@ -148,8 +148,9 @@ def _assigned(
     assert amax is not None
     if not (torch.isfinite(amax).item() and amax.item() > 0):
         raise CheckpointError(
-            f"{layer.name}: the amax of its inputs is {amax.item()}, and an engine would divide by it: run the layer "
-            "on data in training first, or give input_amax={…}; with input_amax={} engines measure inputs themselves"
+            f"{layer.name}: the amax of its inputs is {amax.item()}, and an engine would divide by it: call "
+            "lpq.calibrate, or with delayed scaling train a step, or give input_amax={…}; with input_amax={} engines "
+            "measure inputs themselves"
         )
     return Assigned(entry, scheme, inputs, amax)
 

@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "one": (tiny.MIXTURE, {"layout": "fp8-block"}, "no place; it has one for: none of this format"),
     "inputs": ("x=bf16, w=mxfp8, dy=bf16", {"layout": "fp8-block"}, "the recipe of .* does not encode them so"),
-    "static": ("fp8-current", {"layout": "modelopt"}, r"give input_amax=\{…\}"),
+    "static": ("fp8-current", {"layout": "modelopt"}, r"lpq\.calibrate first, or give input_amax=\{…\}"),
     "none": (None, {"layout": "modelopt"}, "no layer has a quantized weight"),
     "leave": ("mxfp8", {"layout": "modelopt", "leave": ["nothing"]}, "leave has nothing, and the model has no"),
     "amax": ("mxfp8", {"layout": "modelopt", "input_amax": {"x": 1.0}}, "input_amax has x, and the model has no"),
