@@ -113,15 +113,16 @@ def match(
 def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str, Any], may_lack: Collection[str],
                    may_ignore: Collection[str], whose: str = "model") -> None:  # fmt: skip
     """Make sure that no tensor is left over on either side except those that may be, as quantizers' memories."""
+    remedy = f"Make the {whose} as it was when it was saved"
     lacking = [shown(name) for name in found.absent if name not in may_lack]
     if lacking:
-        raise CheckpointError(f"it has nothing for these tensors of the {whose}: {listed(lacking)}")
+        raise CheckpointError(f"it has nothing for these tensors of the {whose}: {listed(lacking)}. {remedy}")
     left = sorted(set(saved) - found.targets.keys() - set(may_ignore))
     unused = [name for name in left if not any(name.startswith(f"{taken}.") for taken in _taken(found, quantized))]
     if unused:
         owners = {part: name for name in quantized for part in unused if part.startswith(f"{name}.")}
         names = dict.fromkeys(shown(owners.get(name, name)) for name in unused)
-        raise CheckpointError(f"it has tensors for which the {whose} has no place: {listed([*names])}")
+        raise CheckpointError(f"it has tensors for which the {whose} has no place: {listed([*names])}. {remedy}")
 
 
 def _taken(found: Match, quantized: Mapping[str, Any]) -> list[str]:
@@ -161,7 +162,10 @@ def _check(name: str, target: Tensor, saved: Saved, *, exact: bool) -> None:
 
 def _check_shape(name: str, theirs: Any, mine: Any) -> None:
     if list(theirs) != list(mine):
-        raise CheckpointError(f"{shown(name)} was saved with shape {list(theirs)} and is {list(mine)} in the model")
+        raise CheckpointError(
+            f"{shown(name)} was saved with shape {list(theirs)} and is {list(mine)} in the model: make the model "
+            "with the sizes that were saved"
+        )
 
 
 def saved_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -154,8 +154,8 @@ class _One:
                 )
             if (kind := found.get("optimizer", self.kind)) != self.kind:
                 raise CheckpointError(
-                    f"the state of {kind} was saved, and this optimizer is {self.kind}, which would go on from what it "
-                    f"does not know: load into {kind}, or without an optimizer"
+                    f"the state of {kind} was saved, and this optimizer is {self.kind}, whose state is another: load "
+                    f"into {kind}, or without an optimizer"
                 )
             options = _join(found["options"], own, _Fresh(None, saved), tensors)
             numbered = {key: group[key] for key in NUMBERED if key in group}

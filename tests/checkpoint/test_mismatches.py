@@ -52,7 +52,7 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
     (
         lambda: nn.Sequential(*plain(32), *stored("mxfp8")),
         lambda: plain(32),
-        r"the model has no place: 1\.bias, 1\.weight$",
+        r"the model has no place: 1\.bias, 1\.weight\. Make the model as it was",
     ),
     (lambda: plain(bias=False), plain, "it has nothing for these tensors of the model: 0.bias"),
     (plain, lambda: stored("mxfp8").to("meta"), r"0.weight is on the meta device"),
