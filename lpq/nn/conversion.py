@@ -295,7 +295,7 @@ def conversions(model: nn.Module) -> dict[str, Conversion]:
             found[name] = record
     if not found:
         raise ValueError(
-            "the model was not converted: call lpq.convert(model, …) first; of one that was, pass the whole and no part"
+            "the model was not converted: call lpq.convert(model, …) first, or pass the whole that it is part of"
         )
     return found
 

@@ -107,8 +107,8 @@ def why_not_in_groups(plan: Plan) -> str | None:
     """Why rows in groups are not multiplied so; None if they are."""
     if plan.moving:
         return (
-            "it remembers statistics across steps, and none that steps move are kept for each group: use one that "
-            "measures each tensor"
+            "it remembers statistics across steps, and no state is kept for each group of rows: use one that measures "
+            "each tensor"
         )
     return None
 

@@ -79,7 +79,7 @@ def test_what_is_no_model_has_no_report() -> None:
     with pytest.raises(TypeError, match=r"a model is a torch\.nn\.Module, not int"):
         lpq.report(3)  # type: ignore[arg-type]
     model = lpq.convert(nn.Sequential(nn.Sequential(nn.Linear(64, 64))), "mxfp8")
-    with pytest.raises(ValueError, match="of one that was, pass the whole and no part"):
+    with pytest.raises(ValueError, match="or pass the whole that it is part of"):
         lpq.report(model[0])
 
 

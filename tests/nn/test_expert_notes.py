@@ -47,3 +47,4 @@ def test_a_report_has_a_line_for_experts() -> None:
     report = lpq.report(model)
     assert [entry.name for entry in report.experts] == ["up"]
     assert "experts  up: fprop, dgrad, wgrad of codes; 64 x 128 is slower than in bf16" in str(report)
+    assert "; measured on an H100" in str(report)
