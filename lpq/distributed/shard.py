@@ -144,9 +144,14 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     """The new weight of a layer, prepared for gathers in the same way as ``weight``, whole or sharded."""
     stored, given = local_part(weight), as_shard(local_part(new).detach())
     if isinstance(stored, QuantizedTensor) and not isinstance(given, QuantizedTensor):
+        remedy = (
+            "call model.to_empty(device=…) first, since PyTorch assigns to tensors on the meta device"
+            if weight.is_meta
+            else "load without assign=True, or with lpq.optim.load_high_precision"
+        )
         raise ValueError(
             f"{stored.whose}a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor "
-            "cannot take its place: load without assign=True, or with lpq.optim.load_high_precision, and it is encoded"
+            f"cannot take its place: {remedy}, and it is encoded"
         )
     if isinstance(stored, QuantizedTensor):
         taken = cast("QuantizedTensor", given)

@@ -48,6 +48,24 @@ def test_a_checkpoint_in_fp64_loads_into_stored_weights() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "remedy"),
+    [("cpu", "load without assign=True, or with"), ("meta", r"call model\.to_empty\(device=…\) first")],
+)
+def test_an_ordinary_tensor_takes_no_stored_weights_place(device: str, remedy: str) -> None:
+    """PyTorch's set_model_state_dict assigns by itself to a model on the meta device."""
+    saved = dict(torch.nn.Linear(64, 32, bias=False).state_dict())
+    with torch.device(device):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
+    lpq.convert(model, "mxfp8", weights="quantized")
+    with pytest.raises(ValueError, match=rf"^0\.weight: a \[32, 64\] weight is stored as mxfp8, .*: {remedy}"):
+        model[0].load_state_dict(saved, assign=True)
+    model.to_empty(device="cpu")
+    model[0].load_state_dict(saved)
+    weight = model[0].weight.detach()
+    assert torch.equal(weight.dequantize(), lpq.quantizer("mxfp8").quantize(saved["weight"]).dequantize())
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda t: t.unsqueeze_(0),
