@@ -111,7 +111,7 @@ def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
     for pattern in report.unmatched:
         near = nearest(pattern, every)
         shown.append(f"{pattern!r}{f' (did you mean {near!r}?)' if near is not None else ''}")
-    return ", ".join(shown)
+    return _some(shown)
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:

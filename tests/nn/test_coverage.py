@@ -195,6 +195,8 @@ def test_a_pattern_that_matches_nothing_is_warned_of_beside_any_rule() -> None:
     (words,) = said(Net(), rules("lm_haed"))
     assert words.startswith("lpq.convert left every layer as it was: none matches 'lm_haed' (did you mean 'lm_head'?)")
     assert said(Net(), rules("*")) == []
+    (words,) = said(Net(), rules(*(f"zz{i}" for i in range(2000)), "*"))
+    assert words == "lpq.convert: no layer matches 'zz0', 'zz1', 'zz2', …", "the report has all of them"
 
 
 def test_the_nearest_name_is_found_by_its_end_and_whatever_the_layer() -> None:
