@@ -7,9 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lpq
+from lpq.tensor import PrecisionWarning
 from lpq.testing.operands import normal
 
 TEXTS = ("mxfp8", "nvfp4", "fp8", "fp8(scaling=row)", "identity")
@@ -102,3 +104,19 @@ def test_other_libraries_get_no_memory_of_it() -> None:
         with pytest.raises(BufferError, match=r"stored as mxfp8: hand on what dequantize\(\) gives"):
             taken(t)  # type: ignore[operator]
     assert torch.equal(torch.from_dlpack(t.dequantize()), t.dequantize())
+
+
+def test_an_average_of_stored_weights_is_refused_in_place_and_rounded_where_it_is_assigned() -> None:
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", weights="quantized")
+    in_place = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    in_place.update_parameters(model)  # the first update copies
+    with pytest.raises(TypeError, match=r"0\.weight: _foreach_lerp_ would compute in place"):
+        in_place.update_parameters(model)
+    assigned = AveragedModel(model, avg_fn=lambda average, _weight, _count: average + 1)
+    assigned.update_parameters(model)
+    with pytest.warns(PrecisionWarning, match="runs on the decoded tensor"):
+        assigned.update_parameters(model)
+    exact = model[0].weight.dequantize() + 1
+    rounded = lpq.quantizer("mxfp8").quantize(exact).dequantize()
+    assert torch.equal(assigned.module[0].weight.dequantize(), rounded)
+    assert not torch.equal(rounded, exact)
