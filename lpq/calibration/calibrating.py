@@ -242,6 +242,10 @@ def _check(method: str, samples: int, percentile: float, unseen: str, every: int
             raise CalibrationError(f"{name}={value!r}: it is a whole number from 1 on")
     if not 0 < Fraction(str(percentile)) <= 100:
         raise CalibrationError(f"percentile={percentile!r}: it is more than 0 and at most 100")
+    if isinstance(batches, Tensor):
+        raise CalibrationError(
+            f"batches is a tensor {list(batches.shape)}, whose rows would each be a batch: pass a list, [tensor]"
+        )
     if method == "percentile" and iter(batches) is batches:  # type: ignore[call-overload]
         raise CalibrationError(
             'method="percentile" goes through the batches twice, and an iterator gives them once: pass a list or a '

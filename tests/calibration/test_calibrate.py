@@ -283,6 +283,8 @@ def test_models_with_nothing_to_calibrate_are_refused() -> None:
             lpq.calibrate(net, data())
     with pytest.raises(CalibrationError, match="there is no batch"):
         lpq.calibrate(converted("fp8-current"), [])
+    with pytest.raises(CalibrationError, match=r"batches is a tensor \[4, 32\].*pass a list"):
+        lpq.calibrate(converted("fp8-current"), torch.randn(4, 32))
     with pytest.raises(CalibrationError, match="a batch is a str without a tensor"):
         lpq.calibrate(converted("fp8-current"), ["text"])
     staged = {"rules": [{"match": "*", "recipe": "fp8-current", "until": 5}, {"match": "*", "recipe": "nvfp4"}]}
