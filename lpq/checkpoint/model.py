@@ -139,7 +139,7 @@ class Model:
         raise CheckpointError(
             "it was saved under another policy than the model's, and going on would change the run.\n"
             f"{_shown('the checkpoint', theirs)}\n{_shown('the model', mine)}\n"
-            "Convert the model with the checkpoint's policy (lpq.policy reads it as it stands), for as many steps, or "
+            "Convert the model with the checkpoint's policy, lpq.checkpoint.info(path).policy, for as many steps, or "
             f"say {otherwise} to go on under the model's own"
         )
 
