@@ -56,7 +56,8 @@ class Gathered:
         raise TypeError(
             f"{getattr(self, 'whose', '')}this {list(self.shape)} {type(self).__name__} has no storage of its own: "
             "write the model with lpq.checkpoint.export_file(path, model, decode=True), or what dequantize() of a "
-            "QuantizedTensor gives, and load it with model.load_state_dict"
+            "QuantizedTensor gives, and load it with model.load_state_dict; before save_pretrained, call "
+            "lpq.integrations.transformers.attach(model)"
         )
 
     @property
