@@ -57,7 +57,7 @@ def checks() -> Iterator[Check]:
         if tool != "racecheck":  # it reports cuBLAS's kernels, of split contractions
             yield Check(tool, "products with a factor", [FACTOR])
     yield Check("memcheck", "products of blocks", [PRODUCTS, "-k", "block"])
-    for tool in ("memcheck", "synccheck"):  # racecheck does not see what the copy engine writes
+    for tool in ("memcheck", "synccheck"):  # racecheck does not follow the copy engine
         yield Check(tool, "products of groups", [GROUPS, "-k", "hopper"])
     yield Check("initcheck", "what formats encode", [BYTES, "-k", "kernels"])
 
