@@ -1,8 +1,18 @@
-"""Lets the tests of this folder import the formats that those on several ranks use."""
+"""Lets the tests of this folder import the formats of those on several ranks, and run pytest inside this process."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+
+@pytest.fixture(autouse=True)
+def compiler_is_imported(request: pytest.FixtureRequest) -> None:
+    """Import the compiler for a run inside this process. Afterwards all modules are taken out that were not there
+    before, and to import Triton's library a second time ends the process."""
+    if "pytester" in request.fixturenames:
+        import torch._dynamo  # noqa: F401
