@@ -21,11 +21,19 @@ Stats = Mapping[str, Tensor]
 class SharesRows(Int8):
     """Sixteen rows share a scale, where there are whole sixteens; it declares a scale for each row."""
 
+    together: ClassVar[int] = 16
+
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         amax = super().measure(x)["amax"]
-        if len(amax) % 16 == 0:
-            amax = amax.view(-1, 16).amax(1, keepdim=True).repeat_interleave(16, 0)
+        if len(amax) % self.together == 0:
+            amax = amax.view(-1, self.together, 1).amax(1).repeat_interleave(self.together, 0)
         return {"amax": amax}
+
+
+class SharesTiles(SharesRows):
+    """So do 128 rows, where there are whole tiles of so many."""
+
+    together = 128
 
 
 class HidesFarNaN(Int8):

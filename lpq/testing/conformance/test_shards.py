@@ -13,8 +13,10 @@ from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import DIRECTIONS, encode, measure, normal, sides, unit
 from lpq.testing.options import only
 
-WHOLE = 48
-"""Rows or columns of the whole, at least: enough for what goes by whole sixteens, if it may not."""
+WHOLE = 384
+"""Rows or columns of the whole, at least: as many as what goes by whole tiles of 16 or 128, if it may not."""
+MASTER = 48
+"""Rows and columns of a master, at least."""
 
 
 def declares_what_follows(quantizer: Quantizer) -> bool:
@@ -122,5 +124,5 @@ def test_parts_of_a_master_are_cast_as_the_whole(quantizer: Quantizer) -> None:
 
     A format whose zeros raise a statistic, or whose codes depend on elements beyond their blocks, fails here.
     """
-    size = WHOLE + 2 * max(unit(side, dim) for side in sides(quantizer) for dim in (0, 1)) + 3
+    size = MASTER + 2 * max(unit(side, dim) for side in sides(quantizer) for dim in (0, 1)) + 3
     assert compare_cast(quantizer, normal(size, size)), f"{quantizer}: {size} rows and columns make no two parts"
