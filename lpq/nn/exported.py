@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lpq.operations.operators import LIBRARY, define
+from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from lpq.nn.multiply import Call
@@ -28,9 +29,15 @@ class _NoBackward:
         """Keep nothing."""
 
 
-def forward_of(multiply: Any) -> Callable[..., Tensor]:
+def forward_of(multiply: Any, title: str, weight: Tensor) -> Callable[..., Tensor]:
     """Forward of an autograd function, outside of it: autograd records the operators, and the last one refuses a
-    gradient."""
+    gradient. The layer with this title and weight is refused if the graph could not hold the weight."""
+    if isinstance(weight, QuantizedTensor):
+        raise RuntimeError(
+            f"{title}: torch.export takes no weight that is stored quantized. Write what weights decode to by "
+            "lpq.checkpoint.export_file(path, model, decode=True), load it by import_file into a model that was "
+            "converted without weights=, and export that; or write the codes for an inference engine by lpq.export"
+        )
     return partial(_forward, multiply)
 
 

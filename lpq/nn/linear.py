@@ -200,7 +200,7 @@ class Layer(Saved):
             call = self._with_all(call, first, weight, held)
         if given is not None:
             call = call._replace(input=given)
-        multiply: Any = forward_of(Multiplication) if is_exporting() else Multiplication.apply
+        multiply: Any = forward_of(Multiplication, self.title, weight) if is_exporting() else Multiplication.apply
         with on_device(call.shapes.device):
             y: Tensor = multiply(input, weight, bias, call)
         return y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,19 @@ def test_it_encodes_only_what_forward_multiplies() -> None:
     _, module = exported("nvfp4", x, strict=False)
     encoded = [node for node in module.graph.nodes if node.target is torch.ops.lpq.quantize.default]
     assert [node.args[3] for node in encoded] == [""] * 2
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_weight_that_is_stored_quantized_is_refused(strict: bool, tmp_path: Path) -> None:
+    """PyTorch finds buffers that are no parameters, and asks for an issue to be filed. The remedy is exported."""
+    x, model, plain = torch.randn(24, 48), nn.Sequential(nn.Linear(48, 32)), nn.Sequential(nn.Linear(48, 32))
+    lpq.convert(model, "mxfp8", weights="quantized")
+    words = r"layer 0, lpq\.nn\.Linear\(48, 32\): torch\.export takes no weight that is stored quantized\. .*import"
+    with pytest.raises(RuntimeError, match=words):
+        torch.export.export(model, (x,), strict=strict)
+    lpq.checkpoint.export_file(tmp_path / "model.pt", model, decode=True)
+    lpq.checkpoint.import_file(tmp_path / "model.pt", lpq.convert(plain, "mxfp8"))
+    assert torch.equal(torch.export.export(plain, (x,), strict=strict).module()(x), model(x))
 
 
 def test_an_operator_runs_by_itself_where_a_gradient_is_wanted() -> None:
