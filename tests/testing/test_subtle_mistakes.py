@@ -55,6 +55,10 @@ MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
         "test_ties_go_either_way",
         "ties above zero are rounded away from zero, the others towards it",
     ),
+    subtle.RoundsTwice: (
+        "test_ties_go_either_way",
+        "beside the middle of * and *, comes back as *: do not round x to a shorter dtype",
+    ),
     subtle.RaisedByZeros: (
         "test_parts_of_a_master_are_cast_as_the_whole",
         "fragments of *, row.data*differ",

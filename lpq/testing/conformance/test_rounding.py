@@ -17,6 +17,8 @@ from lpq.testing.options import only
 SEEDS = 64
 PROBES = 2048
 """Values of each sign that are tried, to see which of them come back."""
+BESIDE = 2.0**-14
+"""So close to a tie, as a part of it, lie values that bf16 cannot tell from it."""
 HITS = 4
 """A value that comes back for fewer of them may have neighbours that did not come back."""
 
@@ -25,7 +27,8 @@ HITS = 4
 def test_ties_go_either_way(side: Quantizer) -> None:
     """Half-way between two values that it represents, some go up and some down, as to even: a mean does not drift.
 
-    It is for values that are evenly spaced and found among the decoded ones: not for 16 bits, nor for logarithms."""
+    A value beside a tie goes to the nearer one, unless it was rounded before. This is for values that are evenly spaced
+    and found among the decoded ones: not for 16 bits, nor for logarithms."""
     units = _units(side)
     if units is None:
         pytest.skip(f"{side} represents no values that are evenly spaced and few enough to be found")
@@ -41,6 +44,15 @@ def test_ties_go_either_way(side: Quantizer) -> None:
                 f"{side}: {ties[at] * sign:g}, half-way between {lower[at] * sign:g} and {upper[at] * sign:g}, comes "
                 f"back as {got[at] * sign:g}; it must be one of the two: round in encode, in fp32"
             )
+        for nearer, place in ((lower, 1 - BESIDE), (upper, 1 + BESIDE)):
+            got_beside = _decoded(side, ties * sign * place, units) * sign
+            if (got_beside != nearer).any():
+                at = int((got_beside != nearer).nonzero()[0])
+                raise AssertionError(
+                    f"{side}: {ties[at] * sign * place:.7g}, beside the middle of {lower[at] * sign:g} and "
+                    f"{upper[at] * sign:g}, comes back as {got_beside[at] * sign:g}; it must be {nearer[at] * sign:g}: "
+                    "do not round x to a shorter dtype before its codes are made"
+                )
         outward = int((got == upper).sum())
         if len(ties) >= 4:
             assert len(ties) / 4 <= outward <= len(ties) * 3 / 4, (
