@@ -50,8 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is there when the tests begin stays: to search it for garbage, while it grows and in each of the searches
-    that they cause or ask for, takes as long as a fifth of all collecting."""
+    """Collect without searches for garbage, and leave out of later ones all that is there when the tests begin.
+
+    It stays, and to search it takes as long as a fifth of all collecting.
+    """
     gc.disable()
     try:
         return (yield)

@@ -9,7 +9,7 @@
 #define ON_HOPPER(...) __trap()
 #endif
 
-// What the driver makes of a matrix, for the engine: lpq.kernels.tensor_maps.
+// The driver's description of a matrix, for the engine: lpq.kernels.tensor_maps.
 struct alignas(64) TensorMap {
     u64 words[16];
 };

@@ -1,6 +1,6 @@
 """A block that Inductor compiled, sharded by FSDP2, trains as one that is neither, bit for bit.
 
-What comes before Inductor is tried in more ways, beside blocks that are not compiled: ``test_fsdp``.
+The steps before Inductor are tried in more ways in ``test_fsdp``, beside blocks that are not compiled.
 """
 
 from __future__ import annotations
