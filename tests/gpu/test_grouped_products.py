@@ -28,7 +28,8 @@ pytestmark = [
 KERNELS = {kernel.impl: kernel for name in registry.formats() for kernel in registry.kernels("grouped_gemm", (name,))}
 PAIRS = [
     ("fp8", "fp8"), ("fp8(dtype=e5m2)", "fp8"), ("fp8", "fp8(dtype=e5m2)"), ("fp8(scaling=row)", "fp8(scaling=row)"),
-    ("fp8(scaling=row, dtype=e5m2)", "fp8(scaling=row)"), ("fp8(scaling=block)", "fp8(scaling=block)"),
+    ("fp8(scaling=row, dtype=e5m2)", "fp8(scaling=row)"), ("fp8(scaling=row)", "fp8"), ("fp8", "fp8(scaling=row)"),
+    ("fp8(scaling=block)", "fp8(scaling=block)"),
     ("fp8(scaling=block)", "fp8(scaling=block, block=128x128)"),
     ("fp8(scaling=block, dtype=e5m2)", "fp8(scaling=block, pow2=false, block=128x128)"),
 ]  # fmt: skip
