@@ -137,9 +137,9 @@ def _can_be_later(wanted: Wanted) -> bool:
 def _in_two_parts(wanted: Wanted) -> Encoder:
     """Encode the row operand now, and the column operand later.
 
-    Forward would need one operator for both. A compiler's partitioner, which decides what is kept for backward, never
-    makes again the results of a custom operator that forward needs, so it would keep the column operand, always. An
-    operator that only backward needs goes where the fewest bytes are kept: into backward, where the tensor, or the
+    Forward would need an operator that makes both. A compiler's partitioner, which decides what is kept for backward,
+    never makes again the results of a custom operator that forward needs, so it would keep the column operand, always.
+    An operator that only backward needs goes where the fewest bytes are kept: into backward, where the tensor, or the
     tensors that it is computed from, are kept anyway, or else into forward.
     """
     row, col = _sides(wanted)
