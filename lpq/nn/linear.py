@@ -24,7 +24,7 @@ from lpq.nn.plan import Plan, Shapes, bind_few
 from lpq.nn.quantizer_state import Memory, check_names
 from lpq.nn.remembering import states_of
 from lpq.nn.saved import Saved
-from lpq.nn.siblings import Inputs
+from lpq.nn.siblings import Inputs, StaticValues
 from lpq.operations import encode_operands, remember
 from lpq.operations.argument_checks import unfit_bias
 from lpq.operations.binding import on_device
@@ -87,13 +87,14 @@ class Layer(Saved):
     """The step of the model, if the schedule has several recipes."""
     _inputs: Inputs | None
     """The inputs that layers of the same model encoded last."""
+    _static_input: StaticValues
 
     def begin(self) -> None:
         """Set the attributes of a layer, without a recipe."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
-        self._calls = None, {}
         self.gathering, self.accumulate, self.stages, self.place = None, None, None, ""
         self._inputs = None
+        self.forget_calls()
 
     # ------------------------------------------------------------------------------ the recipe
 
@@ -115,7 +116,8 @@ class Layer(Saved):
             check_names(self, recipe, self.memories(), self.title)
         for name in self.memories():
             delattr(self, name)
-        self._recipe, self._plan, self._calls = recipe, plan, (None, {})
+        self._recipe, self._plan = recipe, plan
+        self.forget_calls()
         if self.gathering is not None:
             self.gathering.alike = False
         for tensor in TENSORS if plan is not None else ():
@@ -132,7 +134,8 @@ class Layer(Saved):
 
     def __getstate__(self) -> dict[str, Any]:
         # Nobody would release the weight that a copy holds, or move its stages.
-        return {**self.__dict__, "_held": None, "stages": None, "_calls": (None, {})}
+        fresh = {"_calls": (None, {}), "_static_input": StaticValues()}
+        return {**self.__dict__, "_held": None, "stages": None, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""
@@ -141,11 +144,12 @@ class Layer(Saved):
 
     def share_inputs(self, inputs: Inputs) -> None:
         """Share ``inputs`` with other layers: a tensor that several of them get is encoded once."""
-        self._inputs, self._calls = inputs, (None, {})
+        self._inputs = inputs
+        self.forget_calls()
 
     def forget_calls(self) -> None:
         """Check inputs and static values anew in the next pass."""
-        self._calls = None, {}
+        self._calls, self._static_input = (None, {}), StaticValues()
 
     # ------------------------------------------------------------------------------ running it
 
@@ -189,7 +193,10 @@ class Layer(Saved):
             if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
                 check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
                 self._static_checked = self._calls[1]
-            return multiply_parts(self, plan, input, weight, bias, dtype, self.states(), self._inputs)  # type: ignore[arg-type]
+            inputs = self._inputs if plan.shares and not torch.compiler.is_compiling() else None
+            states = self.states()
+            static = self._static_input.read(states["x"]) if inputs is not None and "x" in states else ()
+            return multiply_parts(self, plan, input, weight, bias, dtype, states, inputs, static)  # type: ignore[arg-type]
         else:
             check(self, input, weight)
             inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
@@ -265,7 +272,8 @@ class Layer(Saved):
             recomputed.check(self, moving)
         measured = self._gathered("w" in states)
         operands = weight_operands(plan, weight, held, shapes.needs_dx)
-        return Call(plan, shapes, step, states, seeds, operands, measured, self.accumulate, call.inputs)
+        static = self._static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
+        return Call(plan, shapes, step, states, seeds, operands, measured, self.accumulate, call.inputs, static)
 
     # ------------------------------------------------------------------------------ being sharded
 

@@ -47,6 +47,8 @@ class Call(NamedTuple):
     accumulate: Accumulate | None = None
     inputs: Inputs | None = None
     """The inputs that other layers encoded, if this one may be among them."""
+    static: Sequence[float] = ()
+    """The values of the state of the input, if no step moves it and other layers may share it."""
     input: Buffers | None = None
     """The buffers of the operands of the input, if it is encoded already."""
 
@@ -56,7 +58,7 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, given = call
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given = call
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
@@ -66,7 +68,7 @@ class Multiplication(torch.autograd.Function):
         elif inputs is None:
             x_row, x_col, x_stats = step.x.encode(x, states.get("x"), seeds.get("x"))
         else:
-            x_row, x_col, x_stats = inputs.encode(step.x, x)
+            x_row, x_col, x_stats = inputs.encode(step.x, x, states.get("x"), static)
         if step.w is not None:
             w_row, w_col, w_stats = step.w.encode(weight, states.get("w"), seeds.get("w"))
         else:
@@ -106,7 +108,7 @@ class Multiplication(torch.autograd.Function):
                     f"{what} of {[*tensor.shape]} that is stored quantized was written to after forward, and "
                     "backward needs it as it was: write to it after backward"
                 )
-        plan, shapes, step, states, *_, inputs, _ = ctx.call
+        plan, shapes, step, states, *_, inputs, _, _ = ctx.call
         if inputs:
             inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

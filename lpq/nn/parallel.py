@@ -99,6 +99,8 @@ class _Pass(NamedTuple):
     needs_dw: bool
     states: Mapping[str, State]
     inputs: Inputs | None
+    static: Sequence[float]
+    """The values of the state of x, which no step moves; ranks and layers that share an input have the same ones."""
 
     def part(self, tensor: str, cut: Cut | None) -> Part:
         """How x, w or dy is encoded."""
@@ -119,15 +121,16 @@ class _Pass(NamedTuple):
 
 def multiply_parts(
     layer: Saved, plan: Plan, input: Tensor, weight: DTensor, bias: Tensor | None, dtype: torch.dtype,
-    states: Mapping[str, State], inputs: Inputs | None,
+    states: Mapping[str, State], inputs: Inputs | None, static: Sequence[float],
 ) -> DTensor:  # fmt: skip
-    """Return the output of a layer, over the mesh of its weight; ``inputs``: those that layers of the model share."""
+    """Return the output of a layer, over the mesh of its weight; ``inputs``: those that layers of the model share, if
+    this one may, with the ``static`` values of its own."""
     check_parallel(layer, input, weight)
     mesh, grad = weight.device_mesh, torch.is_grad_enabled()
     way = _Pass(
         layer, plan, mesh, mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), dtype,
         grad and input.requires_grad, grad and weight.requires_grad,
-        {name: {key: local_part(t) for key, t in state.items()} for name, state in states.items()}, inputs,
+        {name: {key: local_part(t) for key, t in state.items()} for name, state in states.items()}, inputs, static,
     )  # fmt: skip
     if states:
         recomputed.check(layer, way.states)
@@ -150,7 +153,7 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
         shape[dim] *= way.ranks
     of_x = way.part("x", cut)
     shared = _shared(way, x)
-    how = () if shared is None else (way.group, of_x, x.requires_grad, _stream(x))
+    how = () if shared is None else (way.group, of_x, *way.static, x.requires_grad, _stream(x))
     made = None if shared is None else shared.find(key, how)
     with torch.no_grad(), on_device(x.device):
         x_stats, w_stats, seeds = _measured(way, of_w, weight, None if made is not None else _sent(of_x), x)
@@ -276,7 +279,7 @@ def _encoded_input(way: _Pass, part: Part, x: Tensor, stats: list[Tensor], seed:
 def _shared(way: _Pass, x: Tensor) -> SharedInput | None:
     """The place where layers of the model share their input; None if this one may not."""
     inputs = way.inputs
-    if inputs is None or not way.plan.shares or torch.compiler.is_compiling() or type(x) not in ORDINARY or x.is_meta:
+    if inputs is None or type(x) not in ORDINARY or x.is_meta:
         return None
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # a graph that is replayed must encode what is new

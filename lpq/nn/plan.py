@@ -54,7 +54,7 @@ class Plan:
     moving: tuple[str, ...]
     """The tensors that have buffers which a step changes."""
     shares: bool
-    """Whether all layers encode an input alike, and encoding it is not free."""
+    """Whether all layers with the same static values encode an input alike, and encoding it is not free."""
     keeps_input: bool
     """Whether the input is kept for backward, which makes its column operand; ``keeps_weight`` likewise."""
     keeps_weight: bool
@@ -72,7 +72,7 @@ class Plan:
         of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
         fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
         kept, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
-        own = rounds_stochastically(recipe.x) or any(memory.tensor == "x" for memory in kept)
+        own = rounds_stochastically(recipe.x) or any(memory.tensor == "x" and memory.moves for memory in kept)
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
         moving = tuple(dict.fromkeys(memory.tensor for memory in kept if memory.moves))
         return cls(*tensors, fast_sums, stochastic, kept, moving, shares, *keeps, *of)

@@ -6,6 +6,10 @@ address. So a clone, another view or another version is encoded anew, and so is 
 ``torch.inference_mode``, to which PyTorch counts no writes. A write through ``.data``, or by a kernel that bypasses
 autograd, goes unnoticed: as with any tensor that autograd keeps for backward, it is not allowed between two siblings.
 
+Layers with static statistics share inputs where the values of these are equal. They are read off the buffers when a
+layer runs for the first time, and again when autograd has counted a write to them, since a GPU would have to be waited
+for.
+
 Autograd keeps the column operand for backward, once for all siblings. The row operand is of no use after the last
 sibling, but no layer can find out that it is the last, and the tensor may live on: autograd keeps it where an adapter
 or a router, which are not encoded, multiplies it too. So operands are freed when the tensor dies, when ``MOST`` others
@@ -16,7 +20,7 @@ most ``MOST`` encoded inputs beside those of autograd, and none whose tensor is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +29,30 @@ from torch import Tensor
 from lpq.operations.binding import Encoded, Operand
 from lpq.operations.bound import Encoder
 from lpq.torch_private import cuda
-from lpq.torch_private.tensors import version_of
+from lpq.torch_private.tensors import local_part, version_of
 
 MOST = 2
 """Inputs that are kept. One is too few where the siblings have others between them: low-rank projections, adapters."""
+
+
+State = Mapping[str, Tensor]
+
+
+class StaticValues:
+    """The values of the buffers with which a layer encodes its input, in place of its statistics."""
+
+    def __init__(self) -> None:
+        self._as_they_were: tuple[object, ...] = ()
+        self._values: tuple[float, ...] = ()
+
+    def read(self, state: State) -> tuple[float, ...]:
+        """The values; nothing waits for the device where they are those of the last call."""
+        buffers = [local_part(buffer) for buffer in state.values()]
+        as_they_are = tuple((b.data_ptr(), None if b.is_inference() else version_of(b)) for b in buffers)
+        if as_they_are != self._as_they_were:
+            self._values = tuple(float(value) for buffer in buffers for value in buffer.flatten().tolist())
+            self._as_they_were = as_they_are
+        return self._values
 
 
 class _Known(weakref.ref[Tensor]):
@@ -36,7 +60,7 @@ class _Known(weakref.ref[Tensor]):
 
     __slots__ = ("as_it_was", "buffers", "col", "row")
 
-    as_it_was: tuple[int, ...]
+    as_it_was: tuple[object, ...]
     row: Operand | None
     col: Operand | None
     buffers: tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -48,17 +72,22 @@ class Inputs(list[_Known]):
     whole: object | None = None
     """The ``SharedInput`` that layers under tensor parallelism use in place of this list."""
 
-    def encode(self, encoder: Encoder, x: Tensor) -> Encoded:
-        """Encode ``x``, without state and seed, or take the operands that another layer made of it."""
+    def encode(self, encoder: Encoder, x: Tensor, state: State | None, static: Sequence[float]) -> Encoded:
+        """Encode ``x``, without a seed, or take the operands that another layer made of it.
+
+        ``static``: the values of ``state``, which no step moves; operands serve layers with the same ones.
+        """
         stream = 0
         if x.is_cuda:
             if torch.cuda.is_current_stream_capturing():
-                return encoder.encode(x, None, None)  # a graph that is replayed must encode what is new
+                return encoder.encode(x, state, None)  # a graph that is replayed must encode what is new
             stream = cuda.current_stream(x.get_device())
         if x.is_inference():
-            return encoder.encode(x, None, None)
-        as_it_is, row = (version_of(x), x.data_ptr(), stream), encoder.row
-        col, kept = (encoder.col, ()) if encoder.later is None else (None, (x,))
+            return encoder.encode(x, state, None)
+        as_it_is, row = (version_of(x), x.data_ptr(), stream, *static), encoder.row
+        col, kept = encoder.col, list[Tensor]()
+        if encoder.later is not None:  # it makes the column operand in backward, of these
+            col, kept = None, [x, *(value.clone() for value in (state or {}).values())]
         for known in self:
             if known() is x and known.as_it_was == as_it_is and known.row == row and (col is None or known.col == col):
                 of_row, of_col = known.buffers
@@ -66,7 +95,7 @@ class Inputs(list[_Known]):
         assert row is not None
         # A view of x itself would keep x alive.
         plain = row.quantizer.plain or (col is not None and col.quantizer.plain)
-        of_row, of_col, _ = encoder.encode(x.detach() if plain else x, None, None)
+        of_row, of_col, _ = encoder.encode(x.detach() if plain else x, state, None)
         del self[: 1 - MOST]
         known = _Known(x, self.remove)
         known.as_it_was, known.row, known.col = as_it_is, row, col

@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "distributed"), str(HERE.parent / "nn")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import warnings
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from counting import encodings
 from models import converted, data, layers, model, same, statics
 from torch import Tensor, nn
 
 import lpq
 from lpq.calibration import CalibrationError, CalibrationWarning
 from lpq.formats.layout import Stat
+from lpq.nn.siblings import Inputs
 
 
 def inputs_of(net: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
@@ -62,6 +65,31 @@ def test_max_takes_the_largest_magnitudes_and_fused_layers_share_them(recipe: st
         assert layer.recipe is not None
         assert layer.recipe.x.side("row").static
     assert lpq.report(net).unmatched == ()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+def test_fused_layers_encode_the_input_that_they_share_once(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before they were calibrated, and of a checkpoint too; control: layers that share nothing."""
+    x, together = data(1)[0].requires_grad_(), converted(recipe)
+    lpq.calibrate(together, data())
+    lpq.checkpoint.save(tmp_path / "run", together)
+    loaded = lpq.convert(model(), lpq.checkpoint.info(tmp_path / "run").policy)
+    lpq.checkpoint.load(tmp_path / "run", loaded)
+    apart = copy.deepcopy(together)
+    for layer in layers(apart).values():
+        layer.share_inputs(Inputs())
+    seen, made, outputs = encodings(monkeypatch), [], []
+    for net in (converted(recipe), together, loaded, apart):
+        with torch.no_grad():
+            outputs.append(net(x))
+        made.append(sum(wanted.shape == (12, 64) for wanted in seen))
+        seen.clear()
+    assert made[:3] == [8, 8, 8], "one of q, k and v, one of o, and of each expert one of w1 and w3, and one of w2"
+    assert made[3] == len(layers(apart)) == 13
+    assert torch.equal(outputs[1], outputs[3])
+    assert torch.equal(outputs[2], outputs[3])
 
 
 def test_other_siblings_can_be_named() -> None:

@@ -307,6 +307,9 @@ def test_the_report_says_what_is_gathered() -> None:
 def _sends_few_bytes(rank: int, recipe: str, part: float) -> None:
     net = model()
     lpq.convert(net, recipe)
+    for layer in (net.left, net.right, net.down):
+        for value in layer.static_values().values():
+            value.fill_(500.0)
     parallelize_module(net.bfloat16(), init_device_mesh("cpu", (2,)), plan(sequence=True))
     x, dy = (t.chunk(2, 1)[rank].bfloat16() for t in data())
     with collectives() as forward:
@@ -323,7 +326,9 @@ def _sends_few_bytes(rank: int, recipe: str, part: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "part"), [("fp8-current", 0.52), ("fp8-row", 0.52), ("mxfp8", 0.52), ("nvfp4", 0.29)]
-)
+    ("recipe", "part"),
+    [("fp8-current", 0.52), ("fp8-row", 0.52), ("mxfp8", 0.52), ("nvfp4", 0.29),
+     ("x=fp8(static=true), w=fp8, dy=fp8", 0.52)],
+)  # fmt: skip
 def test_what_is_gathered_are_codes(recipe: str, part: float) -> None:
     spawn(_sends_few_bytes, 2, recipe, part)

@@ -365,3 +365,55 @@ def test_copies_share_among_themselves() -> None:
         assert len({id(layer._inputs) for layer in layers}) == 1
         assert layers[0]._inputs == []
         assert layers[0]._inputs is not model.q._inputs
+
+
+# ------------------------------------------------------------------------------------------ static inputs
+
+STATIC = (
+    "x=fp8(static=true), w=fp8(static=true), dy=fp8(dtype=e5m2)",
+    "x=nvfp4(rht=true, static=true), w=nvfp4, dy=nvfp4(rht=true)",
+    "fprop=nvfp4(static=true), dgrad=mxfp8, wgrad=fp8(static=true)",
+    "x=fp8(static=true), w=fp8(static=true), dy=fp8(dtype=e5m2), x.save=input",
+)
+
+
+def calibrated(recipe: str, **own: float) -> Three:
+    """Layers with one scale of their inputs, but for those that are named."""
+    model = three(recipe)
+    for name in "qkv":
+        layer = getattr(model, name)
+        for key, value in layer.static_values().items():
+            value.fill_(own.get(name, 3.0) if key.startswith("x") else 0.25)
+        layer.forget_calls()
+    return model
+
+
+@pytest.mark.parametrize("recipe", STATIC)
+def test_static_inputs_with_one_scale_are_encoded_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: with another scale a layer encodes its input by itself, and to other bits."""
+    seen = encodings(monkeypatch)
+    found = {}
+    for own, count in (({}, 1), ({"k": 1.0}, 2)):
+        found[count] = numbers(calibrated(recipe, **own))
+        assert len([w for w in of_x(seen) if w[0]]) == count
+        assert same(found[count], numbers(alone(calibrated(recipe, **own))))
+        seen.clear()
+    assert not same(found[1], found[2])
+
+
+@pytest.mark.parametrize("way", ["in place", "anew", "loaded"])
+def test_static_values_that_change_are_noticed(way: str) -> None:
+    models = calibrated(STATIC[0]), alone(calibrated(STATIC[0]))
+    before = [numbers(model) for model in models]
+    for model in models:
+        if way == "in place":
+            model.k.x_amax.fill_(1.0)
+        elif way == "anew":
+            model.k.x_amax = torch.ones_like(model.k.x_amax)
+        else:
+            model.load_state_dict(calibrated(STATIC[0], k=1.0).state_dict())
+        model.zero_grad()
+    after = [numbers(model) for model in models]
+    assert same(*before)
+    assert same(*after)
+    assert not same(before[0], after[0])
