@@ -63,10 +63,13 @@ def poisoned(product: Product, a: Grouped, b: Grouped | Storage, offs: Tensor, f
 
 
 def compare(made: Tensor, left: Storage, right: Storage) -> None:
-    """Each sum is that of the decoded, up to its rounding to bf16 and to what tensor cores lose of 128 elements."""
+    """Each sum is that of the decoded, up to its rounding to bf16 and to what tensor cores lose of 128 elements: they
+    cut each product to 13 bits below the largest, always towards zero. On the whole far less is lost."""
     a, b = (decode(storage, torch.float32).double() for storage in (left, right))
     wanted, size = a @ b.t(), a.abs() @ b.abs().t()
-    assert ((made.double() - wanted).abs() <= 2**-8 * wanted.abs() + 2**-10 * size).all()
+    error = made.double() - wanted
+    assert (error.abs() <= 2**-8 * wanted.abs() + 2**-7 * size).all()
+    assert error.norm() <= 2**-8 * wanted.norm()
 
 
 def data(cols: int, rows: int, seed: int) -> Tensor:

@@ -64,7 +64,7 @@ def _columns(a: Grouped, b: Grouped, offs: Tensor, fast_accumulate: bool) -> Ten
     for operand in (a, b):
         scale = operand.tensors[1]
         of_rows = scale.t() if scale.dim() == 2 else scale[:, None].expand(len(offs), operand.shape[0])
-        scales.append(of_rows.reshape(-1))  # which lie so where kernels made them
+        scales.append(of_rows.reshape(-1).contiguous())  # one expanded group would have stride 0
     return scaled_grouped_matmul(
         a.tensors[0], b.tensors[0].t(), scales[0], scales[1], ends, None, None, torch.bfloat16, fast_accumulate
     )
