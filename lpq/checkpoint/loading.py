@@ -60,7 +60,7 @@ def load(
 
     def prepare() -> list[list[str]]:
         job.append(_prepare(found, seen, optimizer, any_policy))
-        return [match.encoded for match in job[0].matches[:1]]
+        return [[*match.to_encode] for match in job[0].matches[:1]]
 
     with ranks.saying(what), seen.recipes_stay_on_error():
         ranks.alike(prepare, "the ranks read different files under that name, or hold different models")
@@ -82,7 +82,7 @@ def load(
         filled.finish()
     seen.forget(plan.fresh)
     seen.set_extra_state(plan.beside["model"])
-    encoded = dict(pair for filled in plan.matches for pair in filled.to_encode)
+    encoded = dict(pair for filled in plan.matches for pair in filled.to_encode.values())
     for loaded in plan.loaded:
         loaded.apply(encoded)
     if dropped := [name for loaded in plan.loaded for name in loaded.dropped]:
@@ -145,7 +145,7 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
     ours = {name for name in saved if name.startswith(PREFIX)}
     unknown = untrained(beside["optimizer"], [*one.values()])
     frozen = {name for name in description.quantized if one[name] in unknown}
-    found = match(tensors, saved, description.quantized, masters=masters, frozen=frozen)
+    found = match(tensors, saved, description.quantized, masters=masters, decodable=frozen)
     check_complete(found, ours, description.quantized, may_lack=memories, may_ignore=description.memories)
     model.check_extra_state(beside["model"])
     fresh = model.starting(found.absent)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError, listed, shown
 from lpq.checkpoint.optimizer import Saved
-from lpq.checkpoint.tensors import decode, described, encode, held, parts, plain_like, stored_like, touched
+from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, stored_like, touched
 from lpq.operations.operands import DTYPES
 
 
@@ -27,31 +27,25 @@ class Match:
 
     targets: dict[str, Tensor] = field(default_factory=dict)
     """The tensors to fill, by their names in the checkpoint: the model's own, or those that hold values to encode."""
-    to_encode: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Tensors that are stored quantized, each with the values from which it is encoded."""
-    encoded: list[str] = field(default_factory=list)
-    """The names of ``to_encode``. Statistics are those of the whole tensor, so that all ranks encode alike."""
+    to_encode: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By name the tensors that are stored quantized, each with the values from which it is encoded. Statistics are
+    those of the whole tensor, so that all ranks encode alike."""
     to_copy: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Tensors in high precision, each with the values that it takes in its own dtype."""
-    to_decode: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Tensors in high precision, each with the quantized one whose decoded values it takes."""
-    replaced: list[str] = field(default_factory=list)
-    """The tensors that take other values than those that were saved under their name."""
+    """Tensors in high precision, each with the one whose values it takes, decoded, in its own dtype."""
+    taken: list[str] = field(default_factory=list)
+    """The tensors that were saved quantized of which one operand, or the master, is enough."""
     written: list[Tensor] = field(default_factory=list)
-    """The tensors that ``targets``, ``to_copy`` or ``to_decode`` fills in place."""
+    """The tensors that ``targets`` or ``to_copy`` fills in place."""
     absent: list[str] = field(default_factory=list)
     """The tensors of which nothing was saved."""
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Copy, decode and encode once the targets are filled, and count the writes to all changed tensors."""
-        for target, values in self.to_copy:
-            held(target).copy_(held(values))
-        for target, stored in self.to_decode:
-            decode(target, stored)
-        encoded = [tensor for tensor, _ in self.to_encode]
-        encode(encoded, [values for _, values in self.to_encode])
-        for tensor in [*self.written, *encoded]:
+        """Copy and encode once the targets are filled, and count the writes to all changed tensors."""
+        for target, source in self.to_copy:
+            copy(target, source)
+        encode(self.to_encode.values())
+        for tensor in [*self.written, *(tensor for tensor, _ in self.to_encode.values())]:
             touched(tensor)
 
 
@@ -61,13 +55,13 @@ def match(
     quantized: Mapping[str, Any],
     *,
     masters: Mapping[str, str] | None = None,
-    frozen: Collection[str] = (),
+    decodable: Collection[str] = (),
     cast: bool = False,
 ) -> Match:
     """Find for each tensor what was saved of it.
 
-    ``masters``: the names of the masters that were saved, by those of their weights. ``frozen``: the weights that no
-    saved optimizer had. ``cast``: an ordinary tensor may have been saved in another dtype.
+    ``masters``: the names of the masters that were saved, by those of their weights. ``decodable``: the names of those
+    that were saved quantized and may be decoded. ``cast``: an ordinary tensor may have been saved in another dtype.
     """
     found = Match()
     for name, tensor in tensors.items():
@@ -83,29 +77,30 @@ def match(
                 )
             values = plain_like(name, tensor, dtype)
             found.targets[name] = values
-            found.to_encode.append((tensor, values))
-            found.encoded.append(name)
+            found.to_encode[name] = tensor, values
         elif mine is None and masters and name in masters:
             shape, dtype = saved[masters[name]]
             _check_shape(name, shape, tensor.shape)
             values = plain_like(name, tensor, dtype)
             found.targets[masters[name]] = values
             found.to_copy.append((parts(name, tensor)[name], values))
-            found.replaced.append(name)
+            found.taken.append(name)
             found.written.append(tensor)
-        elif mine is None and theirs is not None and name in frozen:
+        elif mine is None and theirs is not None and name in decodable:
             _check_shape(name, theirs["shape"], tensor.shape)
             stored = stored_like(name, tensor, theirs)
             for part, target in parts(name, stored).items():
                 _check(part, target, saved, exact=True)
                 found.targets[part] = target
-            found.to_decode.append((parts(name, tensor)[name], stored))
+            found.to_copy.append((parts(name, tensor)[name], stored))
+            found.taken.append(name)
             found.written.append(tensor)
         else:
             _check_storage(name, theirs, mine)
             for part, target in parts(name, tensor).items():
                 _check(part, target, saved, exact=not cast or mine is not None)
                 found.targets[part] = target
+            found.taken += [name] if theirs is not None else []
             found.written.append(tensor)
     return found
 
@@ -118,17 +113,11 @@ def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str,
     if lacking:
         raise CheckpointError(f"it has nothing for these tensors of the {whose}: {listed(lacking)}. {remedy}")
     left = sorted(set(saved) - found.targets.keys() - set(may_ignore))
-    unused = [name for name in left if not any(name.startswith(f"{taken}.") for taken in _taken(found, quantized))]
+    unused = [name for name in left if not any(name.startswith(f"{taken}.") for taken in found.taken)]
     if unused:
         owners = {part: name for name in quantized for part in unused if part.startswith(f"{name}.")}
         names = dict.fromkeys(shown(owners.get(name, name)) for name in unused)
         raise CheckpointError(f"it has tensors for which the {whose} has no place: {listed([*names])}. {remedy}")
-
-
-def _taken(found: Match, quantized: Mapping[str, Any]) -> list[str]:
-    """The quantized tensors of which one operand was enough, or the master."""
-    in_part = [name for name in quantized if any(part.startswith(f"{name}.") for part in found.targets)]
-    return in_part + found.replaced
 
 
 def _check_storage(name: str, theirs: Any, mine: Any) -> None:

@@ -6,10 +6,8 @@ The file is ``{"model": tensors by name, "lpq": their description}``. A quantize
 
 from __future__ import annotations
 
-import math
 import pickle
 import zipfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,8 @@ from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
 from lpq.checkpoint.model import PREFIX, Model, is_extra
 from lpq.checkpoint.ranks import Ranks
-from lpq.checkpoint.tensors import chunk, described, held, parts, whole
+from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
 from lpq.registry.errors import words
-from lpq.tensor import QuantizedTensor
-from lpq.tensor.quantized_tensor import rebuild
 
 
 def export_file(
@@ -43,7 +39,7 @@ def export_file(
     all tensors bit for bit. The first rank has the whole model in the CPU's memory on the way.
     """
     ranks, target = ranks_of(process_group), Path(path)
-    pieces: dict[str, Tensor] = {}
+    pieces: list[tuple[str, Tensor]] = []
     other: dict[str, Any] = {}
 
     def collect() -> Description:
@@ -51,19 +47,25 @@ def export_file(
         tensors, extra = seen.state()
         pickled({"model": extra})
         other.update(extra)
-        pieces.update(part for name, tensor in tensors.items() for part in parts(name, tensor).items())
-        return seen.describe(tensors, None)
+        found = seen.describe(tensors, None)
+        if decode:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in found.memories}
+            found = replace(found, quantized={}, stored=(), memories=())
+        for name, tensor in tensors.items():
+            saved = parts(name, tensor)
+            pieces.extend([(name, tensor)] if decode else saved.items())
+        return found
 
     with ranks.saying(f"{target} cannot be exported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         description = ranks.alike(collect, "the ranks hold different models, and the file is of one")
     complete: dict[str, Tensor] = {}
-    for name, part in pieces.items():
-        gathered = whole(part)
+    for name, part in pieces:
+        gathered = whole(decoded(part) if decode else part)
         if ranks.rank == 0:
             complete[name] = gathered.cpu()
     with ranks.saying(f"{target} cannot be exported"):
-        ranks.first(lambda: _write(target, complete, other, description, decode))
+        ranks.first(lambda: _write(target, complete, other, description))
     return target
 
 
@@ -81,31 +83,21 @@ def import_file(path: str | Path, model: nn.Module, *, process_group: dist.Proce
     def prepare() -> list[str]:
         seen = Model(model)
         job.append((seen, *_prepare(source, seen, ranks)))
-        return job[0][-1].encoded
+        return [*job[0][-1].to_encode]
 
     with ranks.saying(f"{source} cannot be imported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         ranks.alike(prepare, "the ranks read different files, or hold different models")
     ((seen, description, tensors, other, found),) = job
-    with torch.no_grad():
-        for name, target in found.targets.items():
-            held(target).copy_(tensors[name][chunk(target)])
+    for name, target in found.targets.items():
+        copy(target, tensors[name])
     found.finish()
     seen.forget(seen.starting(found.absent))
     seen.set_extra_state(other)
     return Info(source, description.step, None, description)
 
 
-def _write(
-    target: Path, tensors: dict[str, Tensor], other: dict[str, Any], description: Description, decode: bool
-) -> None:
-    if decode:
-        for name, entry in description.quantized.items():
-            tensors[name] = _rebuilt(name, entry, tensors).dequantize()
-            for part in _parts_of(name, entry, tensors):
-                del tensors[part]
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in description.memories}
-        description = replace(description, quantized={}, stored=(), memories=())
+def _write(target: Path, tensors: dict[str, Tensor], other: dict[str, Any], description: Description) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + files.PARTIAL)
     model = {name.removeprefix(PREFIX): value for name, value in {**tensors, **other}.items()}
@@ -134,14 +126,7 @@ def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict
             available.update(parts(name, value))
     description.require(description.stored)
     tensors, _ = seen.state()
-    for name, entry in list(quantized.items()):
-        if name in tensors and described(tensors[name]) is None:
-            decoded = _rebuilt(name, entry, available).dequantize()
-            for part in _parts_of(name, entry, available):
-                del available[part]
-            available[name] = decoded
-            del quantized[name]
-    found = match(tensors, saved_of(available), quantized, cast=True)
+    found = match(tensors, saved_of(available), quantized, decodable=quantized, cast=True)
     check_complete(found, available, quantized, may_lack=seen.memories(), may_ignore=description.memories)
     extra = {name: value for name, value in saved.items() if is_extra(name)}
     seen.check_extra_state(extra)
@@ -185,19 +170,3 @@ def _check_records(source: Path, ranks: Ranks) -> None:
                             pass
     except Exception as error:  # a damaged archive raises many
         raise CheckpointError(f"it is damaged or was changed since it was saved: {words(error)}") from error
-
-
-def _parts_of(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-    return [part for part in tensors if any(part.startswith(f"{name}.{d}.") for d in entry["operands"])]
-
-
-def _rebuilt(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Make a quantized tensor of its parts."""
-    rows, cols = math.prod(entry["shape"][:-1]), entry["shape"][-1]
-    dtype = getattr(torch, entry["dtype"])
-    sides = {}
-    for direction, text in entry["operands"].items():
-        prefix = f"{name}.{direction}."
-        buffers = {part.removeprefix(prefix): t for part, t in tensors.items() if part.startswith(prefix)}
-        sides[direction] = (text, buffers, (rows, cols) if direction == "row" else (cols, rows), dtype)
-    return rebuild(entry["quantizer"], sides, tuple(entry["shape"]), dtype, False, False)

@@ -8,7 +8,7 @@ share their memory with the model, so that loading into them is loading in place
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,6 @@ from lpq.distributed.shardability import why_uncut
 from lpq.formats import Buffer, Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.stacks import is_stack
-from lpq.operations.operands import as_matrix
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.dtensor import dtensor_over
@@ -53,7 +52,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         ordinary = plain(local.detach())
         if not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in tensor.placements):
             return {name: ordinary}  # what all ranks hold is an ordinary tensor for DCP, which saves it once
-        return {name: dtensor_over(ordinary, tensor.device_mesh, tensor.placements, tensor.shape)}
+        return {name: _placed_like(tensor, ordinary)}
     found = {}
     rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     count = tensor.shape[:1] if is_stack(local.operands[0][1].shape) else ()
@@ -85,10 +84,7 @@ def described(tensor: Tensor) -> dict[str, Any] | None:
 def plain_like(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """An uninitialised ordinary tensor of the shape and the placement of this one; ``name`` is for errors."""
     local = here(name, tensor)
-    empty = torch.empty(local.shape, dtype=dtype, device=local.device)
-    if not isinstance(tensor, DTensor):
-        return empty
-    return dtensor_over(empty, tensor.device_mesh, tensor.placements, tensor.shape)
+    return _placed_like(tensor, torch.empty(local.shape, dtype=dtype, device=local.device))
 
 
 def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
@@ -107,23 +103,30 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     operand = side.storage.empty(side, (*count, *(matrix if direction == "row" else matrix[::-1])), dtype, local.device)
     row, col = (operand, None) if direction == "row" else (None, operand)
     made = QuantizedTensor(row, col, quantizer, shape, dtype)
-    return dtensor_over(made, sharded.device_mesh, sharded.placements, sharded.shape) if sharded is not None else made
+    return _placed_like(sharded, made) if sharded is not None else made
+
+
+def decoded(tensor: Tensor) -> Tensor:
+    """An ordinary tensor with the values of this one, placed like it."""
+    local = held(tensor)
+    return _placed_like(tensor, local.dequantize() if isinstance(local, QuantizedTensor) else plain(local.detach()))
 
 
 @torch.no_grad()
-def decode(target: Tensor, stored: Tensor) -> None:
-    """Decode a tensor of ``stored_like`` into the ordinary tensor that it was made like."""
-    values = cast("QuantizedTensor", held(stored)).dequantize(target.dtype)
-    held(target).copy_(values if isinstance(stored, DTensor) else values[chunk(target)])
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy into an ordinary tensor the values of one that is placed like it, or that every rank has whole."""
+    values = held(source)
+    if isinstance(values, QuantizedTensor):
+        values = values.dequantize(target.dtype)
+    held(target).copy_(values if isinstance(source, DTensor) else values[chunk(target)])
 
 
-def encode(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def encode(pairs: Collection[tuple[Tensor, Tensor]]) -> None:
     """Write values, of which each rank has its part, into quantized tensors, with the statistics of the whole."""
-    for tensor in tensors:
+    for tensor, _ in pairs:
         attach(tensor)
-    targets = [cast("QuantizedTensor", held(t)) for t in tensors]
-    stacks = [is_stack(target.operands[0][1].shape) for target in targets]
-    write(targets, [held(v) if stack else as_matrix(held(v)) for v, stack in zip(values, stacks, strict=True)])
+    targets = [cast("QuantizedTensor", held(tensor)) for tensor, _ in pairs]
+    write(targets, [held(v).reshape(t.matrix_shape) for t, (_, v) in zip(targets, pairs, strict=True)])
 
 
 def touched(tensor: Tensor) -> None:
@@ -155,6 +158,13 @@ def whole(part: Tensor) -> Tensor:
     )  # fmt: skip
     gathered = travels.full_tensor()
     return gathered.view(local.dtype) if single else gathered
+
+
+def _placed_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor of which this rank holds ``local``, with the shape and the placement of this one."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return dtensor_over(local, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
 def _fits(tensor: DTensor, quantizer: Quantizer, stack: bool) -> bool:

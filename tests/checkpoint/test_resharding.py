@@ -14,8 +14,10 @@ import torch
 import trained
 from checkpointed import (
     CHANGED,
+    COLS,
     FORMATS,
     POLICY,
+    ROWS,
     Net,
     as_bytes,
     model_differences,
@@ -25,8 +27,9 @@ from checkpointed import (
     shard,
 )
 from ranks import spawn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lpq
 from lpq import checkpoint
@@ -89,6 +92,7 @@ def _on_two(rank: int, folder: Path) -> None:
         _loaded(folder / source, net, formats=formats)
         _save(folder / f"{source}-two", net)
     checkpoint.export_file(folder / "two.pt", net)
+    checkpoint.export_file(folder / "two-decoded.pt", net, decode=True)
     _loaded(folder / "odd", shard(Net(OTHER, 510, ODD), mesh), 510, ODD)
 
 
@@ -100,6 +104,15 @@ def _on_four_again(rank: int, folder: Path) -> None:
     net = shard(_net(OTHER), mesh)
     checkpoint.import_file(folder / "one.pt", net)
     assert model_differences(net, _net(TRUTH)) == {}
+    plain = shard(_net(OTHER, {}), mesh)
+    plain.stored = nn.ModuleDict({name: nn.Linear(COLS, ROWS, bias=False) for name in EVERY})
+    for layer in plain.stored.values():  # stored quantized in the file, in high precision here
+        placed = distribute_tensor(torch.zeros(ROWS, COLS), mesh, [Shard(0)])
+        layer.weight = nn.Parameter(placed, requires_grad=False)
+    checkpoint.import_file(folder / "one.pt", plain)
+    decoded = torch.load(folder / "one-decoded.pt", weights_only=True)["model"]
+    for name, layer in plain.stored.items():
+        assert torch.equal(layer.weight.full_tensor(), decoded[f"stored.{name}.weight"]), name
 
 
 def _trains(rank: int, folder: Path) -> None:
@@ -132,11 +145,13 @@ def test_four_two_one_four(tmp_path: Path) -> None:
     assert model_differences(tiles, _weight(1.0)) == {}
     _loaded(tmp_path / "odd", Net(OTHER, 510, ODD), 510, ODD)
     checkpoint.export_file(tmp_path / "one.pt", net)
-    one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one.pt", "two.pt"))
-    assert one["lpq"] == two["lpq"]
-    assert list(one["model"]) == list(two["model"])
-    for name, tensor in one["model"].items():
-        assert torch.equal(as_bytes(tensor), as_bytes(two["model"][name])), name
+    checkpoint.export_file(tmp_path / "one-decoded.pt", net, decode=True)
+    for kind in ("", "-decoded"):
+        one, two = (torch.load(tmp_path / f"{ranks}{kind}.pt", weights_only=True) for ranks in ("one", "two"))
+        assert one["lpq"] == two["lpq"]
+        assert list(one["model"]) == list(two["model"])
+        for name, tensor in one["model"].items():
+            assert torch.equal(as_bytes(tensor), as_bytes(two["model"][name])), name
     spawn(_on_four_again, 4, tmp_path)
 
 

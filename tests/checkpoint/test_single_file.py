@@ -76,6 +76,17 @@ def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
     assert torch.equal(as_bytes(again[0].weight.col.data), as_bytes(truth.col.data))
 
 
+def test_a_stack_is_decoded(tmp_path: Path) -> None:
+    stored, plain = nn.Module(), nn.Module()
+    stack = lpq.quantizer("mxfp8").quantize(torch.randn(3, 64, 32), stack=True)
+    stored.experts = nn.Parameter(stack, requires_grad=False)
+    plain.experts = nn.Parameter(torch.zeros(3, 64, 32))
+    checkpoint.import_file(checkpoint.export_file(tmp_path / "stored.pt", stored), plain)
+    assert torch.equal(plain.experts, stack.dequantize())
+    content = torch.load(checkpoint.export_file(tmp_path / "decoded.pt", stored, decode=True), weights_only=True)
+    assert torch.equal(content["model"]["experts"], stack.dequantize())
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = checkpoint.export_file(tmp_path / "model.pt", nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: 0.weight was saved with shape \[4, 4\]"):
