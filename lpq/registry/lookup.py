@@ -1,357 +1,149 @@
-"""The plugin that owns a name, and the formats and recipes that it has under it.
+"""The functions of the registry: which plugin has a name, and what it has under it.
 
 The entry-point name owns its namespace, and the longest that fits a name comes first, so a lookup imports one plugin.
-Values that are derived from the registry and kept go through ``cached``: ``refresh`` and ``register`` empty that. Any
-thread may look up and register at any time: a result is that of before or of after, and never a mixture.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
-import os
-import threading
-import traceback
-from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
-import pluggy
-
-from lpq.registry import hookspecs
-from lpq.registry.errors import (
-    ImportStringError,
-    PluginError,
-    PluginHidden,
-    PluginMissing,
-    UnknownFormat,
-    UnknownRecipe,
-    suggestion,
-    words,
-)
+from lpq.registry.errors import PluginError
 from lpq.registry.layouts import Layout, Scheme
-from lpq.registry.loader import HERE, HOOKS, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
-from lpq.registry.showing import brief, pip
+from lpq.registry.loader import PluginInfo
+from lpq.registry.registry import cached, default
 from lpq.registry.specs import FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
-LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class Registry:
-    """The plugins of one process. ``LPQ_LOAD_PLUGINS`` is read when it is made."""
-
-    def __init__(self) -> None:
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self._manager.add_hookspecs(hookspecs)
-        self._sources = installed()
-        self._wanted = os.environ.get(LOAD_PLUGINS)
-        self._allowed: set[str] | None = None
-        if self._wanted is not None:
-            self._allowed = {name.strip() for name in self._wanted.split(",")} - {""}
-            for name in self._allowed:
-                self._sources.setdefault(name, [])
-        self._plugins: dict[str, PluginInfo] = {}
-        self._lock = threading.RLock()
-        self._last: object = None
-        self._format_of: dict[type, FormatSpec] = {}
-
-    def plugin(self, name: str) -> PluginInfo:
-        """The plugin with this entry-point name. It is imported on the first call."""
-        with self._lock:
-            if name not in self._plugins:
-                try:
-                    self._plugins[name] = load(self._source(name), self._manager)
-                except PluginError as error:
-                    self._plugins[name] = PluginInfo(
-                        name=name, distribution=error.distribution, version=error.version, error=error
-                    )
-            return self._plugins[name]
-
-    def plugins(self) -> tuple[PluginInfo, ...]:
-        """All plugins, lpq's own first; those that cannot be used carry their error."""
-        with self._lock:
-            found = [self.plugin(name) for name in sorted(self._sources)]
-        return tuple(sorted(found, key=lambda plugin: not plugin.builtin))
-
-    def formats(self) -> dict[str, FormatSpec]:
-        """All formats that can be used, by name."""
-        with self._lock:
-            return {name: self.format(name) for plugin in self.plugins() for name in plugin.formats}
-
-    def format(self, name: str) -> FormatSpec:
-        """The format of this name."""
-        return self._provider(name, "formats").formats[name]
-
-    def recipes(self) -> dict[str, RecipeSpec]:
-        """All recipes of plugins that can be used, by name."""
-        with self._lock:
-            return {name: self.recipe(name) for plugin in self.plugins() for name in plugin.recipes}
-
-    def recipe(self, name: str) -> RecipeSpec:
-        """The recipe of this name."""
-        return self._provider(name, "recipes").recipes[name]
-
-    def recipe_known_as(self, alias: str) -> RecipeSpec | None:
-        """The recipe that other libraries call by this name, if one of lpq's own plugins lists the name."""
-        every = (spec for plugin in self.plugins() for spec in plugin.recipes.values())
-        return next((spec for spec in every if alias.lower() in map(str.lower, spec.aliases)), None)
-
-    def layouts(self) -> dict[str, LayoutSpec]:
-        """All layouts of plugins that can be used, by name."""
-        with self._lock:
-            return {name: spec for plugin in self.plugins() for name, spec in plugin.layouts.items()}
-
-    def load_layout(self, name: str) -> Layout:
-        """The layout of this name, made."""
-        plugin = next(plugin for plugin in self.plugins() if name in plugin.layouts)
-        string = plugin.layouts[name].layout
-        cls = self._imported(plugin, string)
-        if not (isinstance(cls, type) and issubclass(cls, Layout)):
-            cause = f"layout {name} has layout={string!r}, which is no subclass of lpq.registry.Layout but {cls!r}"
-            raise self._source(plugin.name).error(cause, "name the class of the layout")
-        made: Layout = cls()
-        return made
-
-    def schemes(self, name: str) -> tuple[Scheme, ...]:
-        """How operands of a format lie in engines' files."""
-        plugin = self._provider(name, "formats")
-        string = plugin.formats[name].schemes
-        if string is None:
-            return ()
-        found = self._imported(plugin, string)
-        if not isinstance(found, tuple) or not all(isinstance(scheme, Scheme) for scheme in found):
-            cause = f"format {name} has schemes={string!r}, which is no tuple of Scheme but {found!r}"
-            raise self._source(plugin.name).error(cause, "write a tuple of lpq.registry.Scheme")
-        return found
-
-    def _imported(self, plugin: PluginInfo, string: str) -> Any:
-        """Import what an import string of this plugin's specs names."""
-        try:
-            return resolve(string)
-        except ImportStringError as error:
-            with self._lock:
-                source = self._source(plugin.name)
-            raise source.import_error(string, error.__cause__ or error) from error
-
-    def kernels(self, op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
-        """The kernels of all usable plugins for this operation on these very formats, the preferred first."""
-        found = [k for p in self.plugins() for k in p.kernels if k.op == op and tuple(k.formats) == formats]
-        return tuple(sorted(found, key=lambda kernel: -kernel.priority))
-
-    def provider_of(self, kernel: KernelSpec) -> PluginInfo | None:
-        """The plugin that brought this very kernel."""
-        return next((p for p in self.plugins() if any(k is kernel for k in p.kernels)), None)
-
-    def load_class(self, name: str, role: Literal["quantizer", "storage"]) -> Any:
-        """The quantizer or storage class of a format, imported."""
-        with self._lock:
-            plugin = self._provider(name, "formats")
-            source = self._source(plugin.name)
-        spec = plugin.formats[name]
-        string = getattr(spec, role)
-        try:
-            found = resolve(string)
-        except ImportStringError as error:
-            raise source.import_error(string, error.__cause__ or error) from error
-        if not isinstance(found, type):
-            cause = f"format {name} has {role}={string!r}, which is no class but {found!r}"
-            raise source.error(cause, f"name the {role} class of the format")
-        if role == "quantizer":
-            if not (hasattr(found, "from_options") and is_dataclass(found)):
-                cause = f"format {name} has quantizer={string!r}, which is no dataclass with from_options"
-                raise source.error(cause, "name a subclass of lpq.core.Quantizer that is a frozen dataclass")
-            if not _frozen(found):
-                cause = f"format {name} has quantizer={string!r}, which is a dataclass that is not frozen"
-                raise source.error(cause, f"declare {found.__qualname__} with @dataclass(frozen=True)")
-            with self._lock:
-                if self._plugins.get(plugin.name) is plugin:  # and was not replaced while the class was imported
-                    self._format_of.setdefault(found, spec)
-        return found
-
-    def at_fault(self, name: str, cause: str, remedy: str) -> PluginError:
-        """The error of the plugin that brings this format."""
-        with self._lock:
-            return self._source(self._provider(name, "formats").name).error(cause, remedy)
-
-    def loaded_as(self, cls: type) -> FormatSpec | None:
-        """The format as whose quantizer this class was loaded by name; None: it was not."""
-        return self._format_of.get(cls)
-
-    def convert_module(self, module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
-        """Call ``lpq_convert_module`` of all usable plugins, and of ``own``, which stays registered for other calls."""
-        self.plugins()
-        hook = self._manager.hook.lpq_convert_module
-        with self._lock:
-            self._register_last(own)
-            try:
-                return hook(module=module, fqn=fqn, recipe=recipe)
-            except PluginError:
-                raise  # it names the plugin at fault already
-            except Exception as error:
-                culprit = _raised_in(error, hook.get_hookimpls())
-                if culprit not in self._sources:
-                    raise  # lpq's own
-                source = self._source(culprit)
-                what = f"the module {fqn!r}" if fqn else "the model itself"
-                cause = f"its lpq_convert_module raised {words(error)}, for {what} ({type(module).__name__})"
-                raise source.error(cause, source.other_version) from error
-
-    def _register_last(self, own: object) -> None:
-        """To register it takes longer than to convert a module."""
-        if own is self._last:
-            return
-        if self._last is not None:
-            self._manager.unregister(self._last)
-        if own is not None:
-            self._manager.register(own)
-        self._last = own
-
-    def register(self, plugin: object, name: str) -> PluginInfo:
-        """Take a module, or any object with hooks, as plugin ``name``; it replaces an earlier one."""
-        with self._lock:
-            for source in self._sources.get(name, ()):
-                if source.distribution != HERE:
-                    raise source.error("it is installed, and its name cannot be taken", "choose another name")
-            made = Source(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
-            if isinstance(plugin, type) and any(
-                inspect.isfunction(inspect.getattr_static(plugin, hook, None)) for hook in HOOKS
-            ):
-                remedy = f"register an object of it, as {plugin.__name__}(), or make its hooks static methods"
-                raise made.error(f"{plugin.__name__} is a class whose hooks take self", remedy)
-            self._forget(name)
-            self._sources[name] = [made]
-            info = self.plugin(name)
-            if info.error is not None:
-                self._forget(name)
-                raise info.error.with_traceback(None)
-            _REMEMBERED.clear()  # what its own hooks looked up was found without it
-            return info
-
-    def _forget(self, name: str) -> None:
-        self._register_last(None)  # or what is registered after it would come after it
-        if self._manager.has_plugin(name):
-            self._manager.unregister(name=name)
-        self._sources.pop(name, None)
-        self._plugins.pop(name, None)
-        self._format_of.clear()
-        _REMEMBERED.clear()
-
-    def _provider(self, name: str, kind: Kind) -> PluginInfo:
-        """The plugin with this format or recipe. Only plugins whose namespace fits the name are imported."""
-        with self._lock:
-            owners = sorted((owner for owner in self._sources if owns(owner, name, kind)), key=len, reverse=True)
-            for owner in owners:
-                if name in getattr(self.plugin(owner), kind):
-                    return self.plugin(owner)
-            for owner in owners:
-                if (error := self.plugin(owner).error) is not None:
-                    raise error.with_traceback(None)
-            if kind == "formats" and name in self.recipes():
-                raise UnknownFormat(
-                    f"{brief(name)} is a recipe and no format: it stands alone, or after a key of a recipe, and "
-                    f"without parentheses; `lpq explain {name}` shows the quantizers that it stands for"
-                )
-            known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
-            unknown = UnknownFormat if kind == "formats" else UnknownRecipe
-            raise unknown(
-                f"there is no {kind[:-1]} {brief(name)} here: {suggestion(name, known)} "
-                "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
-            )
-
-    def _source(self, name: str) -> Source:
-        """The one distribution that provides a plugin; an error, if there is none or more than one."""
-        found, setting = self._sources[name], f"{LOAD_PLUGINS}={self._wanted}"
-        everyone = self._allowed is None or name in self._allowed
-        usable = [source for source in found if everyone or source.distribution in (OWN, HERE)]
-        if len(usable) == 1:
-            return usable[0]
-        origins = " and ".join(f"{source.distribution} {source.version}" for source in usable or found)
-        if usable:
-            removable = [source.distribution for source in usable if source.distribution != OWN]
-            remedy = pip("uninstall", removable, "uninstall all of them but one")
-            raise PluginError(name, origins, "", "they bring plugins of the same name", remedy)
-        if found:
-            remedy = f"add {name} to {LOAD_PLUGINS}, or unset it"
-            raise PluginHidden(name, origins, "", f"{setting} leaves it out", remedy)
-        inside = [plugin for plugin, sources in self._sources.items() if any(s.distribution == name for s in sources)]
-        if inside:
-            remedy = f"{name} is a distribution: name its plugin, {' or '.join(sorted(inside))}, in {LOAD_PLUGINS}"
-        else:
-            remedy = f"install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
-        raise PluginMissing(name, "not installed", "", f"{setting} names it", remedy)
+def plugins() -> tuple[PluginInfo, ...]:
+    """All plugins, lpq's own first; those that cannot be used carry their error."""
+    return default().plugins()
 
 
-def _frozen(cls: Any) -> bool:
-    """Whether a dataclass is frozen, and so a constant that has a hash."""
-    return bool(cls.__dataclass_params__.frozen)
+def formats() -> dict[str, FormatSpec]:
+    """All formats that can be used, by name."""
+    registry = default()
+    with registry.lock:
+        return {n: registry.provider(n, "formats").formats[n] for plugin in registry.plugins() for n in plugin.formats}
 
 
-def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> str | None:
-    """The name of the plugin whose hook raised: that of the innermost frame that runs the code of one.
+def format(name: str) -> FormatSpec:
+    """The format of this name. Raises ``UnknownFormat`` or, if its plugin is broken, ``PluginError``."""
+    return default().provider(name, "formats").formats[name]
 
-    pluggy does not report it. A decorated hook counts as what it decorates, as decorators are shared.
+
+def recipes() -> dict[str, RecipeSpec]:
+    """All named recipes that plugins bring, by name."""
+    registry = default()
+    with registry.lock:
+        return {n: registry.provider(n, "recipes").recipes[n] for plugin in registry.plugins() for n in plugin.recipes}
+
+
+def recipe_spec(name: str) -> RecipeSpec:
+    """The recipe of this name. Raises ``UnknownRecipe`` or, if its plugin is broken, ``PluginError``."""
+    return default().provider(name, "recipes").recipes[name]
+
+
+def recipe_known_as(alias: str) -> RecipeSpec | None:
+    """The recipe that other libraries call so; None if no plugin lists that name."""
+    every = (spec for plugin in plugins() for spec in plugin.recipes.values())
+    return next((spec for spec in every if alias.lower() in map(str.lower, spec.aliases)), None)
+
+
+def layouts() -> dict[str, LayoutSpec]:
+    """All layouts of engines' files that plugins bring, by name."""
+    return {name: spec for plugin in plugins() for name, spec in plugin.layouts.items()}
+
+
+@cached
+def layout(name: str) -> Layout:
+    """The layout of this name, which a plugin brings."""
+    registry = default()
+    plugin = next(plugin for plugin in registry.plugins() if name in plugin.layouts)
+    string = plugin.layouts[name].layout
+    cls = registry.imported(plugin, string)
+    if not (isinstance(cls, type) and issubclass(cls, Layout)):
+        cause = f"layout {name} has layout={string!r}, which is no subclass of lpq.registry.Layout but {cls!r}"
+        raise _at_fault(plugin, cause, "name the class of the layout")
+    made: Layout = cls()
+    return made
+
+
+@cached
+def schemes(format: str) -> tuple[Scheme, ...]:
+    """How operands of a format lie in the files of inference engines, in any layout."""
+    registry = default()
+    plugin = registry.provider(format, "formats")
+    string = plugin.formats[format].schemes
+    if string is None:
+        return ()
+    found = registry.imported(plugin, string)
+    if not isinstance(found, tuple) or not all(isinstance(scheme, Scheme) for scheme in found):
+        cause = f"format {format} has schemes={string!r}, which is no tuple of Scheme but {found!r}"
+        raise _at_fault(plugin, cause, "write a tuple of lpq.registry.Scheme")
+    return found
+
+
+@cached
+def kernels(op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
+    """The kernels of all usable plugins for this operation on exactly these formats, the preferred first."""
+    found = [k for p in plugins() for k in p.kernels if k.op == op and tuple(k.formats) == formats]
+    return tuple(sorted(found, key=lambda kernel: -kernel.priority))
+
+
+def provider_of(kernel: KernelSpec) -> PluginInfo | None:
+    """The plugin that brought this very kernel; None for one that no plugin returned."""
+    return next((p for p in plugins() if any(k is kernel for k in p.kernels)), None)
+
+
+def at_fault(name: str, cause: str, remedy: str) -> PluginError:
+    """The error of the plugin that brings this format, for a mistake of its that shows when the format is used."""
+    return _at_fault(default().provider(name, "formats"), cause, remedy)
+
+
+def _at_fault(plugin: PluginInfo, cause: str, remedy: str) -> PluginError:
+    return PluginError(plugin.name, plugin.distribution, plugin.version, cause, remedy)
+
+
+def quantizer_class(name: str) -> Any:
+    """The quantizer class of a format, imported."""
+    plugin, string, found = _class(name, "quantizer")
+    if not (hasattr(found, "from_options") and is_dataclass(found)):
+        cause = f"format {name} has quantizer={string!r}, which is no dataclass with from_options"
+        raise _at_fault(plugin, cause, "name a subclass of lpq.core.Quantizer that is a frozen dataclass")
+    if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # a constant that has a hash
+        cause = f"format {name} has quantizer={string!r}, which is a dataclass that is not frozen"
+        raise _at_fault(plugin, cause, f"declare {found.__qualname__} with @dataclass(frozen=True)")
+    default().took(found, plugin, plugin.formats[name])
+    return found
+
+
+def storage_class(name: str) -> Any:
+    """The storage class of a format, imported."""
+    return _class(name, "storage")[2]
+
+
+def _class(name: str, role: Literal["quantizer", "storage"]) -> tuple[PluginInfo, str, type]:
+    """A class of a format, the plugin that brings it and its import string."""
+    registry = default()
+    plugin = registry.provider(name, "formats")
+    string = getattr(plugin.formats[name], role)
+    found = registry.imported(plugin, string)
+    if not isinstance(found, type):
+        cause = f"format {name} has {role}={string!r}, which is no class but {found!r}"
+        raise _at_fault(plugin, cause, f"name the {role} class of the format")
+    return plugin, string, found
+
+
+def convert_module(module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
+    """Call ``lpq_convert_module`` of all usable plugins and of ``own``, which holds lpq's implementation."""
+    return default().convert_module(module, fqn, recipe, own=own)
+
+
+def register(plugin: object, *, name: str) -> PluginInfo:
+    """Take a module, or any object with hooks, as the plugin ``name``, without packaging it.
+
+    In a notebook the import strings of its specs begin with ``__main__:``. Registering a name again replaces
+    the earlier one, and ``refresh`` forgets it.
     """
-    code = {getattr(inspect.unwrap(i.function), "__code__", None): i.plugin_name for i in implementations}
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((code[ran] for ran in reversed(frames) if ran in code), None)
-
-
-_MAKING = threading.RLock()
-_REMEMBERED: dict[object, Any] = {}
-"""The functions that are ``cached``, each with what it found; and the ``epoch``."""
-FEW = 512
-"""How many answers of a function are kept that has one for each shape."""
-
-
-@functools.cache
-def _made() -> Registry:
-    return Registry()
-
-
-def default() -> Registry:
-    """The registry of this process, made on first use."""
-    with _MAKING:  # two threads would make one each, and registrations in all but one would be lost
-        return _made()
-
-
-def refresh() -> None:
-    """Forget all plugins, also those that were registered by hand: the next lookup reads the metadata again.
-
-    For notebooks, after a ``pip install``. A module that was imported stays imported.
-    """
-    importlib.invalidate_caches()
-    with _MAKING:
-        _made.cache_clear()
-    _REMEMBERED.clear()
-
-
-def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """``functools.cache`` for results that are derived from the registry: it is emptied when the plugins change."""
-    return _forgotten(function, None)
-
-
-def cached_few(function: Callable[P, T]) -> Callable[P, T]:
-    """As ``cached``, for results of each shape: only the last few are kept."""
-    return _forgotten(function, FEW)
-
-
-def _forgotten(function: Callable[P, T], most: int | None) -> Callable[P, T]:
-    @functools.wraps(function)
-    def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
-        found = _REMEMBERED.get(function)
-        if found is None:
-            found = _REMEMBERED[function] = functools.lru_cache(most)(function)
-        result: T = found(*args, **kwargs)  # type: ignore[arg-type]
-        return result
-
-    return remembered
-
-
-def epoch() -> object:
-    """An object that changes as soon as results that are derived from the registry are dropped."""
-    found = _REMEMBERED.get(epoch)
-    return _REMEMBERED.setdefault(epoch, object()) if found is None else found
+    return default().register(plugin, name)

@@ -13,7 +13,8 @@ from typing import Any
 
 from lpq.registry.errors import OptionError, UnknownFormat
 from lpq.registry.grammar import Call, Value, parse
-from lpq.registry.lookup import cached, default
+from lpq.registry.lookup import at_fault, formats, quantizer_class
+from lpq.registry.registry import cached, default
 from lpq.registry.showing import brief
 from lpq.registry.specs import FormatSpec
 
@@ -43,7 +44,7 @@ def _quantizer(text: str, extra: dict[str, Any]) -> Any:
     for key in extra:
         if key in options:
             raise OptionError(f"option {key!r} is given twice: in {brief(text)} and beside it")
-    cls, options = default().load_class(call.name, "quantizer"), options | extra
+    cls, options = quantizer_class(call.name), options | extra
     missing = [name for name in required(cls) if name not in options]
     try:
         return cls.from_options(**options)
@@ -53,7 +54,7 @@ def _quantizer(text: str, extra: dict[str, Any]) -> Any:
         if options or missing:
             raise
         cause = f"format {call.name} refuses its own defaults: {error}"
-        raise default().at_fault(call.name, cause, "give its options defaults that it takes") from error
+        raise at_fault(call.name, cause, "give its options defaults that it takes") from error
     except TypeError as error:
         if not missing:
             raise
@@ -70,11 +71,11 @@ def required(cls: type) -> list[str]:
 @cached
 def format_of(cls: type) -> FormatSpec:
     """The format of which ``cls`` is the quantizer class."""
-    loaded = default().loaded_as(cls)
+    loaded = default().format_of.get(cls)
     if loaded is not None:
         return loaded  # and no other plugin is imported to find it
     path = f"{cls.__module__}:{cls.__qualname__}"
-    for spec in default().formats().values():
+    for spec in formats().values():
         if spec.quantizer == path or _imported(spec.quantizer) is cls:
             return spec
     raise UnknownFormat(

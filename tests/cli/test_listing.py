@@ -175,7 +175,8 @@ def test_it_is_what_the_doctor_says(install: Callable, lpq: Callable) -> None:
 def test_recipes_of_lpq_are_tried_where_one_of_its_plugins_is_out_of_order(
     lpq: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lpq.registry import default, loader, lookup
+    from lpq.registry import loader
+    from lpq.registry import registry as loading
 
     real = loader.load
 
@@ -184,9 +185,9 @@ def test_recipes_of_lpq_are_tried_where_one_of_its_plugins_is_out_of_order(
             raise source.error("its file is damaged", "install lpq again")
         return real(source, manager)
 
-    monkeypatch.setattr(lookup, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     registry.refresh()
-    assert default().plugin("nvfp4").error is not None
+    assert next(plugin for plugin in registry.plugins() if plugin.name == "nvfp4").error is not None
     found = {recipe["name"]: recipe["broken"] for recipe in json.loads(lpq("recipes", "--json").out)}
     monkeypatch.undo()
     registry.refresh()

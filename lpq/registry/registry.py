@@ -1,0 +1,260 @@
+"""The plugins of this process, each loaded when it is first asked for, and what is remembered of them.
+
+Values that are derived from the registry and kept go through ``cached``: ``refresh`` and ``register`` empty that. Any
+thread may look up and register at any time: a result is that of before or of after, and never a mixture.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import pluggy
+
+from lpq.registry import hookspecs
+from lpq.registry.errors import (
+    ImportStringError,
+    PluginError,
+    PluginHidden,
+    PluginMissing,
+    UnknownFormat,
+    UnknownRecipe,
+    suggestion,
+    words,
+)
+from lpq.registry.loader import HERE, HOOKS, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
+from lpq.registry.showing import brief, pip
+from lpq.registry.specs import FormatSpec
+
+LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Registry:
+    """The plugins of one process. ``LPQ_LOAD_PLUGINS`` is read when it is made."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._sources = installed()
+        self._wanted = os.environ.get(LOAD_PLUGINS)
+        self._allowed: set[str] | None = None
+        if self._wanted is not None:
+            self._allowed = {name.strip() for name in self._wanted.split(",")} - {""}
+            for name in self._allowed:
+                self._sources.setdefault(name, [])
+        self._plugins: dict[str, PluginInfo] = {}
+        self.lock = threading.RLock()
+        self._last: object = None
+        self.format_of: dict[type, FormatSpec] = {}
+
+    def plugin(self, name: str) -> PluginInfo:
+        """The plugin with this entry-point name. It is imported on the first call."""
+        with self.lock:
+            if name not in self._plugins:
+                try:
+                    self._plugins[name] = load(self._source(name), self._manager)
+                except PluginError as error:
+                    self._plugins[name] = PluginInfo(
+                        name=name, distribution=error.distribution, version=error.version, error=error
+                    )
+            return self._plugins[name]
+
+    def plugins(self) -> tuple[PluginInfo, ...]:
+        """All plugins, lpq's own first."""
+        with self.lock:
+            found = [self.plugin(name) for name in sorted(self._sources)]
+        return tuple(sorted(found, key=lambda plugin: not plugin.builtin))
+
+    def provider(self, name: str, kind: Kind) -> PluginInfo:
+        """The plugin with this format or recipe. Only plugins whose namespace fits the name are imported."""
+        with self.lock:
+            owners = sorted((owner for owner in self._sources if owns(owner, name, kind)), key=len, reverse=True)
+            for owner in owners:
+                if name in getattr(self.plugin(owner), kind):
+                    return self.plugin(owner)
+            for owner in owners:
+                if (error := self.plugin(owner).error) is not None:
+                    raise error.with_traceback(None)
+            if kind == "formats" and any(name in p.recipes for p in self.plugins()):
+                raise UnknownFormat(
+                    f"{brief(name)} is a recipe and no format: it stands alone, or after a key of a recipe, and "
+                    f"without parentheses; `lpq explain {name}` shows the quantizers that it stands for"
+                )
+            known = [n for p in self.plugins() for n in ([p.name] if p.error else getattr(p, kind))]
+            unknown = UnknownFormat if kind == "formats" else UnknownRecipe
+            raise unknown(
+                f"there is no {kind[:-1]} {brief(name)} here: {suggestion(name, known)} "
+                "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
+            )
+
+    def took(self, cls: type, plugin: PluginInfo, spec: FormatSpec) -> None:
+        """Note of which format a class is the quantizer, unless its plugin was replaced while it was imported."""
+        with self.lock:
+            if self._plugins.get(plugin.name) is plugin:
+                self.format_of.setdefault(cls, spec)
+
+    def imported(self, plugin: PluginInfo, string: str) -> Any:
+        """The object that an import string of this plugin's specs names."""
+        try:
+            return resolve(string)
+        except ImportStringError as error:
+            with self.lock:
+                source = self._source(plugin.name)
+            raise source.import_error(string, error.__cause__ or error) from error
+
+    def convert_module(self, module: Any, fqn: str, recipe: Any, *, own: object) -> Any:
+        """Call ``lpq_convert_module`` of all usable plugins, and of ``own``, which stays registered for other calls."""
+        self.plugins()
+        hook = self._manager.hook.lpq_convert_module
+        with self.lock:
+            self._register_last(own)
+            try:
+                return hook(module=module, fqn=fqn, recipe=recipe)
+            except PluginError:
+                raise  # it names the plugin at fault already
+            except Exception as error:
+                culprit = _raised_in(error, hook.get_hookimpls())
+                if culprit not in self._sources:
+                    raise  # lpq's own
+                source = self._source(culprit)
+                what = f"the module {fqn!r}" if fqn else "the model itself"
+                cause = f"its lpq_convert_module raised {words(error)}, for {what} ({type(module).__name__})"
+                raise source.error(cause, source.other_version) from error
+
+    def _register_last(self, own: object) -> None:
+        """To register it takes longer than to convert a module."""
+        if own is self._last:
+            return
+        if self._last is not None:
+            self._manager.unregister(self._last)
+        if own is not None:
+            self._manager.register(own)
+        self._last = own
+
+    def register(self, plugin: object, name: str) -> PluginInfo:
+        """Take a module, or any object with hooks, as plugin ``name``; it replaces an earlier one."""
+        with self.lock:
+            for source in self._sources.get(name, ()):
+                if source.distribution != HERE:
+                    raise source.error("it is installed, and its name cannot be taken", "choose another name")
+            made = Source(name, HERE, "", getattr(plugin, "__name__", name), lambda: plugin)
+            if isinstance(plugin, type) and any(
+                inspect.isfunction(inspect.getattr_static(plugin, hook, None)) for hook in HOOKS
+            ):
+                remedy = f"register an object of it, as {plugin.__name__}(), or make its hooks static methods"
+                raise made.error(f"{plugin.__name__} is a class whose hooks take self", remedy)
+            self._forget(name)
+            self._sources[name] = [made]
+            info = self.plugin(name)
+            if info.error is not None:
+                self._forget(name)
+                raise info.error.with_traceback(None)
+            _REMEMBERED.clear()  # what its own hooks looked up was found without it
+            return info
+
+    def _forget(self, name: str) -> None:
+        self._register_last(None)  # or what is registered after it would come after it
+        if self._manager.has_plugin(name):
+            self._manager.unregister(name=name)
+        self._sources.pop(name, None)
+        self._plugins.pop(name, None)
+        self.format_of.clear()
+        _REMEMBERED.clear()
+
+    def _source(self, name: str) -> Source:
+        """The one distribution that provides a plugin; an error, if there is none or more than one."""
+        found, setting = self._sources[name], f"{LOAD_PLUGINS}={self._wanted}"
+        everyone = self._allowed is None or name in self._allowed
+        usable = [source for source in found if everyone or source.distribution in (OWN, HERE)]
+        if len(usable) == 1:
+            return usable[0]
+        origins = " and ".join(f"{source.distribution} {source.version}" for source in usable or found)
+        if usable:
+            removable = [source.distribution for source in usable if source.distribution != OWN]
+            remedy = pip("uninstall", removable, "uninstall all of them but one")
+            raise PluginError(name, origins, "", "they bring plugins of the same name", remedy)
+        if found:
+            remedy = f"add {name} to {LOAD_PLUGINS}, or unset it"
+            raise PluginHidden(name, origins, "", f"{setting} leaves it out", remedy)
+        inside = [plugin for plugin, sources in self._sources.items() if any(s.distribution == name for s in sources)]
+        if inside:
+            remedy = f"{name} is a distribution: name its plugin, {' or '.join(sorted(inside))}, in {LOAD_PLUGINS}"
+        else:
+            remedy = f"install the distribution that brings it, or take it out of {LOAD_PLUGINS}"
+        raise PluginMissing(name, "not installed", "", f"{setting} names it", remedy)
+
+
+def _raised_in(error: Exception, implementations: Sequence[pluggy.HookImpl]) -> str | None:
+    """The name of the plugin whose hook raised: that of the innermost frame that runs the code of one.
+
+    pluggy does not report it. A decorated hook counts as what it decorates, as decorators are shared.
+    """
+    code = {getattr(inspect.unwrap(i.function), "__code__", None): i.plugin_name for i in implementations}
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((code[ran] for ran in reversed(frames) if ran in code), None)
+
+
+_MAKING = threading.RLock()
+_REMEMBERED: dict[object, Any] = {}
+"""The functions that are ``cached``, each with what it found; and the ``epoch``."""
+FEW = 512
+"""How many answers of a function are kept that has one for each shape."""
+
+
+@functools.cache
+def _made() -> Registry:
+    return Registry()
+
+
+def default() -> Registry:
+    """The registry of this process, made on first use."""
+    with _MAKING:  # two threads would make one each, and registrations in all but one would be lost
+        return _made()
+
+
+def refresh() -> None:
+    """Forget all plugins, also those that were registered by hand: the next lookup reads the metadata again.
+
+    For notebooks, after a ``pip install``. A module that was imported stays imported.
+    """
+    importlib.invalidate_caches()
+    with _MAKING:
+        _made.cache_clear()
+    _REMEMBERED.clear()
+
+
+def cached(function: Callable[P, T]) -> Callable[P, T]:
+    """``functools.cache`` for results that are derived from the registry: it is emptied when the plugins change."""
+    return _forgotten(function, None)
+
+
+def cached_few(function: Callable[P, T]) -> Callable[P, T]:
+    """As ``cached``, for results of each shape: only the last few are kept."""
+    return _forgotten(function, FEW)
+
+
+def _forgotten(function: Callable[P, T], most: int | None) -> Callable[P, T]:
+    @functools.wraps(function)
+    def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
+        found = _REMEMBERED.get(function)
+        if found is None:
+            found = _REMEMBERED[function] = functools.lru_cache(most)(function)
+        result: T = found(*args, **kwargs)  # type: ignore[arg-type]
+        return result
+
+    return remembered
+
+
+def epoch() -> object:
+    """An object that changes as soon as results that are derived from the registry are dropped."""
+    found = _REMEMBERED.get(epoch)
+    return _REMEMBERED.setdefault(epoch, object()) if found is None else found
