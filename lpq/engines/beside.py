@@ -19,17 +19,23 @@ from lpq.registry.showing import brief
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 """The files that are copied of a model's directory: tokenizers, templates, settings for generating and for images."""
 NOT_COPIED = (*JSON_FILES, INDEX, "*.index.json", "trainer_state.json", "lpq.json", "manifest.json")
+DTYPE = ("dtype", "torch_dtype")
+"""The keys of the model's dtype: present releases of transformers write the first."""
 OURS = "quantization_config"
 """The key that a layout writes into the configuration; that of an old one is not taken."""
 
 
 def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
-    """The configuration of the model: its own, as transformers' models have one, or that of ``base``; else empty."""
+    """The configuration of the model: its own, as transformers' models have one, or that of ``base``; else empty.
+
+    A model of transformers has the dtype that it has now, as in what ``save_pretrained`` writes."""
     config = getattr(model, "config", None)
     if callable(getattr(config, "to_diff_dict", None)):
         assert config is not None
         found: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=_text))
         found["architectures"] = [_class_of(model).__name__]
+        if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # the config has that of its loading
+            found[next((key for key in DTYPE if key in found), DTYPE[0])] = _text(dtype)
     elif base is not None:
         found = read_json(base / CONFIG) if (base / CONFIG).is_file() else {}
     else:

@@ -18,7 +18,7 @@ from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.ranks import Ranks
-from lpq.engines.beside import as_json, base_of, beside, configuration
+from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
 from lpq.engines.experts import left_stacks
 from lpq.engines.models import entries, unquantized
 from lpq.engines.names import CONFIG
@@ -105,17 +105,18 @@ class Export:
             ((plan, source),) = job
             directory: list[Directory] = []
 
-            def begin() -> None:
+            def begin() -> list[str]:
                 taken = base_of(source.model, base)
                 config = _config(source.model, taken, plan, dtype)
                 small = {**beside(source.model, taken), **{n: as_json(data) for n, data in config.items()}}
                 directory.append(Directory(target, shards(plan, shard_bytes), small))
+                return plan.remarks(next((str(config[CONFIG][key]) for key in DTYPE if config[CONFIG].get(key)), None))
 
-            ranks.first(begin)
+            remarks = ranks.first(begin)
             with directory[0].discarded_on_error() if directory else nullcontext():
                 _write(plan, next(iter(directory), None), ranks)
         layers = {_title(group.scheme.title, group.inputs): group.layers for group in plan.groups}
-        return Exported(target, layout, layers, plan.left, (*plan.notes, *source.notes))
+        return Exported(target, layout, layers, plan.left, (*plan.notes, *source.notes, *remarks))
 
     def stream(
         self,
@@ -185,9 +186,8 @@ def _config(
 ) -> dict[str, dict[str, Any]]:
     """The JSON beside the tensors, by the names of files."""
     config = configuration(model, base)
-    for old in ("dtype", "torch_dtype"):
-        if dtype is not None and old in config:
-            config[old] = str(dtype).removeprefix("torch.")
+    if dtype is not None:
+        config |= {key: str(dtype).removeprefix("torch.") for key in DTYPE if key in config}
     found = {name: dict(data) for name, data in plan.files.items()}
     found[CONFIG] = {**config, **found.get(CONFIG, {})}
     return found

@@ -72,6 +72,20 @@ class Plan:
     notes: tuple[str, ...]
     """Remarks for the user."""
 
+    def remarks(self, dtype: str | None) -> list[str]:
+        """The limits of readers that these layers meet in a model of this dtype; None: in that of each weight."""
+        found: dict[str, list[str]] = {}
+        for tensor in self.tensors:
+            if tensor.scheme is None:
+                continue
+            rows, cols = tensor.entry.shape
+            own = dtype or str(tensor.entry.dtype).removeprefix("torch.")
+            for limited in (tensor.scheme, tensor.inputs):
+                remark = limited.remark if limited is not None else None
+                if remark is not None and (text := remark(rows, cols, own)) is not None:
+                    found.setdefault(text, []).append(tensor.layer)
+        return [f"{len(names)} layers ({listed(names)}): {text}" for text, names in found.items()]
+
 
 def planned(
     entries: Sequence[Entry],

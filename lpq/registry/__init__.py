@@ -9,7 +9,7 @@ from __future__ import annotations
 from lpq.registry.errors import LayoutError, LpqError, PluginError
 from lpq.registry.grammar import split_items
 from lpq.registry.hookspecs import hookimpl
-from lpq.registry.layouts import Described, Group, Inputs, Layout, Part, Scheme
+from lpq.registry.layouts import Described, Group, Inputs, Layout, Part, Scheme, decoded_in_bf16
 from lpq.registry.loader import PluginInfo, resolve
 from lpq.registry.lookup import (
     at_fault,
@@ -56,6 +56,7 @@ __all__ = [
     "cached",
     "cached_few",
     "convert_module",
+    "decoded_in_bf16",
     "epoch",
     "format",
     "format_of",

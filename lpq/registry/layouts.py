@@ -14,6 +14,20 @@ from typing import Any, Literal
 
 JSON = Mapping[str, Any]
 Holds = Literal["codes", "scales", "exponents", "value"]
+Remark = Callable[[int, int, str], str | None]
+"""A limit of readers for weights of so many rows and columns, in a model of this dtype (``float32``), with what to do
+about it; None: it is not met. ``lpq.export`` returns it as a note, with the names of the layers."""
+
+
+def decoded_in_bf16(rows: int, cols: int, dtype: str) -> str | None:
+    """The remark about weights that the package compressed-tensors decodes into bf16, whatever the model's dtype."""
+    if dtype == "bfloat16":
+        return None
+    return (
+        f"transformers decodes these weights into bfloat16, and with inputs in {dtype} its first product fails: "
+        "export with dtype=torch.bfloat16 (lpq export --dtype bfloat16), or after model.to(torch.bfloat16), or load "
+        "the files with from_pretrained(…, dtype=torch.bfloat16)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +62,7 @@ class Inputs:
     """That tensor from the amax of inputs, which is fp32 and 0-dimensional."""
     read: Callable[[Any], Any] | None = None
     """The amax of which ``write`` makes this tensor."""
+    remark: Remark | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +90,7 @@ class Scheme:
     precision."""
     why_not: Callable[[int, int], str | None] = lambda rows, cols: None
     """Why weights of so many rows and columns do not lie so, in words; None: they do."""
+    remark: Remark | None = None
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,10 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(tmp_path / "run"), str(tmp_path / "y"), "--layout", "modelop"])
     assert "did you mean 'modelopt'?" in capsys.readouterr().err
+    for dtype, said in (("float32", True), ("bfloat16", False)):
+        with pytest.raises(SystemExit, match="0"):
+            main(["export", str(tmp_path / "run"), str(tmp_path / dtype), "--dtype", dtype])
+        assert ("transformers decodes these weights into bfloat16" in capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize("weights", [None, "quantized"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,55 @@ def test_transformers_computes_what_lpq_evaluates(tmp_path: Path) -> None:
         before = llama(torch.float32).eval()(tokens).logits
         assert torch.allclose(read(tokens).logits, expected, atol=1e-6)
     assert not torch.allclose(before, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "width", "words"),
+    [
+        ("mxfp8", torch.float32, 128, "decodes these weights into bfloat16, and with inputs in float32"),
+        ("nvfp4", torch.float32, 128, "decodes these weights into bfloat16, and with inputs in float32"),
+        ("mxfp4", torch.float32, 128, "decodes these weights into bfloat16, and with inputs in float32"),
+        ("fp8-block", torch.bfloat16, 192, "encodes inputs in groups of 128 columns"),
+    ],
+)
+def test_the_record_says_what_transformers_cannot_compute_with_and_what_helps(
+    recipe: str, dtype: torch.dtype, width: int, words: str, tmp_path: Path
+) -> None:
+    """What the note promises is so: plainly loaded the first product fails, and each remedy helps."""
+
+    def logits(path: Path, **options: Any) -> Any:
+        read = transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
+        with torch.no_grad():
+            return read(torch.zeros(1, 4, dtype=torch.long)).logits
+
+    model = lpq.convert(llama(dtype, hidden_size=width), recipe)
+    made = lpq.export(model, tmp_path / "x", layout=COMPRESSED)
+    (note,) = [note for note in made.notes if words in note]
+    assert "layers (model.layers.0.self_attn.q_proj, " in note
+    assert note in str(made)
+    with pytest.raises(RuntimeError, match=r"same dtype|unflatten"):
+        logits(tmp_path / "x")
+    if recipe == "fp8-block":
+        assert logits(tmp_path / "x", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)).any()
+        other = lpq.export(lpq.convert(model, "fp8-row"), tmp_path / "y", layout=COMPRESSED)
+    else:
+        assert logits(tmp_path / "x", dtype=torch.bfloat16).any()
+        lpq.export(model, tmp_path / "z", layout=COMPRESSED, dtype=torch.bfloat16)
+        assert logits(tmp_path / "z").any()
+        other = lpq.export(model.to(torch.bfloat16), tmp_path / "y", layout=COMPRESSED)
+    assert not any("transformers" in note for note in other.notes)
+    assert logits(tmp_path / "y").any()
+
+
+def test_the_configuration_has_the_dtype_of_the_model_now(tmp_path: Path) -> None:
+    """transformers loads a model in that dtype, and keeps the one of its loading in the config."""
+    llama(torch.float32).save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").bfloat16()
+    assert model.config.dtype == torch.float32
+    lpq.export(lpq.convert(model, "nvfp4"), tmp_path / "x", layout=COMPRESSED)
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["dtype"] == "bfloat16"
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    assert read(torch.zeros(1, 4, dtype=torch.long)).logits.dtype == torch.bfloat16
 
 
 def test_transformers_reads_a_mixture(tmp_path: Path) -> None:

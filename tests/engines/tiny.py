@@ -110,11 +110,11 @@ def llama(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
-        max_position_embeddings=32, **{"tie_word_embeddings": False, **options},
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    small = {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "vocab_size": 64, "max_position_embeddings": 32, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**small, **options})).to(dtype)
 
 
 def layers(model: nn.Module) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.registry import Inputs, Part, Scheme
+from lpq.registry import Inputs, Part, Scheme, decoded_in_bf16
 from lpq_mxfp4.format import BLOCK, MXFP4Quantizer, MXFP4Storage
 
 GROUP = BLOCK[1]
@@ -55,5 +55,6 @@ SCHEMES = (
         read=_read,
         inputs=(Inputs(serves=_serves, quantizer="mxfp4", config={"input_activations": _args(True)}),),
         why_not=_why_not,
+        remark=decoded_in_bf16,
     ),
 )  # fmt: skip

@@ -17,7 +17,7 @@ from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.reference import BLOCKS, ROW, TENSOR, scale_from_amax
 from lpq_fp8.storage import FP8Storage
 
-SQUARE, LINE = BLOCKS["128x128"], BLOCKS["1x128"]
+SQUARE, LINE, GROUP = BLOCKS["128x128"], BLOCKS["1x128"], 128
 Shape = Callable[[int, int], tuple[int, ...]]
 WEIGHT = Part(name="weight", dtype=E4M3, shape=lambda rows, cols: (rows, cols), holds="codes")
 
@@ -59,8 +59,17 @@ def _static(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Inp
     )
 
 
-def _dynamic(block: Block, quantizer: str, config: Mapping[str, Any]) -> Inputs:
-    return Inputs(serves=_is(block), quantizer=quantizer, config=config)
+def _dynamic(block: Block, quantizer: str, config: Mapping[str, Any], **others: Any) -> Inputs:
+    return Inputs(serves=_is(block), quantizer=quantizer, config=config, **others)
+
+
+def _whole_groups(rows: int, cols: int, dtype: str) -> str | None:
+    if not cols % GROUP:
+        return None
+    return (
+        f"transformers encodes inputs in groups of {GROUP} columns, and fails where the last group has fewer: load "
+        "with CompressedTensorsConfig(dequantize=True), or give these layers the recipe fp8-row"
+    )
 
 
 def _scheme(layout: str, title: str, quantizer: str, scale: Part, config: Mapping[str, Any], **others: Any) -> Scheme:
@@ -99,7 +108,7 @@ COMPRESSED_INPUTS = (
     _static("input_scale", (1,), _activations("tensor", False)),
     _dynamic(TENSOR, "fp8", _activations("tensor", True)),
     _dynamic(ROW, "fp8(scaling=row)", _activations("token", True)),
-    _dynamic(LINE, "fp8(scaling=block)", _activations("group", True, group_size=128)),
+    _dynamic(LINE, "fp8(scaling=block)", _activations("group", True, group_size=GROUP), remark=_whole_groups),
 )
 
 

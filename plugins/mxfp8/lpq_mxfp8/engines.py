@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lpq.formats.elements import E4M3
-from lpq.registry import Inputs, Part, Scheme
+from lpq.registry import Inputs, Part, Scheme, decoded_in_bf16
 from lpq_mxfp8.quantizer import MXFP8Quantizer
 from lpq_mxfp8.reference import BLOCK
 from lpq_mxfp8.storage import MXFP8Storage
@@ -34,13 +34,15 @@ def _read(quantizer: MXFP8Quantizer, parts: Sequence[Tensor]) -> Sequence[Tensor
     return parts
 
 
-def _scheme(layout: str, scale: str, config: Mapping[str, Any], inputs: Mapping[str, Any]) -> Scheme:
+def _scheme(
+    layout: str, scale: str, config: Mapping[str, Any], inputs: Mapping[str, Any], **others: Any
+) -> Scheme:  # fmt: skip
     assert BLOCK == (1, GROUP)
     exponents = Part(name=scale, dtype=torch.uint8, shape=lambda rows, cols: (rows, cols // GROUP), holds="exponents")
     measured = Inputs(serves=_serves, quantizer="mxfp8", config=inputs)
     return Scheme(
         layout=layout, title="MXFP8", serves=_serves, quantizer="mxfp8", config=config, parts=(WEIGHT, exponents),
-        write=_write, read=_read, inputs=(measured,), why_not=_why_not,
+        write=_write, read=_read, inputs=(measured,), why_not=_why_not, **others,
     )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ BITS = {"num_bits": 8, "type": "float", "dynamic": False, "group_size": GROUP}
 SCHEMES = (
     _scheme(
         "compressed-tensors", "weight_scale", {"format": "mxfp8-quantized", "weights": _args(False)},
-        {"input_activations": _args(True)},
+        {"input_activations": _args(True)}, remark=decoded_in_bf16,
     ),
     _scheme(
         "modelopt", "weight_scale", {"group_size": GROUP, "weights": BITS},

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lpq.formats.elements import E4M3
 from lpq.formats.inverse import preimage
-from lpq.registry import Inputs, Part, Scheme
+from lpq.registry import Inputs, Part, Scheme, decoded_in_bf16
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import E2M1_MAX, E4M3_MAX, GROUP, tensor_scale
 from lpq_nvfp4.storage import NVFP4Storage
@@ -56,7 +56,7 @@ def _why_not(rows: int, cols: int) -> str | None:
 
 def _scheme(
     layout: str, names: tuple[str, str, str, str], shape: tuple[int, ...], to: Convert, back: Convert,
-    config: Mapping[str, Any], inputs: Mapping[str, Any],
+    config: Mapping[str, Any], inputs: Mapping[str, Any], **others: Any,
 ) -> Scheme:  # fmt: skip
     """``names``: those of the weight, its scales, what is of all, and the same of inputs."""
 
@@ -90,7 +90,7 @@ def _scheme(
     )  # fmt: skip
     return Scheme(
         layout=layout, title="NVFP4", serves=_serves, quantizer="nvfp4", config=config, parts=parts, write=write,
-        read=read, inputs=(static,), why_not=_why_not,
+        read=read, inputs=(static,), why_not=_why_not, **others,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ SCHEMES = (
     _scheme(
         "compressed-tensors", ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"), (1,),
         _divisor, _divisor_to_amax, {"format": "nvfp4-pack-quantized", "weights": _args(False)},
-        {"input_activations": {**_args("local"), "observer": "static_minmax"}},
+        {"input_activations": {**_args("local"), "observer": "static_minmax"}}, remark=decoded_in_bf16,
     ),
     _scheme(
         "modelopt", ("weight", "weight_scale", "weight_scale_2", "input_scale"), (), _factor, _factor_to_amax,
