@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +22,12 @@ from lpq.operations.format_calls import encoded_by
 from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
 from lpq.operations.operands import as_matrix, bind_recall, encode_operands, moves, recalls
 from lpq.operations.quantizing import quantize, quantize_reference
-from lpq.operations.sides import serving, shared
+from lpq.operations.sides import declared, serving, shared
 from lpq.operations.transposing import transpose_reference
 
 State = Mapping[str, Tensor]
+Known = State | Sequence[Tensor] | None
+"""The statistics that an encoder is given: a state, in which it finds them; or they themselves, in their order."""
 Run = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Encoded]
 """``run(x, stats, seed)``."""
 
@@ -36,9 +38,9 @@ class Encoder(NamedTuple):
     row: Operand | None
     col: Operand | None
     """The operands that it makes."""
-    encode: Callable[[Tensor, State | None, Tensor | None], Encoded]
-    """``encode(x, state, seed)``: the buffers of both operands, and the statistics if there is a state. The matrix is
-    ``x`` with all leading dimensions as rows. The device is the current one."""
+    encode: Callable[[Tensor, Known, Tensor | None], Encoded]
+    """``encode(x, known, seed)``: the buffers of both operands, and the statistics where they are measured for later
+    use. The matrix is ``x`` with all leading dimensions as rows. The device is the current one."""
     later: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
     """Makes the buffers of the column operand from the tensors that ``encode`` returned in their place; None:
     ``encode`` returned the buffers."""
@@ -62,6 +64,10 @@ class Wanted(NamedTuple):
     draws: bool = False
     """Whether the operator that makes the row operand is given the seed in any case. A compiler would draw in backward
     what forward has no use for."""
+    measures: bool = False
+    """Whether the statistics are returned though there is no state."""
+    given: bool = False
+    """Whether all statistics are given, and there is no state."""
 
 
 def bind_encoder(wanted: Wanted) -> Encoder:
@@ -73,14 +79,17 @@ def bind_encoder(wanted: Wanted) -> Encoder:
     e = Encoding(*sides, shape, dtype, dtype, device, measure=remembers and moves(quantizer, *sides))
     if forms != (None, None):
         e = e._replace(exact=wanted.exact)
-    run = bind_run(e._replace(given=recalls(quantizer, *sides)) if remembers else e)
+    if remembers:
+        e = e._replace(given=recalls(quantizer, *sides))
+    elif wanted.measures or wanted.given:
+        e = e._replace(given=(wanted.given,) * len(declared(*sides)), measure=wanted.measures)
+    run = bind_run(e)
+    find = bind_recall(quantizer, *sides) if remembers else None
 
-    known = bind_recall(quantizer, *sides) if remembers else None
-
-    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
-        if state is None or known is None:
-            return run(x, (), seed)
-        return run(x, [None if k is None else k.contiguous() for k in known(state)], seed)
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        if find is None or known is None:
+            return run(x, cast("Sequence[Tensor]", known) if wanted.given else (), seed)
+        return run(x, [None if k is None else k.contiguous() for k in find(cast("State", known))], seed)
 
     return Encoder(*operands_of(wanted, forms), encode)
 
@@ -94,36 +103,52 @@ def through_operators(wanted: Wanted) -> Encoder:
     # Dynamo of torch 2.11 cannot trace a comparison of tuples of these.
     exact = wanted.exact if forms[0] is not None or forms[1] is not None else (False, False)
 
-    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
-        made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
-        first, second = made.row, made.col
-        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), made.measured
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        if wanted.measures or wanted.given:
+            stats = cast("Sequence[Tensor]", known) if wanted.given else None
+            first, second, measured = quantize(as_matrix(x), stats, *_sides(wanted), seed, measure=wanted.measures)
+        else:
+            state = cast("State | None", known)
+            made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
+            first, second, measured = made
+        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), measured
 
     return Encoder(*operands_of(wanted, forms), encode)
 
 
 def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encoder:
     """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
-    with the same random bits, and with a copy of the present state, which another backward may move meanwhile."""
+    with the same random bits, with the statistics of the whole tensor, which are measured once, or with a copy of the
+    present state, which another backward may move meanwhile."""
     row, col = _sides(wanted)
     assert col is not None
     turned = col.stochastic and shared(row, col)  # those random bits are the row operand's
     keys = tuple(wanted.quantizer.new_state("meta")) if wanted.remembers else ()
     wanted = wanted._replace(later=False, exact=(False, False))
-    first = encoder(wanted if keys else wanted._replace(col=False))  # the statistics of both are measured now
-    second = encoder(wanted._replace(row=turned))
+    once = not keys and _measured_once(row, col)
+    # Where there is a state, the statistics of both operands are measured now.
+    first = encoder(wanted if keys else wanted._replace(col=False, measures=once))
+    second = encoder(wanted._replace(row=turned, given=once))
+    count = len(keys) or (len(col.stats) if once else 0)
 
-    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
-        of_row, _, stats = first.encode(x, state, seed)
-        then = [state[key].clone() for key in keys] if state is not None else []
-        return of_row, (x, *then) if seed is None else (x, *then, seed), stats
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
+        of_row, _, stats = first.encode(x, known, seed)
+        then = [cast("State", known)[key].clone() for key in keys] if keys else stats
+        kept = (x, *then) if seed is None else (x, *then, seed)
+        return of_row, kept, stats if keys else ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:
-        then, seed = kept[1 : 1 + len(keys)], kept[1 + len(keys) :]
-        state = dict(zip(keys, then, strict=True)) if keys else None
-        return second.encode(kept[0], state, seed[0] if seed else None)[1]
+        then, seed = kept[1 : 1 + count], kept[1 + count :]
+        known = dict(zip(keys, then, strict=True)) if keys else then if once else None
+        return second.encode(kept[0], known, seed[0] if seed else None)[1]
 
     return Encoder(first.row, second.col, encode, later)
+
+
+def _measured_once(row: Quantizer | None, col: Quantizer | None) -> bool:
+    """Whether both operands have the same statistics, which are values of the whole tensor."""
+    stats = col.stats if col is not None and shared(row, col) else []
+    return bool(stats) and all(stat.block == (None, None) for stat in stats)
 
 
 def _can_be_later(wanted: Wanted) -> bool:
@@ -144,9 +169,9 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
     """
     row, col = _sides(wanted)
     assert col is not None
-    both = shared(row, col) and all(stat.block == (None, None) for stat in col.stats)
+    both = _measured_once(row, col)
 
-    def encode(x: Tensor, state: State | None, seed: Tensor | None) -> Encoded:
+    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         # Equal operators are merged, those that are given other seeds are not.
         of_row = seed if wanted.draws or (row is not None and row.stochastic) else None
         made, _, measured = quantize(as_matrix(x), None, row, None, of_row, measure=both)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lpq
+from lpq.operations import quantizing
 from lpq.operations.bound import Wanted, bind_encoder, in_two_steps, through_operators
+from lpq.operations.measuring import measure_reference
 from lpq.registry import refresh
 from lpq.registry.errors import LpqError
 
@@ -53,7 +55,7 @@ def test_a_policy_chooses_for_each_layer() -> None:
     usual, gradients = trained(fp8)
     rules = [{"match": "down", "recipe": f"{fp8}, x.save=input"}, {"match": "*", "recipe": fp8}]
     less, same = trained({"rules": rules})
-    assert usual - less == ROWS * WIDTH + 4  # its operand: a byte for each element, and a scale
+    assert usual - less == ROWS * WIDTH  # its operand: a byte for each element; its amax is kept in place of a scale
     assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
 
 
@@ -148,16 +150,30 @@ def test_operands_are_made_when_they_are_wanted(monkeypatch: pytest.MonkeyPatch)
         seen.clear()
         module.requires_grad_(False)
         y, kept = kept_for_backward(lambda module=module, x=x: module(x))  # type: ignore[misc]
-        assert kept == (WIDTH * OUT * 4 if option != "x.save=input" else WIDTH * OUT + 4)
+        assert kept == WIDTH * OUT * (4 if option != "x.save=input" else 1) + 4  # the scale, or the amax
         seen.clear()
+
+
+@pytest.mark.parametrize("option", ["x.save=encoded", *OPTIONS])
+def test_the_amax_of_a_tensor_is_measured_once(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[int, ...]] = []
+
+    def counted(x: Tensor, *sides: Any) -> list[Tensor]:
+        measured.append(tuple(x.shape))
+        return measure_reference(x, *sides)
+
+    monkeypatch.setattr(quantizing, "measure_reference", counted)
+    module, (x,) = layer(f"{RECIPES[0]}, {option}"), inputs()
+    module(x).sum().backward()
+    assert measured == [(ROWS, WIDTH), (OUT, WIDTH), (ROWS, OUT)]
 
 
 def test_the_bytes() -> None:
     of_x, of_w = ROWS * WIDTH, WIDTH * OUT
     for option, bytes_kept in (
         ("x.save=encoded, w.save=encoded", of_x + 4 + of_w + 4),
-        ("x.save=input", 4 * of_x + of_w + 4),
-        ("w.save=weight", of_x + 4 + 4 * of_w),
+        ("x.save=input", 4 * of_x + 4 + of_w + 4),
+        ("w.save=weight", of_x + 4 + 4 * of_w + 4),
     ):
         module, (x,) = layer(f"{RECIPES[0]}, {option}"), inputs()
         assert kept_for_backward(lambda module=module, x=x: module(x))[1] == bytes_kept  # type: ignore[misc]
