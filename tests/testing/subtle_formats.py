@@ -36,6 +36,66 @@ class SharesTiles(SharesRows):
     together = 128
 
 
+class SharesSevens(SharesRows):
+    """So do seven rows."""
+
+    together = 7
+
+
+class SharesMany(SharesRows):
+    """So do as many rows as a prime."""
+
+    together = 83
+
+
+class GrowsBySevens(Int8):
+    """Doubles its scales where the number of elements divides by seven."""
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        return super().encode(x, {"amax": stats["amax"] * (1 + (x.numel() % 7 == 0))})
+
+
+class MeasuresByNines(Int8):
+    """Measures twice the amax where the number of columns divides by nine."""
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": super().measure(x)["amax"] * (1 + (x.shape[1] % 9 == 0))}
+
+
+class BlocksStorage(TensorStorage):
+    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, 4)))
+
+    def decode(self) -> Tensor:
+        scales = self.scale.repeat_interleave(4, 1)[:, : self.shape[1]]
+        return self.data.float() * scales
+
+
+class Blocks(Int8):
+    """Four columns of a row share a scale."""
+
+    stats = ()
+    together: ClassVar[int] = 1
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        rows, cols = x.shape
+        blocks = torch.nn.functional.pad(x.float(), (0, -cols % 4)).view(rows, -(-cols // 4), 4)
+        amax = blocks.abs().amax(2)
+        if amax.shape[1] % self.together == 0:
+            amax = amax.unflatten(1, (-1, self.together)).amax(2).repeat_interleave(self.together, 1)
+        scale = amax.clamp(min=1e-12) / 127
+        data = (blocks / scale.unsqueeze(2)).round().clamp(-127, 127).flatten(1)[:, :cols]
+        return BlocksStorage(data=data.to(torch.int8), scale=scale)
+
+
+class SharesBlocks(Blocks):
+    """Five such blocks share it, where there are whole fives."""
+
+    together = 5
+
+
 class HidesFarNaN(Int8):
     """Looks for NaN in the first 128 columns."""
 
@@ -269,6 +329,8 @@ class OneShape(Quantizer):
 
 
 STORAGES: dict[type[Quantizer], type[Storage]] = {
+    Blocks: BlocksStorage,
+    SharesBlocks: BlocksStorage,
     Follows: FollowingStorage,
     RaisedByZeros: FollowingStorage,
     Transposes: TurnedStorage,

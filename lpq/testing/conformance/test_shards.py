@@ -8,13 +8,16 @@ from torch import Tensor
 
 from lpq.formats import Quantizer, Stat
 from lpq.formats.format import Direction
+from lpq.formats.layout import DIMENSIONS
 from lpq.testing.comparing import compare_cast
 from lpq.testing.expect import same, same_operand
-from lpq.testing.operands import DIRECTIONS, encode, measure, normal, sides, unit
+from lpq.testing.operands import DIRECTIONS, SEED, encode, measure, normal, sides, unit
 from lpq.testing.options import only
 
-WHOLE = 384
-"""Rows or columns of the whole, at least: as many as what goes by whole tiles of 16 or 128, if it may not."""
+WHOLE = 128 * 3 * 5 * 7
+"""Rows or columns of the whole, at least: it has whole tiles of 128, and of most numbers below."""
+MOST = 100
+"""Each number of units up to this is the size of a shard, where the whole has room for so many."""
 MASTER = 48
 """Rows and columns of a master, at least."""
 
@@ -25,9 +28,17 @@ def declares_what_follows(quantizer: Quantizer) -> bool:
 
 
 def sizes(side: Quantizer, dim: int) -> list[int]:
-    """Return three sizes of shards: the unit at which an operand can be cut, an odd multiple of it, and the rest."""
+    """The sizes of shards, in a random order: 1, 2, 3, … times the unit at which an operand can be cut, and the rest.
+
+    What depends on the size of a matrix, such as a scale that 5 rows share where there are whole fives, is thereby
+    tried with each small size, be it odd or prime, and at places that are no multiples of it.
+    """
     step = unit(side, dim)
-    return [step, 3 * step, step * (max(7, WHOLE // step) - 4)]
+    room = max(7, -(-WHOLE // step))
+    most = next(n for n in range(MOST, 0, -1) if n * (n + 1) // 2 < room)
+    shards = [*range(1, most + 1), room - most * (most + 1) // 2]
+    order = torch.randperm(len(shards), generator=torch.Generator().manual_seed(SEED)).tolist()
+    return [step * shards[i] for i in order]
 
 
 def sharded(side: Quantizer, dim: int) -> tuple[Tensor, list[Tensor], list[int]]:
@@ -65,20 +76,28 @@ def measured(side: Quantizer, dim: int, shards: list[Tensor]) -> list[dict[str, 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @only(lambda side: bool(side.stats), "measures statistics")
 def test_statistics_of_shards_are_those_of_the_whole(side: Quantizer, direction: Direction) -> None:
-    """Measured locally and reduced equals measured on the whole, for row and for column operands."""
+    """Measured locally and reduced equals measured on the whole, for row and for column operands.
+
+    So it does for each shard, cut in two: the outlier of the whole would hide it if one were measured by its size.
+    """
     dim = DIRECTIONS.index(direction)
     x, shards, _ = sharded(side, dim)
-    whole, parts = measure(side, x), measured(side, dim, shards)
-    for stat in side.stats:
-        found = torch.cat([part[stat.name].reshape(-1) for part in parts])
-        assert stat.reduce == "max" or bool((found == found.floor().abs()).all()), (
-            f"{side}: statistic {stat.name!r} is summed over ranks and must be a count, a whole number"
-        )
-        what = (
-            f"{side}: statistic {stat.name!r} of a {direction} operand, reduced over shards of {sizes(side, dim)} "
-            f"(one value covers {stat.block}, as stats declares)"
-        )
-        same(reduced(stat, dim, [part[stat.name] for part in parts]), whole[stat.name], what)
+    first = unit(side, dim)
+    cuts = [(part, list(part.tensor_split([first], dim))) for part in shards if part.shape[dim] > first]
+    for whole, parts in [*sorted(cuts, key=lambda cut: cut[0].numel()), (x, shards)]:
+        wanted, found = measure(side, whole), measured(side, dim, parts)
+        size = whole.shape[dim]
+        lines = f"shards of {first} and {size - first}" if whole is not x else f"{len(parts)} shards"
+        for stat in side.stats:
+            values = [part[stat.name] for part in found]
+            assert stat.reduce == "max" or all(bool((v == v.floor().abs()).all()) for v in values), (
+                f"{side}: statistic {stat.name!r} is summed over ranks and must be a count, a whole number"
+            )
+            what = (
+                f"{side}: statistic {stat.name!r} of the {size} {DIMENSIONS[dim]} of a {direction} operand, reduced "
+                f"over {lines} (one value covers {stat.block}, as stats declares, whatever the size)"
+            )
+            same(reduced(stat, dim, values), wanted[stat.name], what)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -92,30 +111,29 @@ def test_a_shard_is_its_piece_of_the_whole(side: Quantizer, direction: Direction
     x, shards, starts = sharded(side, dim)
     whole, parts = encode(side, x, direction=direction), measured(side, dim, shards)
     spanning = [stat for stat in side.stats if stat.block[dim] is None]
-    alone = []
+    combined = {stat.name: reduced(stat, dim, [part[stat.name] for part in parts]) for stat in spanning}
+    alike = bool(spanning)
     for rank, (shard, start) in enumerate(zip(shards, starts, strict=True)):
-        stats = dict(parts[rank])
-        for stat in spanning:
-            stats[stat.name] = reduced(stat, dim, [part[stat.name] for part in parts])
         offset = (start, 0) if dim == 0 else (0, start)
         stop = start + shard.shape[dim]
         piece = whole.narrow(dim, start, stop)
         assert piece is not None, (
-            f"{side}: {'rows' if dim == 0 else 'columns'} [{start}, {stop}) lie on whole blocks of the layout, and "
-            "cannot be taken from the operand: let narrow follow from the blocks, as Storage does"
+            f"{side}: {DIMENSIONS[dim]} [{start}, {stop}) lie on whole blocks of the layout, and cannot be taken from "
+            "the operand: let narrow follow from the blocks, as Storage does"
         )
         what = (
-            f"{side}: shard [{start}, {stop}) of a {direction} operand of {sum(sizes(side, dim))}, encoded with the "
-            "reduced statistics (take scales from stats, and let no value share one beyond its block)"
+            f"{side}: {stop - start} {DIMENSIONS[dim]}, [{start}, {stop}) of the {x.shape[dim]} of a {direction} "
+            "operand, encoded with the reduced statistics (take scales from stats, and let no value share one beyond "
+            "its block, whatever the size)"
         )
-        same_operand(encode(side, shard, stats, direction=direction, offset=offset), piece, what)
-        alone.append(encode(side, shard, direction=direction, offset=offset).decode())
-    if spanning:
-        own = torch.cat(alone, dim)
-        assert not torch.equal(own, whole.decode()), (
-            f"{side}: shards encode alike with their own statistics and with the reduced ones, so the statistic that "
-            f"spans them, {spanning[0].name!r}, is of no use: take the scale from it, or do not declare it"
-        )
+        same_operand(encode(side, shard, parts[rank] | combined, direction=direction, offset=offset), piece, what)
+        if alike:
+            own = encode(side, shard, direction=direction, offset=offset).decode()
+            alike = torch.equal(own, piece.decode())
+    assert not alike, (
+        f"{side}: shards encode alike with their own statistics and with the reduced ones, so the statistic that "
+        f"spans them, {spanning[0].name!r}, is of no use: take the scale from it, or do not declare it"
+    )
 
 
 @only(declares_what_follows, "declares buffers that follow from statistics")
