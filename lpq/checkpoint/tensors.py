@@ -22,7 +22,7 @@ from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_uncut
 from lpq.formats import Buffer, Quantizer
 from lpq.formats.format import Direction
-from lpq.formats.stacks import is_stack
+from lpq.formats.stacks import along
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.dtensor import dtensor_over
@@ -54,16 +54,16 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
             return {name: ordinary}  # what all ranks hold is an ordinary tensor for DCP, which saves it once
         return {name: _placed_like(tensor, ordinary)}
     found = {}
-    rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-    count = tensor.shape[:1] if is_stack(local.operands[0][1].shape) else ()
-    rows = tensor.shape[-2] if count else rows
+    count = tensor.shape[:1] if local.is_stack else ()
+    matrix = (math.prod(tensor.shape[len(count) : -1]), tensor.shape[-1])
     for direction, storage in local.operands:
-        matrix = (rows, cols) if direction == "row" else (cols, rows)
         for buffer, value in zip(storage.quantizer.layout, storage.tensors(), strict=True):
             part = f"{name}.{direction}.{buffer.name}"
             of = (name, tensor, direction, buffer, bool(count))
             placements = tuple(_placement(p, *of) for p in _placements(tensor))
-            found[part] = _placed(part, value.detach(), tensor, (*count, *buffer.grid(*matrix)), placements)
+            found[part] = _placed(
+                part, value.detach(), tensor, (*count, *buffer.grid(*along(direction, matrix))), placements
+            )
     return found
 
 
@@ -77,7 +77,7 @@ def described(tensor: Tensor) -> dict[str, Any] | None:
         "shape": list(tensor.shape),
         "dtype": str(local.dtype).removeprefix("torch."),
         "operands": {direction: storage.quantizer.text for direction, storage in local.operands},
-        **({"stack": True} if is_stack(local.operands[0][1].shape) else {}),
+        **({"stack": True} if local.is_stack else {}),
     }
 
 
@@ -98,9 +98,8 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     shape = local.shape if sharded is not None else tensor.shape
     direction, text = next(iter(entry["operands"].items()))
     side, count = registry.quantizer(text), shape[:1] if stack else ()
-    matrix = (math.prod(shape[len(count) : -1]), shape[-1])
-    dtype = getattr(torch, entry["dtype"])
-    operand = side.storage.empty(side, (*count, *(matrix if direction == "row" else matrix[::-1])), dtype, local.device)
+    matrix, dtype = (*count, math.prod(shape[len(count) : -1]), shape[-1]), getattr(torch, entry["dtype"])
+    operand = side.storage.empty(side, along(direction, matrix), dtype, local.device)
     row, col = (operand, None) if direction == "row" else (None, operand)
     made = QuantizedTensor(row, col, quantizer, shape, dtype)
     return _placed_like(sharded, made) if sharded is not None else made

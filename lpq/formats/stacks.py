@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lpq.formats.format import Storage
+from lpq.formats.format import Direction, Storage
 
 
 def is_stack(shape: Sequence[object]) -> bool:
@@ -53,6 +53,12 @@ def stacked(operands: Sequence[Storage]) -> Storage:
 def each(function: Callable[[Storage], Storage], stack: Storage, empty: Callable[[], Storage]) -> Storage:
     """Return the stack of the results of ``function`` for each matrix; ``empty`` makes it where there is no matrix."""
     return stacked([function(matrix) for matrix in matrices(stack)]) if stack.shape[0] else empty()
+
+
+def along(direction: Direction, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of an operand in this direction, of a matrix or of a stack of them; also the way back."""
+    *count, rows, cols = shape
+    return (*count, rows, cols) if direction == "row" else (*count, cols, rows)
 
 
 def transposed(matrix: Tensor) -> Tensor:

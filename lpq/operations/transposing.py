@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage, check_there
-from lpq.formats.stacks import each, is_stack
+from lpq.formats.stacks import along, each, is_stack
 from lpq.kernels import choose
 from lpq.operations.exact_form import operand_of
 from lpq.operations.format_calls import transposed_by
@@ -18,7 +16,7 @@ from lpq.operations.sides import quantizer_of
 
 def transpose(operand: Storage) -> Storage:
     """Return the operand of the transposed matrix, or of those of a stack; the quantizer must be transposable."""
-    quantizer, shape = operand.quantizer, _turned(operand.shape)
+    quantizer, shape = operand.quantizer, along("col", operand.shape)
     if not quantizer.transposable:
         raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")
     if quantizer.plain:
@@ -37,21 +35,16 @@ def transpose_reference(operand: Storage) -> Storage:
     return transposed_by(operand)
 
 
-def _turned(shape: Sequence[int]) -> tuple[int, ...]:
-    *count, rows, cols = shape
-    return (*count, cols, rows)
-
-
 def _plain_transposed(stack: Storage) -> Storage:
     """A stack of ordinary matrices, each transposed: a view."""
     data = stack.tensors()[0].transpose(-2, -1)
-    return stack.wrap([data], stack.quantizer, _turned(stack.shape), stack.dtype)
+    return stack.wrap([data], stack.quantizer, along("col", stack.shape), stack.dtype)
 
 
 def _transposed(operand: Storage) -> Storage:
     if is_stack(operand.shape):
         of = operand.quantizer
-        shape, dtype, device = _turned(operand.shape), operand.dtype, operand.device
+        shape, dtype, device = along("col", operand.shape), operand.dtype, operand.device
         return each(_transposed, operand, lambda: of.storage.empty(of, shape, dtype, device))
     impl = choose("transpose", (operand.quantizer.text,), operand.device).impl
     if impl is not None:
@@ -73,7 +66,7 @@ def _transpose_fake(
 ) -> list[Tensor]:
     side = quantizer_of(quantizer)
     assert side is not None
-    return side.storage.empty(side, _turned(shape), stored, buffers[0].device).tensors()
+    return side.storage.empty(side, along("col", shape), stored, buffers[0].device).tensors()
 
 
 define(

@@ -17,12 +17,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lpq.formats.format import Direction, Storage
 from lpq.formats.joined import cat
+from lpq.formats.stacks import along
 from lpq.operations.operands import DTYPES, as_matrix
 from lpq.tensor.assigning import assign, copy_
 from lpq.tensor.input_checks import check_flattened, check_received, check_shard
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
-from lpq.tensor.stacked import cat_stacks, empty_stack, is_stacked, select, slice_stack
+from lpq.tensor.stacked import cat_stacks, select, slice_stack
 from lpq.torch_private.dispatch import return_and_correct_aliasing, schema_of
 from lpq.torch_private.operators import canonicalize_dim, pin_memory, to_copy, unsafe_view
 from lpq.torch_private.pytree import tree_leaves, tree_map
@@ -127,10 +129,10 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
     begin, stop, _ = slice(start, end).indices(t.shape[dim])
     stop = max(begin, stop)
     shape = [*t.shape[:dim], stop - begin, *t.shape[dim + 1 :]]
-    if is_stacked(t):
+    if t.is_stack:
         return slice_stack(t, dim, begin, stop, shape)
     cols = t.matrix_shape[1]
-    if t.window is not None and is_stacked(t.window.whole):
+    if t.window is not None and t.window.whole.is_stack:
         return NotImplemented  # a part of one of its matrices, which no window describes
     if _natural(t) and dim == t.dim() - 1:
         return _narrow(t, 1, begin, stop, shape)
@@ -175,7 +177,7 @@ def _as_strided(t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], 
 @implements(aten.t.default)
 def _t(t: QuantizedTensor) -> Any:
     flipped = t.quantizer.flipped()
-    in_stack = is_stacked(t.window.whole if t.window is not None else t)
+    in_stack = (t.window.whole if t.window is not None else t).is_stack
     if t.dim() != 2 or not _natural(t) or flipped is None or in_stack:
         return NotImplemented
     shape = torch.Size((t.shape[1], t.shape[0]))
@@ -275,17 +277,14 @@ def _new_empty(
             f"{t.whose}shards of {t.shape[0]} rows of a tensor that is stored as {t.quantizer} leave nothing to some "
             f"ranks: {REMEDY}"
         )
-    stack = empty_stack(t, size, device) if is_stacked(t) and dtype in (None, t.dtype) else None
-    if stack is not None:
-        return stack
-    if dtype not in (None, t.dtype) or is_stacked(t):
+    size = tuple(size)
+    if dtype not in (None, t.dtype) or (t.is_stack and (len(size) != 3 or size[1:] != t.matrix_shape[1:])):
         return torch.empty(size, dtype=dtype or t.dtype, device=device)
-    rows, cols = as_matrix(torch.empty(size, device="meta")).shape
-    sides = {
-        d: s.quantizer.storage.empty(s.quantizer, (rows, cols) if d == "row" else (cols, rows), t.dtype, device)
-        for d, s in t.operands
+    matrix = size if t.is_stack else as_matrix(torch.empty(size, device="meta")).shape
+    operands: dict[Direction, Storage] = {
+        d: s.quantizer.storage.empty(s.quantizer, along(d, matrix), t.dtype, device) for d, s in t.operands
     }
-    return t.with_operands(sides.get("row"), sides.get("col"), torch.Size(size), t.dtype)
+    return t.with_operands(operands.get("row"), operands.get("col"), torch.Size(size), t.dtype)
 
 
 @implements(aten.new_zeros.default)
@@ -293,7 +292,7 @@ def _new_zeros(
     t: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
 ) -> Any:
     """A tensor to hold another piece of this one; FSDP2 makes its shards so."""
-    is_shard = t.dim() and not is_stacked(t) and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
+    is_shard = t.dim() and not t.is_stack and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
     if is_shard:
         check_shard(t, size[0], t.matrix_shape[0] // t.shape[0] * size[0], REMEDY)
     made = _new_empty(t, size, dtype=dtype, device=device).zero_()
@@ -324,8 +323,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     if not all(_joins(first, t) for t in tensors):
         return NotImplemented
     dim = canonicalize_dim(first.dim(), dim)
-    if any(map(is_stacked, tensors)):
-        return cat_stacks(tensors, dim) if all(map(is_stacked, tensors)) else NotImplemented
+    if any(t.is_stack for t in tensors):
+        return cat_stacks(tensors, dim) if all(t.is_stack for t in tensors) else NotImplemented
     along = 1 if dim == first.dim() - 1 else 0
     others = {t.shape[:dim] + t.shape[dim + 1 :] for t in tensors}
     if (along == 0 and dim != 0) or len(others) > 1:

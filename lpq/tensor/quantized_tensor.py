@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.formats.stacks import along, is_stack
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.transposing import transpose
@@ -125,6 +126,26 @@ class QuantizedTensor(Gathered, Tensor):
         self.window, self.writes, self.place, self.owner = None, Writes(), "", None
         return self
 
+    @classmethod
+    def over(
+        cls,
+        tensors: Sequence[Tensor],
+        sides: Iterable[tuple[Direction, Quantizer, Sequence[int], torch.dtype]],
+        quantizer: Quantizer,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        amax_group: ProcessGroup | Literal["unattached"] | None = None,
+    ) -> QuantizedTensor:
+        """A tensor over buffers, one operand's behind the other's. ``sides``: the direction, the quantizer, the shape
+        and the dtype of each operand."""
+        operands: dict[Direction, Storage] = {}
+        for direction, side, matrix, stored in sides:
+            count = len(side.layout)
+            operands[direction] = side.storage.wrap(tensors[:count], side, tuple(matrix), stored)
+            tensors = tensors[count:]
+        row, col = operands.get("row"), operands.get("col")
+        return cls(row, col, quantizer, torch.Size(shape), dtype, amax_group=amax_group)
+
     @property
     def write_count(self) -> int:
         return self.writes.count
@@ -165,8 +186,12 @@ class QuantizedTensor(Gathered, Tensor):
     def matrix_shape(self) -> tuple[int, ...]:
         """The rows and the columns of the matrix; of a stack, behind the number of its matrices."""
         direction, storage = self.operands[0]
-        *count, rows, cols = storage.shape
-        return (*count, rows, cols) if direction == "row" else (*count, cols, rows)
+        return along(direction, storage.shape)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it, or the tensor of which it is a view, is a stack."""
+        return is_stack(self.operands[0][1].shape)
 
     def operand(self, direction: Direction) -> Storage:
         """The operand in this direction, derived from the other one where the format can."""
@@ -287,13 +312,8 @@ class QuantizedTensor(Gathered, Tensor):
         outer_stride: tuple[int, ...],
     ) -> QuantizedTensor:
         quantizer, sides, dtype, group = context
-        operands: dict[str, Storage] = {}
-        for direction, side, shape, stored in sides:
-            tensors = [inner[f"{direction}_{b.name}"] for b in side.layout]
-            operands[direction] = side.storage.wrap(tensors, side, shape, stored)
-        return QuantizedTensor(
-            operands.get("row"), operands.get("col"), quantizer, outer_size, dtype, amax_group=group.value
-        )
+        tensors = [inner[f"{direction}_{b.name}"] for direction, side, *_ in sides for b in side.layout]
+        return QuantizedTensor.over(tensors, sides, quantizer, outer_size, dtype, group.value)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.layout import Buffer
-from lpq.formats.stacks import is_stack
+from lpq.formats.stacks import along, is_stack
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief
 
@@ -43,9 +43,8 @@ def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str,
         side = _side(text)
         if side != whole.side(direction):
             raise _damaged(f"its {direction} operand is stored as {side}, and the tensor as {whole}")
-        wanted = matrix if direction == "row" else matrix[::-1]
-        if isinstance(rows_and_cols, tuple) and is_stack(rows_and_cols) and is_stack(shape):
-            wanted = shape if direction == "row" else (shape[0], shape[2], shape[1])
+        in_stack = isinstance(rows_and_cols, tuple) and is_stack(rows_and_cols) and is_stack(shape)
+        wanted = along(direction, shape if in_stack else matrix)
         if rows_and_cols != wanted or not isinstance(stored, torch.dtype) or not stored.is_floating_point:
             raise _damaged(
                 f"its {direction} operand is of shape {brief(rows_and_cols)} and dtype {brief(stored)}, and "

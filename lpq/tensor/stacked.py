@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from lpq.formats.format import Storage
-from lpq.formats.stacks import is_stack, matrices, part
+from lpq.formats.stacks import matrices, part
 from lpq.tensor.quantized_tensor import QuantizedTensor, Window
 from lpq.torch_private.operators import canonicalize_dim
-
-
-def is_stacked(t: QuantizedTensor) -> bool:
-    """Whether a tensor, or the one of which it is a view, is a stack."""
-    return is_stack(t.operands[0][1].shape)
 
 
 def slice_stack(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
@@ -38,7 +33,7 @@ def slice_stack(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequ
 
 def select(t: QuantizedTensor, dim: int, index: int) -> Any:
     """One matrix, as a view."""
-    if not is_stacked(t) or tuple(t.shape) != t.matrix_shape or canonicalize_dim(t.dim(), dim) != 0:
+    if not t.is_stack or tuple(t.shape) != t.matrix_shape or canonicalize_dim(t.dim(), dim) != 0:
         return NotImplemented
     index = canonicalize_dim(t.shape[0], index)
     row, col = (matrices(part(s, index, index + 1))[0] if s is not None else None for s in t.stored)
@@ -75,15 +70,3 @@ def _joined(operands: Sequence[Storage | None], total: int) -> Storage | None:
         return None
     tensors: list[Tensor] = [torch.cat(buffers) for buffers in zip(*(o.tensors() for o in given), strict=True)]
     return first.wrap(tensors, first.quantizer, (total, *first.shape[1:]), first.dtype)
-
-
-def empty_stack(t: QuantizedTensor, size: Sequence[int], device: torch.device) -> QuantizedTensor | None:
-    """An uninitialised stack of this size; None unless its matrices have the size of those of ``t``."""
-    size = tuple(size)
-    if len(size) != 3 or size[1:] != t.matrix_shape[1:]:
-        return None
-    made = {}
-    for direction, side in t.operands:
-        shape = size if direction == "row" else (size[0], size[2], size[1])
-        made[direction] = side.quantizer.storage.empty(side.quantizer, shape, t.dtype, device)
-    return t.with_operands(made.get("row"), made.get("col"), torch.Size(size), t.dtype)

@@ -46,7 +46,8 @@ def wrap_operands(
     """A tensor over these operands; also inside ``torch.compile``, where only tensors and constants may meet."""
     if not torch.compiler.is_compiling() or group is not None:
         return QuantizedTensor(row, col, quantizer, shape, dtype, amax_group=group)
-    operands = [(d, s) for d, s in (("row", row), ("col", col)) if s is not None]
+    both: tuple[tuple[Direction, Storage | None], ...] = (("row", row), ("col", col))
+    operands = [(d, s) for d, s in both if s is not None]
     tensors = [t for _, s in operands for t in s.tensors()]
     sides = [(d, s.quantizer.text, list(s.shape), s.dtype) for d, s in operands]
     return _wrap_in_graph(tensors, sides, quantizer.text, list(shape), dtype)
@@ -54,20 +55,13 @@ def wrap_operands(
 
 def _wrap(
     tensors: list[Tensor],
-    sides: list[tuple[str, str, list[int], torch.dtype]],
+    sides: list[tuple[Direction, str, list[int], torch.dtype]],
     quantizer: str,
     shape: list[int],
     dtype: torch.dtype,
 ) -> QuantizedTensor:
-    operands: dict[str, Storage] = {}
-    for direction, text, matrix, stored in sides:
-        side: Quantizer = registry.quantizer(text)
-        count = len(side.layout)
-        operands[direction] = side.storage.wrap(tensors[:count], side, tuple(matrix), stored)
-        tensors = tensors[count:]
-    return QuantizedTensor(
-        operands.get("row"), operands.get("col"), registry.quantizer(quantizer), torch.Size(shape), dtype
-    )
+    found = [(direction, registry.quantizer(text), matrix, stored) for direction, text, matrix, stored in sides]
+    return QuantizedTensor.over(tensors, found, registry.quantizer(quantizer), shape, dtype)
 
 
 _wrap_in_graph = opaque_when_traced(_wrap)

@@ -19,6 +19,7 @@ from lpq.distributed.casting.fragments import Grid, Span
 from lpq.distributed.casting.kinds import Item, Kind
 from lpq.formats import Storage
 from lpq.formats.format import Direction
+from lpq.formats.stacks import along
 from lpq.operations.operands import recall
 from lpq.torch_private.operators import copy_each
 
@@ -138,8 +139,7 @@ def dense(direction: Direction, kind: Kind, item: Item) -> Storage:
     if own is not None and all(t.is_contiguous() for t in own.tensors()):
         return own
     side = kind.quantizer.side(direction)
-    shape = (kind.rows, kind.cols) if direction == "row" else (kind.cols, kind.rows)
-    return side.storage.empty(side, shape, kind.dtype, item.weight.device)
+    return side.storage.empty(side, along(direction, (kind.rows, kind.cols)), kind.dtype, item.weight.device)
 
 
 def _known(kind: Kind, item: Item) -> list[Tensor | None]:

@@ -122,6 +122,5 @@ class Item:
     @cached_property
     def kind(self) -> Kind:
         t = self.weight
-        direction, operand = t.operands[0]
-        rows, cols = operand.shape if direction == "row" else operand.shape[::-1]
+        rows, cols = t.matrix_shape
         return Kind(t.quantizer, t.row is not None, t.col is not None, rows, cols, t.dtype, self.state is not None)
