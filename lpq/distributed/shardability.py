@@ -49,9 +49,8 @@ def why_cut(sides: Iterable[tuple[Quantizer, int]], size: int, what: str) -> str
     for side, dim in sides:
         if (reason := side.why_no_parts(dim)) is not None:
             return reason
-        units = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
-        for unit in units:
-            if unit is not None and size % unit:
+        for unit in side.units(dim):
+            if size % unit:
                 return f"shards of {size} {what} cut the blocks of {unit} of {side}"
     return None
 

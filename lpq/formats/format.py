@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.layout import DIMENSIONS, Buffer, Stat, StateBuffer, row_major
+from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, row_major
 from lpq.formats.options import Options
 
 if TYPE_CHECKING:
@@ -177,6 +177,11 @@ class Quantizer(Options):
     def why_no_parts(self, dim: int) -> str | None:
         """Why an operand must not be cut along its rows (0) or columns (1), whole blocks or not; None if it may."""
         return self._uncut[dim]
+
+    def units(self, dim: int) -> list[int]:
+        """The numbers of rows (0) or columns (1) that its buffers and statistics do not let be cut apart."""
+        declared: list[Covering] = [*self.layout, *self.stats]
+        return [unit for covering in declared if (unit := covering.unit(dim)) is not None]
 
     def _why_no_parts(self, dim: int) -> str | None:
         if self.plain:

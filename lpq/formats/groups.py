@@ -57,8 +57,7 @@ def unit(side: Quantizer, dim: int) -> int:
     """The number of rows (0) or columns (1) to whose multiple each group is padded in an operand."""
     if side.plain:
         return 1
-    steps = [b.unit(dim) for b in side.layout] + [s.block[dim] for s in side.stats]
-    return math.lcm(ALIGNED if dim == 1 else 1, *(step for step in steps if step is not None))
+    return math.lcm(ALIGNED if dim == 1 else 1, *side.units(dim))
 
 
 def why_not_row_by_row(quantizer: Quantizer) -> str | None:

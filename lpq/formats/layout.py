@@ -56,6 +56,10 @@ class Covering:
         """Whether it is of the whole matrix."""
         return self.block == (None, None)
 
+    def unit(self, dim: int) -> int | None:
+        """Logical rows or columns that cannot be cut apart; None: the whole dimension."""
+        return self.block[dim]
+
     def lattice(self, rows: int, cols: int) -> tuple[int, int]:
         """How many blocks lie below each other, and side by side, in a matrix ``[rows, cols]``."""
         return blocks(rows, self.block[0]), blocks(cols, self.block[1])
@@ -128,7 +132,6 @@ class Buffer(Covering):
         return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
     def unit(self, dim: int) -> int | None:
-        """Logical rows or columns that cannot be cut apart; None: the whole dimension."""
         step = self.block[dim]
         return step if step is None or dim == 0 else max(step, self.pad)
 

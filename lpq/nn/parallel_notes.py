@@ -77,5 +77,4 @@ def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
 
 def _unit(quantizer: Quantizer) -> int:
     """The number of tokens that must stay together."""
-    units = [b.unit(dim) for side, dim in ((quantizer.side("row"), 0), (quantizer.side("col"), 1)) for b in side.layout]
-    return lcm(*(unit for unit in units if unit))
+    return lcm(*quantizer.side("row").units(0), *quantizer.side("col").units(1))

@@ -93,7 +93,7 @@ def _encode(
     known = recall(quantizer, row, col, state) if state is not None else []
     if group is not None and group.size() > 1:
         needed = declared(row, col)
-        check_shard(row, col, needed, x.shape[0])
+        check_shard(row, col, x.shape[0])
         if state is None or any(k is None and spans(d) for k, d in zip(known, needed, strict=True)):
             stats = measure(x, row, col)
             reduce_stats(needed, stats, group)

@@ -124,21 +124,19 @@ def same_ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def check_shard(row: Quantizer | None, col: Quantizer | None, declared: Sequence[Declared], rows: int) -> None:
+def check_shard(row: Quantizer | None, col: Quantizer | None, rows: int) -> None:
     """Refuse equal shards of ``rows`` rows that cut a block, or an operand that must not be cut. All ranks have as many
     rows, so all refuse."""
     for side, dim in ((row, 0), (col, 1)):
-        if side is not None and (reason := side.why_no_parts(dim)) is not None:
+        if side is None:
+            continue
+        if (reason := side.why_no_parts(dim)) is not None:
             raise ValueError(
                 f"a shard has no operand that is a part of the whole tensor's: {reason}; quantize the whole"
             )
-    covered = [(f"statistic {stat.name!r} covers", stat.block[dim]) for stat, dim in declared]
-    for side, dim in ((row, 0), (col, 1)):
-        if side is not None:
-            covered += [(f"buffer {buffer.name!r} has", buffer.unit(dim)) for buffer in side.layout]
-    for what, block in covered:
-        if block is not None and rows % block:
-            raise ValueError(
-                f"a shard of {rows} rows cuts the blocks of {block} rows that {what}: "
-                f"shard by multiples of {block} rows, or quantize before sharding"
-            )
+        for unit in side.units(dim):
+            if rows % unit:
+                raise ValueError(
+                    f"a shard of {rows} rows cuts the blocks of {unit} rows that {side} has: shard by multiples of "
+                    f"{unit} rows, or quantize before sharding"
+                )

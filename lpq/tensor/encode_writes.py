@@ -48,7 +48,7 @@ class _Part:
 
     def measure(self, group: ProcessGroup, reductions: Reductions) -> None:
         """Measure the value. These reductions make its statistics those of all ranks of the group."""
-        check_shard(self.row, self.col, self.declared, self.value.shape[0])
+        check_shard(self.row, self.col, self.value.shape[0])
         self.stats = operations.measure(self.value, self.row, self.col)
         reductions.add_stats(self.declared, self.stats, group, 1)
 

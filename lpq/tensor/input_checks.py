@@ -37,8 +37,7 @@ def check_shard(t: QuantizedTensor, rows: int, matrix_rows: int, remedy: str) ->
     """Refuse shards of so many rows that are uneven or no parts of it: all ranks do, from sizes that are global."""
     along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.operands]
     why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)
-    units = [b.unit(dim) for side, dim in along for b in side.layout]
-    cut = next((unit for unit in units if unit is not None and matrix_rows % unit), None)
+    cut = next((unit for side, dim in along for unit in side.units(dim) if matrix_rows % unit), None)
     if why is not None or cut is not None or t.shape[0] % rows:
         why = why or (f"it cuts blocks of {cut}" if cut is not None else "it leaves a smaller one")
         raise ValueError(

@@ -88,9 +88,7 @@ def _alike(text: str) -> bool:
     """Whether ``torch.vmap`` gives the bytes that one matrix after the other gives, by one comparison on a CPU."""
     quantizer = cast("Quantizer", registry.quantizer(text))
     sides = quantizer.side("row"), quantizer.side("col")
-    units = [unit for side in sides for b in side.layout for unit in (b.unit(0), b.unit(1))]
-    units += [unit for side in sides for stat in side.stats for unit in stat.block]
-    size = 2 * max(unit or 1 for unit in units) + 3  # the last block is ragged
+    size = 2 * max([1, *(unit for side in sides for dim in (0, 1) for unit in side.units(dim))]) + 3  # a ragged block
     kind = Kind(quantizer, True, True, size, size, torch.float32, bool(quantizer.new_state()))
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         try:
