@@ -22,15 +22,13 @@ from lpq.operations.decoding import decode
 from lpq.operations.measuring import measure, measure_again
 from lpq.operations.operands import recall
 from lpq.operations.quantizing import quantize
-from lpq.operations.reduce_statistics import Declared, as_counts, from_counts, spans
+from lpq.operations.reduce_statistics import Declared, reduce_stats, spans
 from lpq.operations.sides import declared, measures_again
-from lpq.torch_private.collectives import all_gather, all_reduce, arrived, begin_all_gather
+from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather
 
 State = Mapping[str, Tensor]
 WORD = 8
 """Bytes of the largest pieces in which buffers are put in their places."""
-WITHOUT_SIGN = 0x7FFFFFFF
-"""The bits of a float but for its sign."""
 
 
 class Cut(NamedTuple):
@@ -94,7 +92,7 @@ def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None
 def measure_part(part: Part, x: Tensor, state: State | None) -> list[Tensor]:
     """The statistics of this rank's part, if some span several ranks or are remembered; else none."""
     row, col = _first(part)
-    if state is None and not any(_spanning(part, row, col)):
+    if state is None and not any(map(spans, _along(part, row, col))):
         return []
     return measure(x, row, col)
 
@@ -119,51 +117,15 @@ class _Measured(NamedTuple):
     col: Quantizer | None
     stats: list[Tensor]
 
-    def spanning(self, kind: str, number: int) -> list[tuple[list[Tensor], int]]:
-        """The places of statistics that span several ranks, are combined in this way, and belong to this round."""
-        several, needed = _spanning(self.part, self.row, self.col), declared(self.row, self.col)
-        how = [(stat.reduce, stat.round) for stat, _ in needed]
-        return [(self.stats, i) for i, found in enumerate(how) if several[i] and found == (kind, number)]
-
 
 def _reduce(measured: Sequence[_Measured], seeds: Tensor | None, group: str) -> Tensor | None:
     """Put the statistics of the whole tensors in the place of those of parts; return the seeds of all ranks."""
+    seeds = reduce_stats([(_along(m.part, m.row, m.col), m.stats) for m in measured], group, seeds=seeds)
     again = [m for m in measured if measures_again(m.row, m.col)]
-    for number, entries in ((1, measured), (2, again)):
-        for m in entries if number == 2 else ():
-            m.stats[:] = measure_again(m.x, m.row, m.col, m.stats)
-        largest = [at for m in entries for at in m.spanning("max", number)]
-        made, agreed = reduce_together([s[i] for s, i in largest], seeds if number == 1 else None, group)
-        seeds = agreed if number == 1 else seeds
-        counts = [at for m in entries for at in m.spanning("sum", number)]
-        made += _sums([s[i] for s, i in counts], group)
-        for (stats, i), value in zip([*largest, *counts], made, strict=True):
-            stats[i] = value
+    for m in again:
+        m.stats[:] = measure_again(m.x, m.row, m.col, m.stats)
+    reduce_stats([(_along(m.part, m.row, m.col), m.stats) for m in again], group, 2)
     return seeds
-
-
-def _sums(values: Sequence[Tensor], group: str) -> list[Tensor]:
-    """The sums over the ranks of counts, in one collective."""
-    if not values:
-        return []
-    sums = from_counts(all_reduce(as_counts(torch.cat([v.reshape(-1) for v in values])), "sum", group))
-    return [s.view(v.shape) for s, v in zip(torch.split(sums, [v.numel() for v in values]), values, strict=True)]
-
-
-def reduce_together(values: Sequence[Tensor], seeds: Tensor | None, group: str) -> tuple[list[Tensor], Tensor | None]:
-    """Return the MAX over the ranks of non-negative fp32 values, and a common seed, in one collective.
-
-    Integers are reduced: a non-negative float orders as its bits do, and NaN above infinity. The halves of a seed are
-    reduced apart, as any mixture of seeds is a seed. Seeds come first, where integers of 64 bits must lie.
-    """
-    if not values and seeds is None:
-        return [], None
-    flat = [] if seeds is None else [seeds.view(torch.int32)]
-    flat += [value.reshape(-1).view(torch.int32) & WITHOUT_SIGN for value in values]
-    reduced = all_reduce(torch.cat(flat), "max", group)
-    first, *parts = torch.split(reduced, [0 if seeds is None else 2 * seeds.numel(), *(v.numel() for v in values)])
-    made = [part.view(torch.float32).view(v.shape) for part, v in zip(parts, values, strict=True)]
-    return made, None if seeds is None else first.clone().view(torch.int64)
 
 
 def _first(part: Part) -> tuple[Quantizer | None, Quantizer | None]:
@@ -174,10 +136,11 @@ def _first(part: Part) -> tuple[Quantizer | None, Quantizer | None]:
     return quantizer.side("row") if part.row else None, quantizer.side("col") if part.col else None
 
 
-def _spanning(part: Part, row: Quantizer | None, col: Quantizer | None) -> list[bool]:
-    """Whether each statistic that these operands need spans several ranks."""
-    needed, cut = declared(row, col), part.cut
-    return [cut is not None and spans((stat, dim if cut.dim == 0 else 1 - dim)) for stat, dim in needed]
+def _along(part: Part, row: Quantizer | None, col: Quantizer | None) -> list[Declared]:
+    """The statistics that these operands need, each with the dimension that ranks share out; none if they do not."""
+    if part.cut is None:
+        return []
+    return [(stat, dim if part.cut.dim == 0 else 1 - dim) for stat, dim in declared(row, col)]
 
 
 # ---------------------------------------------------------------------------------------------- the operands
@@ -201,7 +164,7 @@ def encode_part(
         return first
     assert first.row is not None
     decoded, side = decode(first.row, torch.float32), part.quantizer.side("col")
-    found = [*measure(decoded, None, side)] if state is not None or any(_spanning(part, None, side)) else []
+    found = [*measure(decoded, None, side)] if state is not None or any(map(spans, _along(part, None, side))) else []
     if found:
         _reduce([_Measured(part, decoded, None, side, found)], None, group)
     second = _encoded(part, decoded, None, side, found, state, seed)

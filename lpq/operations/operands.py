@@ -96,10 +96,10 @@ def _encode(
         check_shard(row, col, x.shape[0])
         if state is None or any(k is None and spans(d) for k, d in zip(known, needed, strict=True)):
             stats = measure(x, row, col)
-            reduce_stats(needed, stats, group)
+            reduce_stats([(needed, stats)], group)
             if measures_again(row, col):
                 stats = measure_again(x, row, col, stats)
-                reduce_stats(needed, stats, group, 2)
+                reduce_stats([(needed, stats)], group, 2)
             use = [s if k is None else k for k, s in zip(known or [None] * len(stats), stats, strict=True)]
             row_operand, col_operand, _ = quantize(x, use, row, col, seed, offset)
             return Operands(row_operand, col_operand, stats)
@@ -166,7 +166,7 @@ def remember(
     """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
     sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
     if group is not None and moves(quantizer, *sides):
-        reduce_stats(declared(*sides), measured, group)
+        reduce_stats([(declared(*sides), measured)], group)
     rest = iter(measured)
     for prefix, branch in _branches(quantizer, *sides):
         stats = list(islice(rest, len(branch.stats)))  # none of a column operand that was derived elsewhere

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lpq.formats.layout import Stat
+from lpq.torch_private.collectives import all_reduce
 from lpq.torch_private.operators import copy_each
 
 if TYPE_CHECKING:
@@ -28,41 +29,58 @@ def spans(declared: Declared) -> bool:
     return stat.block[dim] is None
 
 
-def reduce_stats(declared: Sequence[Declared], stats: list[Tensor], group: ProcessGroup, number: int = 1) -> None:
-    """Reduce the statistics of a round whose elements span ranks, in one collective for MAX and one for sums; ``stats``
-    is changed in place."""
-    for kind, combine in (("max", reduce_max), ("sum", reduce_sum)):
-        of_kind = [i for i, d in enumerate(declared) if spans(d) and (d[0].reduce, d[0].round) == (kind, number)]
-        for i, reduced in zip(of_kind, combine([stats[i] for i in of_kind], group), strict=True):
-            stats[i] = reduced
+def reduce_stats(
+    measured: Iterable[tuple[Sequence[Declared], list[Tensor]]],
+    group: ProcessGroup | str,
+    number: int = 1,
+    seeds: Tensor | None = None,
+) -> Tensor | None:
+    """Reduce the statistics of a round whose elements span ranks, of several tensors, in one collective for MAX and one
+    for sums; the lists of statistics are changed in place. Return common seeds, made in the first of the two of those
+    of all ranks, if there are any."""
+    found = [
+        (stats, i, stat.reduce)
+        for declared, stats in measured
+        for i, (stat, dim) in enumerate(declared)
+        if spans((stat, dim)) and stat.round == number
+    ]
+    largest, counts = ([(stats, i) for stats, i, how in found if how == kind] for kind in ("max", "sum"))
+    halves = [] if seeds is None else [seeds.view(torch.int32)]
+    made = reduce_max([*halves, *(stats[i] for stats, i in largest)], group)
+    common = made.pop(0).clone().view(torch.int64) if halves else None
+    made += reduce_sum([stats[i] for stats, i in counts], group)
+    for (stats, i), value in zip([*largest, *counts], made, strict=True):
+        stats[i] = value
+    return common
 
 
-def reduce_max(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str) -> list[Tensor]:
     """Return the MAX over the ranks of these tensors of non-negative fp32 values, in one collective. A non-negative
     float orders as its bits do, and NaN above infinity: so the bits are reduced, as integers, because a floating-point
-    MAX may lose a NaN.
+    MAX may lose a NaN. The first may be 32-bit integers.
     """
-    import torch.distributed as dist
-
     if not values:
         return []
-    flat = torch.cat([v.reshape(-1) for v in values]).abs().view(torch.int32)
-    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    parts = torch.split(flat.view(torch.float32), [v.numel() for v in values])
-    return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
+    whole = [v.reshape(-1) for v in values if v.dtype == torch.int32]
+    floats = [v.reshape(-1) for v in values if v.dtype != torch.int32]
+    bits = [torch.cat(floats).abs().view(torch.int32)] if floats else []
+    flat = torch.cat([*whole, *bits]) if whole else bits[0]
+    parts = torch.split(all_reduce(flat, "max", _name(group)), [v.numel() for v in values])
+    return [part.view(v.dtype).view(v.shape) for part, v in zip(parts, values, strict=True)]
 
 
-def reduce_sum(values: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+def reduce_sum(values: Sequence[Tensor], group: ProcessGroup | str) -> list[Tensor]:
     """Return the sum over the ranks of these tensors of counts in fp32, in one collective: NaN where a count is no
     whole number from 0 on, or where a sum is 2^24 or more."""
-    import torch.distributed as dist
-
     if not values:
         return []
     flat = as_counts(torch.cat([v.reshape(-1) for v in values]))
-    dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group)
-    parts = torch.split(from_counts(flat), [v.numel() for v in values])
+    parts = torch.split(from_counts(all_reduce(flat, "sum", _name(group))), [v.numel() for v in values])
     return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
+
+
+def _name(group: ProcessGroup | str) -> str:
+    return group if isinstance(group, str) else group.group_name
 
 
 def as_counts(values: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from lpq.core import QuantizedTensor
 from lpq.distributed import cast_master_weights
 from lpq.distributed.shard import WeightShard
 from lpq.distributed.weight_gather import Gather
+from lpq.operations import reduce_statistics
 from lpq.optim import MasterWeights
 
 TIMEOUT = 3
@@ -87,6 +88,7 @@ def _in_the_optimizer(run: Run, patch: pytest.MonkeyPatch) -> None:
 
 def _in_a_reduction(run: Run, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(dist, "all_reduce", _fail)
+    patch.setattr(reduce_statistics, "all_reduce", _fail)
 
 
 def _in_a_save(run: Run, patch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 import lpq
 from lpq.core import QuantizedTensor
 from lpq.distributed import attach
+from lpq.operations import reduce_statistics
 from lpq.optim import MasterWeights
 
 DELAYED = "fp8-delayed"
@@ -32,18 +33,22 @@ Bytes = dict[str, Tensor]
 def _reductions() -> Iterator[list[tuple[int, ...]]]:
     """The ranks over which each MAX runs; gradients are summed."""
     seen: list[tuple[int, ...]] = []
-    original = dist.all_reduce
+    compare, reduce = dist.all_reduce, reduce_statistics.reduce_max
 
-    def watch(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    def compares(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         if op == dist.ReduceOp.MAX:
             seen.append(tuple(dist.get_process_group_ranks(group)))
-        return original(tensor, op, group, async_op)
+        return compare(tensor, op, group, async_op)
 
-    dist.all_reduce = watch
-    try:
+    def reduces(values: Sequence[Tensor], group: Any) -> list[Tensor]:
+        if values:
+            seen.append(tuple(dist.get_process_group_ranks(group)))
+        return reduce(values, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", compares)
+        patch.setattr(reduce_statistics, "reduce_max", reduces)
         yield seen
-    finally:
-        dist.all_reduce = original
 
 
 def _local_bytes(net: nn.Module) -> Bytes:

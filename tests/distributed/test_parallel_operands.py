@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq.core import Storage
-from lpq.distributed import cuts
 from lpq.distributed import tensor_parallel as tp
 from lpq.nn import parallel, parallel_multiply
+from lpq.operations import reduce_statistics
 from lpq.operations.operands import encode_operands
 
 ROWS, COLS, BATCH, TOKENS = 256, 256, 2, 256
@@ -161,14 +161,11 @@ def test_without_a_sequence(text: str) -> None:
 
 
 def _other_operands(rank: int, mode: str) -> None:
-    def local(values: Any, seeds: Any, group: str) -> Any:
-        return list(values), seeds
-
-    reduce, cuts.reduce_together = cuts.reduce_together, local
+    reduce, reduce_statistics.reduce_max = reduce_statistics.reduce_max, lambda values, group: list(values)
     try:
         found = different("fp8", mode)
     finally:
-        cuts.reduce_together = reduce
+        reduce_statistics.reduce_max = reduce
     assert found == OTHER[mode][rank]
 
 
