@@ -1,7 +1,7 @@
 """A check that the ranks which share weights out have the same model: different recipes would be mixed in silence.
 
-They compare one hash, in a collective of a few words, before the first gather and when a recipe has changed. Where it
-differs they exchange descriptions of their models, and all raise.
+They compare one hash, in a collective of a few words, before the first gather, when a recipe has changed, and in every
+forward while a later step may change one. Where it differs they exchange descriptions of their models, and all raise.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator
 from functools import cache
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +28,14 @@ from lpq.torch_private.distributed import CheckpointWrapper
 from lpq.torch_private.tensors import local_part
 
 
+class Stages(Protocol):
+    """The steps of a policy, as far as ranks compare them."""
+
+    @property
+    def moving(self) -> bool:
+        """Whether a later step may change a recipe."""
+
+
 class Gathering:
     """All weights of ``root``, which ``lpq.convert`` got, that are gathered quantized."""
 
@@ -38,6 +46,10 @@ class Gathering:
     def _begin(self) -> None:
         self.alike = False
         """Whether all ranks have the same model. It becomes false when a recipe changes, so that they compare again."""
+        self._first: Gather | None = None
+        """The weight before whose gather ranks compared last."""
+        self._stages: list[Stages] = []
+        """The steps of all of the model's policies."""
         self._gathers: dict[nn.Module, Gather] = {}
         self._steps = _steps()
         self._steps.watch(self)
@@ -83,11 +95,20 @@ class Gathering:
                 found.append(gathers[module])
         return found
 
-    def compare(self) -> None:
-        """Compare the whole model with that of the other ranks; a collective."""
+    def check(self, gather: Gather) -> None:
+        """Compare the model with that of the other ranks, if a recipe has changed since; a collective. While recipes
+        may change by step, each forward compares: a rank cannot see that another one alone was given a step."""
+        forward = gather is self._first and not gather.site.for_backward
+        if not self.alike or (forward and any(stages.moving for stages in self._stages)):
+            self._compare(gather)
+
+    def _compare(self, first: Gather) -> None:
+        """Compare the whole model; ``first``: the weight that is about to be gathered."""
         around = fsdp.outermost(self.root)
         sites, names = fsdp.sites(around, "weight"), {module: name for name, module in around.named_modules()}
         check_alike(sites, names)
+        stages = {id(found): found for m in sites if (found := getattr(m, "stages", None)) is not None}
+        self._first, self._stages = first, [*stages.values()]
         for module in sites:
             if isinstance(gathering := getattr(module, "gathering", None), Gathering):
                 gathering.alike = True

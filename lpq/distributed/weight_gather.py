@@ -57,11 +57,8 @@ class Layer(Protocol):
 class Model(Protocol):
     """The model of a weight, as far as a gather reads it."""
 
-    alike: bool
-    """Whether all ranks have the same model."""
-
-    def compare(self) -> None:
-        """Raise unless all ranks have the same model; a collective."""
+    def check(self, gather: Gather) -> None:
+        """Raise, before this gather, unless all ranks have the same model; a collective, where that is in doubt."""
 
     def refresh(self) -> None:
         """Measure every weight of it that was written to; a collective."""
@@ -196,8 +193,7 @@ class Gather:
 
     def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Encode the shard, and return the tensors that FSDP2 is to gather."""
-        if not self._model.alike:
-            self._model.compare()
+        self._model.check(self)
         if self.site.reshards_to_fewer_ranks:
             raise ValueError(
                 "fully_shard(reshard_after_forward=…) with a number of ranks: FSDP2 supports that for ordinary "

@@ -43,6 +43,11 @@ class Stages(Watcher):
         self.warned = False
         watch(self)
 
+    @property
+    def moving(self) -> bool:
+        """Whether a later step may change a recipe."""
+        return self.last is None or self.step < self.last
+
     def move(self, step: int) -> None:
         """Take the step that ``set_step`` gives."""
         self.was_set = True
@@ -57,7 +62,7 @@ class Stages(Watcher):
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Note that an optimizer has made a step."""
         model = self._model()
-        if self.warned or model is None or (self.last is not None and self.step >= self.last):
+        if self.warned or model is None or not self.moving:
             return
         own = set(map(id, model.parameters()))
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):

@@ -20,6 +20,15 @@ STAGED = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 2}, {"match": "*"
 LAYER = "Linear with a weight [256, 64] of torch.float32"
 
 
+def _compared(net: nn.Module) -> list[bool]:
+    """Whether ranks compare in forward, and in backward."""
+    with collectives() as forward:
+        y = net(torch.ones(4, 64)).sum()
+    with collectives() as backward:
+        y.backward()
+    return [any((c.kind, c.bytes) == ("all_reduce", 32) for c in seen) for seen in (forward, backward)]
+
+
 def _refused(net: nn.Module, *words: str) -> None:
     """At the first gather, before anything is gathered of other sizes."""
     for said in agreed(lambda: net(torch.ones(4, 64)), RuntimeError):
@@ -58,15 +67,29 @@ def _other_steps(rank: int) -> None:
     lpq.set_step(net, 2 + rank)
     _refused(net, "at step 2 of", "at step 3 of")
     lpq.set_step(net, 2)
-    for first in (True, False):
-        lpq.set_step(net, 2 if first else 3)  # which changes no recipe
-        with collectives() as seen:
-            net(torch.ones(4, 64))
-        compared = [c.bytes for c in seen if c.kind == "all_reduce"][:1] == [32]
-        assert compared == first
+    net(torch.ones(4, 64))
+    lpq.set_step(net, 3)  # which changes no recipe
+    assert _compared(net) == [False, False]
+    lpq.set_step(net, 1)
+    assert _compared(net) == _compared(net) == [True, False]
     plain = built(How("mxfp8", **SMALL))
     lpq.set_step(plain, rank)  # it has no stages
     plain(torch.ones(4, 64))
+
+
+def _a_step_on_one_rank_alone(rank: int) -> None:
+    """The other one is told, since both compare in every forward as long as a recipe may change."""
+    first = {"match": "0.*", "recipe": "mxfp8"}
+    other_dy = {"match": "*", "recipe": "x=mxfp8(), w=mxfp8(), dy=mxfp8(dtype=e5m2)"}
+    for weights, then in (("high_precision", STAGED["rules"][1]), ("quantized", other_dy)):
+        net = built(How({"rules": [first, STAGED["rules"][0], then]}, weights, **SMALL))
+        lpq.set_step(net, 0)
+        for alone, step in ((0, 1), (1, 2)):
+            net(torch.ones(4, 64)).sum().backward()
+            if rank == alone:
+                lpq.set_step(net, step)
+            _refused(net, "[1.up: ", "at step 0 of", f"at step {step} of")
+            lpq.set_step(net, 0)
 
 
 def _by_hand(rank: int) -> None:
@@ -93,7 +116,7 @@ def _four_ranks(rank: int) -> None:
     _replicas(rank)
 
 
-@pytest.mark.parametrize("check", [_other_models, _other_steps, _by_hand])
+@pytest.mark.parametrize("check", [_other_models, _other_steps, _a_step_on_one_rank_alone, _by_hand])
 def test_two_ranks(check: Callable[[int], None]) -> None:
     spawn(check, 2)
 
