@@ -24,7 +24,7 @@ from lpq.cli.kernels import (
 )
 from lpq.cli.listing import broken_recipes, described, fault
 from lpq.cli.output import Json, as_json, print_text, table
-from lpq.cli.overview import show_overview
+from lpq.cli.overview import show_meanings, show_overview
 from lpq.kernels import KernelError, native, nvrtc_cache
 from lpq.kernels.table import ENVIRONMENT
 from lpq.registry.errors import OptionError, suggestion, words
@@ -39,8 +39,10 @@ Quantizers = Annotated[
     ),
 ]
 
+Full = Annotated[bool, typer.Option("--full", help="A row for each operation, and the reason for each kernel.")]
 
-def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = False) -> None:
+
+def doctor(quantizers: Quantizers = None, device: Device = "auto", full: Full = False, json: Json = False) -> None:
     """Show what this machine can run: versions, devices, plugins, and the kernel of each operation.
 
     A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 if
@@ -75,9 +77,11 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", json: Json = 
         )
     else:
         show_machine(gpus, plugins)
-        if chosen:
-            alone = [s for found in kernels.values() for s in found]
-            show(f"Kernels on {where}", ("format", "operation"), named(alone))
+        if chosen or full:
+            every = [*(s for found in kernels.values() for s in found), *pairs]
+            options = "" if chosen else ", default options"
+            show(f"Kernels on {where}{options}", ("format", "operation"), named(every), full=full)
+            show_meanings({s.op for s in every} if full else ())
         else:
             show_overview(kernels, pairs, where)
         if not chosen and (without := set(registry.formats()) - set(kernels) - set(broken)):

@@ -23,8 +23,10 @@ EXPERTS = [(14336, 4096), (1408, 2048)]
 """Outputs and features of large and of small experts, as models have them."""
 Source = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, the grammar, or a TOML file.")]
 
+Full = Annotated[bool, typer.Option("--full", help="A row for each step, and a reason for each kernel.")]
 
-def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None:
+
+def explain(recipe: Source, device: Device = "auto", full: Full = False, json: Json = False) -> None:
     """Show what a recipe does: the operands of its three products, their quantizers, and what runs each.
 
     A kernel that would be better and cannot run here is listed with the reason. The exit status is 1 where a step
@@ -37,13 +39,19 @@ def explain(recipe: Source, device: Device = "auto", json: Json = False) -> None
     runs: dict[str, Served] = {gemm: served("gemm", product, where) for gemm, product in made.products.items()}
     for tensor in TENSORS:
         runs |= encoding(made, tensor, where)
-    print_recipe(made, where, gemms, runs, json=json)
+    print_recipe(made, where, gemms, runs, full=full, json=json)
     if any(step.error is not None for step in runs.values()):
         raise typer.Exit(1)
 
 
 def print_recipe(
-    made: Recipe, where: torch.device, gemms: dict[str, dict[str, Any]], runs: dict[str, Served], *, json: bool
+    made: Recipe,
+    where: torch.device,
+    gemms: dict[str, dict[str, Any]],
+    runs: dict[str, Served],
+    *,
+    full: bool,
+    json: bool,
 ) -> None:
     """Print the operands, their quantizers and the kernels."""
     if json:
@@ -63,7 +71,7 @@ def print_recipe(
         ("product", "computes", "left operand", "right operand"),
         ((gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values()) for gemm, operands in gemms.items()),
     )
-    show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()])
+    show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()], full=full)
     print_text(f"Experts: {expert_note(made, EXPERTS)}")
 
 

@@ -30,6 +30,8 @@ Leave = Annotated[
     list[str] | None, typer.Option("--leave", metavar="PATTERN", help="Layers that stay in high precision; repeatable.")
 ]
 
+Full = Annotated[bool, typer.Option("--full", help="Name every layer, and how the files hold it.")]
+
 
 def export(
     checkpoint: Source,
@@ -38,6 +40,7 @@ def export(
     base: Base = None,
     dtype: Dtype = "",
     leave: Leave = None,
+    full: Full = False,
 ) -> None:
     """Write a checkpoint of lpq for inference engines, with the codes of training, and show what was written."""
     if dtype and dtype not in DTYPES:
@@ -45,8 +48,11 @@ def export(
     import torch  # `lpq export --help` can do without
 
     import lpq
+    from lpq.cli.output import table
 
     chosen = getattr(torch, dtype) if dtype else None
-    typer.echo(
-        lpq.export(checkpoint_in(checkpoint), directory, layout=layout, base=base, dtype=chosen, leave=leave or ())
-    )
+    made = lpq.export(checkpoint_in(checkpoint), directory, layout=layout, base=base, dtype=chosen, leave=leave or ())
+    typer.echo(made)
+    if full:
+        layers = {name: title for title, names in made.layers.items() for name in names}
+        table("Layers", ("layer", "in the files"), [*layers.items(), *((name, "high precision") for name in made.left)])

@@ -71,14 +71,17 @@ class Served:
     """A remark for the user about the kernel that runs."""
 
     @property
+    def every_reason(self) -> str:
+        """A line for each kernel, whatever the reasons."""
+        return self.error or "\n".join(f"{rejected.impl}: {rejected.words}" for rejected in self.why_not)
+
+    @property
     def reasons(self) -> str:
         """Each once, after all that it holds for."""
-        if self.error is not None:
-            return self.error
         kernels: dict[str, list[str]] = {}
         for rejected in self.why_not:
             kernels.setdefault(rejected.words, []).append(rejected.impl)
-        return "\n".join(f"{', '.join(impls)}: {reason}" for reason, impls in kernels.items())
+        return self.error or "\n".join(f"{', '.join(impls)}: {reason}" for reason, impls in kernels.items())
 
     def plain(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
@@ -115,12 +118,19 @@ def _noted(words: str, note: str) -> str:
     return f"{words} ({note})" if note else words
 
 
-def show(title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str], Served]]) -> None:
-    """Print what runs each step; ``columns`` are the heads of what names a step. Steps alike share a row."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for (*names, last), s in steps:
-        alike.setdefault((*names, _noted(s.impl or s.backend, s.note), s.reasons), []).append(last)
-    rows = [(*names, "\n".join(last), runs, reasons) for (*names, runs, reasons), last in alike.items()]
+def show(
+    title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str], Served]], *, full: bool = False
+) -> None:
+    """Print what runs each step; ``columns`` are the heads of what names a step. Steps alike share a row, and kernels
+    a reason, unless ``full``."""
+    rows: list[tuple[str, ...]]
+    if full:
+        rows = [(*names, _noted(s.impl or s.backend, s.note), s.every_reason) for names, s in steps]
+    else:
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for (*names, last), s in steps:
+            alike.setdefault((*names, _noted(s.impl or s.backend, s.note), s.reasons), []).append(last)
+        rows = [(*names, "\n".join(last), runs, reasons) for (*names, runs, reasons), last in alike.items()]
     table(title, (*columns, "runs", "why not a better one"), rows)
     if not any(reasons for *_, reasons in rows):
         typer.echo("No other kernel is installed for any of these.\n")

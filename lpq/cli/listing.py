@@ -7,13 +7,17 @@ nothing imports torch but to try recipes that other distributions bring.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 import lpq
 from lpq import registry
 from lpq.cli.output import Json, as_json, print_broken, table
 from lpq.registry.errors import LpqError, words
 from lpq.registry.loader import PluginInfo
+
+Full = Annotated[bool, typer.Option("--full", help="Name the recipes and kernels of each, not only their number.")]
 
 
 def formats(json: Json = False) -> None:
@@ -77,7 +81,7 @@ def recipes(json: Json = False) -> None:
     print_broken(plugins)
 
 
-def plugins(json: Json = False) -> None:
+def plugins(full: Full = False, json: Json = False) -> None:
     """List the plugins: where each comes from, what it brings, and what is wrong with it."""
     found = registry.plugins()
     if json:
@@ -92,8 +96,8 @@ def plugins(json: Json = False) -> None:
                 f"{plugin.distribution} {plugin.version}",
                 plugin.status,
                 " ".join(plugin.formats),
-                len(plugin.recipes),
-                len(plugin.kernels),
+                "\n".join(plugin.recipes) if full else len(plugin.recipes),
+                "\n".join(f"{k.op}: {k.backend} {k.impl}" for k in plugin.kernels) if full else len(plugin.kernels),
             )
             for plugin in found
         ),

@@ -59,8 +59,13 @@ def show_overview(kernels: Mapping[str, Sequence[Served]], pairs: Iterable[Serve
     for line in remarks.lines():
         print_text(line)
     print_text(f"{'Letters say why no better kernel runs. ' if remarks.lines() else ''}`{ALONE}` names the kernels.")
-    for op in ops:
-        if op in MEANINGS:
+    show_meanings(ops)
+
+
+def show_meanings(ops: Iterable[str]) -> None:
+    """Print what those of these operations are for whose names are not enough."""
+    for op in MEANINGS:
+        if op in ops:
             print_text(f"{op}: {MEANINGS[op]}.")
 
 

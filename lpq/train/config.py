@@ -60,6 +60,7 @@ class TrainConfig:
     compile: bool = option(False, "Train through torch.compile.")
     out: str | None = option(None, "Directory of the run; default: a new one under runs/, named after the recipe.")
     resume: bool = option(False, "Go on from the last checkpoint of --out, or of the newest run under runs/.")
+    full: bool = option(False, "Print how each layer is converted, as conversion.txt of the run has it.")
     checkpoint_every: int = option(
         50, "Steps between checkpoints; 0: only when the run ends or is interrupted.", least=0
     )
@@ -91,7 +92,7 @@ class TrainConfig:
 
     def to_toml(self) -> str:
         """The settings as a configuration file; those that are None are left out."""
-        hidden = {"resume", "recipe" if self.policy is not None else "policy"}
+        hidden = {"resume", "full", "recipe" if self.policy is not None else "policy"}
         given = {k: v for k, v in asdict(self).items() if v is not None and k not in hidden}
         # JSON of such values is TOML as well, with two exceptions: DEL, which JSON leaves bare, and characters beyond
         # 16 bits, which JSON escapes as surrogate pairs.
@@ -103,7 +104,7 @@ class TrainConfig:
         return {k: v for k, v in asdict(self).items() if k not in FREE}
 
 
-FREE = frozenset({"baseline", "out", "resume", "checkpoint_every", "device"})
+FREE = frozenset({"baseline", "out", "resume", "full", "checkpoint_every", "device"})
 """Options that may differ between a run and its resumption (bitwise the same on the same kind of device)."""
 
 TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))

@@ -108,6 +108,9 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
     conversion = lpq.report(trainer.model, full=True)
     (directory / runs.CONVERSION).write_text(f"{conversion}\n", encoding="utf-8")
     converted, left = len(conversion.converted), len(conversion.left)
+    if trainer.config.full:
+        console.print(str(conversion), soft_wrap=True, markup=False, highlight=False)
+        return
     console.print(f"{converted} layers converted, {left} left alone: see {runs.CONVERSION}")
     console.print(str(conversion.coverage), soft_wrap=True)
     for pattern in conversion.unmatched:

@@ -269,7 +269,9 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
     options = ["--layout", "modelopt", "--dtype", "bfloat16", "--leave", "*.down_proj"]
     with pytest.raises(SystemExit, match="0"):
         main(["export", str(tmp_path / "run"), str(tmp_path / "x"), *options])
-    assert "3 layers: MXFP8" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "3 layers: MXFP8" in said
+    assert "down_proj  " not in said
     assert same(
         tensors(tmp_path / "x"),
         dict(lpq.export.stream(model, "modelopt", dtype=torch.bfloat16, leave=["*.down_proj"])),
@@ -277,10 +279,16 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(tmp_path / "run"), str(tmp_path / "y"), "--layout", "modelop"])
     assert "did you mean 'modelopt'?" in capsys.readouterr().err
-    for dtype, said in (("float32", True), ("bfloat16", False)):
+    for dtype, noted in (("float32", True), ("bfloat16", False)):
         with pytest.raises(SystemExit, match="0"):
             main(["export", str(tmp_path / "run"), str(tmp_path / dtype), "--dtype", dtype])
-        assert ("transformers decodes these weights into bfloat16" in capsys.readouterr().out) == said
+        assert ("transformers decodes these weights into bfloat16" in capsys.readouterr().out) == noted
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", str(tmp_path / "run"), str(tmp_path / "full"), *options, "--full"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    layers = [name for name, module in model.named_modules() if isinstance(module, lpq.nn.Linear)]
+    kinds = {row[0]: row[1] for row in rows if row and row[0] in layers}
+    assert kinds == {name: "high" if name.endswith("down_proj") else "MXFP8," for name in layers}
 
 
 @pytest.mark.parametrize("weights", [None, "quantized"])

@@ -69,7 +69,16 @@ def test_a_run_leaves_its_numbers_and_its_plot(
         assert stored["perplexity"] == math.exp(outcome.held_out_loss)
         assert stored["bytes_held"] == outcome.bytes_held > 0
     assert (summary.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "blocks.0.mlp.up" in (summary.directory / "conversion.txt").read_text()
+    written_report = (summary.directory / "conversion.txt").read_text()
+    assert "blocks.0.mlp.up" in written_report
+    assert "blocks.0.mlp.up" not in shown(console)
+
+
+def test_a_run_prints_the_full_report_if_asked(tiny: MakeConfig, console: Console) -> None:
+    summary = run(tiny(full=True), console)
+    written = (summary.directory / "conversion.txt").read_text()
+    assert written.strip() in shown(console)
+    assert "full =" not in (summary.directory / "config.toml").read_text()
 
 
 def test_without_matplotlib_the_plot_is_left_out_in_words(
