@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -31,7 +30,7 @@ class Saving:
         self.path = path
         """The path that the checkpoint will have."""
         self._future, self._ranks, self._group, self._release = future, ranks, group, release
-        _unheard.add(self)
+        _UNHEARD.add(self)
         future.add_done_callback(self._ended)
 
     def done(self) -> bool:
@@ -39,12 +38,12 @@ class Saving:
         ended = self._future.done()
         if ended and (failure := self.failed()) is not None:
             warnings.warn(failure, CheckpointWarning, stacklevel=2)
-            _unheard.discard(self)
+            _UNHEARD.discard(self)
         return ended
 
     def wait(self) -> Path:
         """Wait until the checkpoint is whole and in its place, and return its path; raise the error of any rank."""
-        _unheard.discard(self)
+        _UNHEARD.discard(self)
         try:
             with self._ranks.saying(failing(self.path)):
                 self._future.result()
@@ -70,48 +69,24 @@ class Saving:
     def _ended(self, future: Future[Any]) -> None:
         self._release()
         if future.exception() is None:
-            _unheard.discard(self)
+            _UNHEARD.discard(self)
 
 
-class _Unheard:
-    """The saves of this process whose end was not yet reported. Threads write them, and end with the process, too."""
-
-    def __init__(self) -> None:
-        self._savings: dict[int, Saving] = {}
-        self._lock = threading.Lock()
-
-    def add(self, saving: Saving) -> None:
-        with self._lock:
-            self._savings[id(saving)] = saving
-
-    def discard(self, saving: Saving) -> None:
-        with self._lock:
-            self._savings.pop(id(saving), None)
-
-    def pop_errors(self) -> tuple[str, ...]:
-        """The errors that were not reported yet; each is returned once."""
-        with self._lock:
-            savings = [*self._savings.values()]
-        failed = [(saving, failure) for saving in savings if (failure := saving.failed()) is not None]
-        for saving, _ in failed:
-            self.discard(saving)
-        return tuple(failure for _, failure in failed)
-
-    def settle(self, group: dist.ProcessGroup) -> None:
-        """Wait until no rank talks in this group any more."""
-        with self._lock:
-            writing = [saving._future for saving in self._savings.values() if saving._ranks.group is group]
-        wait(writing)
+_UNHEARD: set[Saving] = set()
+"""The saves of this process whose end was not yet reported. Threads write them, and end with the process, too."""
 
 
-_unheard = _Unheard()
-unheard = _unheard.pop_errors
+def unheard() -> tuple[str, ...]:
+    """The errors that were not reported yet; each is returned once."""
+    failed = {saving: failure for saving in [*_UNHEARD] if (failure := saving.failed()) is not None}
+    _UNHEARD.difference_update(failed)
+    return tuple(failed.values())
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """The ranks of a group, or of the default one, once no save in the background uses that group any more."""
     if group is not None:
-        _unheard.settle(group)
+        wait([saving._future for saving in [*_UNHEARD] if saving._ranks.group is group])
     return Ranks(group)
 
 
