@@ -85,7 +85,7 @@ def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) ->
     """
     ranks = ranks_of(process_group)
     found = find(Path(path), ranks, thorough=False)
-    return ranks.all(lambda: read(found)[0])[ranks.rank]
+    return ranks.each(lambda: read(found)[0])
 
 
 def read(found: Found) -> tuple[Info, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, kind, master_name, untrained
+from lpq.checkpoint.ranks import quiet
 from lpq.checkpoint.reading import Planner, Reader
 
 
@@ -56,28 +57,14 @@ def load(
     found = find(Path(path), ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
-    job: list[_Job] = []
-
-    def prepare() -> list[list[str]]:
-        job.append(_prepare(found, seen, optimizer, any_policy))
-        return [[*match.to_encode] for match in job[0].matches[:1]]
-
     with ranks.saying(what), seen.recipes_stay_on_error():
-        ranks.alike(prepare, "the ranks read different files under that name, or hold different models")
-    (plan,) = job
+        plan = ranks.each(lambda: _prepare(found, seen, optimizer, any_policy))
+        encodes = [*plan.matches[0].to_encode]
+        ranks.alike(lambda: encodes, "the ranks read different files under that name, or hold different models")
     reader = plan.reader
-    with (
-        ranks.saying(lambda: f"{what}, and the model is partly overwritten" if reader.begun else what),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(
-            plan.state(),
-            storage_reader=reader,
-            planner=Planner(),
-            process_group=ranks.group,
-            no_dist=not ranks.many,
-        )
+    state: dict[str, Any] = {name: target for match in plan.matches for name, target in match.targets.items()}
+    with ranks.saying(lambda: f"{what}, and the model is partly overwritten" if reader.begun else what), quiet():
+        dcp.load(state, storage_reader=reader, planner=Planner(), process_group=ranks.group, no_dist=not ranks.many)
     for filled in plan.matches:
         filled.finish()
     seen.forget(plan.fresh)
@@ -101,24 +88,16 @@ def _arguments(path: str | Path, model: nn.Module, given: Optimizers) -> tuple[s
     return str(path), Model(model).meshes(), [*map(kind, given_optimizers(given))]
 
 
-class _Job:
+class _Job(NamedTuple):
     """A load that was judged: the reader, and the targets that it fills."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        info: Info,
-        beside: dict[str, Any],
-        matches: list[Match],
-        fresh: Mapping[str, Tensor],
-        loaded: list[Loaded],
-    ) -> None:
-        self.reader, self.info, self.beside = reader, info, beside
-        self.matches, self.fresh, self.loaded = matches, fresh, loaded
-
-    def state(self) -> dict[str, Any]:
-        """The tensors to fill. Their names are those of the index, which has no levels."""
-        return {name: target for match in self.matches for name, target in match.targets.items()}
+    reader: Reader
+    info: Info
+    beside: dict[str, Any]
+    matches: list[Match]
+    """The targets in the model, and then in the optimizer. Their names are those of the index, which has no levels."""
+    fresh: Mapping[str, Tensor]
+    loaded: list[Loaded]
 
 
 def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -> _Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,14 @@ class Ranks(agree.Ranks):
         else:
             return
         raise type(found)(f"{what if isinstance(what, str) else what()}: {found}") from cause
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence DCP's warning that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def as_checkpoint_error(error: BaseException) -> CheckpointError:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from lpq.checkpoint.info import pickled
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA, is_ours
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.optimizer import Optimizers, OptimizerState
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import Ranks, quiet
 from lpq.checkpoint.tensors import parts
 from lpq.checkpoint.writing import Writer
 from lpq.torch_private.distributed import device_types
@@ -49,7 +47,7 @@ def save(
     new one is whole. While another job saves it, it is refused.
     """
     ranks, target = ranks_of(process_group), _target(Path(directory), step, keep)
-    with ranks.saying(failing(target)), _quiet():
+    with ranks.saying(failing(target)), quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         try:
             dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.many)
@@ -76,7 +74,7 @@ def save_async(
     ``process_group`` is that group: one with gloo, over which nothing else talks meanwhile.
     """
     ranks, target = ranks_of(process_group), _target(Path(directory), step, keep)
-    with ranks.saying(failing(target)), _quiet():
+    with ranks.saying(failing(target)), quiet():
         ranks.all(lambda: _check_talk(Model(model), ranks))
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         group = None
@@ -101,6 +99,18 @@ def _target(directory: Path, step: int | None, keep: int | None) -> Path:
     return directory / step_name(step) if step is not None else directory
 
 
+class _Content(NamedTuple):
+    """The data to save."""
+
+    state: dict[str, dict[str, Tensor]]
+    """The tensors by model and optimizer, as DCP's own tools expect it."""
+    small: dict[str, bytes]
+    """The files to write beside DCP's."""
+    held: list[str]
+    """The names and shapes of the tensors."""
+    facts: Facts
+
+
 def _prepare(
     target: Path,
     model: nn.Module,
@@ -111,49 +121,54 @@ def _prepare(
     ranks: Ranks,
 ) -> tuple[dict[str, dict[str, Tensor]], Writer]:
     """Collect the data to save, and make sure that all ranks save the same checkpoint."""
-    state: dict[str, dict[str, Tensor]] = {}
-    small: dict[str, bytes] = {}
-    held: list[str] = []
-    claims: list[Claim] = []
-
-    def collect() -> Facts:
-        seen = Model(model)
-        tensors, module_extra = seen.state()
-        names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
-        optimizers = OptimizerState(given, names)
-        theirs, rest = optimizers.split()
-        every = {**tensors, **theirs}
-        description = seen.describe(every, step)
-        state.update(_nested(part for name, tensor in every.items() for part in parts(name, tensor).items()))
-        beside = {"extra": extra, "model": module_extra, "optimizer": rest if given is not None else None}
-        small.update({DESCRIPTION: description.json(), EXTRA: pickled(beside) if ranks.rank == 0 else b""})
-        memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
-        held.extend(sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in every.items()))
-        return Facts(
-            place=str(target.absolute()),
-            meshes=seen.meshes(),
-            optimizers=tuple(optimizers.kinds),
-            description=digest(small[DESCRIPTION]),
-            tensors=digest(repr(held).encode()),
-            memories=memories if ranks.many else {},
-        )
-
-    def begin() -> None:
-        _check_place(target, step)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        claims.append(Claim.take(target.with_name(target.name + PARTIAL)))
-
     for text in dict.fromkeys(text for failed in ranks.all(unheard) for text in failed):
         warnings.warn(f"{text} (nobody called Saving.wait)", CheckpointWarning, stacklevel=3)
-    found = ranks.all(collect)
+    state, small, held, facts = ranks.each(lambda: _collected(target, model, given, step, extra, ranks))
+    found = ranks.all(lambda: facts)
     check_alike(found, ranks)
     if len({facts.tensors for facts in found}) > 1:
         check_tensors(ranks.all(lambda: held), ranks)
     for name in found[0].memories:  # ranks may have had other inputs; as after a step, the largest statistics count
         combined = torch.stack([facts.memories[name] for facts in found]).amax(0)
         state["model"][name.removeprefix("model.")] = combined
-    ranks.first(begin)
-    return state, Writer(target, small, keep, next(iter(claims), None))
+    claim = ranks.each(lambda: _begin(target, step) if ranks.rank == 0 else None)
+    return state, Writer(target, small, keep, claim)
+
+
+def _collected(
+    target: Path, model: nn.Module, given: Optimizers, step: int | None, extra: Any, ranks: Ranks
+) -> _Content:
+    seen = Model(model)
+    tensors, module_extra = seen.state()
+    names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
+    optimizers = OptimizerState(given, names)
+    theirs, rest = optimizers.split()
+    every = {**tensors, **theirs}
+    description = seen.describe(every, step).json()
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in every.items():
+        for part, value in parts(name, tensor).items():
+            side, _, within = part.partition(".")
+            state.setdefault(side, {})[within] = value
+    beside = {"extra": extra, "model": module_extra, "optimizer": rest if given is not None else None}
+    memories = {name: memory.detach().cpu() for name, memory in seen.memories().items() if name in tensors}
+    held = sorted(f"{shown(name)} {list(tensor.shape)}" for name, tensor in every.items())
+    facts = Facts(
+        place=str(target.absolute()),
+        meshes=seen.meshes(),
+        optimizers=tuple(optimizers.kinds),
+        description=digest(description),
+        tensors=digest(repr(held).encode()),
+        memories=memories if ranks.many else {},
+    )
+    return _Content(state, {DESCRIPTION: description, EXTRA: pickled(beside) if ranks.rank == 0 else b""}, held, facts)
+
+
+def _begin(target: Path, step: int | None) -> Claim:
+    """Take the right to write the checkpoint."""
+    _check_place(target, step)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return Claim.take(target.with_name(target.name + PARTIAL))
 
 
 def _check_place(target: Path, step: int | None) -> None:
@@ -163,15 +178,6 @@ def _check_place(target: Path, step: int | None) -> None:
     if target.exists() and not is_ours(target):
         remedy = "give step= to save one in it, or another directory" if step is None else "give another directory"
         raise CheckpointError(f"{target} is there, and is no checkpoint that could be replaced: {remedy}")
-
-
-def _nested(flat: Iterable[tuple[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Group tensors by model and optimizer, as DCP's own tools expect it."""
-    nested: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in flat:
-        side, _, rest = name.partition(".")
-        nested.setdefault(side, {})[rest] = tensor
-    return nested
 
 
 def _check_talk(model: Model, ranks: Ranks) -> None:
@@ -185,11 +191,3 @@ def _check_talk(model: Model, ranks: Ranks) -> None:
         raise CheckpointError(f"save_async talks on the CPU, and process_group has no backend for it: {remedy}")
     if any(group is ranks.group for group in model.groups("cpu")):
         raise CheckpointError(f"training talks over process_group, and would while it is written: {remedy}")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence DCP's warning that there is one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -39,26 +39,10 @@ def export_file(
     all tensors bit for bit. The first rank has the whole model in the CPU's memory on the way.
     """
     ranks, target = ranks_of(process_group), Path(path)
-    pieces: list[tuple[str, Tensor]] = []
-    other: dict[str, Any] = {}
-
-    def collect() -> Description:
-        seen = Model(model)
-        tensors, extra = seen.state()
-        pickled({"model": extra})
-        other.update(extra)
-        found = seen.describe(tensors, None)
-        if decode:
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in found.memories}
-            found = replace(found, quantized={}, stored=(), memories=())
-        for name, tensor in tensors.items():
-            saved = parts(name, tensor)
-            pieces.extend([(name, tensor)] if decode else saved.items())
-        return found
-
     with ranks.saying(f"{target} cannot be exported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
-        description = ranks.alike(collect, "the ranks hold different models, and the file is of one")
+        description, pieces, other = ranks.each(lambda: _collected(model, decode))
+        ranks.alike(lambda: description, "the ranks hold different models, and the file is of one")
     complete: dict[str, Tensor] = {}
     for name, part in pieces:
         gathered = whole(decoded(part) if decode else part)
@@ -78,23 +62,31 @@ def import_file(path: str | Path, model: nn.Module, *, process_group: dist.Proce
     that was changed after it was saved is refused.
     """
     ranks, source = ranks_of(process_group), Path(path)
-    job: list[tuple[Model, Description, dict[str, Tensor], dict[str, Any], Match]] = []
-
-    def prepare() -> list[str]:
-        seen = Model(model)
-        job.append((seen, *_prepare(source, seen, ranks)))
-        return [*job[0][-1].to_encode]
-
     with ranks.saying(f"{source} cannot be imported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
-        ranks.alike(prepare, "the ranks read different files, or hold different models")
-    ((seen, description, tensors, other, found),) = job
+        seen = Model(model)
+        description, tensors, other, found = ranks.each(lambda: _prepare(source, seen, ranks))
+        ranks.alike(lambda: [*found.to_encode], "the ranks read different files, or hold different models")
     for name, target in found.targets.items():
         copy(target, tensors[name])
     found.finish()
     seen.forget(seen.starting(found.absent))
     seen.set_extra_state(other)
     return Info(source, description.step, None, description)
+
+
+def _collected(model: nn.Module, decode: bool) -> tuple[Description, list[tuple[str, Tensor]], dict[str, Any]]:
+    """The description, the tensors to gather and the values of ``get_extra_state``; checked before any is gathered."""
+    seen = Model(model)
+    tensors, extra = seen.state()
+    pickled({"model": extra})
+    found = seen.describe(tensors, None)
+    if decode:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in found.memories}
+        found = replace(found, quantized={}, stored=(), memories=())
+    saved = [(name, tensor, parts(name, tensor)) for name, tensor in tensors.items()]
+    pieces = [piece for name, tensor, own in saved for piece in ([(name, tensor)] if decode else own.items())]
+    return found, pieces, extra
 
 
 def _write(target: Path, tensors: dict[str, Tensor], other: dict[str, Any], description: Description) -> None:

@@ -91,6 +91,12 @@ class Ranks:
             raise self.raised(errors) from cause
         return [found[name][0] for name in self.names]  # type: ignore[misc]
 
+    def each(self, function: Callable[[], T]) -> T:
+        """As ``all``, for results that stay on their ranks: return this rank's own."""
+        made: list[T] = []
+        self.all(lambda: made.append(function()))
+        return made[0]
+
     def alike(self, function: Callable[[], T], differ: str) -> T:
         """As ``all``, for results that must be equal: return one. ``differ``: the error on all ranks if they differ."""
         found = self.all(function)
