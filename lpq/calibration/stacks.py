@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.tensors import chunk, held
 from lpq.distributed.shard import plain
-from lpq.engines.experts import counted
 from lpq.engines.experts import states_of as states_in
+from lpq.nn.expert_names import counted, numbered
 from lpq.nn.experts import Experts, is_transposed, stacks
 from lpq.nn.functional import as_offsets
 from lpq.nn.grouped_linear import GroupedLinear
@@ -44,12 +44,15 @@ def stacks_in(model: nn.Module) -> Iterator[Stack]:
     for own, module in Model(model).module.named_modules():
         name = plain_name(own)
         if isinstance(module, GroupedLinear) and module.recipe is not None:
-            names = [layer for (layer,) in counted(name, module.num_groups)]
-            yield Stack(module, ONLY, names, f"{name}.weight".lstrip("."))
+            yield Stack(module, ONLY, _names(name, module.num_groups), f"{name}.weight".lstrip("."))
         elif isinstance(module, Experts) and module.recipe is not None:
             for key, weight in stacks(module).items():
                 path = f"{name}.{key}".lstrip(".")
-                yield Stack(module, key, [layer for (layer,) in counted(path, len(weight))], path)
+                yield Stack(module, key, _names(path, len(weight)), path)
+
+
+def _names(stack: str, count: int) -> list[str]:
+    return [layer for (layer,) in numbered((counted(stack),), count)]
 
 
 def weight_of(stack: Stack) -> Tensor:

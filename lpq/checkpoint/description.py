@@ -22,12 +22,17 @@ VERSION = 1
 FIELDS: dict[str, tuple[type, ...]] = {
     "version": (int,), "step": (int, type(None)), "conversions": (dict,), "recipes": (dict,),
     "memories": (list, tuple), "quantized": (dict,), "formats": (dict,), "stored": (list, tuple),
+    "stacks": (dict, type(None)), "renamed": (dict,),
 }  # fmt: skip
 """The type that each field of a description has in a file."""
+LATER: dict[str, Any] = {"stacks": None, "renamed": {}}
+"""The fields that earlier releases did not write, as if they had."""
 ENTRY: dict[str, tuple[type, ...]] = {"quantizer": (str,), "shape": (list,), "dtype": (str,), "operands": (dict,)}
 """The type of each field that describes a quantized tensor."""
 ORIGIN: dict[str, tuple[type, ...]] = {"plugin": (str,), "distribution": (str,), "version": (str,)}
 """The type of each field that describes the origin of a format."""
+STACK: dict[str, tuple[type, ...]] = {"recipe": (str, type(None)), "layers": (list, tuple, type(None))}
+"""The type of each field that describes a stack of experts."""
 CONVERSION: dict[str, tuple[type, ...]] = {"policy": (dict,), "steps": (int, str, type(None))}
 """The type of each field that describes a conversion."""
 WRITE = "write it with lpq.checkpoint, and leave that as it is"
@@ -50,6 +55,11 @@ class Description:
     """The plugin, distribution and version that brought each format in use."""
     stored: tuple[str, ...] = ()
     """The formats of ``quantized``."""
+    stacks: Mapping[str, Any] | None = None
+    """By the name of each stack of experts its recipe, as text, and the names of its layers in files, with ``{}`` in
+    the place of the expert's number, or None (``lpq.nn.expert_names``); None: they were not noted."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """The names in files of those tensors beside such stacks that have others there."""
     version: int = VERSION
 
     def data(self) -> dict[str, Any]:
@@ -69,6 +79,7 @@ class Description:
                 f"it is written in version {version} of the format, and this lpq reads version {VERSION}: "
                 "pip install --upgrade lpq"
             )
+        data = {**LATER, **data} if isinstance(data, Mapping) else data
         check_fields("its description (lpq)", data, FIELDS)
         for name, entry in data["quantized"].items():
             check_fields(f"its description (lpq) of {shown(str(name))}", entry, ENTRY)
@@ -77,7 +88,14 @@ class Description:
             check_fields(f"its description (lpq) of the format {brief(name)}", origin, ORIGIN)
         for name, conversion in data["conversions"].items():
             check_fields(f"its description (lpq) of the conversion of {brief(name)}", conversion, CONVERSION)
-        texts = [*data["memories"], *data["stored"], *(r for r in data["recipes"].values() if r is not None)]
+        for name, stack in (data["stacks"] or {}).items():
+            check_fields(f"its description (lpq) of the experts {shown(str(name))}", stack, STACK)
+        stacks: Mapping[str, Any] = data["stacks"] or {}
+        for name, stack in stacks.items():
+            check_fields(f"its description (lpq) of the experts {shown(str(name))}", stack, STACK)
+        texts = [*data["memories"], *data["stored"], *data["renamed"].values()]
+        texts += [recipe for recipe in data["recipes"].values() if recipe is not None]
+        texts += [layer for stack in stacks.values() for layer in stack["layers"] or ()]
         if wrong := [text for text in texts if not isinstance(text, str)]:
             raise CheckpointError(f"its description (lpq) has {brief(wrong[0])} where a text should be: {WRITE}")
         known = {name: data[name] for name in FIELDS}

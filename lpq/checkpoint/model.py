@@ -20,6 +20,7 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed, sh
 from lpq.checkpoint.tensors import described, held
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
+from lpq.nn.expert_names import renamed, stacks_of
 from lpq.nn.names import plain_name
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Policy, Recipe, Steps
@@ -124,7 +125,21 @@ class Model:
             quantized=quantized,
             formats=origins(used | stored),
             stored=tuple(sorted(stored)),
+            **self._names_in_files(),
         )
+
+    def _names_in_files(self) -> dict[str, Any]:
+        """The names of its experts in files of others, for an export of the checkpoint."""
+        memories = self.memories()
+        names = [key.removeprefix(PREFIX) for key in self.state()[0] if key not in memories]
+        try:
+            stacks = {stack.weight: stack for stack in stacks_of(self.module)}
+            others = renamed(self.module, [name for name in names if name not in stacks])
+        except Exception:  # of transformers, which names them: the checkpoint is saved without, and its export refused
+            return {"stacks": None}
+        recipes = {name: _text(getattr(stack.holder, "recipe", None)) for name, stack in stacks.items()}
+        layers = {name: {"recipe": recipes[name], "layers": stack.patterns} for name, stack in stacks.items()}
+        return {"stacks": layers, "renamed": others}
 
     def check_policy(self, saved: Description, otherwise: str = "load(…, any_policy=True)") -> None:
         """Make sure that the model has the policy that it had when it was saved; one never converted has none.

@@ -19,7 +19,7 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
-from lpq.engines.experts import left_stacks
+from lpq.engines.experts import left_stacks, notes_of
 from lpq.engines.models import entries, unquantized
 from lpq.engines.names import CONFIG
 from lpq.engines.plan import Assigned, Plan, planned
@@ -162,16 +162,10 @@ class _Source:
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None) -> _Source:
     if isinstance(model, str | Path):
         saved = Saved(Path(model))
-        return _Source(saved.entries(dtype), saved.unquantized, None)
+        return _Source(saved.entries(dtype), saved.unquantized, None, (*notes_of(saved.left_stacks()),))
     seen = Model(model)
-    stay = [name for name, trained in left_stacks(seen.module) if trained]
-    notes = (
-        f"the experts of {listed(stay)} are in high precision, in one tensor: engines have no layers for experts that "
-        "are transposed, interleaved or with biases",
-    )
-    return _Source(
-        entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module, notes if stay else ()
-    )
+    notes = (*notes_of(left_stacks(seen.module)),)
+    return _Source(entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module, notes)
 
 
 def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:

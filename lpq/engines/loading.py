@@ -18,12 +18,13 @@ from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, touched
-from lpq.engines.experts import file_names
 from lpq.engines.inputs import RECORD
-from lpq.engines.loading_experts import Held, held_stacks, make_static, operand_of, renamed, store_quantized
+from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, store_quantized
 from lpq.engines.reading import Files, Quantized
 from lpq.formats import Quantizer, Storage
 from lpq.nn import Layer, convert
+from lpq.nn.expert_names import Stack
+from lpq.nn.expert_names import renamed as in_files
 from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
 from lpq.operations import decode, remember
@@ -91,7 +92,7 @@ def _rules(found: Mapping[str, Quantized]) -> dict[str, Any]:
     return {"rules": [{"match": names, "recipe": recipe_of(found[names[0]])} for names in alike.values()]}
 
 
-def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[str, Held]) -> None:
+def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[str, Stack]) -> None:
     tensors, _ = model.state()
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -113,7 +114,7 @@ class _Job:
     files: Files
     model: Model
     found: Mapping[str, Quantized]
-    stacks: Mapping[str, Held]
+    stacks: Mapping[str, Stack]
     """Those of the model's experts, by the names of their parameters."""
     operands: list[tuple[Tensor, Storage]] = field(default_factory=list)
     """Weights, each with the row operand that it gets or the value of."""
@@ -125,8 +126,9 @@ class _Job:
     def judge(self) -> None:
         """Find what each tensor of the model gets; everything that can be wrong."""
         tensors, _ = self.model.state()
-        file_name = file_names(self.model.module)
         memories, layers = self.model.memories(), dict(self.model.layers())
+        plain = [key.removeprefix(PREFIX) for key in tensors if key not in memories]
+        other = in_files(self.model.module, [name for name in plain if name not in self.stacks])
         used: set[str] = set()
         filled: set[int] = set()
         for key, tensor in tensors.items():
@@ -141,7 +143,7 @@ class _Job:
                 self._judge_layer(self.found[layer], tensor, layers.get(layer))
                 used |= {f"{layer}.{part.name}" for part in self.found[layer].parts}
                 filled.add(id(tensor))
-            elif (stored := name if name in self.files.tensors else file_name(name)) in self.files.tensors:
+            elif (stored := name if name in self.files.tensors else other.get(name, name)) in self.files.tensors:
                 self._judge_plain(stored, tensor)
                 used.add(stored)
                 filled.add(id(tensor))

@@ -3,61 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lpq.checkpoint.errors import CheckpointError, listed
-from lpq.engines.experts import Names, every_stack
 from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer, Storage
 from lpq.formats.joined import cat
 from lpq.formats.stacks import stacked
+from lpq.nn.expert_names import Names, Stack, stacks_of
 from lpq.nn.experts import Experts
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.operations.derived_operands import derives_col
 
 
-class Held(NamedTuple):
-    """A stack of a model, and the layers that files have for it."""
-
-    holder: nn.Module
-    holder_name: str
-    key: str
-    """The prefix of the names of its static statistics."""
-    names: Names
-
-    @property
-    def layers(self) -> list[str]:
-        """The names of the layers."""
-        return [layer for layers in self.names for layer in layers]
-
-
-def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, Held]:
+def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, Stack]:
     """The stacks for whose experts the files have quantized layers, by the names of their parameters."""
     held = {}
-    for weight, (holder, name, key, names) in every_stack(model).items():
-        one = Held(holder, name, key, names)
+    for one in stacks_of(model):
         there = [layer for layer in one.layers if layer in found]
         if not there:
             continue
         if lacking := [layer for layer in one.layers if layer not in found]:
             raise CheckpointError(
-                f"the files have {listed(there)} quantized and not {listed(lacking)}, and {weight} of the model holds "
-                "all of them in one tensor"
+                f"the files have {listed(there)} quantized and not {listed(lacking)}, and {one.weight} of the model "
+                "holds all of them in one tensor"
             )
         kinds = {(id(found[layer].scheme), id(found[layer].inputs)): layer for layer in there}
         if len(kinds) > 1:
             raise CheckpointError(
-                f"the files have {listed([*kinds.values()])} in several formats, and {weight} of the model holds them "
-                "in one tensor"
+                f"the files have {listed([*kinds.values()])} in several formats, and {one.weight} of the model holds "
+                "them in one tensor"
             )
-        held[weight] = one
+        held[one.weight] = one
     return held
 
 
-def renamed(found: Mapping[str, Quantized], held: Mapping[str, Held]) -> dict[str, Quantized]:
+def renamed(found: Mapping[str, Quantized], held: Mapping[str, Stack]) -> dict[str, Quantized]:
     """The quantized layers by the names that modules of the model have: those of experts are one."""
     holder_of = {layer: one.holder_name for one in held.values() for layer in one.layers}
     made: dict[str, Quantized] = {}
@@ -71,7 +55,7 @@ def renamed(found: Mapping[str, Quantized], held: Mapping[str, Held]) -> dict[st
     return made
 
 
-def store_quantized(held: Mapping[str, Held]) -> None:
+def store_quantized(held: Mapping[str, Stack]) -> None:
     """Store the stacks of converted experts of Hugging Face's models quantized, as files have codes for them.
 
     ``lpq.convert`` leaves them in high precision.
@@ -80,7 +64,7 @@ def store_quantized(held: Mapping[str, Held]) -> None:
         experts = one.holder
         if not isinstance(experts, Experts) or experts.recipe is None or experts.recipe.w.side("row").plain:
             continue
-        name, w = one.key.rstrip("_"), experts.recipe.w
+        name, w = one.key, experts.recipe.w
         weight: Tensor = getattr(experts, name)
         if type(weight) is nn.Parameter and not (w.side("row").static or w.side("col").static):
             made = w.quantize(weight.detach(), col=not derives_col(w), stack=True)
@@ -104,7 +88,7 @@ def _joined(layers: Sequence[str], operands: Sequence[Storage]) -> Storage:
     return found
 
 
-def static_places(one: Held, x: Quantizer) -> Tensor | None:
+def static_places(one: Stack, x: Quantizer) -> Tensor | None:
     """The buffer with the static amaxes of its experts' inputs; None if these are not static."""
     side = x.side("row")
     if not side.static or [stat.of_all for stat in side.stats if side.recalls(stat)] != [True]:
@@ -112,12 +96,12 @@ def static_places(one: Held, x: Quantizer) -> Tensor | None:
     prefix = next(name for name, branch in x.state_branches().items() if branch == side)
     (buffer,) = side.state
     holder: Any = one.holder
-    found: Tensor = holder.states(one.key.rstrip("_"))["x"][prefix + buffer.name]
+    found: Tensor = holder.states(one.key)["x"][prefix + buffer.name]
     return found
 
 
 @torch.no_grad()
-def make_static(one: Held, amaxes: dict[str, Tensor]) -> None:
+def make_static(one: Stack, amaxes: dict[str, Tensor]) -> None:
     """Have experts be static by the amaxes of their inputs in the files, which are taken out, if their recipe is."""
     holder = one.holder
     assert isinstance(holder, GroupedLinear | Experts)

@@ -15,10 +15,10 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
-from lpq.engines.experts import file_names, left_stacks, split, split_rows, stacks, states_of
+from lpq.engines.experts import left_stacks, split, split_rows, stacks, states_of
 from lpq.engines.inputs import RECORD
-from lpq.formats import Quantizer
 from lpq.nn import Layer
+from lpq.nn.expert_names import renamed
 from lpq.nn.names import plain_name
 from lpq.tensor import QuantizedTensor
 
@@ -33,7 +33,8 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
     owners = Counter(id(p) for m in model.module.modules() for p in m.parameters(recurse=False))
     memories, gathered = model.memories(), gathered_dtypes(model.module)
     known, experts = model.module.__dict__.get(RECORD, {}), stacks(model.module)
-    file_name = file_names(model.module)
+    plain = [key.removeprefix(PREFIX) for key in state if key not in memories]
+    in_files = renamed(model.module, [name for name in plain if name not in experts])
     found: dict[int, list[Entry]] = {}
     for key, tensor in state.items():
         if id(tensor) in found or key in memories:
@@ -50,12 +51,7 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
         entry = Entry(name, tuple(tensor.shape), kept, gather, used, stored if stack is None else None)
         biases = experts.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
         if stack is not None:
-            x = None if stack.recipe.x.side("row").plain else stack.recipe.x
-
-            def how(layer: str, w: Quantizer = stack.recipe.w, x: Quantizer | None = x) -> Multiplied:
-                return Multiplied(layer, w, x, imported=known.get(layer))
-
-            found[id(tensor)] = [*split(stack.names, tensor.shape, entry, gather, how, stored, stack.memories)]
+            found[id(tensor)] = [*split(stack, tensor.shape, entry, gather, stored, known)]
         elif biases is not None and tensor.dim() == 2:
             found[id(tensor)] = [*split_rows(biases.names, entry, gather)]
         elif stored is not None and local.dim() > 2:
@@ -64,20 +60,22 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
                 "a checkpoint of it into a model that was not converted with weights='quantized', and export that"
             )
         else:
-            found[id(tensor)] = [entry if used is not None else replace(entry, name=file_name(name))]
+            found[id(tensor)] = [entry if used is not None else replace(entry, name=in_files.get(name, name))]
     return [entry for own in found.values() for entry in own]
 
 
 def unquantized(model: nn.Module, quantized: set[str]) -> Iterator[str]:
     """The modules that an engine takes for linear layers, and that are not in this set: all with a matrix as weight,
     and modules with experts that are no layers to engines."""
-    yield from (name for name, _ in left_stacks(model))  # experts that stay in one tensor
-    file_name = file_names(model)
+    yield from left_stacks(model)
+    left = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         matrix = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
         if matrix and plain_name(name) not in quantized:
-            yield file_name(f"{plain_name(name)}.weight").removesuffix(".weight")
+            left.append(f"{plain_name(name)}.weight")
+    in_files = renamed(model, left)
+    yield from (in_files.get(name, name).removesuffix(".weight") for name in left)
 
 
 def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tensor]) -> Multiplied | None:

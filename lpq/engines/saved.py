@@ -20,7 +20,9 @@ from lpq.checkpoint.model import PREFIX
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.reading import Planner, Reader
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
-from lpq.engines.experts import FUSED_EXPERTS, counted, split, split_rows
+from lpq.engines.experts import Stack, is_quantized, split, split_rows
+from lpq.nn.expert_names import numbered
+from lpq.nn.experts import DOWN, UP
 
 
 class Saved:
@@ -32,6 +34,7 @@ class Saved:
         self._description, self._path, self._sizes = info.description, found.path, found.sizes
         self._description.require(self._description.formats)
         self._saved = Reader(found.path, found.sizes).saved()
+        self._stacks = self._found_stacks()
 
     def entries(self, dtype: torch.dtype | None) -> list[Entry]:
         """Its tensors, without what quantizers remember; ``dtype`` as in ``lpq.engines.models``."""
@@ -53,18 +56,45 @@ class Saved:
 
     def _entries(self, entry: Entry, name: str) -> Iterator[Entry]:
         """The tensor, or those of a layer for each expert."""
-        layer, _, leaf = entry.name.rpartition(".")
-        used = self._layer(f"{PREFIX}{layer}.weight") if leaf in ("weight", "bias") else None
-        shape = self._shape(f"{PREFIX}{layer}.weight")
-        if used is None or len(shape) != 3:
-            yield entry
-            return
-        names, plain = counted(layer, shape[0]), replace(entry, layer=None, stored=None)
-        if leaf == "bias":
-            yield from split_rows(names, plain, entry.gather)
+        plain = replace(entry, layer=None, stored=None)
+        stack, of_bias = self._stacks.get(entry.name), self._stacks.get(f"{entry.name.removesuffix('bias')}weight")
+        if stack is not None:
+            yield from split(stack, entry.shape, plain, entry.gather, entry.stored, {})
+        elif of_bias is not None and entry.name.endswith("bias"):
+            yield from split_rows(of_bias.names, plain, entry.gather)
         else:
-            how = partial(replace, used)
-            yield from split(names, shape, plain, entry.gather, lambda own: how(name=own), entry.stored, used.memories)
+            yield entry if entry.layer is not None else replace(entry, name=self._in_files(entry.name))
+
+    def _in_files(self, name: str) -> str:
+        return self._description.renamed.get(name, name)
+
+    def _found_stacks(self) -> dict[str, Stack]:
+        """The stacks that engines have as layers, by the names of their parameters."""
+        description, found = self._description, {}
+        if description.stacks is None and (several := [n for n in self._names() if self._may_be_stack(n)]):
+            raise CheckpointError(
+                f"{shown(several[0])} seems to hold experts, and the checkpoint does not note their names in files, as "
+                "earlier releases of lpq did not: load it into its model, and export that"
+            )
+        for name, entry in (description.stacks or {}).items():
+            recipe = recipes.recipe(entry["recipe"]) if entry["recipe"] is not None else None
+            if entry["layers"] is None or recipe is None or not is_quantized(recipe):
+                continue
+            layer, _, leaf = name.rpartition(".")
+            memories = self._memories(layer, "" if leaf == "weight" else f"{leaf}_")
+            found[name] = Stack(numbered(entry["layers"], self._shape(f"{PREFIX}{name}")[0]), recipe, memories)
+        return found
+
+    def _may_be_stack(self, name: str) -> bool:
+        layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
+        recorded = leaf == "weight" and layer in self._description.recipes
+        return len(self._shape(name)) == 3 and (recorded or leaf in (*UP, DOWN))
+
+    def left_stacks(self) -> dict[str, bool]:
+        """The modules with experts that stay in one tensor, in high precision, and whether they have a recipe."""
+        found = {name.rpartition(".")[0] for name in self._stacks}
+        every = {name.rpartition(".")[0]: entry["recipe"] for name, entry in (self._description.stacks or {}).items()}
+        return {module: recipe is not None for module, recipe in every.items() if module not in found}
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """That of a tensor of the model; empty if there is none."""
@@ -75,15 +105,11 @@ class Saved:
     def unquantized(self, quantized: set[str]) -> Iterator[str]:
         """The modules with a matrix as weight, but for this set. Engines do not quantize embeddings, but a checkpoint
         does not show which these are, and to ignore one changes nothing."""
+        yield from self.left_stacks()
         for name, (shape, _) in self._saved.items():
             layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
-            stack = len(shape) == 3 and (
-                leaf in FUSED_EXPERTS or (leaf == "weight" and layer in self._description.recipes)
-            )
-            apart = stack and self._layer(name) is not None  # as a layer for each expert
-            matrix = leaf == "weight" and len(shape) == 2
-            if name.startswith(PREFIX) and (matrix or stack) and not apart and layer not in quantized:
-                yield layer
+            if name.startswith(PREFIX) and leaf == "weight" and len(shape) == 2 and layer not in quantized:
+                yield self._in_files(f"{layer}.weight").removesuffix(".weight")
 
     def _names(self) -> list[str]:
         description = self._description
@@ -105,13 +131,17 @@ class Saved:
         recipe = recipes.recipe(text)
         if recipe.w.side("row").plain and name not in self._description.quantized:
             return None
-        memories: dict[str, dict[str, Tensor]] = {}
+        return Multiplied(layer, recipe.w, None if recipe.x.side("row").plain else recipe.x, self._memories(layer))
+
+    def _memories(self, layer: str, begin: str = "") -> dict[str, dict[str, Tensor]]:
+        """The statistics that a layer remembers; those of one of several stacks begin with its name."""
+        found: dict[str, dict[str, Tensor]] = {}
         for buffer in self._description.memories:
             owner, _, own = buffer.removeprefix(PREFIX).rpartition(".")
-            if owner == layer:
-                tensor, _, key = own.partition("_")
-                memories.setdefault(tensor, {})[key] = self._read([buffer])[buffer]
-        return Multiplied(layer, recipe.w, None if recipe.x.side("row").plain else recipe.x, memories)
+            if owner == layer and own.startswith(begin):
+                tensor, _, key = own.removeprefix(begin).partition("_")
+                found.setdefault(tensor, {})[key] = self._read([buffer])[buffer]
+        return found
 
     def _gather(self, name: str, stored: Stored | None) -> Pieces:
         if stored is None:

@@ -26,6 +26,8 @@ def written() -> Data:
         },
         formats={"acme": {"plugin": "acme", "distribution": "acme-lpq", "version": "1.0"}},
         stored=("mxfp8",),
+        stacks={"c.up_proj": {"recipe": "mxfp8", "layers": ["c.{}.up_proj"]}},
+        renamed={"d.weight": "e.weight"},
     ).data()
     plain: Data = json.loads(json.dumps(data))
     return plain
@@ -40,6 +42,10 @@ def entry(**changed: object) -> Callable[[Data], None]:
     [
         (lambda d: d.update(memories=[1]), "has 1 where a text should be"),
         (lambda d: d.update(stored=[None]), "has None where a text"),
+        (lambda d: d["renamed"].update(a=1), "has 1 where a text"),
+        (lambda d: d.update(stacks=[]), "has 'stacks' of type list, not dict or NoneType"),
+        (lambda d: d["stacks"].update(a="b"), "of the experts a is of type str"),
+        (lambda d: d["stacks"]["c.up_proj"].update(layers=[0]), "has 0 where a text"),
         (lambda d: d["recipes"].update(a=["mxfp8"]), r"has \['mxfp8'\] where"),
         (lambda d: d["formats"].update(acme="1.0"), "of the format 'acme' is of type str, not dict"),
         (lambda d: d["formats"]["acme"].pop("version"), "of the format 'acme' lacks 'version'"),
@@ -63,6 +69,12 @@ def test_fields_of_other_types_are_refused(change: Callable[[Data], None], words
     change(data)
     with pytest.raises(CheckpointError, match=rf"its description \(lpq\).*{words}.*: write it with lpq\.checkpoint"):
         Description.read(data)
+
+
+def test_a_file_of_an_earlier_release_is_read() -> None:
+    data = written()
+    del data["stacks"], data["renamed"]
+    assert Description.read(data).stacks is None
 
 
 def test_only_the_name_of_a_distribution_is_in_a_command() -> None:

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lpq
 from lpq.checkpoint import CheckpointError
 from lpq.distributed.expert_parallel import ExpertParallel
-from lpq.engines.experts import counted
 from lpq.nn import GroupedLinear
+from lpq.nn.expert_names import counted, numbered
 
 COUNT, WIDTH, INNER = 4, 64, 128
 LAYOUT = "compressed-tensors"
@@ -228,10 +228,70 @@ def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_
         lpq.export(narrow, tmp_path / "y", layout="fp8-block")
 
 
+def llama4() -> Any:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, vocab_size=64, num_local_experts=2, interleave_moe_layer_step=1,
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(config).to(torch.bfloat16)
+
+
+CHECKPOINTS = [
+    ("Qwen3Moe", "mxfp8", 16), ("Qwen3Moe", "nvfp4", 16), ("Mixtral", "fp8-block", 16), ("GptOss", "nvfp4", 4),
+    ("Llama4", "mxfp8", 7),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("name", "recipe", "count"), CHECKPOINTS)
+def test_a_checkpoint_of_fused_experts_is_exported_as_its_model_is(
+    name: str, recipe: str, count: int, tmp_path: Path
+) -> None:
+    """The same tensors, layers and notes; those of an imported model, whose stacks are stored quantized, as well."""
+    sizes = {"moe_intermediate_size": 128} if name == "Qwen3Moe" else {}
+    model = lpq.convert(llama4() if name == "Llama4" else fused(name, **sizes), policy(recipe))
+    if recipe == "nvfp4":
+        lpq.calibrate(model, [torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))])
+    models = {"x": model}
+    made = lpq.export(model, tmp_path / "x", layout=LAYOUT)
+    assert sum(map(len, made.layers.values())) == count
+    if name in ("Qwen3Moe", "Mixtral"):
+        models["stored"] = lpq.load_quantized(tmp_path / "x", fused(name, **sizes))
+        stored: Any = models["stored"].get_parameter("model.layers.0.mlp.experts.down_proj")
+        assert isinstance(stored, lpq.QuantizedTensor)
+    for key, one in models.items():
+        lpq.checkpoint.save(tmp_path / f"run-{key}", one)
+        found = lpq.export(tmp_path / f"run-{key}", tmp_path / f"of-{key}", layout=LAYOUT)
+        assert same(tensors(tmp_path / f"of-{key}"), tensors(tmp_path / "x"))
+        assert {*found.left} - {*made.left} == {"model.embed_tokens"}
+        assert {*made.left} <= {*found.left}
+        assert found.notes == made.notes
+        assert {*map(frozenset, found.layers.values())} == {*map(frozenset, made.layers.values())}
+
+
+def test_a_checkpoint_that_does_not_name_its_experts_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier releases wrote it, or where transformers cannot name them: it would be exported in high precision."""
+
+    def fail(model: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(lpq.checkpoint.model, "stacks_of", fail)
+    for name, model, said in (("a", fused("Mixtral"), "experts.down_proj"), ("b", Model(), "experts.down_proj.weight")):
+        lpq.checkpoint.save(tmp_path / name, lpq.convert(model, "mxfp8"))
+        with pytest.raises(CheckpointError, match=rf"{said} seems to hold experts.*load it into its model"):
+            lpq.export(tmp_path / name, tmp_path / "x", layout=LAYOUT)
+    lpq.checkpoint.load(tmp_path / "b", lpq.convert(Model(), "mxfp8"))
+
+
 @pytest.mark.parametrize(
     ("name", "first"),
     [("experts.up_proj", "experts.0.up_proj"), ("a.b.c", "a.b.0.c"), ("up_proj", "up_proj.0"), ("1", "1.0"), ("", "0")],
 )
 def test_a_layer_has_a_name_of_its_own_below_the_module_that_holds_it(name: str, first: str) -> None:
-    assert counted(name, 3)[0] == (first,)
-    assert len({*counted(name, 3)}) == 3
+    found = numbered((counted(name),), 3)
+    assert found[0] == (first,)
+    assert len({*found}) == 3
