@@ -95,7 +95,7 @@ class Export:
         saying = f"{target} cannot be exported"
 
         def prepare() -> list[str]:
-            source = _source(model, dtype)
+            source = _source(model, dtype, ranks)
             job.append((planned(source.entries, layout, source.linear, input_amax, leave), source))
             return [f"{name} {shown}" for tensor in job[0][0].tensors for name, shown in tensor.shown().items()]
 
@@ -138,7 +138,7 @@ class Export:
         job: list[Plan] = []
 
         def prepare() -> list[str]:
-            source = _source(model, dtype)
+            source = _source(model, dtype, ranks)
             job.append(planned(source.entries, layout, source.linear, input_amax, leave))
             return [f"{name} {shown}" for tensor in job[0].tensors for name, shown in tensor.shown().items()]
 
@@ -159,9 +159,9 @@ class _Source:
     """Remarks for the user."""
 
 
-def _source(model: nn.Module | str | Path, dtype: torch.dtype | None) -> _Source:
+def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks) -> _Source:
     if isinstance(model, str | Path):
-        saved = Saved(Path(model))
+        saved = Saved(Path(model), ranks)
         return _Source(saved.entries(dtype), saved.unquantized, None, (*notes_of(saved.left_stacks()),))
     seen = Model(model)
     notes = (*notes_of(left_stacks(seen.module)),)

@@ -28,8 +28,9 @@ from lpq.nn.experts import DOWN, UP
 class Saved:
     """A checkpoint, or the whole one of a run that was written last."""
 
-    def __init__(self, path: Path) -> None:
-        found = find(path, Ranks())
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        """All ranks call it, and find the same one."""
+        found = find(path, ranks)
         info, _ = read(found)
         self._description, self._path, self._sizes = info.description, found.path, found.sizes
         self._description.require(self._description.formats)
