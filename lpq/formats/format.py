@@ -181,7 +181,8 @@ class Quantizer(Options):
     def units(self, dim: int) -> list[int]:
         """The numbers of rows (0) or columns (1) that its buffers and statistics do not let be cut apart."""
         declared: list[Covering] = [*self.layout, *self.stats]
-        return [unit for covering in declared if (unit := covering.unit(dim)) is not None]
+        units = [covering.unit(dim) for covering in declared]
+        return [unit for unit in units if unit is not None]
 
     def _why_no_parts(self, dim: int) -> str | None:
         if self.plain:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COUNTS = 2**24
 """Whole numbers below this are exact in fp32."""
+WITHOUT_SIGN = 0x7FFFFFFF
+"""The bits of a float but for its sign."""
 Declared = tuple[Stat, int]
 """A statistic, and which dimension of its operand the ranks share out: 0 of a row operand, 1 of a column operand."""
 
@@ -37,7 +39,7 @@ def reduce_stats(
 ) -> Tensor | None:
     """Reduce the statistics of a round whose elements span ranks, of several tensors, in one collective for MAX and one
     for sums; the lists of statistics are changed in place. Return common seeds, made in the first of the two of those
-    of all ranks, if there are any."""
+    of all ranks: their halves are reduced apart, as any mixture of seeds is a seed."""
     found = [
         (stats, i, stat.reduce)
         for declared, stats in measured
@@ -62,8 +64,8 @@ def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str) -> list[Tens
     if not values:
         return []
     whole = [v.reshape(-1) for v in values if v.dtype == torch.int32]
-    floats = [v.reshape(-1) for v in values if v.dtype != torch.int32]
-    bits = [torch.cat(floats).abs().view(torch.int32)] if floats else []
+    floats = [v.reshape(-1).view(torch.int32) for v in values if v.dtype != torch.int32]
+    bits = [torch.cat(floats) & WITHOUT_SIGN] if floats else []
     flat = torch.cat([*whole, *bits]) if whole else bits[0]
     parts = torch.split(all_reduce(flat, "max", _name(group)), [v.numel() for v in values])
     return [part.view(v.dtype).view(v.shape) for part, v in zip(parts, values, strict=True)]
