@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -16,10 +14,6 @@ import lpq.testing
 from lpq.registry.errors import LpqError
 
 NEEDED = ("pytest", "hypothesis")
-
-
-ALONE = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
-"""So that plugins of pytest that happen to be installed neither fail the kit nor take time."""
 
 
 class KitMissing(LpqError):
@@ -63,20 +57,8 @@ def check(
     ]  # fmt: skip
     with TemporaryDirectory() as folder:
         set_hypothesis_home_dir(folder)  # and not where we are
-        with _without_others():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins that are installed may fail it, or take time
             status = pytest.main(options)
     if status:
         raise typer.Exit(int(status))
-
-
-@contextmanager
-def _without_others() -> Iterator[None]:
-    before = os.environ.get(ALONE)
-    os.environ[ALONE] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ALONE]
-        else:
-            os.environ[ALONE] = before

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import parallel as torch_styles
-from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from lpq.tensor.fsdp_protocol import Gathered
 
@@ -30,7 +30,24 @@ class Layouts:
     output: Placement
 
 
-class ColwiseParallel(torch_styles.ColwiseParallel):
+class _Style(ParallelStyle):
+    """The part that lpq adds to torch's styles: an input is passed on as it is, and a layer gets its layouts."""
+
+    input_layouts: Any
+    output_layouts: Any
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        return _prepared(mod, inputs, input_layouts, desired_input_layouts, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _prepare(module, self.input_layouts[0], self.output_layouts[0])
+        return super()._apply(module, device_mesh)  # type: ignore[safe-super]  # torch's, which comes next
+
+
+class ColwiseParallel(_Style, torch_styles.ColwiseParallel):
     """Share out the rows of a layer's weight, and the columns of its output.
 
     With ``input_layouts=Shard(1)`` each rank has a part of the sequence. The input of a layer with a recipe is encoded
@@ -38,33 +55,13 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     the same tensor, as q, k and v are, gather it once.
     """
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        return _prepared(mod, inputs, input_layouts, desired_input_layouts, device_mesh)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _prepare(module, self.input_layouts[0], self.output_layouts[0])
-        return super()._apply(module, device_mesh)
-
-
-class RowwiseParallel(torch_styles.RowwiseParallel):
+class RowwiseParallel(_Style, torch_styles.RowwiseParallel):
     """Share out the columns of a layer's weight, and those of its input; the output is the sum over the ranks.
 
     With ``output_layouts=Shard(1)`` each rank has the sum of its part of the sequence. In a layer with a recipe the
     gradient of this sum is encoded first, and its codes are gathered. A bias is added once, after the sum.
     """
-
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        return _prepared(mod, inputs, input_layouts, desired_input_layouts, device_mesh)
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _prepare(module, self.input_layouts[0], self.output_layouts[0])
-        return super()._apply(module, device_mesh)
 
 
 class PrepareInput(torch_styles.PrepareModuleInput):
