@@ -75,19 +75,22 @@ class GroupedMultiplication(torch.autograd.Function):
         assert x_row is not None
         if encoded is None:
             col = needs_dx and not keeps_weight
-            w_row, w_col = encode_stack(
+            w_row, w_col, amaxes = encode_stack(
                 plan.w, weight, row=True, col=col, seeds=_of(seeds, 1), decoded=(fprop, False), state=states.get("w")
             )
             assert w_row is not None
         else:
-            w_row, w_col = _wrapped(plan, weight, encoded)
+            (w_row, w_col), amaxes = _wrapped(plan, weight, encoded), None
             if not torch.compiler.is_compiling():
                 check_there(w_row.tensors()[0])
         y = multiply_rows(x_row, w_row, offs, bias, dtype, plan.fast[0])
         of_x = [x] if keeps_input else [] if x_col is None else [*x_col.tensors]
         if given is not None and needs_dw:
             of_x = [*given]
-        of_w = [weight] if keeps_weight else [] if w_col is None else w_col.tensors()
+        if keeps_weight:
+            of_w = [weight] if amaxes is None else [weight, amaxes]
+        else:
+            of_w = [] if w_col is None else w_col.tensors()
         ctx.save_for_backward(offs, *([] if seeds is None else [seeds]), *of_x, *of_w)
         ctx.call, ctx.count, ctx.keeps = call, len(of_x), (keeps_input, keeps_weight)
         ctx.decoded = dgrad, wgrad, x_col is not None and x_col.decoded
@@ -134,9 +137,10 @@ class GroupedMultiplication(torch.autograd.Function):
             if ctx.keeps[1]:
                 # The row operand, too, where the column operand depends on it.
                 row = not dgrad and (plan.w.col_source == "row" or rounds_stochastically(plan.w))
-                _, w_col = encode_stack(
+                amaxes = of_w[1] if len(of_w) > 1 and not row else None
+                _, w_col, _ = encode_stack(
                     plan.w, of_w[0], row=row, col=True, seeds=_of(seeds, 1), decoded=(False, dgrad),
-                    state=states.get("w"),
+                    state=states.get("w"), amaxes=amaxes,
                 )  # fmt: skip
                 assert w_col is not None
             else:

@@ -33,8 +33,10 @@ LARGEST = Shape(256, BROAD)
 Buffers = list[Tensor]
 Given = tuple[Tensor | None, Tensor | None]
 """The amaxes of sections for the row operand and for the column operand, where they are known."""
-Encode = Callable[..., tuple[Buffers, Buffers]]
-"""``encode(x, offs, seeds, given)``: the buffers of the row operand and of the column operand."""
+Made = tuple[Buffers, Buffers, Given]
+"""The buffers of the row operand and of the column operand, and the amaxes with which they were made."""
+Encode = Callable[..., Made]
+"""``encode(x, offs, seeds, given)``."""
 
 
 class InSections(NamedTuple):
@@ -70,10 +72,10 @@ def encode(
     given: Given = (None, None),
     *,
     operator: bool = False,
-) -> tuple[Buffers, Buffers] | None:
-    """Encode rows in groups that end at ``offs``, or a stack ``x`` if that is None, and return the buffers of the
-    wanted operands; None where kernels do not make them. An operand that is ``decoded`` has one buffer, its matrix.
-    ``given``: the amaxes of sections, where they are static. ``operator``: whether an operator returns the buffers,
+) -> Made | None:
+    """Encode rows in groups that end at ``offs``, or a stack ``x`` if that is None; None where kernels do not make the
+    wanted operands. An operand that is ``decoded`` has one buffer, its matrix. ``given``: the amaxes of sections, where
+    they are static or were found before. ``operator``: whether an operator returns the buffers,
     which are then allocated through the dispatcher, for modes."""
     x = x.contiguous()
     *count, rows, cols = x.shape
@@ -102,6 +104,16 @@ def given_of(quantizer: Quantizer, row: Quantizer | None, col: Quantizer | None,
     return found[0], found[1]
 
 
+def same_amaxes(row: Quantizer, col: Quantizer) -> bool:
+    """Whether the amaxes of sections that the row operand was made with are those of the column operand, too."""
+    return row == col and _of_all(row) == 1
+
+
+def _of_all(quantizer: Quantizer) -> int:
+    """How many statistics are one value of a whole section."""
+    return sum(stat.of_all for stat in quantizer.stats)
+
+
 def bind(e: InSections) -> Encode | None:
     """Bind the kernel for matrices of one shape; None where there is none."""
     if why_not(e) is not None:
@@ -127,7 +139,7 @@ def why_not(e: InSections) -> str | None:
             return "an ordinary matrix is not encoded"
         if _tall(quantizer) and not e.stack:
             return f"{quantizer} has blocks of several rows: kernels cut them from a stack's matrices, not from groups"
-        if e.given[dim] and [s.of_all for s in quantizer.stats].count(True) != 1:
+        if e.given[dim] and _of_all(quantizer) != 1:
             return f"{quantizer} has several statistics of the whole"
         if e.decoded[dim] and (e.cols % ALIGNED or (e.stack and (e.rows // e.number) % ALIGNED)):
             return f"what operands decode to is made for sizes in multiples of {ALIGNED}"
@@ -177,11 +189,10 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
     find = _bind_finding(sections, *(None if known else side for side, known in zip(both, e.given, strict=True)))
     tail = count, e.rows, e.cols
 
-    def encode(
-        x: Tensor, offs: Tensor | None, seeds: Tensor | None, given: Given = (None, None)
-    ) -> tuple[Buffers, Buffers]:
+    def encode(x: Tensor, offs: Tensor | None, seeds: Tensor | None, given: Given = (None, None)) -> Made:
         at, ends = x.data_ptr(), 0 if offs is None else offs.data_ptr()
-        found = [f if g is None else g for f, g in zip(find(at, ends), given, strict=True)]
+        first, second = find(at, ends)
+        found = first if given[0] is None else given[0], second if given[1] is None else given[1]
         seeds = None if seeds is None else seeds.contiguous()
         parameters: list[float] = []
         out: list[Buffers] = []
@@ -193,7 +204,7 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
             else:
                 parameters += make(stats, stat, seeds, buffers).parameters
         launch(at, *parameters, *sections.arguments(ends), *tail)
-        return out[0], out[1]
+        return out[0], out[1], found
 
     return encode
 

@@ -71,7 +71,7 @@ def made(
     seeds: Tensor,
     decoded: tuple[bool, bool],
     given: sectioned.Given = (None, None),
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> sectioned.Made:
     *count, high, cols = x.shape
     number = len(offs) if offs is not None else count[0]
     rows = high if offs is not None else number * high
@@ -164,12 +164,35 @@ def test_stacks(text: str, decoded: tuple[bool, bool]) -> None:
     found = made(x, None, row, col, seeds, decoded, sectioned.given_of(quantizer, row, col, state))
     of_row, of_col = ((recall(quantizer, *sides, state) if state else None) for sides in ((row, None), (None, col)))
     wanted = [quantize(x, of_row, row, None, seeds)[0], quantize(x, of_col, None, col, seeds)[1]]
-    for tensors, operand, is_decoded in zip(found, wanted, decoded, strict=True):
+    for tensors, operand, is_decoded in zip(found[:2], wanted, decoded, strict=True):
         assert operand is not None
         if is_decoded:
             assert same_bytes(tensors[0], torch.stack([decoded_by(m) for m in matrices(operand)]))
         else:
             assert all(map(same_bytes, tensors, operand.tensors())), operand
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize("text", ["fp8", "nvfp4(block=16x16)"])
+def test_a_column_operand_that_is_made_later_takes_the_amaxes_of_the_row_operand(text: str, decoded: bool) -> None:
+    torch.manual_seed(1)
+    x = (torch.randn(SIZES) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]).bfloat16()
+    seeds, quantizer = torch.arange(len(x)) - 3, lpq.quantizer(text)
+    row, col = quantizer.side("row"), quantizer.side("col")
+    assert sectioned.same_amaxes(row, col)
+    amaxes, _ = made(x, None, row, None, seeds, (False, False))[2]
+    assert amaxes is not None
+    both = made(x, None, row, col, seeds, (False, decoded))
+    later = made(x, None, None, col, seeds, (False, decoded), (None, amaxes))
+    assert all(map(same_bytes, later[1], both[1]))
+    wrong = made(x, None, None, col, seeds, (False, decoded), (None, amaxes / 3))
+    assert not all(map(same_bytes, wrong[1], both[1]))
+
+
+@pytest.mark.parametrize("text", ["fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4(rht=true)"])
+def test_other_operands_have_amaxes_of_their_own(text: str) -> None:
+    quantizer = lpq.quantizer(text)
+    assert not sectioned.same_amaxes(quantizer.side("row"), quantizer.side("col"))
 
 
 def test_what_products_leave_is_cleared() -> None:
