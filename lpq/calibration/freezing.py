@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal
@@ -20,6 +19,7 @@ from lpq.nn import Layer, convert
 from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
 from lpq.recipes import Recipe
+from lpq.registry.warning import warn
 
 Unseen = Literal["siblings", "error"]
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -121,11 +121,10 @@ def _fill_unseen(
     if without:
         names = [target.name for target in without]
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        warnings.warn(
+        warn(
             f"no token went through {', '.join(names[:LISTED])}{more}: the static scales of their inputs are those of "
             "their siblings",
             CalibrationWarning,
-            stacklevel=4,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.ranks import Ranks
+from lpq.registry.warning import warn
 
 
 class Saving:
@@ -37,7 +37,7 @@ class Saving:
         """Whether writing has ended on this rank, well or badly; a warning reports an error."""
         ended = self._future.done()
         if ended and (failure := self.failed()) is not None:
-            warnings.warn(failure, CheckpointWarning, stacklevel=2)
+            warn(failure, CheckpointWarning)
             _UNHEARD.discard(self)
         return ended
 
@@ -94,7 +94,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
 def _warn() -> None:
     """Report, at the process's end, errors that no ``wait`` raised. Python has waited for the threads by then."""
     for failure in unheard():
-        warnings.warn(f"{failure} (nobody called Saving.wait)", CheckpointWarning, stacklevel=2)
+        warn(f"{failure} (nobody called Saving.wait)", CheckpointWarning)
 
 
 def failing(target: Path) -> str:

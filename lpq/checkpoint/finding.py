@@ -6,7 +6,6 @@ Every rank digests a share of the files, and all hear of every fault before anyt
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.index import INDEX
 from lpq.checkpoint.manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
 from lpq.checkpoint.ranks import Ranks
+from lpq.registry.warning import warn
 
 REPLACED = ".replaced"
 """The ending of a checkpoint's name while another one takes its place."""
@@ -57,7 +57,7 @@ def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> Found:
                 *(f"{line}; {candidate.name} is loaded in its place" for line in refused),
                 *([why] if why else []),
             ]:
-                warnings.warn(line, CheckpointWarning, stacklevel=3)
+                warn(line, CheckpointWarning)
             return Found(candidate, manifest.sizes, tuple(refused), why)
         refused.append(f"checkpoint {candidate} is refused: {reason}")
         unfinished += reason == UNFINISHED

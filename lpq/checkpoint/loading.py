@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, kind, master_name, untrained
 from lpq.checkpoint.ranks import quiet
 from lpq.checkpoint.reading import Planner, Reader
+from lpq.registry.warning import warn
 
 
 def load(
@@ -73,12 +73,11 @@ def load(
     for loaded in plan.loaded:
         loaded.apply(encoded)
     if dropped := [name for loaded in plan.loaded for name in loaded.dropped]:
-        warnings.warn(
+        warn(
             f"checkpoint {found.path}: the fp32 masters of {len(dropped)} weights are left out ({listed(dropped)}). "
             "The weights are stored quantized, and this optimizer keeps no masters: wrap it in lpq.optim.MasterWeights "
             "before loading to go on from them",
             CheckpointWarning,
-            stacklevel=2,
         )
     return plan.info
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from lpq.nn.expert_names import renamed, stacks_of
 from lpq.nn.names import plain_name
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Policy, Recipe, Steps
+from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.checkpoints import EXTRA_STATE
 from lpq.torch_private.compiling import compiled_from
@@ -206,11 +206,10 @@ class Model:
                 found.update(own if lacking else {})
                 halves += lacking if len(lacking) < len(own) else []
         if halves:
-            warnings.warn(
+            warn(
                 f"the checkpoint has nothing for {listed(halves)}, and for what else their quantizers remember it has: "
                 "all that these remember starts anew",
                 CheckpointWarning,
-                stacklevel=4,
             )
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,6 +24,7 @@ from lpq.checkpoint.optimizer import Optimizers, OptimizerState
 from lpq.checkpoint.ranks import Ranks, quiet
 from lpq.checkpoint.tensors import parts
 from lpq.checkpoint.writing import Writer
+from lpq.registry.warning import warn
 from lpq.torch_private.distributed import device_types
 
 
@@ -122,7 +122,7 @@ def _prepare(
 ) -> tuple[dict[str, dict[str, Tensor]], Writer]:
     """Collect the data to save, and make sure that all ranks save the same checkpoint."""
     for text in dict.fromkeys(text for failed in ranks.all(unheard) for text in failed):
-        warnings.warn(f"{text} (nobody called Saving.wait)", CheckpointWarning, stacklevel=3)
+        warn(f"{text} (nobody called Saving.wait)", CheckpointWarning)
     state, small, held, facts = ranks.each(lambda: _collected(target, model, given, step, extra, ranks))
     found = ranks.all(lambda: facts)
     check_alike(found, ranks)

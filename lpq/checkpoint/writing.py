@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.finding import REPLACED, STEP, manifests_in, steps_in
 from lpq.checkpoint.manifest import MANIFEST, is_ours, is_whole
 from lpq.checkpoint.ranks import as_checkpoint_error
+from lpq.registry.warning import warn
 
 
 class Writer(FileSystemWriter):
@@ -102,11 +102,10 @@ class Writer(FileSystemWriter):
         if self._keep is not None:
             self._tidy(self._keep)
         if refused:
-            warnings.warn(
+            warn(
                 f"checkpoint {self.target} is this process's. While it was written, {', '.join(refused)} wanted to "
                 "save it, too, and was refused: give each job a directory of its own",
                 CheckpointWarning,
-                stacklevel=2,
             )
 
     def _tidy(self, keep: int) -> None:

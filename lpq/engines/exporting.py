@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from lpq.engines.plan import Assigned, Plan, planned
 from lpq.engines.saved import Saved
 from lpq.engines.siblings import fused
 from lpq.engines.writing import Directory, shards
+from lpq.registry.warning import warn
 
 SHARD = 5 * 10**9
 """Bytes of a file, as Hugging Face has them."""
@@ -233,12 +233,11 @@ def _values(tensor: Assigned, made: Mapping[str, Tensor]) -> dict[str, list[floa
 
 def _warn_of_siblings(values: Mapping[str, list[float]]) -> None:
     if differing := [names for names in fused(values) if len({tuple(values[name]) for name in names}) > 1]:
-        warnings.warn(
+        warn(
             f"engines fuse {' with '.join(differing[0])} and give them one scale, and theirs differ"
             f"{f', as in {len(differing) - 1} more places' if differing[1:] else ''}: what is computed then is not "
             "what was trained. Use a format without a scale of the whole tensor, or give them the same scales",
             CheckpointWarning,
-            stacklevel=5,
         )
 
 

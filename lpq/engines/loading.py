@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from lpq.operations import decode, remember
 from lpq.operations.operands import DTYPES
 from lpq.operations.quantizing import quantize
 from lpq.recipes import Recipe
+from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 
 CACHE = re.compile(r".*\.(k|v|q|kv)_scale|.*\.(k|v)_proj\.output_scale")
@@ -156,11 +156,10 @@ class _Job:
         if strange := [name for name in left if not CACHE.fullmatch(name)]:
             raise CheckpointError(f"the files have tensors for which the model has no place: {listed(strange)}")
         if left:
-            warnings.warn(
+            warn(
                 f"the files have scales of a KV cache ({listed(left)}), for which lpq has no place: they are left out, "
                 "and an export of this model has none",
                 CheckpointWarning,
-                stacklevel=4,
             )
 
     def _judge_experts(self, name: str, tensor: Tensor) -> set[str] | None:

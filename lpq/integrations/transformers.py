@@ -8,7 +8,6 @@ another one. transformers is imported when ``LpqCallback`` or ``attach`` is firs
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from lpq.nn import replan, set_step
 from lpq.nn.quantizer_state import memories
 from lpq.optim import MasterWeights
 from lpq.optim.standing import itself
+from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
 
@@ -59,11 +59,10 @@ class _Steps:
         if not (args.load_best_model_at_end and state.best_global_step):
             return
         if lost := _would_forget(model, state.best_global_step - 1):
-            warnings.warn(
+            warn(
                 f"what layers remembered is not that of the best model, which had other recipes: {listed(lost)}. "
                 f"lpq.integrations.transformers.resume(model, {state.best_model_checkpoint!r}), and load it again",
                 CheckpointWarning,
-                stacklevel=2,
             )
         set_step(model, state.best_global_step - 1)
 
@@ -95,10 +94,9 @@ def _go_on(model: nn.Module, step: int, steps: int, kept: Any, any_policy: bool)
         c.steps for c in Model(model).conversions().values() if any(type(r.until) is float for r in c.policy.rules)
     ]
     if other := [length for length in given if length not in (None, "later", steps)]:
-        warnings.warn(
+        warn(
             f"the policy was planned for {other[0]} steps, and the Trainer takes {steps}: rules that end at a fraction "
             "of the run go by the Trainer's number. lpq.convert(…, steps='later') leaves it to the Trainer",
-            stacklevel=3,
         )
     replan(model, steps=steps)
     if kept is not None and not any_policy:
@@ -118,11 +116,10 @@ def _encode_again(model: nn.Module, optimizer: Any) -> None:
     if isinstance(masters, MasterWeights) and masters.keep:
         masters.encode()
     elif any(isinstance(w, QuantizedTensor) and w.write_count for w in map(local_part, model.parameters())):
-        warnings.warn(
+        warn(
             "the Trainer saves what weights that are stored quantized decode to, and encoding that again may give "
             "other bits. With lpq.optim.MasterWeights a run goes on bit for bit, and with lpq.checkpoint",
             CheckpointWarning,
-            stacklevel=3,
         )
 
 

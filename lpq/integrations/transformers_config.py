@@ -6,7 +6,6 @@ names it is loaded converted. Files hold weights in high precision, as an ordina
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.integrations.decoded import METHOD, Decoded, attach
 from lpq.nn import convert
 from lpq.nn.sharded_weights import Weights, check_options
+from lpq.registry.warning import warn
 
 if TYPE_CHECKING:
     from lpq.recipes import Include, PolicyLike, Steps
@@ -105,11 +105,10 @@ class LpqQuantizer(Decoded, HfQuantizer):
         model.config.quantization_config = given
         convert(model, given.policy, steps=given.steps, weights=given.weights, ranks=given.ranks)
         if self._again and given.weights == "quantized":
-            warnings.warn(
+            warn(
                 "the files hold what weights that were stored quantized decode to, and encoding that again may give "
                 "other bits: lpq.checkpoint keeps the codes",
                 CheckpointWarning,
-                stacklevel=2,
             )
         _remember(model, self._files)
         attach(model)

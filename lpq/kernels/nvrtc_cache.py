@@ -15,12 +15,12 @@ import hashlib
 import os
 import re
 import uuid
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
 from lpq.kernels import trusted
 from lpq.kernels.errors import KernelError
+from lpq.registry.warning import warn
 
 CACHE = "LPQ_CACHE_DIR"
 OPTIONS = {"std": "c++17", "fma": False}
@@ -226,4 +226,4 @@ def _cannot_keep(why: str) -> None:
 
 
 def _warn(what: str) -> None:
-    warnings.warn(what, KernelCacheWarning, stacklevel=3)  # Python shows the same text from the same place once
+    warn(what, KernelCacheWarning)  # Python shows the same text from the same place once

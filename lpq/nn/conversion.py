@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -29,6 +28,7 @@ from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
 from lpq.operations.operands import DTYPES
 from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import LpqError
+from lpq.registry.warning import warn
 
 if TYPE_CHECKING:
     from lpq.recipes import Include, Policy, PolicyLike, Recipe, Steps
@@ -144,7 +144,7 @@ def convert(
     covered = coverage(model, {entry.name for entry in converted})
     report = Report(tuple(converted), tuple(left), unmatched, unreached, coverage=covered)
     for words in warnings_of(model, policy, report, names, schedules, without):
-        warnings.warn(words, stacklevel=2)
+        warn(words)
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
@@ -163,7 +163,7 @@ def convert(
         and (converted or not unmatched)
         and (reason := why_none_stored(model, ranks)) is not None
     ):
-        warnings.warn(f"lpq.convert(…, weights='quantized') stored no weight quantized: {reason}", stacklevel=2)
+        warn(f"lpq.convert(…, weights='quantized') stored no weight quantized: {reason}")
     return model
 
 

@@ -5,7 +5,6 @@ do not change by step has no ``Stages``, and pays nothing.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, watch
+from lpq.registry.warning import warn
 
 if TYPE_CHECKING:
     from lpq.operations.reduce_statistics import Reductions
@@ -78,8 +78,7 @@ class Stages(Watcher):
             return
         self.warned = True
         until = "" if self.last is None else f", the last time at step {self.last}"
-        warnings.warn(
+        warn(
             f"an optimizer has made a step, and the policy's step is {self.step} as before: its recipes change by "
             f"step{until}, and do so only if the training loop calls lpq.set_step(model, step) before each step",
-            stacklevel=4,
         )

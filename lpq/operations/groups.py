@@ -7,7 +7,6 @@ the rows; its values grow, and rows behind the last one belong to no group.
 
 from __future__ import annotations
 
-import warnings
 from typing import cast
 
 import torch
@@ -24,6 +23,7 @@ from lpq.operations.operands import State, encode_operands, state_names
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.sides import quantizer_of
 from lpq.registry.errors import words
+from lpq.registry.warning import warn
 
 # ---------------------------------------------------------------------------------------------- encoding
 
@@ -205,7 +205,7 @@ def without_the_host(why_not: str | None) -> bool:
     """Whether a device computes all groups by itself. If not, the host reads the offsets, and a warning gives the
     reason."""
     if why_not is not None:
-        warnings.warn(f"a group at a time, for which the host waits for the device: {why_not}", stacklevel=2)
+        warn(f"a group at a time, for which the host waits for the device: {why_not}")
     return why_not is None
 
 

@@ -9,7 +9,6 @@ decoded when a step begins, and have no memory when it has ended.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from lpq.distributed.optimizer_steps import as_part, reductions_after
 from lpq.distributed.shard_groups import attach
 from lpq.operations.reduce_statistics import Reductions
+from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.tensor.finite import Finite
@@ -91,10 +91,9 @@ class MasterWeights(Optimizer):
         for group in optimizer.param_groups:
             group["params"] = [self._copy_of(p) for p in group["params"]]
         if not self._copies:
-            warnings.warn(
+            warn(
                 "MasterWeights has nothing to do: none of the optimizer's weights is stored quantized. "
                 "lpq.convert(model, recipe, weights='quantized') stores them so, before the optimizer is made",
-                stacklevel=2,
             )
 
     @property

@@ -7,7 +7,6 @@ else the quantizer itself; with parentheses, as in ``mxfp8()``, it is always a q
 from __future__ import annotations
 
 import os.path
-import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from lpq.registry import RecipeSpec
 from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
 from lpq.registry.grammar import NAME, split_items
 from lpq.registry.showing import brief
+from lpq.registry.warning import warn
 
 RecipeLike: TypeAlias = "Recipe | Quantizer | str | Path | Mapping[str, object]"
 
@@ -172,20 +172,18 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
         made = cast("Quantizer", registry.quantizer(name))
         meant = [recipe for p in registry.plugins() if name in p.formats for recipe in p.recipes]
         if meant and not within:
-            warnings.warn(
+            warn(
                 f"{name!r} is a format and no recipe: operands get {name}() with its default options. Its recipes are "
                 f"{', '.join(meant)}; for the bare format write {name}()",
                 RecipeWarning,
-                stacklevel=2,
             )
         return made
     except UnknownFormat:
         if (spec := registry.recipe_known_as(name)) is not None:
-            warnings.warn(
+            warn(
                 f"{name!r} is what other libraries call it: lpq takes its recipe {spec.name!r} "
                 f"(`lpq explain {spec.name}` says what that does)",
                 RecipeWarning,
-                stacklevel=2,
             )
             return _from_spec(spec, within)
         _refuse_file(name)

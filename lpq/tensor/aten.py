@@ -8,7 +8,6 @@ result is an ordinary tensor.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -21,6 +20,7 @@ from lpq.formats.format import Direction, Storage
 from lpq.formats.joined import cat
 from lpq.formats.stacks import along
 from lpq.operations.operands import DTYPES, as_matrix
+from lpq.registry.warning import warn
 from lpq.tensor.assigning import assign, copy_
 from lpq.tensor.input_checks import check_flattened, check_received, check_shard
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
@@ -368,10 +368,9 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     args, kwargs = tree_map(decode, args), tree_map(decode, kwargs)
     copy = ", and writing to the result does not change the tensor" if func.is_view else ""
-    warnings.warn(  # Python shows the same text from the same place once
+    warn(  # Python shows the same text from the same place once
         f"{func} has no form on the buffers of {quantizers[0] if quantizers else 'a quantized tensor'}: "
         f"it runs on the decoded tensor, in high precision{copy}",
         PrecisionWarning,
-        stacklevel=1,
     )
     return cast("Any", func(*args, **kwargs))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lpq.registry.warning import warn
 from lpq.torch_private.operators import norm_of_each
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def _warn(of: _Sums) -> None:
             names.append(name)
             writes.warned = True
     if names:
-        warnings.warn(
+        warn(
             f"the step of an optimizer made NaN or infinite what is stored quantized: {', '.join(names[:3])}"
             f"{f' and {len(names) - 3} more' if names[3:] else ''}. The gradients, or what the optimizer made of them, "
             "were not finite: clip or skip such gradients, and go on from the last checkpoint",
-            stacklevel=2,
         )

@@ -23,6 +23,7 @@ from lpq.formats.stacks import along, is_stack
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.transposing import transpose
+from lpq.registry.warning import warn
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
 from lpq.tensor.rebuilt import operands_of
@@ -237,11 +238,10 @@ class QuantizedTensor(Gathered, Tensor):
         """Warn if the values of another format are to be encoded, as when a checkpoint of another format is loaded."""
         sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.operands]
         if source.quantizer != self.quantizer and not any(side.plain for side in sides):
-            warnings.warn(
+            warn(
                 f"{self.whose}what is written to this {list(self.shape)} tensor, stored as {self.quantizer}, was "
                 f"stored as {source.quantizer}: its values are rounded twice. Write it from high precision if you can",
                 PrecisionWarning,
-                stacklevel=3,
             )
 
     @property

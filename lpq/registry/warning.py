@@ -1,0 +1,40 @@
+"""Warnings that point to the user's line: that of the first caller which is neither lpq, nor a plugin, nor torch."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+BETWEEN = frozenset({"lpq", "torch", "pluggy", "concurrent", "contextlib", "functools", "importlib", "threading"})
+"""The packages whose frames lie between a warning and the user's line: lpq, and those through which it is called."""
+PLUGIN = "lpq_"
+"""The first letters of the packages of plugins."""
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user; in a thread that the user did not start, such as autograd's, at that of lpq.
+
+    A compiler cannot trace it: code that is traced asks ``torch.compiler.is_compiling()`` first, or is an operator.
+    """
+    caller = sys._getframe(1)
+    frame: FrameType | None = caller
+    while frame is not None and _between(frame):
+        frame = frame.f_back
+    found = frame or caller
+    names = found.f_globals
+    warnings.warn_explicit(
+        text,
+        category,
+        found.f_code.co_filename,
+        found.f_lineno,
+        module=names.get("__name__", "<unknown>"),
+        registry=names.setdefault("__warningregistry__", {}),  # so Python shows the same text from the same line once
+    )
+
+
+def _between(frame: FrameType) -> bool:
+    """Whether a frame is of lpq or of what calls it; so is that of generated code, which has no module."""
+    module = frame.f_globals.get("__package__") or frame.f_globals.get("__name__") or "torch"
+    package = module.partition(".")[0]
+    return package in BETWEEN or package.startswith(PLUGIN)
