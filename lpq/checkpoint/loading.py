@@ -19,7 +19,7 @@ from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, kind, master_name, untrained
 from lpq.checkpoint.ranks import quiet
-from lpq.checkpoint.reading import Planner, Reader
+from lpq.checkpoint.reading import Reader
 from lpq.registry.warning import warn
 
 
@@ -64,7 +64,7 @@ def load(
     reader = plan.reader
     state: dict[str, Any] = {name: target for match in plan.matches for name, target in match.targets.items()}
     with ranks.saying(lambda: f"{what}, and the model is partly overwritten" if reader.begun else what), quiet():
-        dcp.load(state, storage_reader=reader, planner=Planner(), process_group=ranks.group, no_dist=not ranks.many)
+        dcp.load(state, storage_reader=reader, process_group=ranks.group, no_dist=not ranks.many)
     for filled in plan.matches:
         filled.finish()
     seen.forget(plan.fresh)

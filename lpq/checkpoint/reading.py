@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.futures import Future
 
 from lpq.checkpoint import files
-from lpq.checkpoint.errors import CheckpointError, shown
+from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.index import read_index
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's tensors, each as ``torch.load(…, weights_only=True)`` reads."""
+    """Reads a checkpoint's tensors, each as ``torch.load(…, weights_only=True)`` reads. DCP would read bytes in another
+    way, and an index that was judged has none."""
 
     def __init__(self, path: Path, sizes: Mapping[str, int]) -> None:
         """``sizes``: of the files, as the manifest has them."""
@@ -51,11 +50,3 @@ class Reader(FileSystemReader):
         """Fill the tensors."""
         self.begun = True
         return super().read_data(plan, planner)
-
-
-class Planner(DefaultLoadPlanner):
-    """Has tensors filled, and nothing else: DCP would unpickle bytes, whatever they are."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse them."""
-        raise CheckpointError(f"{shown(read_item.dest_index.fqn)} is no tensor, and nothing else is read")

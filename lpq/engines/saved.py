@@ -18,7 +18,7 @@ from lpq.checkpoint.finding import find
 from lpq.checkpoint.info import read
 from lpq.checkpoint.model import PREFIX
 from lpq.checkpoint.ranks import Ranks
-from lpq.checkpoint.reading import Planner, Reader
+from lpq.checkpoint.reading import Reader
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
 from lpq.engines.experts import Stack, is_quantized, split, split_rows
 from lpq.nn.expert_names import numbered
@@ -157,5 +157,5 @@ class Saved:
         found = {name: torch.empty(self._saved[name][0], dtype=self._saved[name][1]) for name in names}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(found, storage_reader=Reader(self._path, self._sizes), planner=Planner(), no_dist=True)
+            dcp.load(found, storage_reader=Reader(self._path, self._sizes), no_dist=True)
         return found
