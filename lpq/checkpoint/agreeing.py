@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,15 +17,15 @@ Meshes = frozenset[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Facts:
-    """A rank's account of what it is about to save, for the other ranks."""
+    """A rank's account of what it is about to save or to load, for the other ranks."""
 
     place: str
     meshes: Meshes
     optimizers: tuple[str, ...]
     """The kind of each optimizer."""
-    description: str
-    """The digest of the description."""
-    tensors: str
+    description: str = ""
+    """The digest of the description; empty where something is loaded, as ``tensors``."""
+    tensors: str = ""
     """The digest of the names and shapes of the tensors."""
     memories: dict[str, Tensor] = field(default_factory=dict)
 
@@ -40,11 +40,10 @@ def check_alike(found: Sequence[Facts], ranks: Ranks) -> None:
     if len(places := {facts.place for facts in found}) > 1:
         shown = ", ".join(sorted(places))
         raise CheckpointError(
-            f"the ranks would write it to different places, and it would be whole in none: {shown}; pass the same "
-            "directory on all ranks, one that all of them see"
+            f"the ranks were given different paths: {shown}. Pass the same on all ranks, one that all of them see"
         )
     check_one_model([facts.meshes for facts in found], ranks)
-    check_optimizers([facts.optimizers for facts in found], ranks)
+    _check_optimizers([facts.optimizers for facts in found], ranks)
     if len({facts.description for facts in found}) > 1:
         raise CheckpointError(
             "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model: call "
@@ -76,7 +75,7 @@ def check_one_model(found: Sequence[Meshes], ranks: Ranks) -> None:
         )
 
 
-def check_optimizers(found: Sequence[Collection[str]], ranks: Ranks) -> None:
+def _check_optimizers(found: Sequence[Sequence[str]], ranks: Ranks) -> None:
     """Refuse an optimizer that some ranks were given and others were not."""
     for name, kinds in zip(ranks.names, found, strict=True):
         if kinds != found[0]:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
-from lpq.checkpoint.agreeing import Meshes, check_one_model, check_optimizers
+from lpq.checkpoint.agreeing import Facts, check_alike
 from lpq.checkpoint.background import ranks_of
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
+from lpq.checkpoint.errors import CheckpointWarning, listed
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
@@ -49,11 +49,7 @@ def load(
     """
     ranks = ranks_of(process_group)
     with ranks.saying(f"{path} cannot be loaded"):
-        arguments = ranks.all(lambda: _arguments(path, model, optimizer))
-        if len({place for place, _, _ in arguments}) > 1:
-            raise CheckpointError("the ranks were given different paths: pass the same to all")
-        check_one_model([meshes for _, meshes, _ in arguments], ranks)
-        check_optimizers([kinds for _, _, kinds in arguments], ranks)
+        check_alike(ranks.all(lambda: _facts(path, model, optimizer)), ranks)
     found = find(Path(path), ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
@@ -82,9 +78,9 @@ def load(
     return plan.info
 
 
-def _arguments(path: str | Path, model: nn.Module, given: Optimizers) -> tuple[str, Meshes, list[str]]:
-    """The source and the target of the load, which all ranks must have alike; compared first, as reading takes long."""
-    return str(path), Model(model).meshes(), [*map(kind, given_optimizers(given))]
+def _facts(path: str | Path, model: nn.Module, given: Optimizers) -> Facts:
+    """The source and the target of the load; compared first, as reading takes long."""
+    return Facts(str(path), Model(model).meshes(), tuple(map(kind, given_optimizers(given))))
 
 
 class _Job(NamedTuple):

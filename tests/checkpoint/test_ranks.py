@@ -259,7 +259,7 @@ def _ranks_write_to_different_places(rank: int, folder: Path) -> None:
     places = ", ".join(str(target / str(r) / "step-00000002") for r in range(2))
     found: list[str] = [""] * 2
     dist.all_gather_object(found, str(raised.value))
-    assert all(f"different places, and it would be whole in none: {places}; pass the same" in said for said in found)
+    assert all(f"the ranks were given different paths: {places}. Pass the same" in said for said in found)
     assert not target.exists()
 
 
@@ -277,7 +277,7 @@ def _ranks_are_given_different_paths(rank: int, folder: Path) -> None:
     net = _net(2)
     with pytest.raises(CheckpointError) as raised:
         checkpoint.load(folder / ("step-00000001", "nowhere")[rank], net)
-    assert "cannot be loaded: the ranks were given different paths: pass the same to all" in str(raised.value)
+    assert "cannot be loaded: the ranks were given different paths: " in str(raised.value)
     assert model_differences(net, Net(2, 64, SMALL)) == {}
     checkpoint.load(folder / "step-00000001", net)
 
