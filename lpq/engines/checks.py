@@ -28,6 +28,8 @@ def check_value(name: str, part: Part, value: Tensor) -> None:
         wrong = not bool(torch.isfinite(value.float()).all())
     else:
         wrong = False
+    if part.holds == "scales" and bool((value.float() < 0).any()):
+        raise CheckpointError(f"{name} has scales below 0, which no format has: the file was changed")
     if wrong:
         raise CheckpointError(
             f"{name} has values that are not finite: the weight has a NaN or an infinity. Look at it before it is used"

@@ -12,6 +12,8 @@ from lpq.registry.showing import brief
 CONFIG = "quantization_config"
 METHOD = "compressed-tensors"
 MIXED = "mixed-precision"
+DENSE = "dense"
+"""The format of weights without a mask beside them."""
 KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "dynamic")
 """The keys in which schemes differ; the rest is how they were calibrated."""
 REGEX = "re:"
@@ -45,7 +47,12 @@ class CompressedTensors(Layout):
         ignored, groups = config.get("ignore") or [], config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise LayoutError(f"config.json: its config_groups are {brief(groups)}, and no groups of layers")
+        if not isinstance(ignored, list):
+            raise LayoutError(f"config.json: it ignores {brief(ignored)}, which is no list of layers")
+        _refuse_more(config)
         found = [(_targets(name, group), _scheme(name, group, schemes)) for name, group in groups.items()]
+        for name, group in groups.items():
+            _check_format(name, group.get("format") or config.get("format"), _scheme(name, group, schemes)[0])
 
         def described(layer: str) -> tuple[Scheme, Inputs | None] | None:
             if _match(layer, ignored):
@@ -55,6 +62,29 @@ class CompressedTensors(Layout):
             return next(iter(exact + general), None)
 
         return described
+
+
+def _refuse_more(config: Mapping[str, Any]) -> None:
+    """Refuse files whose tensors do not mean what they mean without this part of the JSON."""
+    sparsity = config.get("sparsity_config") or {}
+    sparse = sparsity.get("format", DENSE) if isinstance(sparsity, Mapping) else sparsity
+    if sparse != DENSE:
+        raise LayoutError(f"config.json: its weights are sparse ({brief(sparse)}), and lpq reads dense ones")
+    transform = config.get("transform_config")
+    if transform.get("config_groups") if isinstance(transform, Mapping) else transform:
+        raise LayoutError(
+            f"config.json: its transform_config is {brief(transform)}, so weights were rotated and their inputs are to "
+            "be as well, which lpq does not do"
+        )
+
+
+def _check_format(name: str, given: Any, scheme: Scheme) -> None:
+    """Refuse a name of how weights lie that is not one of this scheme; files of old releases have none."""
+    known = {config["format"] for config in (scheme.config, *(i.config for i in scheme.inputs)) if "format" in config}
+    if given not in (None, MIXED, *known):
+        raise LayoutError(
+            f"config.json: the format of its {name} is {brief(given)}, and {scheme.title} lies as {sorted(known)}"
+        )
 
 
 def _targets(name: str, group: Any) -> list[str]:
@@ -75,6 +105,10 @@ def _match(layer: str, patterns: Sequence[str]) -> bool:
 
 def _scheme(name: str, group: Mapping[str, Any], schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | None]:
     weights, activations = group.get("weights"), group.get("input_activations")
+    if outputs := group.get("output_activations"):
+        raise LayoutError(
+            f"config.json: engines encode the outputs of its {name} ({brief(outputs)}), which no recipe of lpq does"
+        )
     scheme = next((s for s in schemes if _same(s.config["weights"], weights)), None)
     if scheme is None:
         raise LayoutError(
@@ -91,4 +125,5 @@ def _scheme(name: str, group: Mapping[str, Any], schemes: Sequence[Scheme]) -> t
 
 
 def _same(ours: Mapping[str, Any], theirs: Any) -> bool:
-    return isinstance(theirs, Mapping) and all((ours.get(k) or None) == (theirs.get(k) or None) for k in KEYS)
+    symmetric = isinstance(theirs, Mapping) and theirs.get("symmetric", True) == ours.get("symmetric", True)
+    return symmetric and all((ours.get(k) or None) == (theirs.get(k) or None) for k in KEYS)

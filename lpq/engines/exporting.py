@@ -25,6 +25,7 @@ from lpq.engines.plan import Assigned, Plan, planned
 from lpq.engines.saved import Saved
 from lpq.engines.siblings import fused
 from lpq.engines.writing import Directory, shards
+from lpq.operations.operands import DTYPES
 from lpq.registry.warning import warn
 
 SHARD = 5 * 10**9
@@ -90,11 +91,14 @@ class Export:
         layouts with static scales; without it, what quantizers remember, and with ``{}`` none. ``leave``: names and
         patterns of layers whose weights stay in high precision. ``shard_bytes``: the most bytes of one file.
         """
+        if not isinstance(path, str | Path):
+            raise CheckpointError(f"path is of type {type(path).__name__}, and is to name a directory")
         ranks, target = ranks_of(process_group), Path(path)
         job: list[tuple[Plan, _Source]] = []
         saying = f"{target} cannot be exported"
 
         def prepare() -> list[str]:
+            _check_options(dtype, shard_bytes)
             source = _source(model, dtype, ranks)
             job.append((planned(source.entries, layout, source.linear, input_amax, leave), source))
             return [f"{name} {shown}" for tensor in job[0][0].tensors for name, shown in tensor.shown().items()]
@@ -138,6 +142,7 @@ class Export:
         job: list[Plan] = []
 
         def prepare() -> list[str]:
+            _check_options(dtype, SHARD)
             source = _source(model, dtype, ranks)
             job.append(planned(source.entries, layout, source.linear, input_amax, leave))
             return [f"{name} {shown}" for tensor in job[0].tensors for name, shown in tensor.shown().items()]
@@ -157,6 +162,13 @@ class _Source:
     model: nn.Module | None
     notes: tuple[str, ...] = ()
     """Remarks for the user."""
+
+
+def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f"dtype={dtype!r}: it is the dtype of training, {listed([*map(str, DTYPES)])}")
+    if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise CheckpointError(f"shard_bytes={shard_bytes!r}: it is the most bytes of one file, as {SHARD:_}")
 
 
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks) -> _Source:

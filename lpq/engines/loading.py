@@ -19,6 +19,7 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, touched
 from lpq.engines.inputs import RECORD
 from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, store_quantized
+from lpq.engines.names import CONFIG
 from lpq.engines.reading import Files, Quantized
 from lpq.formats import Quantizer, Storage
 from lpq.nn import Layer, convert
@@ -56,11 +57,19 @@ def load_quantized(
     ``"high_precision"`` or ``None`` weights get what the codes decode to, in their own dtype. A model that is converted
     already keeps its weights as they are stored.
 
-    Everything is judged before anything is written. Shard the model afterwards.
+    Everything is judged before a value of the files is written; a model that ``policy`` does not suit is converted by
+    then. Shard the model afterwards.
     """
     with ranks_of(None).saying(f"{path} cannot be loaded"):
+        if not isinstance(path, str | Path):
+            raise CheckpointError(f"path is of type {type(path).__name__}, and is to name a directory")
         files = Files(Path(path))
         found = files.quantized()
+        if not found:
+            raise CheckpointError(
+                f"{CONFIG} describes quantized layers, and no tensor of the files is one of theirs: their names, the "
+                "targets or what is ignored were changed"
+            )
         given = Model(model)
         stacks = held_stacks(given.module, found)
         _check_model(given, found, stacks)

@@ -15,6 +15,7 @@ from lpq.engines.entries import Entry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, schemes_for
 from lpq.engines.tensorfile import Shown
 from lpq.registry import Group, Inputs, Part, Scheme
+from lpq.registry.showing import brief
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,15 @@ def _note(layers: Sequence[str]) -> str:
 
 
 def _check_names(layers: set[str], input_amax: Mapping[str, Tensor | float] | None, leave: Sequence[str]) -> None:
-    if isinstance(leave, str):
-        raise CheckpointError(f"leave={leave!r}: it is a list of names or patterns of layers, as [{leave!r}]")
+    if isinstance(leave, str) or not isinstance(leave, Iterable) or not all(isinstance(name, str) for name in leave):
+        one = f", as [{leave!r}]" if isinstance(leave, str) else ""
+        raise CheckpointError(f"leave={leave!r}: it is a list of names or patterns of layers{one}")
+    if not isinstance(input_amax, Mapping | None):
+        raise CheckpointError(f"input_amax={input_amax!r}: it is a mapping of layers to numbers, as {{'q_proj': 4.0}}")
+    for name, value in (input_amax or {}).items():
+        one_tensor = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+        if not one_tensor and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise CheckpointError(f"input_amax has {brief(value)} for {name}, and no number or tensor of one element")
     if unknown := [name for name in input_amax or () if name not in layers]:
         raise CheckpointError(f"input_amax has {listed(unknown)}, and the model has no quantized layer of that name")
     if unused := [pattern for pattern in leave if not any(fnmatchcase(name, pattern) for name in layers)]:

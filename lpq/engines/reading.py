@@ -49,6 +49,8 @@ class Files:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
+            if path.is_file():
+                raise CheckpointError("it is a file: give the directory in which it is")
             raise CheckpointError("there is no such directory; lpq.export writes one")
         self.json = {name: read_json(path / name) for name in JSON_FILES if (path / name).is_file()}
         if CONFIG not in self.json:

@@ -40,7 +40,10 @@ class Directory:
         """``small``: files beside the tensors."""
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise CheckpointError(f"{target} is there already: give another directory, or remove it")
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{target.parent} cannot be made: {error.strerror or error}") from error
         self._target, self._partial = target, target.with_name(target.name + PARTIAL)
         self._claim = Claim.take(self._partial)
         names = [shard_name(number, len(split)) for number in range(1, len(split) + 1)]

@@ -189,6 +189,34 @@ def test_what_a_layout_has_no_place_for_is_refused_by_name(why: str, tmp_path: P
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "bfloat16"}, "dtype='bfloat16': it is the dtype of training, torch.float32, torch.bfloat16"),
+        ({"dtype": torch.int8}, "dtype=torch.int8: it is"),
+        ({"shard_bytes": 0}, "shard_bytes=0: it is the most bytes of one file, as 5_000_000_000"),
+        ({"shard_bytes": "5GB"}, "shard_bytes='5GB': it is"),
+        ({"leave": None}, "leave=None: it is a list of names"),
+        ({"leave": [3]}, r"leave=\[3\]: it is a list of names"),
+        ({"input_amax": 3.0}, r"input_amax=3\.0: it is a mapping of layers to numbers"),
+        ({"input_amax": {"blocks.0.mlp.up_proj": None}}, r"input_amax has None for blocks\.0\.mlp\.up_proj"),
+        ({"input_amax": {"blocks.0.mlp.up_proj": torch.ones(3)}}, r"and no number or tensor of one element"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(options: Any, words: str, tmp_path: Path) -> None:
+    model = lpq.convert(Net(), "nvfp4")
+    with pytest.raises(CheckpointError, match=words):
+        lpq.export(model, tmp_path / "x", **{"layout": "compressed-tensors", **options})
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_place_that_cannot_be_one_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, words in ((tmp_path / "file" / "x", "file cannot be made: "), (None, "path is of type NoneType")):
+        with pytest.raises(CheckpointError, match=words):
+            lpq.export(lpq.convert(Net(), "mxfp8"), place, layout="modelopt")  # type: ignore[arg-type]
+
+
 def test_columns_that_cut_a_block_are_refused_and_may_be_left(tmp_path: Path) -> None:
     model = lpq.convert(Net(width=72), "nvfp4")
     with pytest.raises(CheckpointError, match=r"q_proj\.weight is 72x72, and its columns are no multiple of 16"):

@@ -68,6 +68,16 @@ def with_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], No
     return apply
 
 
+def with_config(**entries: Any) -> Callable[[Path], None]:
+    """Edit the description of the layout."""
+    return with_json("config.json", lambda c: c["quantization_config"].update(entries))
+
+
+def with_group(**entries: Any) -> Callable[[Path], None]:
+    """Edit the only group of layers."""
+    return with_json("config.json", lambda c: c["quantization_config"]["config_groups"]["group_0"].update(entries))
+
+
 def with_header(change: Callable[[Any], object]) -> Callable[[Path], None]:
     """Edit what the file says of its tensors, and leave their bytes."""
 
@@ -223,6 +233,27 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         ),
         "no format that is installed has weights as those of its group_0",
     ),
+    "rotated": (
+        "one",
+        with_config(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
+        r"its transform_config is .*R1.* weights were rotated",
+    ),
+    "sparse": ("one", with_config(sparsity_config={"format": "sparse-24-bitmask"}), "its weights are sparse"),
+    "outputs": ("one", with_group(output_activations={"num_bits": 8}), "engines encode the outputs of its group_0"),
+    "format": ("one", with_group(format="mxfp8-quantized"), "the format of its group_0 is 'mxfp8-quantized', and FP8"),
+    "zero points": (
+        "one",
+        with_group(weights={"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": False}),
+        "no format that is installed has weights as those of its group_0",
+    ),
+    "no targets": ("one", with_group(targets=["LlamaAttention"]), "no tensor of the files is one of theirs"),
+    "ignored text": ("one", with_config(ignore="lm_head"), "it ignores 'lm_head', which is no list"),
+    "scales below 0": (
+        "nvfp4",
+        with_tensors(lambda t: t[f"{UP}.weight_scale"].view(torch.uint8).bitwise_or_(128)),
+        rf"{UP}\.weight_scale has scales below 0",
+    ),
+    "fmt": ("mxfp8", with_config(fmt="e5m2"), "its fmt is 'e5m2', and weights of this layout are e4m3"),
     "no groups": (
         "one",
         with_json("config.json", lambda c: c["quantization_config"].update(config_groups=[])),
@@ -308,6 +339,10 @@ def test_another_architecture_is_refused(exported: dict[str, Path], tmp_path: Pa
         empty = Net()
     with pytest.raises(CheckpointError, match=r"embed\.weight is on the meta device"):
         lpq.load_quantized(exported["one"], empty)
+    with pytest.raises(CheckpointError, match=r"it is a file: give the directory"):
+        lpq.load_quantized(exported["one"] / "model.safetensors", Net())
+    with pytest.raises(CheckpointError, match=r"path is of type NoneType, and is to name"):
+        lpq.load_quantized(None, Net())  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="no such directory"):
         lpq.load_quantized(tmp_path / "nothing", Net())
 

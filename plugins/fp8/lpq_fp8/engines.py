@@ -157,7 +157,7 @@ MODELOPT = (
 
 # ---------------------------------------------------------------------------------------------- fp8-block
 
-METHOD = "fp8"
+METHOD, FMT = "fp8", "e4m3"
 LEFT = ("modules_to_not_convert", "ignored_layers")
 """The list of layers in high precision, as lpq writes it and as others do."""
 
@@ -204,13 +204,15 @@ class FineGrained(Layout):
                 f"engines encode the inputs of layers in the layout 'fp8-block', {group.scheme.title}, and the recipe "
                 f"of {brief([*group.layers])} does not encode them so: {other}"
             )
-        config = {"quant_method": METHOD, "fmt": "e4m3", **group.config, LEFT[0]: [*left]}
+        config = {"quant_method": METHOD, "fmt": FMT, **group.config, LEFT[0]: [*left]}
         return {"config.json": {"quantization_config": config}}
 
     def read(self, files: Mapping[str, Mapping[str, Any]], schemes: Sequence[Scheme]) -> Described | None:
         config = files.get("config.json", {}).get("quantization_config")
         if not isinstance(config, Mapping) or config.get("quant_method") != METHOD:
             return None
+        if config.get("fmt", FMT) != FMT:
+            raise LayoutError(f"config.json: its fmt is {brief(config['fmt'])}, and weights of this layout are {FMT}")
         left: Sequence[str] = next((config[key] for key in LEFT if config.get(key)), [])
         keys = ("weight_block_size", "scale_fmt")
         scheme = next((s for s in schemes if all(s.config.get(key) == config.get(key) for key in keys)), None)
