@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Piece", "Pieces", "cast_master_weights", "finish_gather"]
 
 
-class Pieces(Sequence[Piece]):
+class Pieces(list[Piece]):
     """The pieces to gather after a cast: those of the same buffers on all ranks, in the same order."""
 
     def __init__(self, items: Sequence[Item], rank: int, ranks: int) -> None:
@@ -40,18 +40,9 @@ class Pieces(Sequence[Piece]):
                 kinds.setdefault(item.kind, []).append(item)
         self.casts = casts(kinds, rank, ranks)
         self._agreement = Agreement(items, rank, ranks)
-        self._pieces = sorted((p for cast in self.casts for p in cast.pieces()), key=lambda p: p.weight)
+        pieces = (piece for cast in self.casts for part in cast.parts for piece in part.pieces())
+        super().__init__(sorted(pieces, key=lambda piece: piece.weight))
         self._shapes = {kind: kind.words(len(same), ranks) for kind, same in kinds.items()}
-
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Piece]: ...
-    def __getitem__(self, index: int | slice) -> Piece | list[Piece]:
-        return self._pieces[index]
-
-    def __len__(self) -> int:
-        return len(self._pieces)
 
     def tell(self) -> Tensor:
         """The words that this rank sends to the others, for a MAX over the ranks."""

@@ -47,8 +47,9 @@ from lpq.distributed.casting.agreement import DIGIT
 from lpq.distributed.casting.agreement import whole as add_up
 from lpq.distributed.casting.kinds import Kind, in_fragments
 from lpq.distributed.casting.reference import Reference
-from lpq.distributed.casting.stacks import run_together
+from lpq.distributed.casting.stacks import run_of
 from lpq.distributed.masters import Pieces, cast_master_weights, finish_gather
+from lpq.operations.vmapped import vmapped
 
 some = settings(max_examples=settings().max_examples // 4, database=None, derandomize=True)
 
@@ -160,7 +161,7 @@ def test_what_is_known_of_formats() -> None:
         """Declared: the buffers that depend on elements, and whether fragments do. Tried: whether many run at once."""
         quantizer = lpq.quantizer(text)
         kind, side = Kind(quantizer, True, True, 8, 8, torch.float32, False), quantizer.side("col")
-        return tuple(kind.coded("col", side)), in_fragments(side), run_together(kind, 2)
+        return tuple(kind.coded("col", side)), in_fragments(side), run_of(kind, 2) is vmapped
 
     for text in FORMATS:
         side = lpq.quantizer(text).side("col")

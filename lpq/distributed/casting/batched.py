@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.distributed.casting.casts import Cast, Part, Piece, Views, dense, remember
+from lpq.distributed.casting.casts import Cast, Part, Views, dense, remember
 from lpq.distributed.casting.fragments import Span
 from lpq.distributed.casting.kinds import HEAD, Item, Kind
 from lpq.formats import Quantizer
@@ -123,16 +123,12 @@ class Batched(Cast):
     """The cast of weights of many kinds."""
 
     def __init__(self, kinds: Mapping[Kind, Sequence[Item]], rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.parts = [Served(kind, items, ranks) for kind, items in kinds.items()]
-        self.places = [(part, i) for part in self.parts for i in range(len(part.items))]
-        self.items = [item for part in self.parts for item in part.items]
-        self.device = self.items[0].weight.device
+        self.served = [Served(kind, items, ranks) for kind, items in kinds.items()]
+        super().__init__(self.served, rank)
+        self.ranks = ranks
+        self.places = [(part, i) for part in self.served for i in range(len(part.items))]
         self._tables: dict[Group, Table] = {}
         self._words_at = -1
-
-    def pieces(self) -> list[Piece]:
-        return [piece for part in self.parts for piece in part.pieces()]
 
     def write_words(self, words: Views) -> None:
         if sent := list(self._sent(words)):
@@ -148,10 +144,10 @@ class Batched(Cast):
                 group.launch(MEASURE, table)
             group.launch(SCALES, table)
             group.launch(CODES, table)
-        _turn([t for p in self.parts if not p.in_parts for t in p.laid(range(len(p.items)))], self.device)
+        _turn([t for p in self.served if not p.in_parts for t in p.laid(range(len(p.items)))], self.device)
         self._remember(words)
         self._tables, self._words_at = {}, -1
-        for part in self.parts:
+        for part in self.served:
             part.factors.clear()
 
     def finish(self, chosen: Sequence[int]) -> None:
@@ -167,7 +163,7 @@ class Batched(Cast):
 
     def _sent(self, words: Views) -> Iterator[Told]:
         """The elements that this rank sends: all, or those that share codes with elements of others."""
-        for part in self.parts:
+        for part in self.served:
             kind = part.kind
             if not (part.exchanged or (part.in_parts and kind.reach)):
                 continue
@@ -182,7 +178,7 @@ class Batched(Cast):
         words_at = next((stacks[0].data_ptr() for stacks in words.values() if stacks), 0)
         if words_at != self._words_at:
             groups: dict[Group, list[Fragment]] = {}
-            for part in self.parts:
+            for part in self.served:
                 for direction, side in part.kind.sides:
                     group = groups.setdefault(Group(side, direction, part.in_parts), [])
                     group += self._operands(part, direction, words[part.kind])
@@ -226,7 +222,7 @@ class Batched(Cast):
     def _remember(self, words: Views) -> None:
         """States do not depend on shapes, so that one update serves those of all kinds that have equal statistics."""
         alike: dict[object, list[Served]] = {}
-        for part in self.parts:
+        for part in self.served:
             kind = part.kind
             if kind.remembers:
                 shapes = tuple(grid.shape for grid in kind.stats)

@@ -61,7 +61,10 @@ class Piece:
 class Cast(ABC):
     """The cast of some weights."""
 
-    items: Sequence[Item]
+    def __init__(self, parts: Sequence[Part], rank: int) -> None:
+        self.parts, self.rank = parts, rank
+        self.items = [item for part in parts for item in part.items]
+        self.device = self.items[0].weight.device
 
     @abstractmethod
     def write_words(self, words: Views) -> None:
@@ -70,10 +73,6 @@ class Cast(ABC):
     @abstractmethod
     def encode(self, words: Views) -> None:
         """Write the buffers, or the parts of them, that this rank can write, from the words of all ranks."""
-
-    @abstractmethod
-    def pieces(self) -> list[Piece]:
-        """The pieces that have to be gathered after that."""
 
     @abstractmethod
     def finish(self, chosen: Sequence[int]) -> None:
@@ -155,7 +154,7 @@ def remember(kind: Kind, items: Sequence[Item], measured: Sequence[Tensor]) -> N
     if not states:
         return
     before = {name: torch.stack([state[name] for state in states]) for name in states[0]}
-    after = stacks.remember(kind, before, measured)
+    after = stacks.remember(stacks.run_of(kind, len(states)), kind, before, measured)
     for name, stack in zip(before, after, strict=True):
         copy([state[name] for state in states], stack.unbind())
 

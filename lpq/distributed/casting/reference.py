@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lpq.distributed.casting import stacks
-from lpq.distributed.casting.casts import NOTHING, Cast, Part, Piece, Views, copy, remember
+from lpq.distributed.casting.casts import NOTHING, Cast, Part, Views, copy, remember
 from lpq.distributed.casting.kinds import HEAD, Item, Kind
 from lpq.formats.format import Direction
 from lpq.kernels.host_to_device import on_device
@@ -25,17 +25,14 @@ class Reference(Cast):
     """The cast of the weights of one kind by the code of their format."""
 
     def __init__(self, kind: Kind, items: Sequence[Item], rank: int, ranks: int) -> None:
-        self.kind, self.items, self.rank = kind, items, rank
-        self.part, self.device = Part(kind, items, ranks), items[0].weight.device
-
-    def pieces(self) -> list[Piece]:
-        return self.part.pieces()
+        self.kind, self.part = kind, Part(kind, items, ranks)
+        super().__init__([self.part], rank)
 
     def write_words(self, words: Views) -> None:
         kind, own = self.kind, words[self.kind]
         if self.part.in_parts:
             for batch in self._batches([i for i, item in enumerate(self.items) if len(item.values)]):
-                measured = stacks.measure(kind, self._matrices(self._own(batch)))
+                measured = stacks.measure(self._run(batch), kind, self._matrices(self._own(batch)))
                 for grid, stack, stat in zip(kind.stats, own, measured, strict=False):
                     laid = grid.lay(stat).abs()  # a NaN may have a sign, which would make it the least
                     copy([stack[i].view(torch.float32) for i in batch], laid.unbind())
@@ -54,7 +51,7 @@ class Reference(Cast):
         for batch in self._batches(chosen):
             if kind.derives:
                 row = [torch.stack(same) for same in zip(*(rows[i].tensors() for i in batch), strict=True)]
-                made = stacks.derive_col(kind, row, self._seeds(batch))
+                made = stacks.derive_col(self._run(batch), kind, row, self._seeds(batch))
                 self._write("col", batch, dict(enumerate(made)))
             if self.part.in_parts:
                 gathered = [(j, grid, flat) for direction, j, grid, flat in self.part.coded if direction == "col"]
@@ -66,6 +63,9 @@ class Reference(Cast):
         """These weights in batches of as many as fit."""
         count = max(1, MOST // self.part.size)
         return (which[at : at + count] for at in range(0, len(which), count))
+
+    def _run(self, batch: Sequence[int]) -> stacks.Run:
+        return stacks.run_of(self.kind, len(batch))
 
     def _seeds(self, batch: Sequence[int]) -> Tensor | None:
         seeds = [self.items[i].seed for i in batch]
@@ -93,10 +93,10 @@ class Reference(Cast):
             exchanged = self.part.exchanged
             elements = words[-1][taken].view(torch.float32) if exchanged else torch.stack([item.values for item in own])
             x = elements.view(-1, kind.rows, kind.cols)
-            stats = stacks.measure(kind, x)
+            stats = stacks.measure(self._run(batch), kind, x)
         known = zip(*(self.part.known[i] for i in batch), strict=True)
         used = [s if k[0] is None else torch.stack(k) for s, k in zip(stats, known, strict=True)]
-        made = stacks.encode(kind, x, used, self._seeds(batch))
+        made = stacks.encode(self._run(batch), kind, x, used, self._seeds(batch))
         for direction, side in kind.sides:
             buffers, made = dict(enumerate(made[: len(side.layout)])), made[len(side.layout) :]
             if direction == "col" and self.part.in_parts:
