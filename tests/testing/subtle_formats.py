@@ -45,7 +45,7 @@ class SharesSevens(SharesRows):
 class SharesMany(SharesRows):
     """So do as many rows as a prime."""
 
-    together = 83
+    together = 53
 
 
 class GrowsBySevens(Int8):
