@@ -91,8 +91,8 @@ def test_statistics_of_shards_are_those_of_the_whole(side: Quantizer, direction:
             )
             what = (
                 f"{side}: statistic {stat.name!r} of the {size} {DIMENSIONS[dim]} of a {direction} operand, reduced "
-                f"over shards of {first} and {size - first} (one value covers {stat.block}, as stats declares, whatever "
-                "the size)"
+                f"over shards of {first} and {size - first} (one value covers {stat.block}, as stats declares, "
+                "whatever the size)"
             )
             same(reduced(stat, dim, values), wanted[stat.name], what)
 
