@@ -127,16 +127,16 @@ class Description:
         return {n: (policy(c["policy"]), c["steps"]) for n, c in self.conversions.items()}
 
 
-def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]]) -> None:
+def check_fields(what: str, data: Any, fields: Mapping[str, tuple[type, ...]], remedy: str = WRITE) -> None:
     """Refuse data in which one of these fields is missing or has another type: others wrote or changed it."""
     if not isinstance(data, dict):
-        raise CheckpointError(f"{what} is of type {type(data).__name__}, not dict: {WRITE}")
+        raise CheckpointError(f"{what} is of type {type(data).__name__}, not dict: {remedy}")
     if lacking := [repr(name) for name in fields if name not in data]:
-        raise CheckpointError(f"{what} lacks {listed(lacking)}: {WRITE}")
+        raise CheckpointError(f"{what} lacks {listed(lacking)}: {remedy}")
     for name, types in fields.items():
         if not isinstance(data[name], types):
             wanted = " or ".join(t.__name__ for t in types)
-            raise CheckpointError(f"{what} has {name!r} of type {type(data[name]).__name__}, not {wanted}: {WRITE}")
+            raise CheckpointError(f"{what} has {name!r} of type {type(data[name]).__name__}, not {wanted}: {remedy}")
 
 
 def _check_tensor(name: str, entry: Mapping[str, Any]) -> None:

@@ -28,6 +28,11 @@ class MergeAware:
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **others: Any) -> Tensor:
         """The output of the layer with the merged weight, in place of ``result``, that of its own weight."""
+        if len(module.active_adapters) > 1:
+            raise RuntimeError(
+                f"the adapters {', '.join(module.active_adapters)} of a layer are active together, and merge-aware "
+                "ones are rounded one at a time: activate one, model.set_adapter(…)"
+            )
         layer = module.get_base_layer()
         merged = _merged(module, active_adapter, layer.weight)
         y: Tensor = functional_call(layer, {"weight": merged}, (x,))

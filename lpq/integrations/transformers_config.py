@@ -6,6 +6,7 @@ names it is loaded converted. Files hold weights in high precision, as an ordina
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.integrations.decoded import METHOD, Decoded, attach
 from lpq.nn import convert
+from lpq.nn.conversion import RECORD, Conversion
 from lpq.nn.sharded_weights import Weights, check_options
 from lpq.registry.warning import warn
 
@@ -56,12 +58,30 @@ class LpqConfig(QuantizationConfigMixin):
         self.quant_method: Any = METHOD
         self.policy = recipes.policy(policy, include=include)
         self.steps, self.weights, self.ranks = steps, weights, ranks
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def describe(self, model: nn.Module) -> None:
+        """Describe this model from now on as it is, converted anew or calibrated."""
+        self._model = weakref.ref(model)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data, for ``config.json``, with what brought the formats."""
-        quantizers = [q for r in self.policy.rules if r.recipe for q in r.recipe.operands.values()]
+        model = self._model() if self._model is not None else None
+        now = model.__dict__.get(RECORD) if model is not None else None
+        if isinstance(now, Conversion) and now.policy != self.policy:
+            policy, steps, weights, ranks = now.policy, now.steps, now.weights, now.ranks
+        else:
+            policy, steps, weights, ranks = self.policy, self.steps, self.weights, self.ranks
+        quantizers = [q for r in policy.rules if r.recipe for q in r.recipe.operands.values()]
         formats = origins({name for quantizer in quantizers for name in formats_of(quantizer)})
-        return {**vars(self), "policy": self.policy.to_dict(), "formats": formats}
+        return {
+            "quant_method": self.quant_method, "policy": policy.to_dict(), "steps": steps, "weights": weights,
+            "ranks": ranks, "formats": formats,
+        }  # fmt: skip
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, as of a model's configuration, describe no model."""
+        return {**vars(self), "_model": None}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         yield from self.to_dict().items()
@@ -69,7 +89,9 @@ class LpqConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **others: Any) -> Any:
         """Read what ``config.json`` has."""
-        check_fields("quantization_config", dict(config_dict), FIELDS)
+        check_fields(
+            "quantization_config", dict(config_dict), FIELDS, "pass LpqConfig(…), or leave what it wrote as it is"
+        )
         conversion = {"policy": config_dict["policy"], "steps": config_dict["steps"]}
         described = Description(conversions={"": conversion}, formats=config_dict["formats"])
         policy, steps = Description.read(described.data()).policies()[""]
@@ -103,6 +125,7 @@ class LpqQuantizer(Decoded, HfQuantizer):
         del model.hf_quantizer, model.quantization_method  # as long as they are there, it may not be cast or sharded
         model.is_quantized = False
         model.config.quantization_config = given
+        given.describe(model)
         convert(model, given.policy, steps=given.steps, weights=given.weights, ranks=given.ranks)
         if self._again and given.weights == "quantized":
             warn(

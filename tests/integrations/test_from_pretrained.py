@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,25 @@ def test_what_layers_remembered_is_loaded_again(plain: Path, tmp_path: Path) -> 
     assert all(t.any() for t in histories)
 
 
+@pytest.mark.parametrize("how", ["calibrated", "converted anew"])
+def test_the_configuration_is_that_of_the_model_as_it_is_now(how: str, plain: Path, tmp_path: Path) -> None:
+    """Control: a copy of the configuration describes what was loaded."""
+    model = load(plain, LpqConfig("nvfp4"))
+    before = copy.deepcopy(model.config)
+    if how == "calibrated":
+        lpq.calibrate(model, [BATCH])
+    else:
+        lpq.convert(model, "mxfp8", weights="high_precision")
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert recipes(again) == recipes(model) != recipes(load(plain, LpqConfig("nvfp4")))
+    assert equal(dict(again.state_dict()), dict(model.state_dict()))
+    with torch.no_grad():
+        assert torch.equal(again(**BATCH).logits, model.eval()(**BATCH).logits)
+    assert before.quantization_config.to_dict()["policy"] == LpqConfig("nvfp4").to_dict()["policy"]
+    assert pickle.loads(pickle.dumps(model.config)).quantization_config.policy == LpqConfig("nvfp4").policy
+
+
 def test_a_policy_whose_length_the_trainer_gives(plain: Path, tmp_path: Path) -> None:
     model = load(plain, LpqConfig(TWO_STAGES, steps="later"))
     model.save_pretrained(tmp_path / "a")
@@ -206,7 +227,7 @@ def test_wrong_configurations_are_refused_before_a_model_is_loaded() -> None:
         ({"formats": {"fp3": {"plugin": "fp3", "distribution": "lpq-fp3", "version": "1.2"}}}, MissingPlugin,
          r"format fp3, which came with plugin fp3 \(lpq-fp3 1\.2\) and is not installed here: pip install lpq-fp3"),
         ({"weights": "stored"}, ValueError, "weights='stored': it is one of"),
-        ({"policy": "mxfp8"}, CheckpointError, "has 'policy' of type str, not dict"),
+        ({"policy": "mxfp8"}, CheckpointError, r"has 'policy' of type str, not dict: pass LpqConfig\("),
         ({"policy": {"rules": [{"match": "*", "recipe": "mxfp9"}]}}, RecipeError, r"rule 1: .*'mxfp9'.*'mxfp8'"),
         ({"steps": None, "policy": None}, CheckpointError, "has 'policy' of type NoneType"),
     ],

@@ -124,6 +124,11 @@ def test_what_cannot_be_merged_so_is_refused(options: Any, words: str, tmp_path:
     with pytest.raises(ValueError, match="no LoRA adapter of the model is over a layer"):
         merge_aware(peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["up"])))
     model = adapted(tmp_path / "base", True)
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["up"]))
+    merge_aware(model).base_model.set_adapter(["default", "other"])
+    with pytest.raises(RuntimeError, match=r"the adapters default, other of a layer are active together"):
+        model(X)
+    model.set_adapter("default")
     model.merge_adapter()
     with pytest.raises(RuntimeError, match="load the base again"):
         model.unmerge_adapter()
