@@ -20,6 +20,9 @@ from lpq.checkpoint.optimizer import Saved
 from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, stored_like, touched
 from lpq.operations.operands import DTYPES
 
+BY_VALUE = "or move its values with lpq.checkpoint.export_file(…, decode=True) and import_file"
+"""The remedy where a checkpoint and a model store a tensor in ways that do not fit."""
+
 
 @dataclass
 class Match:
@@ -127,14 +130,17 @@ def _check_storage(name: str, theirs: Any, mine: Any) -> None:
         raise CheckpointError(
             f"{shown(name)} was saved as {saved}, and the model stores it {'as ' if mine is not None else ''}{ours}: "
             "convert the model with the policy and the weights= that it was saved with, and shard it so that its "
-            "blocks stay whole; or move its values with lpq.checkpoint.export_file(…, decode=True) and import_file"
+            f"blocks stay whole; {BY_VALUE}"
         )
     if mine is None or theirs is None:
         return
     _check_shape(name, theirs["shape"], mine["shape"])
     lacking = [d for d in mine["operands"] if d not in theirs["operands"]]
     if lacking:
-        raise CheckpointError(f"{shown(name)} was saved without its {lacking[0]} operand, which the model stores")
+        raise CheckpointError(
+            f"{shown(name)} was saved without its {lacking[0]} operand, which the model stores: convert the model with "
+            f"the policy that it was saved with; {BY_VALUE}"
+        )
 
 
 def _check(name: str, target: Tensor, saved: Saved, *, exact: bool) -> None:

@@ -29,6 +29,7 @@ from lpq.torch_private.checkpoints import EXTRA_STATE
 from lpq.torch_private.compiling import compiled_from
 
 PREFIX = "model."
+AS_SAVED = "Make the model of the modules that it had when it was saved"
 
 
 class Model:
@@ -73,9 +74,11 @@ class Model:
         """Make sure that each value of ``get_extra_state`` was saved, and that each saved one has a place."""
         mine = self.state()[1].keys()
         if lacking := [shown(name) for name in mine if name not in saved]:
-            raise CheckpointError(f"it has nothing for these states of modules: {listed(lacking)}")
+            raise CheckpointError(f"it has nothing for these states of modules: {listed(lacking)}. {AS_SAVED}")
         if left := [shown(name) for name in saved if name not in mine]:
-            raise CheckpointError(f"it has states of modules for which the model has no place: {listed(left)}")
+            raise CheckpointError(
+                f"it has states of modules for which the model has no place: {listed(left)}. {AS_SAVED}"
+            )
 
     def set_extra_state(self, extra: Mapping[str, Any]) -> None:
         """Give modules back what they returned from ``get_extra_state``."""

@@ -70,7 +70,11 @@ class Gathering:
         if compiler is not None and self._steps.lend not in compiler.callback_handler.start_callbacks:
             self._steps.lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
         if layer not in self._gathers:
-            raise RuntimeError(f"the weight of {layer} is in no module on which fully_shard was called")
+            title = getattr(layer, "title", str(layer))
+            raise RuntimeError(
+                f"{title}: its weight was prepared by lpq.convert(…, weights=…), and is in no module on which "
+                "fully_shard was called: call fully_shard on the model once its blocks are sharded"
+            )
         return self._gathers[layer]
 
     def find(self, layer: nn.Module) -> Gather | None:

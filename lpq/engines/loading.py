@@ -215,11 +215,20 @@ class _Job:
     def _judge_plain(self, name: str, tensor: Tensor) -> None:
         shown, local = self.files.tensors[name], held(tensor)
         if shown.shape != tuple(tensor.shape):
-            raise CheckpointError(f"{name} has shape {list(shown.shape)}, and in the model {list(tensor.shape)}")
+            raise CheckpointError(
+                f"{name} has shape {list(shown.shape)}, and in the model {list(tensor.shape)}: make the model with the "
+                f"sizes that {CONFIG} beside the files gives"
+            )
         both_floats = shown.dtype in DTYPES and local.dtype in DTYPES
         if isinstance(local, QuantizedTensor) or (shown.dtype != local.dtype and not both_floats):
+            stored = isinstance(local, QuantizedTensor)
+            remedy = (
+                "leave the layer in high precision" if stored else f"cast one of them, or have {CONFIG} describe it"
+            )
             ours = f"stored as {local.quantizer}" if isinstance(local, QuantizedTensor) else str(local.dtype)
-            raise CheckpointError(f"{name} is {shown.dtype} and not quantized in the files, and {ours} in the model")
+            raise CheckpointError(
+                f"{name} is {shown.dtype} and not quantized in the files, and {ours} in the model: {remedy}"
+            )
         self.plain.append((tensor, name))
 
     @torch.no_grad()

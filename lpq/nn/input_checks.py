@@ -68,7 +68,10 @@ def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
             "parallelism alone: call the module that fully_shard was called on, whose forward gathers it"
         )
     if getattr(input, "device_mesh", mesh) != mesh:
-        raise ValueError(f"{layer.title}: its input lies over {input.device_mesh} and its weight over {mesh}")  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{layer.title}: its input lies over {input.device_mesh} and its weight over {mesh}: distribute it over "  # type: ignore[attr-defined]
+            "that mesh"
+        )
     if input.dtype not in DTYPES or weight.dtype not in DTYPES:
         name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
         raise TypeError(
@@ -80,7 +83,10 @@ def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
             "tensor parallelism shares out: convert without weights="
         )
     if layer.accumulate is not None:
-        raise ValueError(f"{layer.title}: accumulate={layer.accumulate!r} does not work with tensor parallelism")
+        raise ValueError(
+            f"{layer.title}: accumulate={layer.accumulate!r} does not work with tensor parallelism: convert with "
+            "accumulate=None"
+        )
     ranks = mesh.size()
     for what, size in (("columns", weight.shape[1]), ("rows", weight.shape[0])):
         if placements[0].is_shard(0 if what == "rows" else 1) and size % ranks:

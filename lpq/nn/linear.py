@@ -291,7 +291,10 @@ class Layer(Saved):
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 uses it, once it shards the layer."""
         if self.gathering is None:
-            raise RuntimeError(f"{self.title}: its weight was prepared by lpq.convert(…, weights=…) for another layer")
+            raise RuntimeError(
+                f"{self.title}: its weight was prepared by lpq.convert(…, weights=…) for another layer: have layers "
+                "share a weight before lpq.convert, or give this one a weight of its own"
+            )
         return self.gathering.of(self)
 
     def _gathered(self, remembers: bool) -> list[Tensor]:

@@ -105,8 +105,8 @@ class Multiplication(torch.autograd.Function):
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
                 raise RuntimeError(
-                    f"{what} of {[*tensor.shape]} that is stored quantized was written to after forward, and "
-                    "backward needs it as it was: write to it after backward"
+                    f"{tensor.whose}{what} of {[*tensor.shape]} that is stored quantized was written to after forward, "
+                    "and backward needs it as it was: write to it after backward"
                 )
         plan, shapes, step, states, *_, inputs, _, _ = ctx.call
         if inputs:

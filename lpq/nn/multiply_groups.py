@@ -111,9 +111,10 @@ class GroupedMultiplication(torch.autograd.Function):
                 "Leave that out, or have the policy leave the layer in high precision"
             )
         if ctx.watched is not None and as_it_is(ctx.watched[0]) != ctx.watched[1]:
+            weight = ctx.watched[0]
             raise RuntimeError(
-                f"a weight of {[*ctx.watched[0].shape]} that is stored quantized was written to after forward, and "
-                "backward needs it as it was: write to it after backward"
+                f"{weight.whose}a weight of {[*weight.shape]} that is stored quantized was written to after forward, "
+                "and backward needs it as it was: write to it after backward"
             )
         plan: Plan = ctx.call.plan
         states = ctx.call.states

@@ -120,9 +120,9 @@ def read(offs: Tensor, rows: int) -> list[int]:
     """Read the offsets to the host; raise if they do not grow or lie outside of the rows."""
     ends: list[int] = offs.tolist()
     if any(stop < start for start, stop in bounds(ends)):
-        raise ValueError(f"offs is {ends}: it is where each group ends, so it must grow")
+        raise ValueError(f"offs is {ends}: it is where each group ends, so it must grow: counts.cumsum(0)")
     if ends and ends[-1] > rows:
-        raise ValueError(f"offs ends at {ends[-1]}, and there are {rows} rows")
+        raise ValueError(f"offs is {ends}, and there are {rows} rows: no group ends behind the last row")
     return ends
 
 

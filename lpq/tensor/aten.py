@@ -370,7 +370,8 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     copy = ", and writing to the result does not change the tensor" if func.is_view else ""
     warn(  # Python shows the same text from the same place once
         f"{func} has no form on the buffers of {quantizers[0] if quantizers else 'a quantized tensor'}: "
-        f"it runs on the decoded tensor, in high precision{copy}",
+        f"it runs on the decoded tensor, in high precision{copy}. Where that is meant, call it on "
+        "dequantize()",
         PrecisionWarning,
     )
     return cast("Any", func(*args, **kwargs))
