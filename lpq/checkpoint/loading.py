@@ -17,7 +17,7 @@ from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.optimizer import Loaded, Optimizers, OptimizerState, given_optimizers, kind, master_name, untrained
+from lpq.checkpoint.optimizer import Loaded, Named, Optimizers, given_optimizers, join, kind, master_name, untrained
 from lpq.checkpoint.ranks import quiet
 from lpq.checkpoint.reading import Reader
 from lpq.registry.warning import warn
@@ -126,7 +126,9 @@ def _prepare(source: Found, model: Model, given: Optimizers, any_policy: bool) -
     matches, loaded = [found], list[Loaded]()
     if given is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
         stored = {one[name] for name in masters}
-        wanted, loaded = OptimizerState(given, names).join(beside["optimizer"], saved, stored)
+        wanted, loaded = join(
+            [Named(one, names) for one in given_optimizers(given)], beside["optimizer"], saved, stored
+        )
         matches.append(more := match(wanted, saved, description.quantized))
         check_complete(more, saved.keys() - ours, description.quantized, (), masters.values(), "optimizer")
     return _Job(reader, info, beside, matches, fresh, loaded)

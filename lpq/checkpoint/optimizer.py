@@ -10,7 +10,8 @@ weight here. Where there is none it is left out, and a master that was not saved
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,57 +65,45 @@ def kind(optimizer: Optimizer) -> str:
     return type(optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer).__name__
 
 
-class OptimizerState:
-    """The optimizers of one model, which may be several."""
-
-    def __init__(self, given: Optimizers, names: Mapping[int, str]) -> None:
-        """``names``: of the model's parameters, by their ``id``."""
-        self._optimizers = [_One(optimizer, names) for optimizer in given_optimizers(given)]
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kind of each optimizer."""
-        return [one.kind for one in self._optimizers]
-
-    def split(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All tensors by name, and the plain data around them."""
-        tensors: dict[str, Tensor] = {}
-        data: dict[str, Any] = {"state": {}, "groups": []}
-        for one in self._optimizers:
-            for name, param, state in one.states():
-                own: dict[str, Tensor] = {}
-                data["state"][name] = _split(state, f"{PREFIX}state.{name}", own)
-                _check_sharded(param, own)
-                tensors.update(own)
-            for names, options in one.groups():
-                where = f"{PREFIX}groups.{len(data['groups'])}"
-                data["groups"].append(
-                    {"params": names, "options": _split(options, where, tensors), "optimizer": one.kind}
-                )
-        return tensors, data
-
-    def join(
-        self, data: Mapping[str, Any] | None, saved: Saved, masters: Collection[str]
-    ) -> tuple[dict[str, Tensor], list[Loaded]]:
-        """The tensors to fill, by the names they were saved under, and the state that each optimizer gets afterwards.
-
-        ``masters``: the weights that were stored quantized and have a master in the checkpoint.
-        """
-        tensors: dict[str, Tensor] = {}
-        given = self._masters_alone() if data is None else data
-        return tensors, [one.join(given, saved, tensors, masters) for one in self._optimizers]
-
-    def _masters_alone(self) -> dict[str, Any]:
-        """The data to load where no optimizer was saved: masters start from the weights, and no other state is set."""
-        given = [one.optimizer for one in self._optimizers]
-        if not all(isinstance(one, MasterWeights) and one.keep and not one.optimizer.state for one in given):
-            raise CheckpointError("it was saved without an optimizer: load it without, or start the optimizer anew")
-        groups = [{"params": names, "options": own} for one in self._optimizers for names, own in one.groups()]
-        return {"state": {}, "groups": groups}
+def split(optimizers: Sequence[Named]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors by name, and the plain data around them."""
+    tensors: dict[str, Tensor] = {}
+    data: dict[str, Any] = {"state": {}, "groups": []}
+    for one in optimizers:
+        for name, param, state in one.states():
+            own: dict[str, Tensor] = {}
+            data["state"][name] = _split(state, f"{PREFIX}state.{name}", own)
+            _check_sharded(param, own)
+            tensors.update(own)
+        for names, options in one.groups():
+            where = f"{PREFIX}groups.{len(data['groups'])}"
+            data["groups"].append({"params": names, "options": _split(options, where, tensors), "optimizer": one.kind})
+    return tensors, data
 
 
-class _One:
-    """One optimizer, and the names of its parameters in their order."""
+def join(
+    optimizers: Sequence[Named], data: Mapping[str, Any] | None, saved: Saved, masters: Collection[str]
+) -> tuple[dict[str, Tensor], list[Loaded]]:
+    """The tensors to fill, by the names they were saved under, and the state that each optimizer gets afterwards.
+
+    ``masters``: the weights that were stored quantized and have a master in the checkpoint.
+    """
+    tensors: dict[str, Tensor] = {}
+    given = _masters_alone(optimizers) if data is None else data
+    return tensors, [one.join(given, saved, tensors, masters) for one in optimizers]
+
+
+def _masters_alone(optimizers: Sequence[Named]) -> dict[str, Any]:
+    """The data to load where no optimizer was saved: masters start from the weights, and no other state is set."""
+    given = [one.optimizer for one in optimizers]
+    if not all(isinstance(one, MasterWeights) and one.keep and not one.optimizer.state for one in given):
+        raise CheckpointError("it was saved without an optimizer: load it without, or start the optimizer anew")
+    groups = [{"params": names, "options": own} for one in optimizers for names, own in one.groups()]
+    return {"state": {}, "groups": groups}
+
+
+class Named:
+    """An optimizer, and the names of its parameters in their order."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer = optimizer
@@ -145,6 +134,14 @@ class _One:
     ) -> Loaded:
         """Prepare the state for this optimizer, and add the tensors to fill for it to ``tensors``."""
         loaded = Loaded(self.optimizer, self.params)
+
+        def joined(value: Any, own: Any, param: Tensor | None) -> Any:
+            def taken(name: str, existing: object) -> Tensor:
+                tensors[name] = _existing_or_new(saved, param, name, existing)
+                return tensors[name]
+
+            return _join(value, own, taken)
+
         for group, (names, own) in zip(self.whole_state["param_groups"], self.groups(), strict=True):
             found = next((g for g in data["groups"] if sorted(g["params"]) == sorted(names)), None)
             if found is None:
@@ -157,7 +154,7 @@ class _One:
                     f"the state of {kind} was saved, and this optimizer is {self.kind}, whose state is another: load "
                     f"into {kind}, or without an optimizer"
                 )
-            options = _join(found["options"], own, _Fresh(None, saved), tensors)
+            options = joined(found["options"], own, None)
             numbered = {key: group[key] for key in NUMBERED if key in group}
             loaded.groups.append({**own, **options, **numbered})
             for number in group["params"]:
@@ -167,24 +164,25 @@ class _One:
                         state = {key: value for key, value in state.items() if key != MASTER}
                         loaded.dropped += [self.names[number]] if isinstance(held(param), QuantizedTensor) else []
                     own = self.whole_state["state"].get(number)
-                    loaded.state[number] = _join(state, own, _Fresh(param, saved), tensors)
+                    loaded.state[number] = joined(state, own, param)
                 if param in self.masters and MASTER not in loaded.state.setdefault(number, {}):
                     loaded.state[number][MASTER] = self.masters[param]
                     loaded.starting.append(param)
         return loaded
 
 
+@dataclass
 class Loaded:
     """The state that an optimizer gets once its tensors are filled."""
 
-    def __init__(self, optimizer: Optimizer, params: list[Tensor]) -> None:
-        self.optimizer, self.params = optimizer, params
-        self.groups: list[dict[str, Any]] = []
-        self.state: dict[int, Any] = {}
-        self.starting: list[Tensor] = []
-        """The weights with a master here that was not saved."""
-        self.dropped: list[str] = []
-        """The weights that are stored quantized, and whose saved masters have no place here."""
+    optimizer: Optimizer
+    params: list[Tensor]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    state: dict[int, Any] = field(default_factory=dict)
+    starting: list[Tensor] = field(default_factory=list)
+    """The weights with a master here that was not saved."""
+    dropped: list[str] = field(default_factory=list)
+    """The weights that are stored quantized, and whose saved masters have no place here."""
 
     @torch.no_grad()
     def apply(self, encoded: Mapping[Tensor, Tensor]) -> None:
@@ -226,45 +224,37 @@ def _split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _join(data: Any, existing: Any, fresh: _Fresh, tensors: dict[str, Tensor]) -> Any:
+def _join(data: Any, existing: Any, taken: Callable[[str, object], Tensor]) -> Any:
+    """The inverse of ``_split``: ``taken`` gives the tensor of a name, which may be the one that is there already."""
     if isinstance(data, Mapping) and data.keys() == {MARK}:
-        name = data[MARK]
-        tensors[name] = fresh.or_existing(name, existing)
-        return tensors[name]
+        return taken(data[MARK], existing)
     if isinstance(data, Mapping):
         inner = existing if isinstance(existing, Mapping) else {}
-        return {key: _join(v, inner.get(key), fresh, tensors) for key, v in data.items()}
+        return {key: _join(v, inner.get(key), taken) for key, v in data.items()}
     if isinstance(data, list | tuple):
         beside = existing if isinstance(existing, list | tuple) and len(existing) == len(data) else [None] * len(data)
-        found = [_join(v, e, fresh, tensors) for v, e in zip(data, beside, strict=True)]
+        found = [_join(v, e, taken) for v, e in zip(data, beside, strict=True)]
         return tuple(found) if isinstance(data, tuple) else found
     return data
 
 
-class _Fresh:
-    """Makes the state of a parameter where there is none."""
-
-    def __init__(self, param: Tensor | None, saved: Saved) -> None:
-        self.param, self.saved = param, saved
-
-    def or_existing(self, name: str, existing: object) -> Tensor:
-        """The existing tensor, if it has the saved shape and dtype, or else a new one that is not initialised."""
-        shape, dtype = self.saved.get(name, (None, None))
-        if isinstance(existing, Tensor) and (shape is None or (existing.shape, existing.dtype) == (shape, dtype)):
-            return existing
-        if shape is None or dtype is None:
-            raise CheckpointError(f"{name} was stored quantized, and this optimizer has none yet: take one step first")
-        param = self.param
-        if param is not None and shape == param.shape:
-            return plain_like(name, param, dtype)
-        if param is not None and shape.numel() > 1 and _sharded(param):
-            raise CheckpointError(
-                f"{name} of shape {list(shape)} belongs to a sharded parameter of shape {list(param.shape)}, and only "
-                "the optimizer knows how it is sharded itself: take one step, then load"
-            )
-        # load_state_dict puts a single number on the device that the optimizer needs.
-        device = torch.device("cpu") if param is None or shape.numel() == 1 else held(param).device
-        return torch.empty(shape, dtype=dtype, device=device)
+def _existing_or_new(saved: Saved, param: Tensor | None, name: str, existing: object) -> Tensor:
+    """The existing tensor, if it has the saved shape and dtype, or else a new one that is not initialised."""
+    shape, dtype = saved.get(name, (None, None))
+    if isinstance(existing, Tensor) and (shape is None or (existing.shape, existing.dtype) == (shape, dtype)):
+        return existing
+    if shape is None or dtype is None:
+        raise CheckpointError(f"{name} was stored quantized, and this optimizer has none yet: take one step first")
+    if param is not None and shape == param.shape:
+        return plain_like(name, param, dtype)
+    if param is not None and shape.numel() > 1 and _sharded(param):
+        raise CheckpointError(
+            f"{name} of shape {list(shape)} belongs to a sharded parameter of shape {list(param.shape)}, and only "
+            "the optimizer knows how it is sharded itself: take one step, then load"
+        )
+    # load_state_dict puts a single number on the device that the optimizer needs.
+    device = torch.device("cpu") if param is None or shape.numel() == 1 else held(param).device
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _sharded(param: Tensor) -> bool:

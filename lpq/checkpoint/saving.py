@@ -20,7 +20,7 @@ from lpq.checkpoint.finding import step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA, is_ours
 from lpq.checkpoint.model import Model
-from lpq.checkpoint.optimizer import Optimizers, OptimizerState
+from lpq.checkpoint.optimizer import Named, Optimizers, given_optimizers, split
 from lpq.checkpoint.ranks import Ranks, quiet
 from lpq.checkpoint.tensors import parts
 from lpq.checkpoint.writing import Writer
@@ -141,8 +141,8 @@ def _collected(
     seen = Model(model)
     tensors, module_extra = seen.state()
     names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
-    optimizers = OptimizerState(given, names)
-    theirs, rest = optimizers.split()
+    optimizers = [Named(one, names) for one in given_optimizers(given)]
+    theirs, rest = split(optimizers)
     every = {**tensors, **theirs}
     description = seen.describe(every, step).json()
     state: dict[str, dict[str, Tensor]] = {}
@@ -156,7 +156,7 @@ def _collected(
     facts = Facts(
         place=str(target.absolute()),
         meshes=seen.meshes(),
-        optimizers=tuple(optimizers.kinds),
+        optimizers=tuple(one.kind for one in optimizers),
         description=digest(description),
         tensors=digest(repr(held).encode()),
         memories=memories if ranks.many else {},
