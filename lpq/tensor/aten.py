@@ -50,7 +50,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(func)
     result = handler(*args, **kwargs) if handler is not None else NotImplemented
     if result is not NotImplemented:
-        if func in _VIEWS:
+        if func.is_view:
             return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
         return result
     if torch.Tag.inplace_view in func.tags:
@@ -208,11 +208,6 @@ def _permute(t: QuantizedTensor, dims: Sequence[int]) -> Any:
 
 _HANDLERS[aten.select.int] = select
 _HANDLERS[aten.copy_.default] = copy_
-_VIEWS = {
-    aten.detach.default, aten.alias.default, aten.view.default, unsafe_view.default, aten.unsqueeze.default,
-    aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.as_strided.default, aten.t.default,
-    aten.transpose.int, aten.permute.default, aten.select.int,
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- moves and copies
