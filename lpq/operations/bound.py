@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from lpq.operations.sides import declared, serving, shared
 from lpq.operations.transposing import transpose_reference
 
 State = Mapping[str, Tensor]
-Known = State | Sequence[Tensor] | None
-"""The statistics that an encoder is given: a state, in which it finds them; or they themselves, in their order."""
+Known = Any
+"""The statistics that an encoder is given: a state, in which it finds them; a sequence of them; or None."""
 Run = Callable[[Tensor, Sequence[Tensor | None], Tensor | None], Encoded]
 """``run(x, stats, seed)``."""
 
@@ -88,8 +88,8 @@ def bind_encoder(wanted: Wanted) -> Encoder:
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         if find is None or known is None:
-            return run(x, cast("Sequence[Tensor]", known) if wanted.given else (), seed)
-        return run(x, [None if k is None else k.contiguous() for k in find(cast("State", known))], seed)
+            return run(x, known if wanted.given else (), seed)
+        return run(x, [None if k is None else k.contiguous() for k in find(known)], seed)
 
     return Encoder(*operands_of(wanted, forms), encode)
 
@@ -103,17 +103,17 @@ def through_operators(wanted: Wanted) -> Encoder:
     # Dynamo of torch 2.11 cannot trace a comparison of tuples of these.
     exact = wanted.exact if forms[0] is not None or forms[1] is not None else (False, False)
 
-    def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
-        if wanted.measures or wanted.given:
-            stats = cast("Sequence[Tensor]", known) if wanted.given else None
-            first, second, measured = quantize(as_matrix(x), stats, *_sides(wanted), seed, measure=wanted.measures)
-        else:
-            state = cast("State | None", known)
-            made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
-            first, second, measured = made
+    def encode(x: Tensor, state: Known, seed: Tensor | None) -> Encoded:
+        made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
+        first, second = made.row, made.col
+        return [] if first is None else first.tensors(), [] if second is None else second.tensors(), made.measured
+
+    def encode_with(x: Tensor, stats: Known, seed: Tensor | None) -> Encoded:
+        given = stats if wanted.given else None
+        first, second, measured = quantize(as_matrix(x), given, *_sides(wanted), seed, measure=wanted.measures)
         return [] if first is None else first.tensors(), [] if second is None else second.tensors(), measured
 
-    return Encoder(*operands_of(wanted, forms), encode)
+    return Encoder(*operands_of(wanted, forms), encode_with if wanted.measures or wanted.given else encode)
 
 
 def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encoder:
@@ -133,7 +133,7 @@ def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encode
 
     def encode(x: Tensor, known: Known, seed: Tensor | None) -> Encoded:
         of_row, _, stats = first.encode(x, known, seed)
-        then = [cast("State", known)[key].clone() for key in keys] if keys else stats
+        then = [known[key].clone() for key in keys] if keys else stats
         kept = (x, *then) if seed is None else (x, *then, seed)
         return of_row, kept, stats if keys else ()
 
@@ -148,7 +148,7 @@ def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encode
 def _measured_once(row: Quantizer | None, col: Quantizer | None) -> bool:
     """Whether both operands have the same statistics, which are values of the whole tensor."""
     stats = col.stats if col is not None and shared(row, col) else []
-    return bool(stats) and all(stat.block == (None, None) for stat in stats)
+    return len(stats) > 0 and all(stat.block == (None, None) for stat in stats)
 
 
 def _can_be_later(wanted: Wanted) -> bool:
