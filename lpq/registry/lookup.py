@@ -114,7 +114,6 @@ def quantizer_class(name: str) -> Any:
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # a constant that has a hash
         cause = f"format {name} has quantizer={string!r}, which is a dataclass that is not frozen"
         raise _at_fault(plugin, cause, f"declare {found.__qualname__} with @dataclass(frozen=True)")
-    default().took(found, plugin, plugin.formats[name])
     return found
 
 

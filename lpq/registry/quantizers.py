@@ -13,7 +13,7 @@ from typing import Any
 
 from lpq.registry.errors import OptionError, UnknownFormat
 from lpq.registry.grammar import Call, Value, parse
-from lpq.registry.lookup import at_fault, formats, quantizer_class
+from lpq.registry.lookup import at_fault, plugins, quantizer_class
 from lpq.registry.registry import cached, default
 from lpq.registry.showing import brief
 from lpq.registry.specs import FormatSpec
@@ -71,13 +71,11 @@ def required(cls: type) -> list[str]:
 @cached
 def format_of(cls: type) -> FormatSpec:
     """The format of which ``cls`` is the quantizer class."""
-    loaded = default().format_of.get(cls)
-    if loaded is not None:
-        return loaded  # and no other plugin is imported to find it
     path = f"{cls.__module__}:{cls.__qualname__}"
-    for spec in formats().values():
-        if spec.quantizer == path or _imported(spec.quantizer) is cls:
-            return spec
+    for look in (default().loaded, plugins):  # mostly no other plugin is imported to find it
+        for spec in (spec for plugin in look() for spec in plugin.formats.values()):
+            if spec.quantizer == path or _imported(spec.quantizer) is cls:
+                return spec
     raise UnknownFormat(
         f"{path} is the quantizer of no format here: return a FormatSpec(quantizer={path!r}) from "
         f"lpq_register_formats, or to try it without packaging, use lpq.registry.register"

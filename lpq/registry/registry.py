@@ -30,7 +30,6 @@ from lpq.registry.errors import (
 )
 from lpq.registry.loader import HERE, HOOKS, OWN, Kind, PluginInfo, Source, installed, load, owns, resolve
 from lpq.registry.showing import brief, pip
-from lpq.registry.specs import FormatSpec
 
 LOAD_PLUGINS = "LPQ_LOAD_PLUGINS"
 
@@ -54,7 +53,6 @@ class Registry:
         self._plugins: dict[str, PluginInfo] = {}
         self.lock = threading.RLock()
         self._last: object = None
-        self.format_of: dict[type, FormatSpec] = {}
 
     def plugin(self, name: str) -> PluginInfo:
         """The plugin with this entry-point name. It is imported on the first call."""
@@ -96,11 +94,10 @@ class Registry:
                 "(`lpq plugins` lists what is installed; a name of a plugin's begins with that plugin's)"
             )
 
-    def took(self, cls: type, plugin: PluginInfo, spec: FormatSpec) -> None:
-        """Note of which format a class is the quantizer, unless its plugin was replaced while it was imported."""
+    def loaded(self) -> tuple[PluginInfo, ...]:
+        """The plugins that are imported already."""
         with self.lock:
-            if self._plugins.get(plugin.name) is plugin:
-                self.format_of.setdefault(cls, spec)
+            return tuple(self._plugins.values())
 
     def imported(self, plugin: PluginInfo, string: str) -> Any:
         """The object that an import string of this plugin's specs names."""
@@ -167,7 +164,6 @@ class Registry:
             self._manager.unregister(name=name)
         self._sources.pop(name, None)
         self._plugins.pop(name, None)
-        self.format_of.clear()
         _REMEMBERED.clear()
 
     def _source(self, name: str) -> Source:
