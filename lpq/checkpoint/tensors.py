@@ -153,7 +153,7 @@ def whole(part: Tensor) -> Tensor:
     single = local.dtype.itemsize == 1
     travels = DTensor.from_local(  # which takes what is offloaded to where it can travel
         local.view(torch.uint8) if single else local, part.device_mesh, part.placements,
-        run_check=False, shape=part.shape, stride=_strides(part.shape),
+        run_check=False, shape=part.shape, stride=part.stride(),
     )  # fmt: skip
     gathered = travels.full_tensor()
     return gathered.view(local.dtype) if single else gathered
@@ -208,7 +208,3 @@ def _placed(
             f"{list(expected)}: the shards cut blocks of the format, or are not those of a DTensor"
         )
     return part
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

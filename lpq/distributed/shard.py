@@ -156,11 +156,7 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     if isinstance(stored, QuantizedTensor):
         taken = cast("QuantizedTensor", given)
         taken.place, taken.owner = stored.place, stored.owner
-    if not isinstance(new, DTensor):
-        return given
-    return DTensor.from_local(
-        given, new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
-    )
+    return dtensor_as(new, given) if isinstance(new, DTensor) else given
 
 
 def ordinary(weight: Tensor) -> Tensor:
