@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Any
+from typing import Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -105,8 +106,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ``lpq`` and ``python -m lpq`` call it."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another, and nothing is lost
+    show = warnings.showwarning
+
+    def show_in_words(message: Any, category: Any, file: str, *place: Any) -> None:
+        """Show a warning that lpq would point to the caller's line with, which here is no user's."""
+        if file == typer.main.__file__:
+            print(f"lpq: {message}", file=sys.stderr)
+        else:
+            show(message, category, file, *place)
+
     try:
-        app(args=list(arguments) if arguments is not None else None, prog_name="lpq")
+        with warnings.catch_warnings():
+            warnings.showwarning = cast("Any", show_in_words)
+            app(args=list(arguments) if arguments is not None else None, prog_name="lpq")
     except LpqError as error:
         from lpq.cli.output import print_error  # it needs more than a command that ends well may
 

@@ -30,6 +30,10 @@ from lpq.registry.warning import warn
 
 SHARD = 5 * 10**9
 """Bytes of a file, as Hugging Face has them."""
+NO_MODEL = (
+    "config.json has no architecture, by which engines build the model: give base=…, the directory of the model that "
+    "was trained (lpq export --base)"
+)
 Amaxes = Mapping[str, Tensor | float]
 
 
@@ -114,7 +118,9 @@ class Export:
                 config = _config(source.model, taken, plan, dtype)
                 small = {**beside(source.model, taken), **{n: as_json(data) for n, data in config.items()}}
                 directory.append(Directory(target, shards(plan, shard_bytes), small))
-                return plan.remarks(next((str(config[CONFIG][key]) for key in DTYPE if config[CONFIG].get(key)), None))
+                written = config[CONFIG]
+                lacking = [NO_MODEL] if not written.get("architectures") else []
+                return [*lacking, *plan.remarks(next((str(written[k]) for k in DTYPE if written.get(k)), None))]
 
             remarks = ranks.first(begin)
             with directory[0].discarded_on_error() if directory else nullcontext():

@@ -106,3 +106,49 @@ def test_the_command_writes_a_calibrated_checkpoint_and_a_table(
     (tmp_path / "data.pt").write_bytes(b"x")
     assert run("calibrate", tmp_path / "run", tmp_path / "b", *options) == 2
     assert "cannot be read as batches" in capsys.readouterr().err
+
+
+def takes_one(size: int) -> nn.Module:
+    return nn.Linear(size, size)
+
+
+def no_model() -> int:
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--model", "test_noise:takes_one"), "test_noise:takes_one cannot be called without arguments: missing a req"),
+        (("--model", "test_noise:no_model"), "test_noise:no_model returns a int, and no torch.nn.Module"),
+        (("--model", "test_noise:math"), "test_noise:math is of type module, and no function that makes the model"),
+        (
+            ("--data", "wide.pt"),
+            "the model does not take a batch of --data wide.pt: ValueError: layer 0, lpq",
+        ),
+        (("--data", "words.pt"), "a batch is a str without a tensor"),
+    ],
+)
+def test_the_command_refuses_in_words(
+    options: tuple[str, str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.chdir(tmp_path)
+    lpq.checkpoint.save("run", lpq.convert(made(), "fp8-current"))
+    torch.save([torch.randn(4, 64)], "data.pt")
+    torch.save([torch.randn(4, 65)], "wide.pt")
+    torch.save(["a"], "words.pt")
+    given = {"--model": "test_noise:made", "--data": "data.pt", options[0]: options[1]}
+    assert run("calibrate", "run", "out", *(text for pair in given.items() for text in pair)) in (1, 2)
+    assert f"lpq: {'--model: ' if options[0] == '--model' else ''}{words}" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_the_command_replaces_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint would go, before a batch went through."""
+    lpq.checkpoint.save(tmp_path / "run", lpq.convert(made(), "fp8-current"))
+    before = (tmp_path / "run" / "lpq.json").read_bytes()
+    assert run("calibrate", tmp_path / "run", tmp_path / "run") == 1
+    assert "run is there already: give another directory, or remove it" in capsys.readouterr().err
+    assert (tmp_path / "run" / "lpq.json").read_bytes() == before

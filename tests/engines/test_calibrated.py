@@ -14,6 +14,7 @@ import torch
 from tiny import Net, layers, llama, same, tensors
 
 import lpq
+from lpq.engines.exporting import NO_MODEL
 
 TOKENS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
 CASES = [
@@ -37,7 +38,7 @@ def test_static_scales_are_written_and_read_back(
         warnings.simplefilter("error", lpq.checkpoint.CheckpointWarning)
         made = lpq.export(model, tmp_path / "x", layout=layout)
     found = tensors(tmp_path / "x")
-    assert made.notes == ()
+    assert made.notes == (NO_MODEL,)
     assert sorted(n for n in found if n.endswith(scale)) == sorted(f"{name}.{scale}" for name in layers(model))
     read: Any = lpq.load_quantized(tmp_path / "x", Net(dtype=torch.bfloat16))
     with torch.no_grad():

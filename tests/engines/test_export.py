@@ -279,8 +279,13 @@ def test_small_files_of_the_base_are_copied(tmp_path: Path) -> None:
     base.mkdir()
     for name in ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "model.safetensors", "pytorch_model.bin"):
         (base / name).write_text(name)
-    (base / "config.json").write_text('{"model_type": "own", "quantization_config": {"quant_method": "other"}}')
-    lpq.export(lpq.convert(Net(), "mxfp8"), tmp_path / "x", layout="modelopt", base=base)
+    (base / "config.json").write_text(
+        '{"model_type": "own", "architectures": ["Own"], "quantization_config": {"quant_method": "other"}}'
+    )
+    model = lpq.convert(Net(), "mxfp8")
+    assert lpq.export(model, tmp_path / "x", layout="modelopt", base=base).notes == ()
+    (note,) = lpq.export(model, tmp_path / "y", layout="modelopt").notes
+    assert "has no architecture, by which engines build the model: give base=" in note
     names = {path.name for path in (tmp_path / "x").iterdir()}
     assert names == {
         "tokenizer.json", "tokenizer.model", "chat_template.jinja", "config.json", "hf_quant_config.json",
@@ -317,6 +322,16 @@ def test_the_command_exports_a_checkpoint(tmp_path: Path, capsys: pytest.Capture
     layers = [name for name, module in model.named_modules() if isinstance(module, lpq.nn.Linear)]
     kinds = {row[0]: row[1] for row in rows if row and row[0] in layers}
     assert kinds == {name: "high" if name.endswith("down_proj") else "MXFP8," for name in layers}
+
+
+def test_the_command_warns_in_words_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is no line of the user's to which the warning could point."""
+    model = nn.ModuleDict({"q_proj": nn.Linear(64, 64), "k_proj": nn.Linear(64, 64)})
+    lpq.checkpoint.save(tmp_path / "run", lpq.convert(model, "nvfp4"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["export", str(tmp_path / "run"), str(tmp_path / "x")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lpq: engines fuse k_proj with q_proj and give them one scale")
 
 
 @pytest.mark.parametrize("weights", [None, "quantized"])

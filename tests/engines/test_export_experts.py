@@ -256,6 +256,8 @@ def test_a_checkpoint_of_fused_experts_is_exported_as_its_model_is(
         lpq.calibrate(model, [torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))])
     models = {"x": model}
     made = lpq.export(model, tmp_path / "x", layout=LAYOUT)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"architectures": ["Mine"], "dtype": "bfloat16"}')
     assert sum(map(len, made.layers.values())) == count
     if name in ("Qwen3Moe", "Mixtral"):
         models["stored"] = lpq.load_quantized(tmp_path / "x", fused(name, **sizes))
@@ -263,7 +265,7 @@ def test_a_checkpoint_of_fused_experts_is_exported_as_its_model_is(
         assert isinstance(stored, lpq.QuantizedTensor)
     for key, one in models.items():
         lpq.checkpoint.save(tmp_path / f"run-{key}", one)
-        found = lpq.export(tmp_path / f"run-{key}", tmp_path / f"of-{key}", layout=LAYOUT)
+        found = lpq.export(tmp_path / f"run-{key}", tmp_path / f"of-{key}", layout=LAYOUT, base=tmp_path / "base")
         assert same(tensors(tmp_path / f"of-{key}"), tensors(tmp_path / "x"))
         assert {*found.left} - {*made.left} == {"model.embed_tokens"}
         assert {*made.left} <= {*found.left}

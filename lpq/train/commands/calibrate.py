@@ -68,6 +68,8 @@ def calibrate(
     from lpq.nn.names import plain_name
 
     checkpoint = checkpoint_in(checkpoint)
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise lpq.checkpoint.CheckpointError(f"{directory} is there already: give another directory, or remove it")
     job = _of_function(checkpoint, model, data or ()) if model else _of_run(checkpoint, data, samples)
     chosen: Any = method
     made = lpq.calibrate(
@@ -120,11 +122,15 @@ def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
 
 def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
     """A model that a function makes, and the batches of a file."""
+    import inspect
+
     import torch
+    from torch import nn
 
     import lpq
     from lpq import registry
     from lpq.calibration.collecting import through
+    from lpq.registry.errors import words
 
     if len(data) != 1:
         raise OptionError("--model needs --data FILE once: a list of batches that torch.save wrote")
@@ -132,14 +138,30 @@ def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
         make = registry.resolve(name)
     except ImportStringError as error:
         raise OptionError(f"--model: {error}") from error
-    model = _loaded(path, lpq.checkpoint.info(path), make())
+    if not callable(make):
+        raise OptionError(f"--model: {name} is of type {type(make).__name__}, and no function that makes the model")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise OptionError(f"--model: {name} cannot be called without arguments: {error}") from error
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise OptionError(f"--model: {name} returns a {type(made).__name__}, and no torch.nn.Module")
+    model = _loaded(path, lpq.checkpoint.info(path), made)
     try:
         batches = torch.load(data[0], weights_only=True, map_location="cpu")
     except Exception as error:
         raise OptionError(f"--data {data[0]} cannot be read as batches that torch.save wrote: {error}") from error
     if not isinstance(batches, list):
         raise OptionError(f"--data {data[0]} holds a {type(batches).__name__}, and a list of batches is wanted")
-    return _Job(model, batches, batches[:HELD_OUT], through)
+
+    def forward(model: Any, batch: Any) -> object:
+        try:
+            return through(model, batch)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise OptionError(f"the model does not take a batch of --data {data[0]}: {words(error)}") from error
+
+    return _Job(model, batches, batches[:HELD_OUT], forward)
 
 
 def _loaded(path: Path, info: Any, model: Any) -> Any:
