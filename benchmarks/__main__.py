@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ PARTS = (*USUAL, "grouped", "llama", "parallel")
 SHARED_OUT = ("stack", "llama", "parallel")
 STORED = ("show", "page")
 SIZE = (16384, 8192)
+COMPILED_IN_MODES = ("linear", "host", "parallel")
 MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -93,7 +94,7 @@ def _stem(part: str, ranks: int, options: argparse.Namespace) -> str:
     ways = [str(ranks)] if ranks > 1 else []
     if part == "llama" and (decoder := _decoder(options)) != shapes.Decoder():
         ways.append(f"{decoder.layers}x{decoder.hidden}-{decoder.batch}x{decoder.sequence}")
-    if options.mode is not None and part in ("linear", "host"):
+    if options.mode is not None and part in COMPILED_IN_MODES:
         ways.append(options.mode)
     return "-".join([part, *ways, *(["one-thread"] if options.one_thread else [])])
 
@@ -108,7 +109,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, shapes and steps")
     parser.add_argument("--recipe", action="append", help="a recipe of lpq in place of the usual ones; may be repeated")
     parser.add_argument("--no-compile", action="store_true", help="lpq and bf16 without torch.compile only")
-    parser.add_argument("--mode", choices=MODES, help="with linear and host: how layers are compiled")
+    parser.add_argument("--mode", choices=MODES, help="with linear, host and parallel: how layers are compiled")
     parser.add_argument("--profile", action="store_true", help="with host or linear: where the time of a step goes")
     parser.add_argument("--only", action="append", help="whose name begins so, and bf16; may be repeated")
     parser.add_argument("--one-thread", action="store_true", help="all but casts: backward in the thread that calls it")
@@ -128,8 +129,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"page takes no parts, and was given {', '.join(options.parts)}")
     if wrong:
         parser.error(f"no such part: {', '.join(wrong)}; choose from {', '.join(PARTS)}, or one of {', '.join(STORED)}")
-    if options.mode and (options.no_compile or not {"linear", "host"} & set(options.parts)):
-        parser.error("--mode is for what linear and host compile, and not for other parts or with --no-compile")
+    if options.mode and (options.no_compile or not {*COMPILED_IN_MODES} & set(options.parts)):
+        parser.error("--mode is for what linear, host and parallel compile, not for other parts or with --no-compile")
     for text in options.recipe or ():
         try:
             lpq.policy(text)
@@ -170,6 +171,7 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         return
     if part == "parallel":
         everyone = contenders.chosen(parallel.contenders(tuple(options.recipe or parallel.RECIPES)), options.only)
+        everyone = contenders.in_mode(everyone, options.mode)
         with stack.group():
             yield from parallel.measure(everyone, shapes.Pair(), effort, device)
         return
@@ -182,7 +184,7 @@ def _measure(part: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]
         return
     everyone = contenders.of_layers(recipes, not options.no_compile)
     everyone = contenders.chosen(everyone, options.only)
-    everyone = [replace(one, mode=options.mode) if one.compiled else one for one in everyone]
+    everyone = contenders.in_mode(everyone, options.mode)
     sizes = shapes.QUICK if options.quick else shapes.LINEAR
     if options.profile:
         for shape in sizes if part == "linear" else (shapes.HOST,):

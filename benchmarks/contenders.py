@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -99,6 +99,11 @@ def of_models(recipes: tuple[str, ...] = MODELS, compiled: bool = True, sharded:
     others = [one for one in _torchao(sharded=False) if one.recipe == "tensorwise" and (compiled or not one.compiled)]
     weights = {"weights": "high_precision"} if sharded else {}
     return [*_bf16(compiled), *sorted(others, key=lambda one: one.compiled), *_lpq(recipes, compiled, **weights)]
+
+
+def in_mode(everyone: list[Contender], mode: str | None) -> list[Contender]:
+    """Those contenders, of which the compiled ones are compiled in this mode."""
+    return [replace(one, mode=mode) if one.compiled else one for one in everyone]
 
 
 def chosen(everyone: list[Contender], only: list[str] | None) -> list[Contender]:

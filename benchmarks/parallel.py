@@ -105,7 +105,7 @@ def _step(contender: Contender, shape: Pair, mesh: DeviceMesh) -> Callable[[], N
         torch._inductor.config._micro_pipeline_tp = overlapped
         if overlapped:
             enable_symm_mem_for_group(mesh.get_group().group_name)
-        model.compile(fullgraph=True, dynamic=False)
+        model.compile(fullgraph=True, dynamic=False, mode=contender.mode)
     torch.manual_seed(1 + mesh.get_local_rank())
     mine = shape.tokens // mesh.size()
     x = torch.randn(mine, shape.hidden, device=mesh.device_type, dtype=torch.bfloat16, requires_grad=True)

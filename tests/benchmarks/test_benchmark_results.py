@@ -316,7 +316,7 @@ def test_the_size_of_casts(capsys: pytest.CaptureFixture[str]) -> None:
     for nothing in (["casts"], ["linear", "--no-compile"]):
         with pytest.raises(SystemExit):
             command._options([*nothing, "--mode", "reduce-overhead"])
-        assert "--mode is for what linear and host compile" in capsys.readouterr().err
+        assert "--mode is for what linear, host and parallel compile" in capsys.readouterr().err
     for wrong in ("32768", "0x16384", "-1x5"):
         with pytest.raises(SystemExit):
             command._options(["casts", f"--size={wrong}"])
