@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lpq.formats.format import Storage
 from lpq.formats.layout import as_bytes
+from lpq.formats.stacks import is_stack
 
 
 def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | None:
@@ -16,9 +17,12 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
 
     They join on whole blocks, and where one value covers the whole dimension all parts must agree on it. Matrices
     of a format that must not be cut along this dimension never join. ``agreed``: such values were made from the same
-    statistics, so that nothing is compared, and the host does not wait for a GPU.
+    statistics, so that nothing is compared, and the host does not wait for a GPU. Stacks join matrix behind matrix.
     """
     first = parts[0]
+    if is_stack(first.shape):
+        stacked = [torch.cat(buffers) for buffers in zip(*(p.tensors() for p in parts), strict=True)]
+        return first.wrap(stacked, first.quantizer, (sum(p.shape[0] for p in parts), *first.shape[1:]), first.dtype)
     if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
         return None
     sizes = [p.shape[dim] for p in parts]

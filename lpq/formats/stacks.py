@@ -32,6 +32,11 @@ def part(stack: Storage, start: int, stop: int) -> Storage:
     return stack.wrap(tensors, stack.quantizer, (stop - start, *stack.shape[1:]), stack.dtype)
 
 
+def narrowed(operand: Storage, dim: int, start: int, stop: int) -> Storage | None:
+    """Rows (0) or columns (1) of a matrix, as ``Storage.narrow``; of a stack, matrices."""
+    return part(operand, start, stop) if is_stack(operand.shape) else operand.narrow(dim, start, stop)
+
+
 def joined(stack: Storage) -> Storage | None:
     """Return the operand of one matrix, that of all matrices below each other, over views of the buffers; None where
     that would join blocks of two of them, or values of whole matrices."""

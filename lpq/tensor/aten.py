@@ -18,13 +18,12 @@ from torch import Tensor
 
 from lpq.formats.format import Direction, Storage
 from lpq.formats.joined import cat
-from lpq.formats.stacks import along
+from lpq.formats.stacks import along, matrices, narrowed
 from lpq.operations.operands import DTYPES, as_matrix
 from lpq.registry.warning import warn
 from lpq.tensor.assigning import assign, copy_
 from lpq.tensor.input_checks import check_flattened, check_received, check_shard
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
-from lpq.tensor.stacked import cat_stacks, select, slice_stack
 from lpq.torch_private.dispatch import return_and_correct_aliasing, schema_of
 from lpq.torch_private.operators import canonicalize_dim, pin_memory, to_copy, unsafe_view
 from lpq.torch_private.pytree import tree_leaves, tree_map
@@ -68,15 +67,20 @@ def _natural(t: QuantizedTensor) -> bool:
     return t.dim() >= 1 and t.shape[-1] == t.matrix_shape[-1]
 
 
+def _is_whole(t: QuantizedTensor) -> bool:
+    """Whether a stack has its own three dimensions, and is no view of others."""
+    return tuple(t.shape) == t.matrix_shape
+
+
 def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int, shape: Sequence[int]) -> Any:
-    """Rows (0) or columns (1) ``[start, stop)`` of the matrix, as a tensor of ``shape``."""
+    """Rows (0) or columns (1) ``[start, stop)`` of the matrix, or matrices (0) of a stack, as a tensor of ``shape``."""
     whole_row, whole_col = t.stored
-    row = whole_row.narrow(dim, start, stop) if whole_row is not None else None
-    col = whole_col.narrow(1 - dim, start, stop) if whole_col is not None else None
+    row = narrowed(whole_row, dim, start, stop) if whole_row is not None else None
+    col = narrowed(whole_col, 1 - dim, start, stop) if whole_col is not None else None
     if (row is None) != (whole_row is None) or (col is None) != (whole_col is None):
         return NotImplemented
     part = _same_matrix(t, t.with_operands(row, col, torch.Size(shape), t.dtype))
-    if (start, stop) != (0, t.matrix_shape[dim]):
+    if t.is_stack or (start, stop) != (0, t.matrix_shape[dim]):
         window = _window(t)
         part.window = window.narrow(dim, start, stop, window.apart and not _shares(t, dim))
     return part
@@ -89,8 +93,8 @@ def _window(t: QuantizedTensor) -> Window:
 
 def _shares(t: QuantizedTensor, dim: int) -> bool:
     """Whether an element of some buffer covers this whole dimension of the matrix, and so every part of it."""
-    along = {"row": dim, "col": 1 - dim}
-    return any(b.unit(along[d]) is None for d, s in t.operands for b in s.quantizer.layout)
+    dims = {"row": dim, "col": 1 - dim}
+    return not t.is_stack and any(b.unit(dims[d]) is None for d, s in t.operands for b in s.quantizer.layout)
 
 
 def _same_matrix(t: QuantizedTensor, view: QuantizedTensor) -> QuantizedTensor:
@@ -129,8 +133,11 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
     begin, stop, _ = slice(start, end).indices(t.shape[dim])
     stop = max(begin, stop)
     shape = [*t.shape[:dim], stop - begin, *t.shape[dim + 1 :]]
-    if t.is_stack:
-        return slice_stack(t, dim, begin, stop, shape)
+    if t.is_stack:  # which is cut between its matrices, also when it is flattened
+        size = 1 if _is_whole(t) else math.prod(t.matrix_shape[1:]) if t.dim() == 1 else 0
+        if dim or not size or begin % size or stop % size:
+            return NotImplemented
+        return _narrow(t, 0, begin // size, stop // size, shape)
     cols = t.matrix_shape[1]
     if t.window is not None and t.window.whole.is_stack:
         return NotImplemented  # a part of one of its matrices, which no window describes
@@ -142,6 +149,19 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
     if t.dim() == 1 and cols and begin % cols == 0 and stop % cols == 0:  # a flattened matrix, whole rows
         return _narrow(t, 0, begin // cols, stop // cols, shape)
     return NotImplemented
+
+
+@implements(aten.select.int)
+def _select(t: QuantizedTensor, dim: int, index: int) -> Any:
+    """One matrix of a stack."""
+    if not t.is_stack or not _is_whole(t) or canonicalize_dim(t.dim(), dim) != 0:
+        return NotImplemented
+    index = canonicalize_dim(t.shape[0], index)
+    one = _narrow(t, 0, index, index + 1, (1, *t.shape[1:]))
+    row, col = (matrices(s)[0] if s is not None else None for s in one.stored)
+    view = _same_matrix(one, one.with_operands(row, col, t.shape[1:], t.dtype))
+    view.amax_group = None  # what other ranks hold are other matrices
+    return view
 
 
 @implements(aten.split.Tensor)
@@ -206,7 +226,6 @@ def _permute(t: QuantizedTensor, dims: Sequence[int]) -> Any:
     return _t(t) if order == [1, 0] else NotImplemented
 
 
-_HANDLERS[aten.select.int] = select
 _HANDLERS[aten.copy_.default] = copy_
 
 
@@ -318,15 +337,13 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     if not all(_joins(first, t) for t in tensors):
         return NotImplemented
     dim = canonicalize_dim(first.dim(), dim)
-    if any(t.is_stack for t in tensors):
-        return cat_stacks(tensors, dim) if all(t.is_stack for t in tensors) else NotImplemented
-    along = 1 if dim == first.dim() - 1 else 0
+    axis = 1 if dim == first.dim() - 1 else 0
     others = {t.shape[:dim] + t.shape[dim + 1 :] for t in tensors}
-    if (along == 0 and dim != 0) or len(others) > 1:
+    if (dim != 0 and (axis == 0 or first.is_stack)) or len(others) > 1:
         return NotImplemented
     rows, cols = [t.stored[0] for t in tensors], [t.stored[1] for t in tensors]
-    row = cat(rows, along) if rows[0] is not None else None
-    col = cat(cols, 1 - along) if cols[0] is not None else None
+    row = cat(rows, axis) if rows[0] is not None else None
+    col = cat(cols, 1 - axis) if cols[0] is not None else None
     if (row is None) != (rows[0] is None) or (col is None) != (cols[0] is None):
         return NotImplemented
     shape = [*first.shape]
@@ -338,9 +355,8 @@ def _joins(first: Any, other: Any) -> bool:
     return (
         isinstance(first, QuantizedTensor)
         and isinstance(other, QuantizedTensor)
-        and _natural(first)
-        and _natural(other)
-        and (first.dim(), first.dtype) == (other.dim(), other.dtype)
+        and all(_is_whole(t) if t.is_stack else _natural(t) for t in (first, other))
+        and (first.dim(), first.dtype, first.is_stack) == (other.dim(), other.dtype, other.is_stack)
         and [(d, s.quantizer) for d, s in first.operands] == [(d, s.quantizer) for d, s in other.operands]
     )
 
