@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -22,7 +21,7 @@ from lpq.calibration.saved import Saved
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target, searches, targets
 from lpq.checkpoint.model import Model
-from lpq.engines.siblings import FUSED
+from lpq.engines.siblings import FUSED, fused
 from lpq.nn import Layer
 from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
@@ -92,13 +91,14 @@ def calibrate(
     of all ranks together. ``method``: ``"max"`` takes the largest magnitude; ``"percentile"`` cuts off the elements of
     inputs beyond the magnitude that ``percentile`` percent of them do not exceed, and goes through the batches twice;
     ``"mse"`` and ``"four_over_six"`` search the scale of each block of a weight, where its format has some, with the
-    largest magnitudes for all else. ``siblings``: the last parts of the names of layers that engines fuse if they are
-    beside each other, and that therefore get one scale. ``unseen``: layers that no token went through get the input
-    scales of their siblings, with a warning, or are an ``"error"``. ``state``: a file in which statistics are kept,
-    every so many rounds (``every``); a call that finds it goes on from there, with the same batches on any number of
-    ranks that they are dealt out to in turn. ``progress``: show a bar, in a terminal.
+    largest magnitudes for all else. ``siblings``: groups of the last parts of the names of layers, or of patterns of
+    these, that engines fuse if they are beside each other, and that therefore get one scale. ``unseen``: layers that no
+    token went through get the input scales of their siblings, with a warning, or are an ``"error"``. ``state``: a file
+    in which statistics are kept, every so many rounds (``every``); a call that finds it goes on from there, with the
+    same batches on any number of ranks that they are dealt out to in turn. ``progress``: show a bar, in a terminal.
     """
     _check(method, samples, percentile, unseen, every, batches)
+    _check_forms(siblings, forward)
     search = method if method in SEARCHING else None
     axes = axes_of(process_group)
     chosen = targets(model, search)
@@ -108,6 +108,12 @@ def calibrate(
             "no layer has a scale of a whole tensor, which could become static: was the model converted? Scales of "
             "blocks and rows follow their tensors at each step, and such a model is exported without calibration"
         )
+    for group in siblings if siblings is not FUSED else ():
+        if not fused([target.name for target in chosen], [group]):
+            raise CalibrationError(
+                f"siblings has {tuple(group)}, and the model has no two layers of such names beside each other, with a "
+                "scale of a whole tensor"
+            )
     if search is not None and not searched:
         raise CalibrationError(
             f"method={method!r} searches scales of blocks of weights, and here there are none: that is for formats "
@@ -240,14 +246,26 @@ def _check(method: str, samples: int, percentile: float, unseen: str, every: int
     for name, value in (("samples", samples), ("every", every)):
         if type(value) is not int or value < 1:
             raise CalibrationError(f"{name}={value!r}: it is a whole number from 1 on")
-    if not 0 < Fraction(str(percentile)) <= 100:
-        raise CalibrationError(f"percentile={percentile!r}: it is more than 0 and at most 100")
+    if isinstance(percentile, bool) or not isinstance(percentile, int | float) or not 0 < percentile <= 100:
+        raise CalibrationError(f"percentile={percentile!r}: it is a number, more than 0 and at most 100")
+    if not isinstance(batches, Iterable):
+        raise CalibrationError(f"batches is of type {type(batches).__name__}: it is a list, a DataLoader or the like")
     if isinstance(batches, Tensor):
         raise CalibrationError(
             f"batches is a tensor {list(batches.shape)}, whose rows would each be a batch: pass a list, [tensor]"
         )
-    if method == "percentile" and iter(batches) is batches:  # type: ignore[call-overload]
+    if method == "percentile" and iter(batches) is batches:
         raise CalibrationError(
             'method="percentile" goes through the batches twice, and an iterator gives them once: pass a list or a '
             "DataLoader that gives the same ones again"
         )
+
+
+def _check_forms(siblings: object, forward: object) -> None:
+    groups = siblings if isinstance(siblings, Iterable) and not isinstance(siblings, str) else (siblings,)
+    if any(isinstance(g, str) or not isinstance(g, Iterable) or not all(isinstance(n, str) for n in g) for g in groups):
+        raise CalibrationError(
+            f"siblings={siblings!r}: it is a list of groups of names, as [('query', 'key', 'value')]"
+        )
+    if not callable(forward):
+        raise CalibrationError(f"forward={forward!r}: it is a function that calls the model, forward(model, batch)")

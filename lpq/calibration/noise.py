@@ -62,6 +62,8 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
     for name, weight in weights.items():
         if hasattr(weight, "device_mesh"):
             raise CalibrationError(f"{name} is sharded: measure the noise of the model before it is")
+    if not weights:
+        raise CalibrationError("no layer has a recipe, whose noise could be measured: convert the model, lpq.convert")
     training = [module for module in model.modules() if module.training]
     with _watching(layers, stacks, sums):
         model.eval()
@@ -71,6 +73,8 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
         finally:
             for module in training:
                 module.training = True
+    if not sums:
+        raise CalibrationError("no batch went through a layer with a recipe: pass what the model is called with")
     of_weight = {name: partial(_of_weight, layer) for name, layer in layers.items()}
     of_weight |= {name: partial(_of_stack, stack) for name, stack in stacks.items()}
     found = [Noise(name, _decibels(*total), of_weight[name]()) for name, total in sums.items()]

@@ -236,7 +236,7 @@ def _stored_formats(tensor: Tensor) -> set[str]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
-        inner = model.module if isinstance(model, Replicas) else compiled_from(model)
+        inner = model.module if isinstance(model, Replicas | nn.DataParallel) else compiled_from(model)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

@@ -182,6 +182,11 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ran
         saved = Saved(Path(model), ranks)
         return _Source(saved.entries(dtype), saved.unquantized, None, (*notes_of(saved.left_stacks()),))
     seen = Model(model)
+    if adapted := [name for name, module in seen.module.named_modules() if hasattr(module, "get_base_layer")]:
+        raise CheckpointError(
+            f"{listed(adapted)} have adapters beside their weights, which engines would not find: merge these first, "
+            "model = model.merge_and_unload()"
+        )
     notes = (*notes_of(left_stacks(seen.module)),)
     return _Source(entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module, notes)
 

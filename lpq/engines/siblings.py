@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
 FUSED: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""The last parts of the names of layers that are fused if they are beside each other."""
+"""Patterns of the last parts of the names of layers that are fused if they are beside each other."""
 
 
 def fused(layers: Iterable[str], groups: Sequence[Sequence[str]] = FUSED) -> list[list[str]]:
@@ -14,6 +15,6 @@ def fused(layers: Iterable[str], groups: Sequence[Sequence[str]] = FUSED) -> lis
     for layer in layers:
         parent, _, leaf = layer.rpartition(".")
         for number, group in enumerate(groups):
-            if leaf in group:
+            if any(fnmatchcase(leaf, pattern) for pattern in group):
                 found.setdefault((parent, number), []).append(layer)
     return [names for names in found.values() if len(names) > 1]

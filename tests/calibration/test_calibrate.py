@@ -92,9 +92,10 @@ def test_fused_layers_encode_the_input_that_they_share_once(
     assert torch.equal(outputs[2], outputs[3])
 
 
-def test_other_siblings_can_be_named() -> None:
+@pytest.mark.parametrize("group", [("k_proj", "o_proj"), ("[ko]_*",)])
+def test_other_siblings_can_be_named(group: tuple[str, ...]) -> None:
     net = converted("fp8-current")
-    lpq.calibrate(net, data(), siblings=[("k_proj", "o_proj")])
+    lpq.calibrate(net, data(), siblings=[group])
     found = statics(net)
     assert found["0.attn.k_proj.w_amax"] == found["0.attn.o_proj.w_amax"]
     assert found["0.attn.k_proj.w_amax"] != found["0.attn.q_proj.w_amax"]
@@ -296,13 +297,19 @@ def test_a_bar_shows_how_far_it_is_in_a_terminal_only(monkeypatch: pytest.Monkey
     [
         ({"method": "maximum"}, "there is no method 'maximum': did you mean 'max'"),
         ({"samples": 0}, "samples=0: it is a whole number from 1 on"),
-        ({"percentile": 101, "method": "percentile"}, "percentile=101: it is more than 0"),
+        ({"percentile": 101, "method": "percentile"}, "percentile=101: it is a number, more than 0"),
+        ({"percentile": "99"}, "percentile='99': it is a number"),
+        ({"siblings": "w1"}, "siblings='w1': it is a list of groups"),
+        ({"siblings": ["w1", "w3"]}, r"siblings=\['w1', 'w3'\]: it is a list of groups"),
+        ({"siblings": [("w1", "w4")]}, r"siblings has \('w1', 'w4'\), and the model has no two layers"),
+        ({"forward": 3}, r"forward=3: it is a function that calls the model"),
+        ({"batches": None}, r"batches is of type NoneType: it is a list"),
         ({"unseen": "never"}, "unseen='never': it is 'siblings' or 'error'"),
     ],
 )
 def test_wrong_arguments_are_refused(options: Any, words: str) -> None:
     with pytest.raises(CalibrationError, match=words):
-        lpq.calibrate(converted("fp8-current"), data(), **options)
+        lpq.calibrate(converted("fp8-current"), **{"batches": data(), **options})
 
 
 def test_models_with_nothing_to_calibrate_are_refused() -> None:

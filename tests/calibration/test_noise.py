@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.__main__ import main
-from lpq.calibration import layer_noise
+from lpq.calibration import CalibrationError, layer_noise
 from lpq.core import QuantizedTensor
 
 
@@ -51,6 +51,13 @@ def test_a_search_lessens_the_noise_of_weights() -> None:
         for noise in sorted(layer_noise(net, data(1)), key=lambda n: n.layer):
             found.setdefault(noise.layer, []).append(noise.weight)
     assert all(one < two < three for one, two, three in found.values()), found
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(CalibrationError, match="no layer has a recipe"):
+        layer_noise(model(), data(1))
+    with pytest.raises(CalibrationError, match="no batch went through a layer"):
+        layer_noise(lpq.convert(model(), "nvfp4"), [])
 
 
 def test_stored_weights_have_no_noise_of_their_own() -> None:

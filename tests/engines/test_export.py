@@ -102,6 +102,14 @@ def test_several_files_have_the_tensors_of_one(tmp_path: Path) -> None:
     assert same(theirs, found)
 
 
+def test_a_wrapper_adds_nothing_to_names(tmp_path: Path) -> None:
+    model = lpq.convert(Net(), "mxfp8")
+    wrapped = nn.DataParallel(model)
+    assert same(dict(lpq.export.stream(wrapped, "modelopt")), dict(lpq.export.stream(model, "modelopt")))
+    lpq.checkpoint.save(tmp_path / "run", wrapped)
+    lpq.checkpoint.load(tmp_path / "run", lpq.convert(Net(), "mxfp8"))
+
+
 def test_tied_weights_are_written_once_and_stay_in_high_precision(tmp_path: Path) -> None:
     model = lpq.convert(Net(tied=True), lpq.policy("mxfp8", include="all"))
     lpq.export(model, tmp_path / "x", layout="compressed-tensors")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lpq
+from lpq.checkpoint import CheckpointError
 from lpq.core import QuantizedTensor
 
 peft: Any = pytest.importorskip("peft", reason="needs peft, which `make install` brings")
@@ -85,6 +86,18 @@ def test_merging_keeps_what_merge_aware_adapters_learned(tmp_path: Path) -> None
             assert error(merged, target) == after < 0.9 * before
         else:
             assert after < 0.5 * before < 0.9 * before < error(merged, target)
+
+
+def test_adapters_beside_weights_are_not_exported(tmp_path: Path) -> None:
+    """Their names are none that an engine has, and what they learned would be lost."""
+    model = adapted(tmp_path / "base", False)
+    for what in (
+        lambda: lpq.export(model, tmp_path / "x", layout="modelopt"),
+        lambda: lpq.export.stream(model, "modelopt"),
+    ):
+        with pytest.raises(CheckpointError, match=r"base_model\.model\.up.* have adapters .*model\.merge_and_unload\(\)"):
+            what()
+    assert not (tmp_path / "x").exists()
 
 
 def test_merged_models_are_exported(tmp_path: Path) -> None:
