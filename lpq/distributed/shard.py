@@ -46,8 +46,8 @@ class WeightShard(Gathered, Tensor):
         return self.writes[0] + version_of(self.held)
 
     @property
-    def first_buffer(self) -> Tensor:
-        return self.held
+    def buffers(self) -> list[Tensor]:
+        return [self.held]
 
     @property
     def data(self) -> Tensor:
@@ -119,13 +119,6 @@ class WeightShard(Gathered, Tensor):
         copy = WeightShard(self.held.clone())
         memo[id(self)] = _parameter(copy, self.requires_grad) if is_parameter(self) else copy
         return cast("Tensor", memo[id(self)])
-
-    def share_memory_(self) -> WeightShard:
-        self.held.share_memory_()  # type: ignore[no-untyped-call]
-        return self
-
-    def is_shared(self) -> bool:
-        return bool(self.held.is_shared())  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightShard({self.held!r})"

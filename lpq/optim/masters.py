@@ -43,7 +43,7 @@ class _Seen(NamedTuple):
     def of(weight: Tensor) -> _Seen:
         """The counts of a weight as they are now."""
         stored = cast("QuantizedTensor", local_part(weight))
-        buffers = [(buffer, version_of(buffer)) for _, side in stored.operands for buffer in side.tensors()]
+        buffers = [(buffer, version_of(buffer)) for buffer in stored.buffers]
         return _Seen((version_of(weight), version_of(stored), stored.write_count), buffers)
 
     def still(self, now: _Seen) -> bool:

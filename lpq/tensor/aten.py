@@ -259,20 +259,19 @@ def _pin_memory(t: QuantizedTensor, device: Any = None) -> Any:
 
 @implements(aten.is_pinned.default)
 def _is_pinned(t: QuantizedTensor, device: Any = None) -> Any:
-    return all(b.is_pinned() for _, s in t.operands for b in s.tensors())
+    return all(b.is_pinned() for b in t.buffers)
 
 
 @implements(aten.record_stream.default)
 def _record_stream(t: QuantizedTensor, stream: Any) -> None:
-    for _, storage in t.operands:
-        for buffer in storage.tensors():
-            buffer.record_stream(stream)
+    for buffer in t.buffers:
+        buffer.record_stream(stream)
 
 
 @implements(torch.ops.lpq.draw_seeds.default)
 def _draw_seeds(x: Tensor, owner: Tensor, count: int) -> Any:
     """Draw with a buffer in place of each tensor, which only gives the device and keeps draws apart."""
-    where, whose = (t.operands[0][1].tensors()[0] if isinstance(t, QuantizedTensor) else t for t in (x, owner))
+    where, whose = (t.buffers[0] if isinstance(t, QuantizedTensor) else t for t in (x, owner))
     return torch.ops.lpq.draw_seeds(where, whose, count)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import Tensor
 
@@ -41,14 +41,24 @@ class Gathered:
         raise NotImplementedError(f"{type(self).__name__} does not count what is written to it")
 
     @property
-    def first_buffer(self) -> Tensor:
-        """The ordinary tensor that holds its data, or the first of several."""
+    def buffers(self) -> list[Tensor]:
+        """The ordinary tensors that hold its data."""
         raise NotImplementedError(f"{type(self).__name__} has no buffer")
 
     def data_ptr(self) -> int:
         """The address of the first buffer of a parameter, by which code outside of PyTorch distinguishes parameters. It
         is 0 for any other tensor, such as a detached one in a state dict: so PyTorch finds no memory to copy."""
-        return self.first_buffer.data_ptr() if is_parameter(self) else 0
+        return self.buffers[0].data_ptr() if is_parameter(self) else 0
+
+    def share_memory_(self) -> Self:
+        """Move its data to memory that processes share."""
+        for buffer in self.buffers:
+            buffer.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether its data lies there."""
+        return all(buffer.is_shared() for buffer in self.buffers)  # type: ignore[no-untyped-call]
 
     def storage(self) -> Any:
         """Raise: safetensors, which reads it, would write the bytes there in place of the values."""

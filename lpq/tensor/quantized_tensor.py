@@ -152,8 +152,9 @@ class QuantizedTensor(Gathered, Tensor):
         return self.writes.count
 
     @property
-    def first_buffer(self) -> Tensor:
-        return self.operands[0][1].tensors()[0]
+    def buffers(self) -> list[Tensor]:
+        """The buffers of its operands."""
+        return [buffer for _, storage in self.operands for buffer in storage.tensors()]
 
     @property
     def whose(self) -> str:
@@ -247,7 +248,7 @@ class QuantizedTensor(Gathered, Tensor):
     @property
     def held_bytes(self) -> int:
         """The bytes of all its buffers."""
-        return sum(storage.nbytes for _, storage in self.operands)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     @property
     def data(self) -> Tensor:
@@ -279,15 +280,6 @@ class QuantizedTensor(Gathered, Tensor):
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise BufferError(f"{self.whose}this tensor is stored as {self.quantizer}: hand on what dequantize() gives")
-
-    def share_memory_(self) -> QuantizedTensor:
-        for _, storage in self.operands:
-            for buffer in storage.tensors():
-                buffer.share_memory_()  # type: ignore[no-untyped-call]
-        return self
-
-    def is_shared(self) -> bool:
-        return all(b.is_shared() for _, s in self.operands for b in s.tensors())  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------------------ to PyTorch
 
