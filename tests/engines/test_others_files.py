@@ -1,0 +1,109 @@
+"""Whole models that transformers and the package compressed-tensors quantize and save, without lpq: read by lpq."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import layers, llama, tensors
+from torch import Tensor
+
+import lpq
+from lpq.checkpoint import CheckpointError
+
+transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
+pytest.importorskip("compressed_tensors", reason="needs compressed-tensors, which `make install` brings")
+pytestmark = [pytest.mark.usefixtures("mxfp4"), pytest.mark.filterwarnings("ignore::UserWarning")]
+LARGEST = 448 * 6
+TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def amaxes(weight: Tensor, how: Any) -> Tensor:
+    """The largest magnitudes for which a scheme has scales."""
+    magnitudes = weight.abs()
+    if how.strategy == "tensor":
+        return magnitudes.amax().reshape(1)
+    if how.strategy == "channel":
+        return magnitudes.amax(1, keepdim=True)
+    if how.strategy == "block":
+        rows, cols = how.block_structure
+        return magnitudes.unflatten(0, (-1, rows)).unflatten(2, (-1, cols)).amax((1, 3))
+    return magnitudes.unflatten(1, (-1, how.group_size)).amax(-1)
+
+
+def saved_by_others(preset: str, path: Path) -> Any:
+    """A model that is quantized by one of the schemes of compressed-tensors, with scales as it calculates them."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model, groups = llama(), {"group_0": preset_name_to_scheme(preset, ["Linear"])}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    for module in model.modules():
+        if (scheme := getattr(module, "quantization_scheme", None)) is None:
+            continue
+        weight, upper = module.weight.detach().float(), None
+        if hasattr(module, "weight_global_scale"):
+            upper = module.weight_global_scale
+            upper.data.fill_(LARGEST / weight.abs().amax())
+        found = amaxes(weight, scheme.weights)
+        scale, _ = calculate_qparams(-found, found, scheme.weights, global_scale=upper)
+        module.weight_scale.data.copy_(scale.view(module.weight_scale.shape))
+        for name, value in (("input_scale", 0.03125), ("input_global_scale", 512.0)):
+            if hasattr(module, name):
+                getattr(module, name).data.fill_(value)
+        module.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(path)
+    compressor.update_config(path)
+    how = transformers.CompressedTensorsConfig(dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=how)
+
+
+PRESETS = ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP8", "MXFP4"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_model_that_others_quantized_is_read_as_they_read_it(preset: str, tmp_path: Path) -> None:
+    """The weights of each layer, bit for bit; its static scales; and exported again, all tensors are as they came, but
+    for scales in bf16, which become fp32."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        theirs = saved_by_others(preset, tmp_path / "theirs")
+    read = lpq.load_quantized(tmp_path / "theirs", llama()).eval()
+    assert len(layers(read)) == 7
+    for name, layer in layers(read).items():
+        assert torch.equal(layer.weight.dequantize(), theirs.get_parameter(f"{name}.weight")), name
+        assert not torch.equal(layer.weight.dequantize(), llama().get_parameter(f"{name}.weight"))
+        assert len(layer.static_values()) == (preset in ("FP8", "NVFP4"))
+    with torch.no_grad():
+        assert read(TOKENS).logits.isfinite().all()
+    lpq.export(read, tmp_path / "again", layout="compressed-tensors")
+    before, after = tensors(tmp_path / "theirs"), tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        wide = value.dtype == torch.bfloat16 and "_scale" in name
+        expected = value.float() if wide else value
+        assert expected.dtype == after[name].dtype
+        assert torch.equal(expected.view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("preset", ["W8A8", "W4A16"])
+def test_integers_of_others_are_refused_by_name(preset: str, tmp_path: Path) -> None:
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    groups = {"group_0": preset_name_to_scheme(preset, ["Linear"])}
+    model = llama()
+    model.config.quantization_config = QuantizationConfig(config_groups=groups, ignore=["lm_head"]).to_dict()
+    model.save_pretrained(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=r"no format that is installed has weights as those of its group_0"):
+        lpq.load_quantized(tmp_path / "x", llama())
