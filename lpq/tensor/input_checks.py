@@ -15,8 +15,8 @@ def check_received(func: Any, tensor: QuantizedTensor) -> None:
     if func.namespace == "c10d" and name.endswith("_"):
         raise TypeError(
             f"{tensor.whose}{name} would receive into a decoded copy of a QuantizedTensor, and that would "
-            f"be lost. ZeroRedundancyOptimizer and tensor parallelism do that with weights: {REMEDY}. Of a "
-            "tensor of your own pass tensor.buffers"
+            f"be lost. ZeroRedundancyOptimizer and tensor parallelism do that with weights: {REMEDY}. Pass "
+            "tensor.buffers of a tensor of your own"
         )
 
 
