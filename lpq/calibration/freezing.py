@@ -19,12 +19,12 @@ from lpq.nn import Layer, convert
 from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
 from lpq.recipes import Recipe
+from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
 Unseen = Literal["siblings", "error"]
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 LAST_NUMBER = re.compile(r"(?<=\.)\d+(?=\.\D*$)")
-LISTED = 5
 ALL_ZERO = 1.0
 """The statistic of a weight of zeros, which any scale is right for and none follows from."""
 
@@ -120,10 +120,8 @@ def _fill_unseen(
             values[name] = torch.stack([values[t.name + leaf] for t in same]).amax()
     if without:
         names = [target.name for target in without]
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         warn(
-            f"no token went through {', '.join(names[:LISTED])}{more}: the static scales of their inputs are those of "
-            "their siblings",
+            f"no token went through {listed(names)}: the static scales of their inputs are those of their siblings",
             CalibrationWarning,
         )
 

@@ -19,9 +19,8 @@ from lpq.calibration.errors import CalibrationError
 from lpq.calibration.statistics import DTYPES, EVERYWHERE, How, Statistic, Statistics
 from lpq.distributed import agree
 from lpq.operations.reduce_statistics import reduce_max
+from lpq.registry.showing import listed
 
-LISTED = 5
-"""The most names that a message lists."""
 Place = tuple[int, ...]
 """The ranks of a process along all axes."""
 
@@ -123,7 +122,7 @@ def _check_names(by_axes: Mapping[tuple[str, ...], Mapping[str, Statistic]], axe
     mine, theirs = known[first].get(over, []), known[second].get(over, [])
     lacking = [[n.split()[0] for n in a if n not in b] for a, b in ((mine, theirs), (theirs, mine))]
     words = [
-        f"rank {_shown(has, axes)} has {_listed(names)}, which rank {_shown(other, axes)} lacks"
+        f"rank {_shown(has, axes)} has {listed(names)}, which rank {_shown(other, axes)} lacks"
         for (has, other), names in zip(((first, second), (second, first)), lacking, strict=True)
         if names
     ]
@@ -149,8 +148,3 @@ def _differing(known: Mapping[Place, Any], axes: Axes) -> list[tuple[Place, Plac
 
 def _shown(place: Place, axes: Axes) -> str:
     return str(place[0]) if len(place) == 1 else ", ".join(f"{n} {r}" for n, r in zip(axes, place, strict=True))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

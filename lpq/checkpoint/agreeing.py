@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.ranks import Ranks
+from lpq.registry.showing import listed
 
 Meshes = frozenset[tuple[int, ...]]
 """For each mesh of a model, the ranks over which its tensors lie."""

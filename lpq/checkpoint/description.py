@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from lpq import registry
-from lpq.checkpoint.errors import CheckpointError, MissingPlugin, listed, shown
+from lpq.checkpoint.errors import CheckpointError, MissingPlugin, shown
 from lpq.formats import Quantizer
 from lpq.recipes import Policy, Steps, policy
 from lpq.registry.errors import LpqError
-from lpq.registry.showing import brief, pip
+from lpq.registry.showing import brief, listed, pip
 
 VERSION = 1
 """The version of this file. A file of a later version is refused, in words."""

@@ -5,13 +5,8 @@ Each is made from its message alone, so that it travels from the rank that found
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.showing import printable
-
-LISTED = 5
-"""The most names that a message lists."""
 
 
 class CheckpointError(LpqError):
@@ -37,9 +32,3 @@ class CheckpointWarning(UserWarning):
 def shown(name: str) -> str:
     """The name that a tensor of a checkpoint has in its model or optimizer."""
     return printable(name.removeprefix("model."))
-
-
-def listed(names: Sequence[str]) -> str:
-    """The names, or the first few of them and how many more there are."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint, listed
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, NoCheckpoint
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.index import INDEX
 from lpq.checkpoint.manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
 from lpq.checkpoint.ranks import Ranks
+from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
 REPLACED = ".replaced"

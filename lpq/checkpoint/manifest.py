@@ -9,9 +9,9 @@ from typing import Any
 
 from lpq.checkpoint import files
 from lpq.checkpoint.claim import LOCK
-from lpq.checkpoint.errors import listed
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.index import INDEX
+from lpq.registry.showing import listed
 
 MANIFEST = "manifest.json"
 DESCRIPTION = "lpq.json"

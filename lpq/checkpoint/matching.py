@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpq.checkpoint.errors import CheckpointError, listed, shown
+from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.optimizer import Saved
 from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, stored_like, touched
 from lpq.operations.operands import DTYPES
+from lpq.registry.showing import listed
 
 BY_VALUE = "or move its values with lpq.checkpoint.export_file(…, decode=True) and import_file"
 """The remedy where a checkpoint and a model store a tensor in ways that do not fit."""

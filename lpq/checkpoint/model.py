@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as Replicas
 
 from lpq.checkpoint.agreeing import Meshes
 from lpq.checkpoint.description import Description, formats_of, origins
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed, shown
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
 from lpq.checkpoint.tensors import described, held
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
@@ -23,6 +23,7 @@ from lpq.nn.expert_names import renamed, stacks_of
 from lpq.nn.names import plain_name
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Policy, Recipe, Steps
+from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.checkpoints import EXTRA_STATE

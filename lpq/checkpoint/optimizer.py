@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.tensors import held, plain_like
 from lpq.optim.masters import MASTER, MasterWeights
 from lpq.optim.standing import itself
+from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.pytree import tree_leaves
 

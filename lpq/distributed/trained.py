@@ -18,6 +18,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lpq.registry.showing import listed
+
 Named = Mapping[str, Tensor]
 """Weights that belong to one model, by their names in it."""
 
@@ -65,7 +67,7 @@ class Trained:
         lost = [weight.name for weight in left if weight.got_a_gradient]
         if lost:
             raise RuntimeError(
-                f"no optimizer has {_listed(lost)}, though this {type(optimizer).__name__} has other weights of the "
+                f"no optimizer has {listed(lost, 3)}, though this {type(optimizer).__name__} has other weights of the "
                 "model, and so these would never be trained: give them to an optimizer that is made before the first "
                 "step, or freeze them by requires_grad_(False)"
             )
@@ -101,10 +103,6 @@ def _twice(optimizer: Optimizer, params: Sequence[Tensor], models: Sequence[Name
     none = [name for weight, name in names.items() if weight not in times]
     return (
         f"this {type(optimizer).__name__} has {name} {times[id(several)]} times, so that a step would write to it as "
-        f"often{f', and it has no {_listed(none)}' if none else ''}: make it of model.parameters() once the model is "
+        f"often{f', and it has no {listed(none, 3)}' if none else ''}: make it of model.parameters() once the model is "
         "sharded. If a library exchanged its parameters, have that shard the model as well"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lpq.checkpoint.errors import listed
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
 from lpq.nn.expert_names import Names, stacks_of
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Recipe
+from lpq.registry.showing import listed
 from lpq.torch_private.tensors import local_part
 
 Memories = Mapping[str, Mapping[str, Tensor]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lpq.checkpoint.agreeing import check_one_model
 from lpq.checkpoint.background import ranks_of
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
@@ -26,6 +26,7 @@ from lpq.engines.saved import Saved
 from lpq.engines.siblings import fused
 from lpq.engines.writing import Directory, shards
 from lpq.operations.operands import DTYPES
+from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
 SHARD = 5 * 10**9

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lpq import recipes, registry
 from lpq.checkpoint.background import ranks_of
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import held, touched
 from lpq.engines.inputs import RECORD
@@ -31,6 +31,7 @@ from lpq.operations import decode, remember
 from lpq.operations.operands import DTYPES
 from lpq.operations.quantizing import quantize
 from lpq.recipes import Recipe
+from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 

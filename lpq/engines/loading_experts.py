@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.errors import CheckpointError
 from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer, Storage
 from lpq.formats.joined import cat
@@ -17,6 +17,7 @@ from lpq.nn.expert_names import Names, Stack, stacks_of
 from lpq.nn.experts import Experts
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.operations.derived_operands import derives_col
+from lpq.registry.showing import listed
 
 
 def held_stacks(model: nn.Module, found: Mapping[str, Quantized]) -> dict[str, Stack]:

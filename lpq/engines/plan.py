@@ -9,13 +9,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from lpq.checkpoint.errors import CheckpointError, UnknownName, listed
+from lpq.checkpoint.errors import CheckpointError, UnknownName
 from lpq.engines.checks import check_value
 from lpq.engines.entries import Entry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, schemes_for
 from lpq.engines.tensorfile import Shown
 from lpq.registry import Group, Inputs, Part, Scheme
-from lpq.registry.showing import brief
+from lpq.registry.showing import brief, listed
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lpq.checkpoint import files
-from lpq.checkpoint.errors import CheckpointError, listed
+from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.manifest import DESCRIPTION
 from lpq.engines.beside import read_json
 from lpq.engines.checks import check_value
@@ -20,7 +20,7 @@ from lpq.engines.names import CONFIG, INDEX, JSON_FILES, ONE
 from lpq.engines.tensorfile import Reader, Shown
 from lpq.registry import Described, Inputs, Part, Scheme
 from lpq.registry.errors import suggestion
-from lpq.registry.showing import brief
+from lpq.registry.showing import brief, listed
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)

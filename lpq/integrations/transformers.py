@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lpq.checkpoint.description import Description
-from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, listed
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import Model
 from lpq.integrations.decoded import attach
 from lpq.nn import replan, set_step
 from lpq.nn.quantizer_state import memories
 from lpq.optim import MasterWeights
 from lpq.optim.standing import itself
+from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part

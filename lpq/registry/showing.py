@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 DISTRIBUTION = re.compile(r"[A-Z0-9](?:[A-Z0-9._-]{0,98}[A-Z0-9])?", re.ASCII | re.IGNORECASE)
 """The name of a distribution, by PEP 508; none in use is longer."""
@@ -29,6 +29,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The names, or the first few of them and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def pip(command: str, names: Iterable[str], otherwise: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.torch_private.operators import norm_of_each
 
@@ -64,7 +65,7 @@ def _warn(of: _Sums) -> None:
             writes.warned = True
     if names:
         warn(
-            f"the step of an optimizer made NaN or infinite what is stored quantized: {', '.join(names[:3])}"
-            f"{f' and {len(names) - 3} more' if names[3:] else ''}. The gradients, or what the optimizer made of them, "
-            "were not finite: clip or skip such gradients, and go on from the last checkpoint",
+            f"the step of an optimizer made NaN or infinite what is stored quantized: {listed(names, 3)}. The "
+            "gradients, or what the optimizer made of them, were not finite: clip "
+            "or skip such gradients, and go on from the last checkpoint",
         )
