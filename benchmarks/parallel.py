@@ -6,6 +6,7 @@ what ``down`` returns; backward gathers and scatters the other way round. Conten
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -82,6 +83,9 @@ def measure(everyone: list[Contender], shape: Pair, effort: Effort, device: torc
             print(f"{contender.name}: {row['failure'] or 'runs'}", file=sys.stderr)
         rows.append(row)
     taken = on_gpu(steps, effort, COUNT)
+    steps.clear()
+    compile_afresh()  # NCCL waits, when the group is destroyed, for recorded graphs that use it
+    gc.collect()
     for row, contender in zip(rows, everyone, strict=True):
         if contender.name in taken:
             row.update(taken[contender.name].record("ms"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,26 @@ import lpq
 from lpq.distributed import tensor_parallel as tp
 
 
-def _compiled(rank: int, style: Any, recipe: str, backend: str) -> None:
-    """Bit for bit what a layer computes that is not compiled."""
-    found = []
-    for compiled in (False, True):
+def compiled(rank: int, style: Any, recipe: str, steps: int = 1, device: str = "cpu", **how: Any) -> None:
+    """Bit for bit what a layer computes that is not compiled. The compiler records graphs at the second step."""
+    found: list[list[Tensor]] = [[], []]
+    for results, is_compiled in zip(found, (False, True), strict=True):
         torch.manual_seed(0)
-        net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), recipe)
-        parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": style})
-        if compiled:
-            net.compile(fullgraph=True, backend=backend)
-        x, dy = data()
+        net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)).to(device), recipe)
+        parallelize_module(net, init_device_mesh(device, (2,)), {"0": style})
+        if is_compiled:
+            net.compile(fullgraph=True, **how)
         columns = isinstance(style, tp.ColwiseParallel)
-        x, dy = (t.chunk(2, dim)[rank].contiguous() for t, dim in ((x, 1 if columns else 2), (dy, 2 if columns else 1)))
-        y = net(x.requires_grad_())
-        y.backward(dy)
-        assert x.grad is not None
-        found.append((y.detach(), x.grad, whole(net[0].weight.grad)))
+        dims = (1, 2) if columns else (2, 1)
+        for step in range(1, steps + 1):
+            x, dy = (t.chunk(2, d)[rank].to(device, torch.bfloat16) * step for t, d in zip(data(), dims, strict=True))
+            x = x.contiguous().requires_grad_()
+            y = net(x)
+            y.backward(dy.contiguous())
+            assert x.grad is not None
+            results += [y.detach().clone(), x.grad.clone(), whole(net[0].weight.grad).clone()]
+            net.zero_grad()
+    torch.compiler.reset()  # or recorded graphs would keep the group from ending
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -49,7 +54,7 @@ def _compiled(rank: int, style: Any, recipe: str, backend: str) -> None:
     ids=["columns", "rows"],
 )
 def test_compiled(style: Any, recipe: str, backend: str) -> None:
-    spawn(_compiled, 2, style, recipe, backend)
+    spawn(partial(compiled, backend=backend), 2, style, recipe)
 
 
 def _checkpointed(rank: int, recipe: str) -> None:

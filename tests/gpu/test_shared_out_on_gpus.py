@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from ranks import spawn
 from test_expert_parallel import MX, ROWS, as_one
-from test_parallel_combined import with_fsdp
+from test_parallel_combined import compiled, with_fsdp
 from test_parallel_operands import MODES, same_operands
+from torch.distributed.tensor import Shard
+
+from lpq.distributed import tensor_parallel as tp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +30,13 @@ def test_operands_are_those_of_one_process(text: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
 def test_training_with_fsdp2(shape: tuple[int, int]) -> None:
     spawn(with_fsdp, 2, "mxfp8", shape, "cuda", backend=BACKEND)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+def test_recorded_as_cuda_graphs(recipe: str) -> None:
+    for style in (tp.ColwiseParallel(input_layouts=Shard(1)), tp.RowwiseParallel(output_layouts=Shard(1))):
+        recorded = partial(compiled, mode="reduce-overhead", dynamic=False)
+        spawn(recorded, 2, style, recipe, 4, "cuda", backend=BACKEND)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", None])
