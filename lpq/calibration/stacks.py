@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.checkpoint.model import Model
-from lpq.checkpoint.tensors import chunk, held
+from lpq.checkpoint.tensors import chunk
 from lpq.distributed.shard import plain
 from lpq.engines.experts import states_of as states_in
 from lpq.nn.expert_names import counted, numbered
@@ -18,6 +18,7 @@ from lpq.nn.experts import Experts, is_transposed, stacks
 from lpq.nn.functional import as_offsets
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
+from lpq.torch_private.tensors import local_part
 
 Holder = GroupedLinear | Experts
 """A module with stacks: it has one recipe."""
@@ -82,7 +83,7 @@ def matrix_of(weight: Tensor, holder: nn.Module, expert: int) -> Tensor | None:
     first, last, _ = chunk(weight)[0].indices(len(weight))
     if not first <= expert < last:
         return None
-    found = plain(held(weight.detach()))[expert - first]
+    found = plain(local_part(weight.detach()))[expert - first]
     return found.t() if isinstance(holder, Experts) and is_transposed(holder) else found
 
 

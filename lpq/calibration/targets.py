@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.stacks import ONLY, matrix_of, stacks_in
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.tensors import held, whole
+from lpq.checkpoint.tensors import whole
 from lpq.distributed.shard import plain
 from lpq.engines.models import gathered_dtypes
 from lpq.formats import Quantizer
@@ -85,7 +85,7 @@ class Target:
         if matrix is not None:
             yield from self._measured("w", matrix, self.dtype or self.weight.dtype)
         else:  # another rank has it
-            yield from ((name, torch.zeros((), device=held(self.weight).device)) for name in names)
+            yield from ((name, torch.zeros((), device=local_part(self.weight).device)) for name in names)
 
     def places(self) -> dict[str, Tensor]:
         """The static values of the layer by the names of statistics, to write to."""
@@ -118,7 +118,7 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
             continue
         _check_schedule(name, layer)
         weight = state.get(f"{PREFIX}{name}.weight", layer.weight)
-        stored = isinstance(held(weight), QuantizedTensor)
+        stored = isinstance(local_part(weight), QuantizedTensor)
         made = _static(layer.recipe, search, weights=not stored)
         target = Target(name, layer, made, _dynamic(layer.recipe), None if stored else weight, dtypes.get(id(layer)))
         if made != layer.recipe or target.names("x") or target.names("w"):
@@ -134,7 +134,7 @@ def _of_experts(seen: Model, state: Mapping[str, Tensor], search: str | None) ->
         if isinstance(holder, Layer):
             _check_schedule(path.rpartition(".")[0], holder)
         weight = state[f"{PREFIX}{path}"]
-        stored = isinstance(held(weight), QuantizedTensor)
+        stored = isinstance(local_part(weight), QuantizedTensor)
         made = _static(holder.recipe, search, weights=not stored)
         for number, name in enumerate(names):
             target = Target(
@@ -192,7 +192,7 @@ def _matrix(weight: Tensor, layer: Any, quantizer: Quantizer) -> Tensor:
     if isinstance(weight, DTensor) and (layer.transposed or _is_cut(weight, quantizer)):
         found = whole(weight)
     else:
-        found = plain(held(weight.detach()))
+        found = plain(local_part(weight.detach()))
     return as_matrix(found.t() if layer.transposed else found)
 
 

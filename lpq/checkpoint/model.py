@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as Replicas
 from lpq.checkpoint.agreeing import Meshes
 from lpq.checkpoint.description import Description, formats_of, origins
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
-from lpq.checkpoint.tensors import described, held
+from lpq.checkpoint.tensors import described
 from lpq.nn import Layer
 from lpq.nn.conversion import RECORD, Conversion
 from lpq.nn.expert_names import renamed, stacks_of
@@ -28,6 +28,7 @@ from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.checkpoints import EXTRA_STATE
 from lpq.torch_private.compiling import compiled_from
+from lpq.torch_private.tensors import local_part
 
 PREFIX = "model."
 AS_SAVED = "Make the model of the modules that it had when it was saved"
@@ -231,7 +232,7 @@ def is_extra(name: str) -> bool:
 
 def _stored_formats(tensor: Tensor) -> set[str]:
     """The formats in which a tensor is stored; none, if it is an ordinary one."""
-    local = held(tensor)
+    local = local_part(tensor)
     return formats_of(local.quantizer) if isinstance(local, QuantizedTensor) else set()
 
 

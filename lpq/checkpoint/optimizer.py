@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.tensors import held, plain_like
+from lpq.checkpoint.tensors import plain_like
 from lpq.optim.masters import MASTER, MasterWeights
 from lpq.optim.standing import itself
 from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.pytree import tree_leaves
+from lpq.torch_private.tensors import local_part
 
 PREFIX = "optimizer."
 MARK = "lpq.tensor"
@@ -163,7 +164,7 @@ class Named:
                 if state is not None:
                     if self.names[number] in masters and param not in self.masters:
                         state = {key: value for key, value in state.items() if key != MASTER}
-                        loaded.dropped += [self.names[number]] if isinstance(held(param), QuantizedTensor) else []
+                        loaded.dropped += [self.names[number]] if isinstance(local_part(param), QuantizedTensor) else []
                     own = self.whole_state["state"].get(number)
                     loaded.state[number] = joined(state, own, param)
                 if param in self.masters and MASTER not in loaded.state.setdefault(number, {}):
@@ -191,7 +192,7 @@ class Loaded:
         for weight in self.starting:
             assert isinstance(self.optimizer, MasterWeights)
             if weight in encoded:
-                held(self.optimizer.masters[weight]).copy_(held(encoded[weight]))
+                local_part(self.optimizer.masters[weight]).copy_(local_part(encoded[weight]))
             else:
                 self.optimizer.take(weight)
         self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
@@ -254,7 +255,7 @@ def _existing_or_new(saved: Saved, param: Tensor | None, name: str, existing: ob
             "the optimizer knows how it is sharded itself: take one step, then load"
         )
     # load_state_dict puts a single number on the device that the optimizer needs.
-    device = torch.device("cpu") if param is None or shape.numel() == 1 else held(param).device
+    device = torch.device("cpu") if param is None or shape.numel() == 1 else local_part(param).device
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -264,7 +265,7 @@ def _sharded(param: Tensor) -> bool:
 
 def _check_sharded(param: Tensor, tensors: Mapping[str, Tensor]) -> None:
     """Refuse an ordinary tensor of the size of this rank's shard: its place in the whole is not known."""
-    local = held(param).shape
+    local = local_part(param).shape
     if not _sharded(param) or local == param.shape:
         return
     for name, tensor in tensors.items():

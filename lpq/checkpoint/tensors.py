@@ -26,17 +26,12 @@ from lpq.formats.stacks import along
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.dtensor import dtensor_over
-
-
-def held(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from lpq.torch_private.tensors import local_part
 
 
 def here(name: str, tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds; an error if the tensor has no memory."""
-    local = held(tensor)
+    local = local_part(tensor)
     if local.is_meta:
         raise CheckpointError(
             f"{shown(name)} is on the meta device, where there is nothing to save and no place to load into: "
@@ -69,7 +64,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 def described(tensor: Tensor) -> dict[str, Any] | None:
     """The plain data by which a quantized tensor is made of its parts again; None for any other tensor."""
-    local = held(tensor)
+    local = local_part(tensor)
     if not isinstance(local, QuantizedTensor):
         return None
     return {
@@ -107,30 +102,30 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
 
 def decoded(tensor: Tensor) -> Tensor:
     """An ordinary tensor with the values of this one, placed like it."""
-    local = held(tensor)
+    local = local_part(tensor)
     return _placed_like(tensor, local.dequantize() if isinstance(local, QuantizedTensor) else plain(local.detach()))
 
 
 @torch.no_grad()
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy into an ordinary tensor the values of one that is placed like it, or that every rank has whole."""
-    values = held(source)
+    values = local_part(source)
     if isinstance(values, QuantizedTensor):
         values = values.dequantize(target.dtype)
-    held(target).copy_(values if isinstance(source, DTensor) else values[chunk(target)])
+    local_part(target).copy_(values if isinstance(source, DTensor) else values[chunk(target)])
 
 
 def encode(pairs: Collection[tuple[Tensor, Tensor]]) -> None:
     """Write values, of which each rank has its part, into quantized tensors, with the statistics of the whole."""
     for tensor, _ in pairs:
         attach(tensor)
-    targets = [cast("QuantizedTensor", held(tensor)) for tensor, _ in pairs]
-    write(targets, [held(v).reshape(t.matrix_shape) for t, (_, v) in zip(targets, pairs, strict=True)])
+    targets = [cast("QuantizedTensor", local_part(tensor)) for tensor, _ in pairs]
+    write(targets, [local_part(v).reshape(t.matrix_shape) for t, (_, v) in zip(targets, pairs, strict=True)])
 
 
 def touched(tensor: Tensor) -> None:
     """Count a write that went into a tensor's buffers directly: all that was derived from it is out of date."""
-    local = held(tensor)
+    local = local_part(tensor)
     if isinstance(local, WeightShard):
         local.writes[0] += 1
     for seen in (tensor, local):
@@ -149,7 +144,7 @@ def whole(part: Tensor) -> Tensor:
     """Gather the whole of a part on every rank, as bytes, since backends do not support all dtypes."""
     if not isinstance(part, DTensor):
         return part.detach()
-    local = held(part)
+    local = local_part(part)
     single = local.dtype.itemsize == 1
     travels = DTensor.from_local(  # which takes what is offloaded to where it can travel
         local.view(torch.uint8) if single else local, part.device_mesh, part.placements,

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.distributed.gathered_operand import as_bytes
 from lpq.distributed.shardability import operand_bytes, why_cut
 from lpq.formats import Quantizer, Storage
 from lpq.formats.joined import cat
-from lpq.formats.layout import Buffer
+from lpq.formats.layout import Buffer, as_bytes
 from lpq.operations.decoding import decode
 from lpq.operations.measuring import measure, measure_again
 from lpq.operations.operands import recall

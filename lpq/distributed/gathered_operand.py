@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lpq.formats import Quantizer, Storage
 from lpq.formats.format import Direction
-from lpq.formats.layout import row_major
+from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack
 from lpq.operations.transposing import transpose
 from lpq.torch_private import fsdp
@@ -93,8 +93,3 @@ def _unit(count: int) -> torch.dtype:
     speed of memory if elements have 16 bytes, and at a fifth of it if they have 1."""
     units = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
     return next(unit for unit in units if count % unit.itemsize == 0)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, row by row."""
-    return row_major(tensor).view(-1).view(torch.uint8)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lpq.distributed.gathered_operand import Whole, as_bytes
+from lpq.distributed.gathered_operand import Whole
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import operand_bytes, why_not, why_uncut
 from lpq.formats import Quantizer, Storage
-from lpq.formats.layout import Stat
+from lpq.formats.layout import Stat, as_bytes
 from lpq.formats.stacks import is_stack
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.measuring import measure

@@ -16,7 +16,7 @@ from lpq import recipes, registry
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.tensors import held, touched
+from lpq.checkpoint.tensors import touched
 from lpq.engines.inputs import RECORD
 from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, store_quantized
 from lpq.engines.names import CONFIG
@@ -34,6 +34,7 @@ from lpq.recipes import Recipe
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
 
 CACHE = re.compile(r".*\.(k|v|q|kv)_scale|.*\.(k|v)_proj\.output_scale")
 """The names of scales of a KV cache, as others write them."""
@@ -187,7 +188,7 @@ class _Job:
         biases = [f"{layer}.bias" for layer in one.layers]
         if lacking := [bias for bias in biases if bias not in self.files.tensors]:
             raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(lacking)}")
-        for bias, row in zip(biases, held(tensor), strict=True):
+        for bias, row in zip(biases, local_part(tensor), strict=True):
             self._judge_plain(bias, row)
         return {*biases}
 
@@ -200,7 +201,7 @@ class _Job:
         if (reason := entry.scheme.why_not(rows, cols)) is not None:
             raise CheckpointError(f"{entry.name}.weight is {rows}x{cols} in the model, and {reason}")
         parts = self.files.parts(entry, rows, cols)
-        local = held(weight)
+        local = local_part(weight)
         side = registry.quantizer(entry.scheme.quantizer)
         if isinstance(local, QuantizedTensor):
             side = _stored_side(entry, local)
@@ -214,7 +215,7 @@ class _Job:
         return operand
 
     def _judge_plain(self, name: str, tensor: Tensor) -> None:
-        shown, local = self.files.tensors[name], held(tensor)
+        shown, local = self.files.tensors[name], local_part(tensor)
         if shown.shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"{name} has shape {list(shown.shape)}, and in the model {list(tensor.shape)}: make the model with the "
@@ -236,10 +237,10 @@ class _Job:
     def fill(self) -> None:
         """Write it all."""
         for tensor, name in self.plain:
-            held(tensor).copy_(self.files.read(name))
+            local_part(tensor).copy_(self.files.read(name))
             touched(tensor)
         for weight, operand in self.operands:
-            local = held(weight)
+            local = local_part(weight)
             if isinstance(local, QuantizedTensor):
                 _fill(local, operand)
             else:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
-from lpq.checkpoint.tensors import held, here, parts, whole
+from lpq.checkpoint.tensors import here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
 from lpq.engines.experts import left_stacks, split, split_rows, stacks, states_of
 from lpq.engines.inputs import RECORD
@@ -21,6 +21,7 @@ from lpq.nn import Layer
 from lpq.nn.expert_names import renamed
 from lpq.nn.names import plain_name
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
 
 
 def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
@@ -105,7 +106,7 @@ def _stored(name: str, local: Tensor) -> Stored | None:
 def _gather(key: str, tensor: Tensor) -> Pieces:
     pieces = parts(key, tensor)
     row = f"{key}.row."
-    if isinstance(held(tensor), QuantizedTensor):
+    if isinstance(local_part(tensor), QuantizedTensor):
         return {name.removeprefix(row): whole(part) for name, part in pieces.items() if name.startswith(row)}
     return {"": whole(pieces[key])}
 
