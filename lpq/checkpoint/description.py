@@ -22,10 +22,10 @@ VERSION = 1
 FIELDS: dict[str, tuple[type, ...]] = {
     "version": (int,), "step": (int, type(None)), "conversions": (dict,), "recipes": (dict,),
     "memories": (list, tuple), "quantized": (dict,), "formats": (dict,), "stored": (list, tuple),
-    "stacks": (dict, type(None)), "renamed": (dict,),
+    "stacks": (dict, type(None)), "renamed": (dict,), "aliases": (dict,), "tied": (list, tuple),
 }  # fmt: skip
 """The type that each field of a description has in a file."""
-LATER: dict[str, Any] = {"stacks": None, "renamed": {}}
+LATER: dict[str, Any] = {"stacks": None, "renamed": {}, "aliases": {}, "tied": ()}
 """The fields that earlier releases did not write, as if they had."""
 ENTRY: dict[str, tuple[type, ...]] = {"quantizer": (str,), "shape": (list,), "dtype": (str,), "operands": (dict,)}
 """The type of each field that describes a quantized tensor."""
@@ -60,6 +60,10 @@ class Description:
     the place of the expert's number, or None (``lpq.nn.expert_names``); None: they were not noted."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """The names in files of those tensors beside such stacks that have others there."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """For each further name of a tensor its first one."""
+    tied: tuple[str, ...] = ()
+    """The first names of parameters that several modules have."""
     version: int = VERSION
 
     def data(self) -> dict[str, Any]:
@@ -93,13 +97,14 @@ class Description:
         stacks: Mapping[str, Any] = data["stacks"] or {}
         for name, stack in stacks.items():
             check_fields(f"its description (lpq) of the experts {shown(str(name))}", stack, STACK)
-        texts = [*data["memories"], *data["stored"], *data["renamed"].values()]
+        texts = [*data["memories"], *data["stored"], *data["tied"]]
+        texts += [*data["renamed"].values(), *data["aliases"].values()]
         texts += [recipe for recipe in data["recipes"].values() if recipe is not None]
         texts += [layer for stack in stacks.values() for layer in stack["layers"] or ()]
         if wrong := [text for text in texts if not isinstance(text, str)]:
             raise CheckpointError(f"its description (lpq) has {brief(wrong[0])} where a text should be: {WRITE}")
         known = {name: data[name] for name in FIELDS}
-        return cls(**{**known, "memories": tuple(data["memories"]), "stored": tuple(data["stored"])})
+        return cls(**{**known, **{name: tuple(data[name]) for name in ("memories", "stored", "tied")}})
 
     def require(self, formats: Iterable[str]) -> None:
         """Make sure that these formats are installed; the error names the package that brings a missing one."""

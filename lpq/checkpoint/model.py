@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -130,8 +131,23 @@ class Model:
             quantized=quantized,
             formats=origins(used | stored),
             stored=tuple(sorted(stored)),
+            aliases=self.aliases(),
+            tied=tuple(self.tied()),
             **self._names_in_files(),
         )
+
+    def aliases(self) -> dict[str, str]:
+        """The first name of each tensor that has a further one, by that."""
+        first: dict[int, str] = {}
+        names = ((key.removeprefix(PREFIX), tensor) for key, tensor in self.state()[0].items())
+        return {name: found for name, tensor in names if (found := first.setdefault(id(tensor), name)) != name}
+
+    def tied(self) -> list[str]:
+        """The first names of parameters that several modules have."""
+        owners = Counter(id(p) for m in self.module.modules() for p in {*m.parameters(recurse=False)})
+        aliases = self.aliases()
+        names = ((key.removeprefix(PREFIX), tensor) for key, tensor in self.state()[0].items())
+        return [name for name, tensor in names if name not in aliases and owners[id(tensor)] > 1]
 
     def _names_in_files(self) -> dict[str, Any]:
         """The names of its experts in files of others, for an export of the checkpoint."""

@@ -19,7 +19,7 @@ from lpq.checkpoint.model import Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
 from lpq.engines.experts import left_stacks, notes_of
-from lpq.engines.models import entries, unquantized
+from lpq.engines.models import entries, shared_layers, unquantized
 from lpq.engines.names import CONFIG
 from lpq.engines.plan import Assigned, Plan, planned
 from lpq.engines.saved import Saved
@@ -181,15 +181,25 @@ def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks) -> _Source:
     if isinstance(model, str | Path):
         saved = Saved(Path(model), ranks)
-        return _Source(saved.entries(dtype), saved.unquantized, None, (*notes_of(saved.left_stacks()),))
+        notes = _notes(saved.left_stacks(), saved.shared_layers())
+        return _Source(saved.entries(dtype), saved.unquantized, None, notes)
     seen = Model(model)
     if adapted := [name for name, module in seen.module.named_modules() if hasattr(module, "get_base_layer")]:
         raise CheckpointError(
             f"{listed(adapted)} have adapters beside their weights, which engines would not find: merge these first, "
             "model = model.merge_and_unload()"
         )
-    notes = (*notes_of(left_stacks(seen.module)),)
+    notes = _notes(left_stacks(seen.module), shared_layers(seen))
     return _Source(entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module, notes)
+
+
+def _notes(left: Mapping[str, bool], shared: Sequence[str]) -> tuple[str, ...]:
+    """Remarks about what stays in high precision though it is trained quantized."""
+    tied = (
+        f"the weights of {listed(shared)} belong to other modules as well, and are written once, in high precision: "
+        "training multiplies their codes",
+    )
+    return (*notes_of(left), *(tied if shared else ()))
 
 
 def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -31,18 +30,17 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
     """
     state, _ = model.state()
     layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
-    owners = Counter(id(p) for m in model.module.modules() for p in m.parameters(recurse=False))
+    aliases, tied = model.aliases(), model.tied()
     memories, gathered = model.memories(), gathered_dtypes(model.module)
     known, experts = model.module.__dict__.get(RECORD, {}), stacks(model.module)
     plain = [key.removeprefix(PREFIX) for key in state if key not in memories]
     in_files = renamed(model.module, [name for name in plain if name not in experts])
     found: dict[int, list[Entry]] = {}
     for key, tensor in state.items():
-        if id(tensor) in found or key in memories:
+        name = key.removeprefix(PREFIX)
+        if name in aliases or key in memories:
             continue  # tied: an engine ties it, too
-        name, local = key.removeprefix(PREFIX), here(key, tensor)
-        layer = layers.get(key)
-        shared = owners[id(tensor)] > 1
+        local, layer, shared = here(key, tensor), layers.get(key), name in tied
         stack = experts.get(name) if not shared else None
         used = _multiplied(*layer, local, known) if layer is not None and not shared else None
         stored = _stored(name, local)
@@ -63,6 +61,13 @@ def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
         else:
             found[id(tensor)] = [entry if used is not None else replace(entry, name=in_files.get(name, name))]
     return [entry for own in found.values() for entry in own]
+
+
+def shared_layers(model: Model) -> list[str]:
+    """The layers whose recipe quantizes a weight that other modules have as well: engines get it in high precision."""
+    names, tied = model.aliases(), model.tied()
+    quantized = {name for name, layer in model.layers() if layer.recipe and not layer.recipe.w.side("row").plain}
+    return [n for n in sorted(quantized) if names.get(f"{n}.weight", f"{n}.weight") in tied]
 
 
 def unquantized(model: nn.Module, quantized: set[str]) -> Iterator[str]:

@@ -146,7 +146,8 @@ def _file_names(path: Path) -> list[str]:
         if not name.endswith(".safetensors"):
             raise CheckpointError(f"{INDEX} refers to {brief(name)}, which is no safetensors, and nothing else is read")
         if not (path / name).is_file():
-            raise CheckpointError(f"{name}, to which {INDEX} refers, is missing or no ordinary file")
+            referred = f", to which {INDEX} refers," if (path / INDEX).is_file() else ""
+            raise CheckpointError(f"{name}{referred} is missing or no ordinary file")
     return names
 
 

@@ -23,6 +23,7 @@ from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
 from lpq.engines.experts import Stack, is_quantized, split, split_rows
 from lpq.nn.expert_names import numbered
 from lpq.nn.experts import DOWN, UP
+from lpq.recipes import Recipe
 
 
 class Saved:
@@ -78,8 +79,8 @@ class Saved:
                 "earlier releases of lpq did not: load it into its model, and export that"
             )
         for name, entry in (description.stacks or {}).items():
-            recipe = recipes.recipe(entry["recipe"]) if entry["recipe"] is not None else None
-            if entry["layers"] is None or recipe is None or not is_quantized(recipe):
+            recipe = _recipe(entry["recipe"])
+            if entry["layers"] is None or recipe is None or not is_quantized(recipe) or name in description.tied:
                 continue
             layer, _, leaf = name.rpartition(".")
             memories = self._memories(layer, "" if leaf == "weight" else f"{leaf}_")
@@ -107,8 +108,12 @@ class Saved:
         """The modules with a matrix as weight, but for this set. Engines do not quantize embeddings, but a checkpoint
         does not show which these are, and to ignore one changes nothing."""
         yield from self.left_stacks()
+        aliases, tied = self._description.aliases, self._description.tied
         for name, (shape, _) in self._saved.items():
-            layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
+            own = name.removeprefix(PREFIX)
+            if own in aliases and aliases[own] not in tied:
+                continue  # of a layer in two places
+            layer, _, leaf = own.rpartition(".")
             if name.startswith(PREFIX) and leaf == "weight" and len(shape) == 2 and layer not in quantized:
                 yield self._in_files(f"{layer}.weight").removesuffix(".weight")
 
@@ -120,16 +125,24 @@ class Saved:
             for name in self._saved
             if name.startswith(PREFIX)
             and name not in description.memories
+            and name.removeprefix(PREFIX) not in description.aliases
             and not any(name.startswith(p) for p in parts)
         ]
-        return sorted([*plain, *description.quantized])
+        stored = [name for name in description.quantized if name.removeprefix(PREFIX) not in description.aliases]
+        return sorted([*plain, *stored])
+
+    def shared_layers(self) -> list[str]:
+        """As ``lpq.engines.models.shared_layers``."""
+        description = self._description
+        quantized = [name for name, text in description.recipes.items() if is_quantized(_recipe(text))]
+        first = {name: description.aliases.get(f"{name}.weight", f"{name}.weight") for name in quantized}
+        return [name for name in sorted(quantized) if first[name] in description.tied]
 
     def _layer(self, name: str) -> Multiplied | None:
         layer, _, leaf = name.removeprefix(PREFIX).rpartition(".")
-        text = self._description.recipes.get(layer) if leaf == "weight" else None
-        if text is None:
+        recipe = _recipe(self._description.recipes.get(layer)) if leaf == "weight" else None
+        if recipe is None or name.removeprefix(PREFIX) in self._description.tied:
             return None
-        recipe = recipes.recipe(text)
         if recipe.w.side("row").plain and name not in self._description.quantized:
             return None
         return Multiplied(layer, recipe.w, None if recipe.x.side("row").plain else recipe.x, self._memories(layer))
@@ -159,3 +172,7 @@ class Saved:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(found, storage_reader=Reader(self._path, self._sizes), no_dist=True)
         return found
+
+
+def _recipe(text: str | None) -> Recipe | None:
+    return recipes.recipe(text) if text is not None else None

@@ -28,6 +28,8 @@ def written() -> Data:
         stored=("mxfp8",),
         stacks={"c.up_proj": {"recipe": "mxfp8", "layers": ["c.{}.up_proj"]}},
         renamed={"d.weight": "e.weight"},
+        aliases={"f.weight": "d.weight"},
+        tied=("d.weight",),
     ).data()
     plain: Data = json.loads(json.dumps(data))
     return plain
@@ -43,6 +45,8 @@ def entry(**changed: object) -> Callable[[Data], None]:
         (lambda d: d.update(memories=[1]), "has 1 where a text should be"),
         (lambda d: d.update(stored=[None]), "has None where a text"),
         (lambda d: d["renamed"].update(a=1), "has 1 where a text"),
+        (lambda d: d["aliases"].update(a=1), "has 1 where a text"),
+        (lambda d: d.update(tied=[1]), "has 1 where a text"),
         (lambda d: d.update(stacks=[]), "has 'stacks' of type list, not dict or NoneType"),
         (lambda d: d["stacks"].update(a="b"), "of the experts a is of type str"),
         (lambda d: d["stacks"]["c.up_proj"].update(layers=[0]), "has 0 where a text"),
@@ -73,7 +77,7 @@ def test_fields_of_other_types_are_refused(change: Callable[[Data], None], words
 
 def test_a_file_of_an_earlier_release_is_read() -> None:
     data = written()
-    del data["stacks"], data["renamed"]
+    del data["stacks"], data["renamed"], data["aliases"], data["tied"]
     assert Description.read(data).stacks is None
 
 

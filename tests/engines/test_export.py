@@ -119,6 +119,28 @@ def test_tied_weights_are_written_once_and_stay_in_high_precision(tmp_path: Path
     assert tiny.config(tmp_path / "x")["ignore"] == ["lm_head"]
 
 
+@pytest.mark.parametrize("include", [None, "all"])
+def test_a_checkpoint_of_tied_weights_is_exported_as_its_model_is(include: Any, tmp_path: Path) -> None:
+    """Once, in high precision, and with a note where training multiplies its codes."""
+    model = lpq.convert(Net(tied=True, dtype=torch.bfloat16), "mxfp8", include=include)
+    lpq.checkpoint.save(tmp_path / "run", model)
+    of_model = lpq.export(model, tmp_path / "x", layout="compressed-tensors")
+    of_run = lpq.export(tmp_path / "run", tmp_path / "y", layout="compressed-tensors")
+    assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
+    assert of_model.notes == of_run.notes
+    assert any("the weights of lm_head belong to other modules" in note for note in of_run.notes) == (include == "all")
+    assert {*of_run.left} == {*of_model.left, "embed"}
+
+
+def test_a_layer_in_two_places_is_exported_once_from_a_checkpoint_too(tmp_path: Path) -> None:
+    layer = nn.Linear(64, 64)
+    model = lpq.convert(nn.Sequential(layer, nn.ReLU(), layer), "mxfp8")
+    lpq.checkpoint.save(tmp_path / "run", model)
+    found = lpq.export(tmp_path / "run", tmp_path / "x", layout="compressed-tensors")
+    assert same(tensors(tmp_path / "x"), dict(lpq.export.stream(model, "compressed-tensors")))
+    assert found.left == ()
+
+
 def test_all_layers_in_high_precision_are_ignored_by_name(tmp_path: Path) -> None:
     class Router(nn.Module):
         def __init__(self) -> None:

@@ -95,9 +95,7 @@ def test_adapters_beside_weights_are_not_exported(tmp_path: Path) -> None:
         lambda: lpq.export(model, tmp_path / "x", layout="modelopt"),
         lambda: lpq.export.stream(model, "modelopt"),
     ):
-        with pytest.raises(
-            CheckpointError, match=r"model\.up.* have adapters .*\.merge_and_unload\(\)"
-        ):
+        with pytest.raises(CheckpointError, match=r"model\.up.* have adapters .*\.merge_and_unload\(\)"):
             what()
     assert not (tmp_path / "x").exists()
 
