@@ -107,6 +107,8 @@ INITS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", INITS)
 def test_initialisation_is_assigned(name: str) -> None:
+    if name == "truncated" and torch.__version__ < (2, 12):
+        pytest.skip("this torch computes it in place, step by step, which is refused")
     weight, plain = stored("identity"), torch.empty(64, 96)
     for t in (weight, plain):
         torch.manual_seed(0)
