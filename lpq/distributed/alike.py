@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from lpq.distributed.agree import exchange
 from lpq.distributed.shard import WeightShard
 from lpq.operations.reduce_statistics import same_ranks
+from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ WORDS = 4
 BITS = 30
 LIMIT = (1 << BITS) - 1
 """The largest word of the hash. With each word goes its complement, so that a MAX shows whether all are equal."""
+PATIENCE = 30.0
+"""Seconds after which a rank that waits for the others warns. They may be late for good reasons, so it waits on."""
 REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
 
 
@@ -68,18 +72,32 @@ def _compare(texts: Sequence[str], groups: Sequence[ProcessGroup], device: torch
     number = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:16], "big")
     words = [number >> (BITS * i) & LIMIT for i in range(WORDS)]
     both = torch.tensor([*words, *(LIMIT - word for word in words)], dtype=torch.int32, device=device)
-    for group in groups:
-        try:
+    waits = Timer(PATIENCE, _warn_of_waiting)
+    waits.daemon = True
+    waits.start()
+    try:
+        for group in groups:
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "before weights are gathered ranks compare recipes that are new, and another rank did not, or is gone. "
-                f"{REMEDY}, before the same forward ({error})"
-            ) from error
-    if all(a + b == LIMIT for a, b in zip(*both.view(2, -1).tolist(), strict=True)):
+        found = both.view(2, -1).tolist()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "before weights are gathered ranks compare recipes that are new, and another rank did not, or is gone. "
+            f"{REMEDY}, before the same forward ({error})"
+        ) from error
+    finally:
+        waits.cancel()
+    if all(a + b == LIMIT for a, b in zip(*found, strict=True)):
         return
     difference = _first_difference(exchange(list(texts), groups))
     raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
+
+
+def _warn_of_waiting() -> None:
+    warn(
+        f"before weights are gathered ranks compare their models, and another rank has not for {PATIENCE:.0f} s. It is "
+        "late, or it never will: a rank whose model was converted with weights=None, or not at all, compares nothing. "
+        f"{REMEDY}"
+    )
 
 
 def _first_difference(known: Mapping[int, Sequence[str]]) -> str:

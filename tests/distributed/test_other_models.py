@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lpq
+from lpq.distributed import alike
 from lpq.observe import collectives
 
 SMALL = {"width": 64, "inner": 256}
@@ -92,6 +95,23 @@ def _a_step_on_one_rank_alone(rank: int) -> None:
             lpq.set_step(net, 0)
 
 
+def _late(rank: int) -> None:
+    """A rank that waits for another one says so, once, and goes on when that one has come."""
+    net = built(How("mxfp8", **SMALL))
+    patience, alike.PATIENCE = alike.PATIENCE, 0.2
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if rank == 1:
+                time.sleep(1.0)
+            net(torch.ones(4, 64))
+    finally:
+        alike.PATIENCE = patience
+    found = [str(w.message) for w in seen if "compare their models" in str(w.message)]
+    assert len(found) == (rank == 0), found
+    assert all("another rank has not for 0 s" in text and "weights=None" in text for text in found)
+
+
 def _by_hand(rank: int) -> None:
     net = built(How("mxfp8", **SMALL))
     net(torch.ones(4, 64))
@@ -116,7 +136,7 @@ def _four_ranks(rank: int) -> None:
     _replicas(rank)
 
 
-@pytest.mark.parametrize("check", [_other_models, _other_steps, _a_step_on_one_rank_alone, _by_hand])
+@pytest.mark.parametrize("check", [_other_models, _other_steps, _a_step_on_one_rank_alone, _late, _by_hand])
 def test_two_ranks(check: Callable[[int], None]) -> None:
     spawn(check, 2)
 
