@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -94,16 +95,12 @@ class Gather:
         self._checkpointed = checkpointed
         self._model = model
         self._measured: Measured | None = None
-        self._judged: tuple[Quantizer | None, Quantizer | None] = (None, None)
-        """The quantizer of the layer at the last gather, and the one that is used for it: the same, or None."""
         self._whole: tuple[Quantizer, Whole, Whole] | None = None
         self._made_for: tuple[Quantizer | None, torch.dtype] | None = None
         self._wanted = (False, False)
         self._known: list[Tensor | None] = []
         """The statistics of earlier steps that forward recalled."""
         self._local: tuple[Storage | None, Storage | None] = (None, None)
-        self._heavy: frozenset[tuple[bool, bool]] = frozenset()
-        """Choices, as ``_wanted``, with more bytes than the weight in high precision, which then travels instead."""
         self._high: list[Tensor] = []
         """The memory in which a weight in high precision arrives, while it travels."""
         self._use: list[Tensor | None] = []
@@ -126,9 +123,7 @@ class Gather:
     def quantizer(self) -> Quantizer | None:
         """The quantizer of the gathered weight; None: it is gathered in high precision."""
         wanted = self.layer.weight_quantizer()
-        if wanted is not self._judged[0]:
-            self._judged = wanted, wanted if wanted is not None and self.why_whole(wanted) is None else None
-        return self._judged[1]
+        return wanted if wanted is not None and self.why_whole(wanted) is None else None
 
     def why_whole(self, quantizer: Quantizer) -> str | None:
         """Why the weight cannot be gathered quantized; None if it can."""
@@ -156,25 +151,23 @@ class Gather:
             self._measured = measured
 
         self._measured = None  # until then each rank has others
-        self._measure(local, reductions)
+        self.stats = self._measure(local, reductions)
         reductions.afterwards(reduced)
 
-    def _measure(self, local: Tensor, reductions: Reductions) -> None:
-        """Measure a shard into ``stats``."""
-        self.stats, quantizer = [], self.quantizer
+    def _measure(self, local: Tensor, reductions: Reductions) -> list[Tensor | None]:
+        quantizer = self.quantizer
         if quantizer is None or not isinstance(local, WeightShard):
-            return
+            return []
         row, col, of = _sides(quantizer)
         needed = any(spans(d) and not known for d, known in zip(of, recalls(quantizer, row, col), strict=True))
         needed = needed and not is_stack(local.shape)  # of which no statistic is of several shards
         if not needed and not moves(quantizer, row, col):
-            self.stats = [None] * len(of)
-            return
+            return [None] * len(of)
         with torch.no_grad():
             measured = measure(self._prepared(local), row, col, dtype=self.site.dtype)
-        self.stats = [*measured]
         if not is_stack(local.shape):
             reductions.add_stats(of, measured, self.site.group, 1)
+        return [*measured]
 
     def _prepared(self, shard: Tensor) -> Tensor:
         """The shard, on the device where it is encoded. FSDP2 would gather an ordinary parameter in ``site.dtype``, so
@@ -213,7 +206,7 @@ class Gather:
         self._wanted = self.site.directions(self.runs_again)
         if isinstance(shard, QuantizedTensor):
             self._local = self._stored(shard, quantizer)
-        elif self._wanted in self._heavy:
+        elif row.ranks > 1 and heavy(quantizer, tuple(self.layer.weight.shape[-2:]), dtype, *self._wanted):
             return self._begin_high(quantizer, dtype)
         else:
             with torch.no_grad():
@@ -236,7 +229,6 @@ class Gather:
             shape, ranks = self.layer.weight.shape, self.site.group.size()
             of = (tuple(shape), ranks, dtype, self.site.device)
             self._whole = quantizer, Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
-            self._heavy = heavy(quantizer, shape[-2], shape[-1], dtype) if ranks > 1 else frozenset()
 
     def _begin_high(self, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Have the weight gathered in high precision, to be encoded where it arrives: with the statistics for its
@@ -342,10 +334,10 @@ class Gather:
         return whole, self._filled
 
 
-def heavy(quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype) -> frozenset[tuple[bool, bool]]:
-    """The choices of operands, (row, column), that have more bytes than the weight in high precision."""
-    wanted, high = ((True, False), (False, True), (True, True)), rows * cols * dtype.itemsize
-    return frozenset(w for w in wanted if operand_bytes(quantizer, rows, cols, dtype, *w) > high)
+@cache  # called before every gather
+def heavy(quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, row: bool, col: bool) -> bool:
+    """Whether these operands have more bytes than the weight in high precision, which then travels instead."""
+    return operand_bytes(quantizer, *shape, dtype, row, col) > prod(shape) * dtype.itemsize
 
 
 @cache  # called before every gather
