@@ -25,6 +25,7 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.integrations.decoded import METHOD, Decoded, attach
 from lpq.nn import convert
 from lpq.nn.conversion import RECORD, Conversion
+from lpq.nn.expert_names import names_in_files
 from lpq.nn.sharded_weights import Weights, check_options
 from lpq.registry.warning import warn
 
@@ -141,6 +142,8 @@ class LpqQuantizer(Decoded, HfQuantizer):
 def _remember(model: nn.Module, files: list[str]) -> None:
     """Read the statistics that layers remembered; ``from_pretrained`` had no buffers for them yet."""
     memories = {name.removeprefix(PREFIX): buffer for name, buffer in Model(model).memories().items()}
+    others = names_in_files(model, [*memories])
+    memories = {others.get(name, name): buffer for name, buffer in memories.items()}
     for path in files if memories else ():
         if Path(path).suffix == ".safetensors":
             with safe_open(path, "pt") as file:

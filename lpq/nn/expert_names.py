@@ -80,8 +80,13 @@ def stacks_of(model: nn.Module) -> Iterator[Stack]:
 def renamed(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """The names in files of those among these tensors, beside stacks of experts, that transformers calls otherwise
     there, such as a router's."""
+    return names_in_files(model, names) if any(holds_experts(module) for module in model.modules()) else {}
+
+
+def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """The names in files of those among these tensors that transformers calls otherwise there."""
     convert = _reverts(model)
-    if convert is None or not any(holds_experts(module) for module in model.modules()):
+    if convert is None:
         return {}
     numbers = {name: torch.full(SMALL, float(i)) for i, name in enumerate(names)}  # which show where each one went
     found: dict[str, list[str]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +168,24 @@ def test_a_recipe_with_memories_is_refused_before_anything_is_changed() -> None:
     with pytest.raises(RecipeError, match=r"model\.layers\.0\.mlp\.experts cannot have the recipe fp8-delayed: it rem"):
         lpq.convert(net, "fp8-delayed")
     assert not any(isinstance(module, Experts | lpq.nn.Linear) for module in net.modules())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_static_scales_of_experts_are_saved_and_loaded(model: Any, tmp_path: Path) -> None:
+    """By the names that files have for them, where transformers has others than in memory."""
+    from lpq.integrations.transformers_config import LpqConfig
+
+    base = made(model)
+    base.save_pretrained(tmp_path / "base")
+    net = type(base).from_pretrained(tmp_path / "base", quantization_config=LpqConfig("fp8-current"))
+    words = torch.randint(WORDS, (2, 24), generator=torch.Generator().manual_seed(2))
+    lpq.calibrate(net, [{"input_ids": words}])
+    net.save_pretrained(tmp_path / "saved")
+    again = type(base).from_pretrained(tmp_path / "saved")
+    values = [experts.static_values() for experts in experts_of(net)]
+    assert all(value.gt(0).all() for own in values for value in own.values())
+    for own, found in zip(values, (experts.static_values() for experts in experts_of(again)), strict=True):
+        assert own.keys() == found.keys() != set()
+        assert all(torch.equal(own[name], found[name]) for name in own)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=words).logits, net.eval()(input_ids=words).logits)
