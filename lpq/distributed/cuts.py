@@ -88,43 +88,33 @@ def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None
 # ---------------------------------------------------------------------------------------------- the statistics
 
 
-def measure_part(part: Part, x: Tensor, state: State | None) -> list[Tensor]:
-    """The statistics of this rank's part, if some span several ranks or are remembered; else none."""
-    row, col = _first(part)
-    if state is None and not any(map(spans, _along(part, row, col))):
-        return []
-    return measure(x, row, col)
-
-
-def reduce_parts(
-    measured: Sequence[tuple[Part, Tensor, list[Tensor]]], seeds: Tensor | None, group: str
+def measure_parts(
+    parts: Sequence[tuple[Part, Tensor, State | None]], seeds: Tensor | None, group: str
 ) -> tuple[list[list[Tensor]], Tensor | None]:
-    """Reduce the statistics of parts to those of the whole tensors, and the seeds of the ranks to common ones.
-    ``measured``: each part with its values and their statistics. It takes a collective, if there is anything to reduce,
-    one more for counts, and the same again for a second round.
+    """The statistics of whole tensors, of which this rank has these parts, if some span several ranks or are remembered
+    in the state of the tensor; else none. Return the seeds of the ranks as common ones, too. It takes a collective, if
+    there is anything to reduce, one more for counts, and the same again for a second round.
     """
-    entries = [_Measured(part, x, *_first(part), [*stats]) for part, x, stats in measured]
-    return [m.stats for m in entries], _reduce([m for m in entries if m.stats], seeds, group)
+    return _measured([(part, x, *_first(part), state) for part, x, state in parts], seeds, group)
 
 
-class _Measured(NamedTuple):
-    """Statistics of a part, for these operands."""
-
-    part: Part
-    x: Tensor
-    row: Quantizer | None
-    col: Quantizer | None
-    stats: list[Tensor]
-
-
-def _reduce(measured: Sequence[_Measured], seeds: Tensor | None, group: str) -> Tensor | None:
-    """Put the statistics of the whole tensors in the place of those of parts; return the seeds of all ranks."""
-    seeds = reduce_stats([(_along(m.part, m.row, m.col), m.stats) for m in measured], group, seeds=seeds)
-    again = [m for m in measured if measures_again(m.row, m.col)]
-    for m in again:
-        m.stats[:] = measure_again(m.x, m.row, m.col, m.stats)
-    reduce_stats([(_along(m.part, m.row, m.col), m.stats) for m in again], group, 2)
-    return seeds
+def _measured(
+    parts: Sequence[tuple[Part, Tensor, Quantizer | None, Quantizer | None, State | None]],
+    seeds: Tensor | None,
+    group: str,
+) -> tuple[list[list[Tensor]], Tensor | None]:
+    """The same for these operands of each part."""
+    found: list[list[Tensor]] = []
+    for part, x, row, col, state in parts:
+        needed = state is not None or any(map(spans, _along(part, row, col)))
+        found.append([*measure(x, row, col)] if needed else [])
+    along = [_along(part, row, col) for part, _, row, col, _ in parts]
+    seeds = reduce_stats(zip(along, found, strict=True), group, seeds=seeds)
+    for (_, x, row, col, _), stats in zip(parts, found, strict=True):
+        if stats and measures_again(row, col):
+            stats[:] = measure_again(x, row, col, stats)
+    reduce_stats(zip(along, found, strict=True), group, 2)
+    return found, seeds
 
 
 def _first(part: Part) -> tuple[Quantizer | None, Quantizer | None]:
@@ -163,9 +153,7 @@ def encode_part(
         return first
     assert first.row is not None
     decoded, side = decode(first.row, torch.float32), part.quantizer.side("col")
-    found = [*measure(decoded, None, side)] if state is not None or any(map(spans, _along(part, None, side))) else []
-    if found:
-        _reduce([_Measured(part, decoded, None, side, found)], None, group)
+    (found,), _ = _measured([(part, decoded, None, side, state)], None, group)
     second = _encoded(part, decoded, None, side, found, state, seed)
     assert second.col is not None
     return Encoded(first.row if part.row else None, second.col.astype(x.dtype), [*first.measured, *second.measured])

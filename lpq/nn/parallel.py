@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from lpq.distributed.cuts import Cut, Gathering, Part, begin_gather, encode_part, measure_part, reduce_parts, why_high
+from lpq.distributed.cuts import Cut, Gathering, Part, begin_gather, encode_part, measure_parts, why_high
 from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.input_checks import check_parallel
@@ -302,9 +302,9 @@ def _measured(
     """The statistics of the input, unless its part is None, those of the weight, and the seeds of the pass, with one
     reduction over the ranks for all of them."""
     matrix, w = as_matrix(x), local_part(weight)
-    beside = [] if of_x is None else [(of_x, matrix, measure_part(of_x, matrix, way.states.get("x")))]
+    beside = [] if of_x is None else [(of_x, matrix, way.states.get("x"))]
     seeds = draw_seeds(x, w, len(TENSORS)) if way.plan.stochastic else None
-    stats, seeds = reduce_parts([*beside, (of_w, w, measure_part(of_w, w, way.states.get("w")))], seeds, way.group)
+    stats, seeds = measure_parts([*beside, (of_w, w, way.states.get("w"))], seeds, way.group)
     named = {} if seeds is None else dict(zip(TENSORS, seeds.unbind(), strict=True))
     return stats[0] if beside else [], stats[-1], named
 

@@ -21,8 +21,7 @@ from lpq.distributed.cuts import (
     encode_part,
     gather,
     gather_rows,
-    measure_part,
-    reduce_parts,
+    measure_parts,
 )
 from lpq.formats import Storage
 from lpq.nn import recomputed
@@ -157,7 +156,7 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
     elif cut is not None and derives_col(part.quantizer):
         part = part._replace(row=True, col=False)
     state = states.get("dy")
-    (dy_stats,), _ = reduce_parts([(part, dy, measure_part(part, dy, state))], None, group)
+    (dy_stats,), _ = measure_parts([(part, dy, state)], None, group)
     encoded = encode_part(part, dy, dy_stats, state, seed[0] if seed else None, group)
     row, col = encoded.row, encoded.col
     if cut is not None:
