@@ -59,8 +59,8 @@ def load_quantized(
     ``"high_precision"`` or ``None`` weights get what the codes decode to, in their own dtype. A model that is converted
     already keeps its weights as they are stored.
 
-    Everything is judged before a value of the files is written; a model that ``policy`` does not suit is converted by
-    then. Shard the model afterwards.
+    Everything is judged before a value of the files is written, and what their headers and JSON show before the model
+    is converted. Shard it afterwards.
     """
     with ranks_of(None).saying(f"{path} cannot be loaded"):
         if not isinstance(path, str | Path):
@@ -76,6 +76,8 @@ def load_quantized(
         stacks = held_stacks(given.module, found)
         _check_model(given, found, stacks)
         fresh = not any(isinstance(m, Layer | Experts) and m.recipe is not None for m in model.modules())
+        if fresh:
+            _Job(files, given, found, stacks, headers_only=True).judge()
         if fresh or policy is not None:
             convert(model, policy if policy is not None else _rules(renamed(found, stacks)), weights=weights)
             if weights == "quantized":
@@ -127,6 +129,8 @@ class _Job:
     found: Mapping[str, Quantized]
     stacks: Mapping[str, Stack]
     """Those of the model's experts, by the names of their parameters."""
+    headers_only: bool = False
+    """Whether no tensor is read: the model is not converted yet."""
     operands: list[tuple[Tensor, Storage]] = field(default_factory=list)
     """Weights, each with the row operand that it gets or the value of."""
     plain: list[tuple[Tensor, str]] = field(default_factory=list)
@@ -166,7 +170,7 @@ class _Job:
         left = [name for name in self.files.tensors if name not in used]
         if strange := [name for name in left if not CACHE.fullmatch(name)]:
             raise CheckpointError(f"the files have tensors for which the model has no place: {listed(strange)}")
-        if left:
+        if left and not self.headers_only:
             warn(
                 f"the files have scales of a KV cache ({listed(left)}), for which lpq has no place: they are left out, "
                 "and an export of this model has none",
@@ -178,9 +182,12 @@ class _Job:
         if (one := self.stacks.get(name)) is not None:
             _, rows, cols = tensor.shape
             each = rows // len(one.names[0])
-            self.operands.append(
-                (tensor, operand_of(one.names, lambda layer: self._operand(self.found[layer], tensor, each, cols)))
-            )
+            for layer in one.layers:
+                self.files.check_headers(self.found[layer], each, cols)
+            if not self.headers_only:
+                self.operands.append(
+                    (tensor, operand_of(one.names, lambda layer: self._operand(self.found[layer], tensor, each, cols)))
+                )
             return {f"{layer}.{part.name}" for layer in one.layers for part in self.found[layer].parts}
         one = self.stacks.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
         if one is None:
@@ -194,12 +201,12 @@ class _Job:
 
     def _judge_layer(self, entry: Quantized, weight: Tensor, layer: Layer | None) -> None:
         rows, cols = weight.shape
-        self.operands.append((weight, self._operand(entry, weight, rows, cols)))
+        self.files.check_headers(entry, rows, cols)
+        if not self.headers_only:
+            self.operands.append((weight, self._operand(entry, weight, rows, cols)))
 
     def _operand(self, entry: Quantized, weight: Tensor, rows: int, cols: int) -> Storage:
         """The row operand of a layer, of this many rows of a weight."""
-        if (reason := entry.scheme.why_not(rows, cols)) is not None:
-            raise CheckpointError(f"{entry.name}.weight is {rows}x{cols} in the model, and {reason}")
         parts = self.files.parts(entry, rows, cols)
         local = local_part(weight)
         side = registry.quantizer(entry.scheme.quantizer)

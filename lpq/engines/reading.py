@@ -101,25 +101,31 @@ class Files:
             found[layer] = quantized
         return found
 
-    def parts(self, layer: Quantized, rows: int, cols: int) -> list[Tensor]:
-        """The tensors of a layer, as its scheme has them, compared with the shape of its weight."""
-        made = []
+    def check_headers(self, layer: Quantized, rows: int, cols: int) -> None:
+        """Compare the shapes and dtypes of a layer's tensors with those that its scheme has for its weight."""
+        if (reason := layer.scheme.why_not(rows, cols)) is not None:
+            raise CheckpointError(f"{layer.name}.weight is {rows}x{cols} in the model, and {reason}")
+        tensors = self.tensors
         for part in layer.parts:
             name = f"{layer.name}.{part.name}"
-            shown, shape = self.tensors[name], part.shape(rows, cols)
+            shown, shape = tensors[name], part.shape(rows, cols)
             one = shape in ((), (1,)) and shown.shape in ((), (1,))  # others write either
             if shown.shape != shape and not one:
                 raise CheckpointError(
                     f"{name} has shape {list(shown.shape)}, and for a weight of {rows}x{cols} it is {list(shape)}"
                 )
-            value = self.read(name)
-            if part.holds == "exponents" and value.dtype in EXPONENTS:
-                value = value.view(part.dtype)
-            elif part.dtype == torch.float32 and value.dtype in FLOATS:
-                value = value.float()
-            if value.dtype != part.dtype:
+            wide = FLOATS if part.dtype == torch.float32 else (part.dtype,)
+            if shown.dtype not in (EXPONENTS if part.holds == "exponents" else wide):
                 raise CheckpointError(f"{name} is {shown.dtype}, and {layer.scheme.title} has {part.dtype} there")
-            value = value.reshape(shape)
+
+    def parts(self, layer: Quantized, rows: int, cols: int) -> list[Tensor]:
+        """The tensors of a layer, whose headers are checked, as its scheme has them."""
+        made = []
+        for part in layer.parts:
+            name = f"{layer.name}.{part.name}"
+            value = self.read(name)
+            value = value.view(part.dtype) if part.holds == "exponents" else value.to(part.dtype)
+            value = value.reshape(part.shape(rows, cols))
             check_value(name, part, value)
             made.append(value)
         return made

@@ -321,6 +321,26 @@ def test_a_fault_is_refused_in_words(fault: str, exported: dict[str, Path], tmp_
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+HEADERS = [
+    "missing norm", "unknown tensor", "shape of a weight", "shape of scales", "dtype of scales", "shape of a norm",
+    "codes that nobody announced",
+]  # fmt: skip
+"""Faults that show without a value."""
+
+
+@pytest.mark.parametrize("fault", HEADERS)
+def test_a_model_that_files_do_not_fit_is_not_converted(fault: str, exported: dict[str, Path], tmp_path: Path) -> None:
+    kind, damage, words = FAULTS[fault]
+    folder = copied(exported[kind], tmp_path / "x")
+    damage(folder)
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=words):
+        lpq.load_quantized(folder, model)
+    assert not any(isinstance(module, lpq.nn.Layer) for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_another_recipe_than_that_of_the_files_is_refused_for_stored_weights(
     exported: dict[str, Path], tmp_path: Path
 ) -> None:
