@@ -173,12 +173,10 @@ def _encoded(
         known = recall(part.quantizer, row, col, state)
         use = [s if k is None else k for k, s in zip(known, stats, strict=True)]
     random, cut = (row is not None and row.stochastic) or (col is not None and col.stochastic), part.cut
-    if cut is None or not random:
-        return Encoded(*quantize(x, use or None, row, col, seed)[:2], stats)
-    if cut.dim == 1:
-        return Encoded(*quantize(x, use or None, row, col, seed, across=cut.place(0))[:2], stats)
-    if cut.stretches == 1:
-        return Encoded(*quantize(x, use or None, row, col, seed, cut.place(0))[:2], stats)
+    if cut is None or not random or cut.dim == 1 or cut.stretches == 1:
+        at = cut.place(0) if cut is not None and random else 0
+        down, across = (at, 0) if cut is None or cut.dim == 0 else (0, at)
+        return Encoded(*quantize(x, use or None, row, col, seed, down, across=across)[:2], stats)
     rows, cols = [], []  # each stretch has random bits of its own place
     for i, stretch in enumerate(torch.split(x, cut.size)):
         known = [_of_rows(d, s, i * cut.size, cut.size) for d, s in zip(declared(row, col), use, strict=bool(use))]
@@ -215,11 +213,6 @@ def begin_gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) 
     whether a rank has some of its rows (0) or of its columns (1). Buffers that are the same for all parts stay."""
     sent = [as_bytes(t) for operand, dim in operands for b, t in _travelling(operand, dim)]
     return Gathering(operands, cut, begin_all_gather(sent, cut.ranks, group))
-
-
-def gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) -> list[Storage]:
-    """Gather as ``begin_gather`` does, and wait for it."""
-    return begin_gather(operands, cut, group).finish()
 
 
 def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:

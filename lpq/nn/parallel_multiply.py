@@ -19,7 +19,6 @@ from lpq.distributed.cuts import (
     Part,
     begin_gather,
     encode_part,
-    gather,
     gather_rows,
     measure_parts,
 )
@@ -215,7 +214,7 @@ def _whole_operands(
     """Gather the whole operands from those of the ranks' parts, in one collective."""
     parts = [] if row is None else [(row, 0)]
     parts += [] if col is None else [(col, 1)]
-    whole = iter(gather(parts, cut, group))
+    whole = iter(begin_gather(parts, cut, group).finish())
     return None if row is None else next(whole), None if col is None else next(whole)
 
 
