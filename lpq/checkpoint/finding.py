@@ -114,11 +114,6 @@ def _why(taken: Path, older: Sequence[Path]) -> str:
     )
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a directory is a checkpoint, and not one of a run or of anything else."""
-    return (path / MANIFEST).exists() or (path / INDEX).exists()
-
-
 def _candidates(path: Path) -> list[Path]:
     """The checkpoints that may be meant: the path itself, or those of the run that is there."""
     if path.is_file():
@@ -126,7 +121,7 @@ def _candidates(path: Path) -> list[Path]:
             f"{path} is a file, and a checkpoint is a directory: give that, or load a file of one model with "
             "lpq.checkpoint.import_file"
         )
-    if path.is_dir() and not is_checkpoint(path):
+    if path.is_dir() and not any((path / name).exists() for name in (MANIFEST, INDEX)):
         return _newest_first(path)
     beside = [path, path.with_name(path.name + REPLACED), path.with_name(path.name + PARTIAL)]
     return [p for p in beside if p.exists()][:1]

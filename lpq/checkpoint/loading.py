@@ -50,7 +50,10 @@ def load(
     """
     ranks = ranks_of(process_group)
     with ranks.saying(f"{path} cannot be loaded"):
-        check_alike(ranks.all(lambda: _facts(path, model, optimizer)), ranks)
+        kinds = ranks.each(lambda: tuple(map(kind, given_optimizers(optimizer))))
+        check_alike(
+            ranks.all(lambda: Facts(str(path), Model(model).meshes(), kinds)), ranks
+        )  # first: reading takes long
     found = find(Path(path), ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
@@ -77,11 +80,6 @@ def load(
             CheckpointWarning,
         )
     return plan.info
-
-
-def _facts(path: str | Path, model: nn.Module, given: Optimizers) -> Facts:
-    """The source and the target of the load; compared first, as reading takes long."""
-    return Facts(str(path), Model(model).meshes(), tuple(map(kind, given_optimizers(given))))
 
 
 class _Job(NamedTuple):

@@ -121,7 +121,8 @@ class Model:
         conversions = self.conversions()
         recipes = [rule.recipe for c in conversions.values() for rule in c.policy.rules if rule.recipe is not None]
         recipes += [layer.recipe for _, layer in self.layers() if layer.recipe is not None]
-        stored = {name for tensor in tensors.values() for name in _stored_formats(tensor)}
+        parts = map(local_part, tensors.values())
+        stored = {name for p in parts if isinstance(p, QuantizedTensor) for name in formats_of(p.quantizer)}
         used = {name for recipe in recipes for q in recipe.operands.values() for name in formats_of(q)}
         return Description(
             step=step,
@@ -244,12 +245,6 @@ class Model:
 def is_extra(name: str) -> bool:
     """Whether that name in a state dict is the one of a module's ``get_extra_state``."""
     return name.rpartition(".")[2] == EXTRA_STATE
-
-
-def _stored_formats(tensor: Tensor) -> set[str]:
-    """The formats in which a tensor is stored; none, if it is an ordinary one."""
-    local = local_part(tensor)
-    return formats_of(local.quantizer) if isinstance(local, QuantizedTensor) else set()
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -55,7 +55,7 @@ def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
         for buffer, value in zip(storage.quantizer.layout, storage.tensors(), strict=True):
             part = f"{name}.{direction}.{buffer.name}"
             of = (name, tensor, direction, buffer, bool(count))
-            placements = tuple(_placement(p, *of) for p in _placements(tensor))
+            placements = tuple(_placement(p, *of) for p in tensor.placements) if isinstance(tensor, DTensor) else ()
             found[part] = _placed(
                 part, value.detach(), tensor, (*count, *buffer.grid(*along(direction, matrix))), placements
             )
@@ -166,10 +166,6 @@ def _fits(tensor: DTensor, quantizer: Quantizer, stack: bool) -> bool:
     cuts = [(p, n) for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if not p.is_replicate()]
     by_rows = all(type(p) is Shard and p.dim == 0 for p, _ in cuts)
     return by_rows and why_uncut(quantizer, tensor.shape[0], math.prod(n for _, n in cuts), stack) is None
-
-
-def _placements(tensor: Tensor) -> tuple[Placement, ...]:
-    return tensor.placements if isinstance(tensor, DTensor) else ()
 
 
 def _placement(
