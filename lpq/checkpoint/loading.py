@@ -50,10 +50,9 @@ def load(
     """
     ranks = ranks_of(process_group)
     with ranks.saying(f"{path} cannot be loaded"):
+        # These are compared first, as reading takes long.
         kinds = ranks.each(lambda: tuple(map(kind, given_optimizers(optimizer))))
-        check_alike(
-            ranks.all(lambda: Facts(str(path), Model(model).meshes(), kinds)), ranks
-        )  # first: reading takes long
+        check_alike(ranks.all(lambda: Facts(str(path), Model(model).meshes(), kinds)), ranks)
     found = find(Path(path), ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
