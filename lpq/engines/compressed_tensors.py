@@ -24,6 +24,11 @@ ANY = "Linear"
 class CompressedTensors(Layout):
     """A scheme's ``config`` is its entry in ``config_groups``: ``format``, ``weights`` and ``input_activations``."""
 
+    experts = (
+        "transformers fails to load the experts in this layout, since it joins those of a block in one tensor; "
+        "lpq.load_quantized reads them"
+    )
+
     def files(self, groups: Sequence[Group], left: Sequence[str]) -> dict[str, dict[str, Any]]:
         formats = [group.config["format"] for group in groups]
         one = len(groups) == 1

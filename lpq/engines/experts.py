@@ -60,6 +60,11 @@ def left_stacks(model: nn.Module) -> dict[str, bool]:
     return {name: trained for name, trained in every.items() if name not in found}
 
 
+def are_fused(stacks: Iterable[str]) -> bool:
+    """Whether some of these stacks, by the names of their parameters, are of Hugging Face's models."""
+    return any(name.rpartition(".")[2] != "weight" for name in stacks)
+
+
 def notes_of(left: Mapping[str, bool]) -> Iterable[str]:
     """The remark for the user about experts that are trained quantized, and stay in high precision."""
     if stay := [name for name, trained in left.items() if trained]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,8 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
-from lpq.engines.experts import left_stacks, notes_of
+from lpq.engines.experts import are_fused, left_stacks, notes_of, stacks
+from lpq.engines.layouts import layout_named
 from lpq.engines.models import entries, shared_layers, unquantized
 from lpq.engines.names import CONFIG
 from lpq.engines.plan import Assigned, Plan, planned
@@ -104,7 +105,7 @@ class Export:
 
         def prepare() -> list[str]:
             _check_options(dtype, shard_bytes)
-            source = _source(model, dtype, ranks)
+            source = _source(model, dtype, ranks, layout)
             job.append((planned(source.entries, layout, source.linear, input_amax, leave), source))
             return [f"{name} {shown}" for tensor in job[0][0].tensors for name, shown in tensor.shown().items()]
 
@@ -150,7 +151,7 @@ class Export:
 
         def prepare() -> list[str]:
             _check_options(dtype, SHARD)
-            source = _source(model, dtype, ranks)
+            source = _source(model, dtype, ranks, layout)
             job.append(planned(source.entries, layout, source.linear, input_amax, leave))
             return [f"{name} {shown}" for tensor in job[0].tensors for name, shown in tensor.shown().items()]
 
@@ -178,10 +179,10 @@ def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
         raise CheckpointError(f"shard_bytes={shard_bytes!r}: it is the most bytes of one file, as {SHARD:_}")
 
 
-def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks) -> _Source:
+def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ranks, layout: str) -> _Source:
     if isinstance(model, str | Path):
         saved = Saved(Path(model), ranks)
-        notes = _notes(saved.left_stacks(), saved.shared_layers())
+        notes = _notes(saved.left_stacks(), saved.shared_layers(), saved.stacks, layout)
         return _Source(saved.entries(dtype), saved.unquantized, None, notes)
     seen = Model(model)
     if adapted := [name for name, module in seen.module.named_modules() if hasattr(module, "get_base_layer")]:
@@ -189,17 +190,20 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ran
             f"{listed(adapted)} have adapters beside their weights, which engines would not find: merge these first, "
             "model = model.merge_and_unload()"
         )
-    notes = _notes(left_stacks(seen.module), shared_layers(seen))
+    notes = _notes(left_stacks(seen.module), shared_layers(seen), stacks(seen.module), layout)
     return _Source(entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module, notes)
 
 
-def _notes(left: Mapping[str, bool], shared: Sequence[str]) -> tuple[str, ...]:
-    """Remarks about what stays in high precision though it is trained quantized."""
+def _notes(
+    left: Mapping[str, bool], shared: Sequence[str], stacks: Iterable[str], layout: str
+) -> tuple[str, ...]:  # fmt: skip
+    """Remarks about what stays in high precision though it is trained quantized, and about experts in this layout."""
     tied = (
         f"the weights of {listed(shared)} belong to other modules as well, and are written once, in high precision: "
         "training multiplies their codes",
     )
-    return (*notes_of(left), *(tied if shared else ()))
+    limit = layout_named(layout).experts if are_fused(stacks) else None
+    return (*notes_of(left), *(tied if shared else ()), *([limit] if limit is not None else []))
 
 
 def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:

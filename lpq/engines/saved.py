@@ -36,7 +36,7 @@ class Saved:
         self._description, self._path, self._sizes = info.description, found.path, found.sizes
         self._description.require(self._description.formats)
         self._saved = Reader(found.path, found.sizes).saved()
-        self._stacks = self._found_stacks()
+        self.stacks = self._found_stacks()
 
     def entries(self, dtype: torch.dtype | None) -> list[Entry]:
         """Its tensors, without what quantizers remember; ``dtype`` as in ``lpq.engines.models``."""
@@ -59,7 +59,7 @@ class Saved:
     def _entries(self, entry: Entry, name: str) -> Iterator[Entry]:
         """The tensor, or those of a layer for each expert."""
         plain = replace(entry, layer=None, stored=None)
-        stack, of_bias = self._stacks.get(entry.name), self._stacks.get(f"{entry.name.removesuffix('bias')}weight")
+        stack, of_bias = self.stacks.get(entry.name), self.stacks.get(f"{entry.name.removesuffix('bias')}weight")
         if stack is not None:
             yield from split(stack, entry.shape, plain, entry.gather, entry.stored, {})
         elif of_bias is not None and entry.name.endswith("bias"):
@@ -94,7 +94,7 @@ class Saved:
 
     def left_stacks(self) -> dict[str, bool]:
         """The modules with experts that stay in one tensor, in high precision, and whether they have a recipe."""
-        found = {name.rpartition(".")[0] for name in self._stacks}
+        found = {name.rpartition(".")[0] for name in self.stacks}
         every = {name.rpartition(".")[0]: entry["recipe"] for name, entry in (self._description.stacks or {}).items()}
         return {module: recipe is not None for module, recipe in every.items() if module not in found}
 

@@ -115,6 +115,9 @@ Described = Callable[[str], tuple[Scheme, Inputs | None] | None]
 class Layout(ABC):
     """The JSON of one layout."""
 
+    experts: str | None = None
+    """A limit of readers for experts that Hugging Face's models hold in one tensor and files as layers, in words."""
+
     @abstractmethod
     def files(self, groups: Sequence[Group], left: Sequence[str]) -> dict[str, dict[str, Any]]:
         """The JSON beside the tensors, by the names of files; for ``config.json`` what is added to it.

@@ -228,6 +228,21 @@ def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_
         lpq.export(narrow, tmp_path / "y", layout="fp8-block")
 
 
+def test_the_record_says_that_transformers_does_not_read_experts_in_a_layout(tmp_path: Path) -> None:
+    """Which is so; stacks of a model of the user's are none of its, and have no note."""
+    import transformers
+
+    model = lpq.convert(fused("Mixtral"), policy("mxfp8"))
+    (note,) = lpq.export(model, tmp_path / "x", layout=LAYOUT).notes
+    assert note.startswith("transformers fails to load the experts in this layout")
+    with contextlib.redirect_stderr(io.StringIO()), pytest.raises((RuntimeError, ValueError)):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "x", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+        )
+    own = lpq.convert(Model(), "fp8-row")
+    assert not any("experts" in note for note in lpq.export(own, tmp_path / "y", layout=LAYOUT).notes)
+
+
 def llama4() -> Any:
     transformers: Any = pytest.importorskip("transformers", reason="needs transformers, which `make install` brings")
     torch.manual_seed(0)
