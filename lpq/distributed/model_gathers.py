@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpq.distributed.alike import check_alike
-from lpq.distributed.optimizer_steps import Watcher, watch
+from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
 from lpq.distributed.weight_gather import Gather, Layer
@@ -153,7 +153,7 @@ class _Steps(Watcher):
         self._trained = Trained()
         self._lent: list[Tensor] = []
         """The buffers that hold memory while torch compiles."""
-        watch(self)
+        steps().call(self)
 
     def watch(self, gathering: Gathering) -> None:
         """Reduce what steps write to its weights, for as long as it lives."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -29,11 +29,11 @@ class Watcher:
         """Act on what it wrote. Everything to be reduced for that is added to ``reductions``, which run next."""
 
 
-class _Steps:
+class Steps:
     """The functions that torch calls, and the watchers that they call."""
 
     def __init__(self) -> None:
-        self._watchers: list[weakref.ref[Watcher]] = []
+        self._watchers: weakref.WeakKeyDictionary[Watcher, None] = weakref.WeakKeyDictionary()
         self._parts: list[Optimizer] = []
         """Optimizers whose steps are at present parts of the step of another one."""
         self._done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -41,17 +41,14 @@ class _Steps:
         register_optimizer_step_pre_hook(torch.compiler.disable(self._before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self._after))  # type: ignore[no-untyped-call]
 
-    def add(self, watcher: Watcher) -> None:
-        self._watchers = [ref for ref in self._watchers if ref() is not None]
-        self._watchers.append(weakref.ref(watcher))
-
-    def _alive(self) -> Iterator[Watcher]:
-        return (watcher for ref in tuple(self._watchers) if (watcher := ref()) is not None)
+    def call(self, watcher: Watcher) -> None:
+        """Have a watcher called, after those that are called already."""
+        self._watchers[watcher] = None
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         self._done.discard(optimizer)  # a step that raised may have left it
         if not self._is_part(optimizer):
-            for watcher in self._alive():
+            for watcher in list(self._watchers):
                 watcher.before_step(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
@@ -63,14 +60,17 @@ class _Steps:
         return any(part is optimizer for part in self._parts)
 
     def reductions(self, optimizer: Optimizer) -> Reductions:
+        """The reductions of all watchers after the step of this optimizer. One that calls it runs them with its own, as
+        its step ends."""
         reductions = Reductions()
-        for watcher in self._alive():
+        for watcher in list(self._watchers):
             watcher.after_step(optimizer, reductions)
         self._done.add(optimizer)
         return reductions
 
     @contextmanager
     def part(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside of it the step of this optimizer is a part of another one's, for which alone watchers are called."""
         self._parts.append(optimizer)
         try:
             yield
@@ -79,22 +79,6 @@ class _Steps:
 
 
 @cache
-def _steps() -> _Steps:
+def steps() -> Steps:
     """The only instance, since torch's hooks are there once for all optimizers."""
-    return _Steps()
-
-
-def watch(watcher: Watcher) -> None:
-    """Have a watcher called."""
-    _steps().add(watcher)
-
-
-def as_part(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Inside of it the step of this optimizer is a part of another one's, for which alone watchers are called."""
-    return _steps().part(optimizer)
-
-
-def reductions_after(optimizer: Optimizer) -> Reductions:
-    """The reductions of all watchers after the step of this optimizer, which is about to end and runs them with its
-    own."""
-    return _steps().reductions(optimizer)
+    return Steps()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lpq.distributed.optimizer_steps import Watcher, watch
+from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.nn.linear import Layer
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class _Held(Watcher):
 
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = [*layers]
-        watch(self)
+        steps().call(self)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         theirs = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}

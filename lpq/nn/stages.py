@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lpq.distributed.optimizer_steps import Watcher, watch
+from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.registry.warning import warn
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Stages(Watcher):
         self.due = False
         """Whether an optimizer of the model has made a step since the step moved."""
         self.warned = False
-        watch(self)
+        steps().call(self)
 
     @property
     def moving(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lpq.distributed.optimizer_steps import as_part, reductions_after
+from lpq.distributed.optimizer_steps import steps
 from lpq.distributed.shard_groups import attach
 from lpq.operations.reduce_statistics import Reductions
 from lpq.registry.warning import warn
@@ -172,7 +172,7 @@ class MasterWeights(Optimizer):
         self._share_options()
         with self._filled():
             self._update()
-            self._encode(reductions_after(self))
+            self._encode(steps().reductions(self))
         self._share_options()  # some optimizers keep numbers of theirs in the groups
         self._show_state()
         return loss
@@ -199,7 +199,7 @@ class MasterWeights(Optimizer):
             for weight, copy in self._copies.items():
                 copy.grad = None if weight.grad is None else weight.grad.float()
             reached = [weight for weight, copy in self._copies.items() if copy.grad is not None]
-            with as_part(self.optimizer):
+            with steps().part(self.optimizer):
                 self.optimizer.step()
         finally:
             # Encoding an unchanged master would not always give the bytes that are there: a weight that came from a
