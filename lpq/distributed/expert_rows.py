@@ -63,7 +63,7 @@ def dispatch(
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     call = Sent(order, back, sent, received, len(rows), group)
-    arrived: Tensor = _to_experts(rows[: sum(sent)], call, quantizer)
+    arrived: Tensor = _exchange(rows[: sum(sent)], call, quantizer, True)
     return arrived, arriving.sum(0).cumsum(0, dtype=torch.int32), call
 
 
@@ -72,39 +72,27 @@ def combine(output: Tensor, call: Sent, dispatched: Dispatch) -> Tensor:
     Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply such gradients.
     """
     made_by = output.grad_fn if dispatched == "encoded" else None
-    y: Tensor = _from_experts(output, call, getattr(made_by, "encoded_gradient", None))
+    y: Tensor = _exchange(output, call, getattr(made_by, "encoded_gradient", None), False)
     behind = call.rows - len(y)
     return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
 
 
-class _ToExperts(torch.autograd.Function):
-    """Rows to the ranks of their experts, and their gradients back."""
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks of their experts, or results back to the ranks of the rows. Gradients go the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, call: Sent, quantizer: Quantizer | None) -> Tensor:
-        ctx.call = call
-        return _arrived(rows, call, quantizer)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _returned(gradient, ctx.call), None, None
-
-
-class _FromExperts(torch.autograd.Function):
-    """Results back to the ranks that sent the rows, and their gradients to the experts."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, call: Sent, quantizer: Quantizer | None) -> Tensor:
-        ctx.call, ctx.quantizer = call, quantizer
-        return _returned(output, call)
+    def forward(ctx: Any, rows: Tensor, call: Sent, quantizer: Quantizer | None, to_experts: bool) -> Tensor:
+        """``quantizer``: of what goes to experts, rows or the gradients of results."""
+        ctx.call, ctx.quantizer, ctx.to_experts = call, quantizer, to_experts
+        return _arrived(rows, call, quantizer) if to_experts else _returned(rows, call)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _arrived(gradient, ctx.call, ctx.quantizer), None, None
+        back = _returned(gradient, ctx.call) if ctx.to_experts else _arrived(gradient, ctx.call, ctx.quantizer)
+        return back, None, None, None
 
 
-_to_experts: Any = _ToExperts.apply
-_from_experts: Any = _FromExperts.apply
+_exchange: Any = _Exchange.apply
 
 
 def _returned(rows: Tensor, call: Sent) -> Tensor:
