@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
@@ -67,21 +65,10 @@ def check_name(name: str) -> None:
 
 
 def rendered(name: str) -> dict[str, str]:
-    """The files of the package, by path."""
+    """The files of the package, by path. Templates of Python files end in ``.txt``, being no code of lpq."""
     camel = "".join(part.capitalize() for part in name.split("_"))
-    return {
-        path.replace("NAME", name): text.replace("NAME", name).replace("Name", camel)
-        for path, text in templates(resources.files("lpq.cli") / "templates")
-    }
-
-
-def templates(folder: Traversable, prefix: str = "") -> list[tuple[str, str]]:
-    """The path and the text of every template; Python files end in ``.txt``, being no code of lpq."""
-    found: list[tuple[str, str]] = []
-    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
-        path = f"{prefix}{entry.name}"
-        if entry.is_dir():
-            found += templates(entry, f"{path}/")
-        else:
-            found.append((path.removesuffix(".txt"), entry.read_text(encoding="utf-8")))
-    return found
+    templates, made = Path(__file__).with_name("templates"), dict[str, str]()
+    for path in sorted(path for path in templates.rglob("*") if path.is_file()):
+        target = path.relative_to(templates).as_posix().removesuffix(".txt").replace("NAME", name)
+        made[target] = path.read_text(encoding="utf-8").replace("NAME", name).replace("Name", camel)
+    return made
