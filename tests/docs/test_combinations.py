@@ -10,6 +10,7 @@ from snippets import ROOT
 
 LINEAR, SHARDED, PARALLEL = "tests/nn/test_linear.py", "tests/distributed", "tests/distributed/test_parallel"
 GROUPED, EXPERTS = "tests/nn/test_grouped_linear.py", "tests/distributed/test_expert_parallel.py"
+LAYOUTS = "tests/calibration/test_layouts_of_experts.py"
 NOTHING = ""
 TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Linear layers": {
@@ -96,7 +97,7 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "calibrated scales": (
             "tests/calibration/test_calibrated_experts.py::experts_in_stacks_are_calibrated_as_separate_layers",
-            *("tests/calibration/test_layouts_of_experts.py::experts_beside_tensor_parallelism_and_fsdp_over_4_ranks",) * 2,
+            *(f"{LAYOUTS}::experts_beside_tensor_parallelism_and_fsdp_over_4_ranks",) * 2,
         ),
         "export to engines": (
             "tests/engines/test_export_experts.py::each_expert_has_the_bytes_of_a_layer", "–",
