@@ -127,7 +127,7 @@ def touched(tensor: Tensor) -> None:
     """Count a write that went into a tensor's buffers directly: all that was derived from it is out of date."""
     local = local_part(tensor)
     if isinstance(local, WeightShard):
-        local.writes[0] += 1
+        local.writes.count += 1
     for seen in (tensor, local):
         torch.autograd.graph.increment_version(seen)
 

@@ -17,7 +17,7 @@ from lpq.operations.operators import written
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
-from lpq.tensor.quantized_tensor import REMEDY
+from lpq.tensor.quantized_tensor import REMEDY, Writes
 from lpq.torch_private.dispatch import schema_of
 from lpq.torch_private.dtensor import dtensor_as
 from lpq.torch_private.operators import pin_memory, to_copy
@@ -37,13 +37,13 @@ class WeightShard(Gathered, Tensor):
 
     held: Tensor
     """The ordinary tensor that holds the data."""
-    writes: list[int]
-    """How often an operator wrote to it: a list of one number that it shares with its views."""
+    writes: Writes
+    """The count of the writes to it by operators, which its views share."""
 
     @property
     def write_count(self) -> int:
         """A number that changes when it is written to, also by compiled code, which writes to ``held`` itself."""
-        return self.writes[0] + version_of(self.held)
+        return self.writes.count + version_of(self.held)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -65,17 +65,17 @@ class WeightShard(Gathered, Tensor):
                 f"FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
             )
         new = plain(value.detach())
-        self.writes[0] += 1 + version_of(self.held)
+        self.writes.count += 1 + version_of(self.held)
         Tensor.data.__set__(self, WeightShard(new, self.writes))  # type: ignore[attr-defined]
         self.held = new
 
     @staticmethod
-    def __new__(cls, held: Tensor, writes: list[int] | None = None) -> WeightShard:
+    def __new__(cls, held: Tensor, writes: Writes | None = None) -> WeightShard:
         with normal_tensors(not held.is_inference()):  # a view in inference mode is one of a parameter
             self: WeightShard = wrapper_subclass(
                 cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=held.device
             )
-        self.held, self.writes = held, [0] if writes is None else writes
+        self.held, self.writes = held, Writes() if writes is None else writes
         return self
 
     @classmethod
@@ -93,7 +93,7 @@ class WeightShard(Gathered, Tensor):
         if schema_of(func).is_mutable:
             for value in written(func, args, kwargs):
                 if id(value) in shards:
-                    shards[id(value)].writes[0] += 1
+                    shards[id(value)].writes.count += 1
         if func.is_view:  # what is written to it is written to the weight
             (whole,) = shards.values()
             return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)
