@@ -85,7 +85,7 @@ def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
     try:
         with (path / INDEX).open("rb") as stream:
             read = _Unpickler(stream).load()
-        return _Index(sizes).made(read)
+        return _made(read, sizes)
     except CheckpointError as error:
         raise CheckpointError(f"its index ({INDEX}) is refused: {error}") from error
     except OSError:
@@ -96,74 +96,71 @@ def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
         ) from error
 
 
-class _Index:
-    """Makes an index of records."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.sizes = sizes
-
-    def made(self, read: Any) -> Metadata:
-        """The index itself."""
-        whole = _state(read, f"{METADATA}.Metadata", "state_dict_metadata", "storage_data")
-        places: dict[MetadataIndex, StorageInfo] = {}
-        for key, value in _entries(whole["storage_data"]):
-            index, place = self._index(key), self._place(value)
-            if index in places:
-                raise CheckpointError(f"it has a piece of {shown(index.fqn)} twice: do not trust it")
-            places[index] = place
-        tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for name, entry in _entries(whole["state_dict_metadata"]):
-            if type(name) is not str:
-                _refuse("the name of a tensor")
-            tensors[name] = self._tensor(name, entry, places)
-        return Metadata(state_dict_metadata=tensors, storage_data=places)
-
-    def _tensor(self, name: str, entry: Any, places: Mapping[MetadataIndex, StorageInfo]) -> TensorStorageMetadata:
-        if _is(entry, f"{METADATA}.BytesStorageMetadata"):
-            raise CheckpointError(f"{shown(name)} is no tensor, and lpq.checkpoint.save saves nothing else there")
-        found = _state(entry, f"{METADATA}.TensorStorageMetadata", "properties", "size", "chunks")
-        dtype, size = _dtype(found["properties"]), _size(found["size"])
-        if type(found["chunks"]) is not list:
-            _refuse(f"the pieces of {shown(name)}")
-        chunks, covered, begun = [], 0, set[torch.Size]()
-        for piece in found["chunks"]:
-            fields = _state(piece, f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes")
-            chunk = ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
-            chunks.append(chunk)
-            if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
-                offset + length > whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-            ):
-                raise CheckpointError(f"a piece of {shown(name)} lies outside of it: do not trust it")
-            if not (count := math.prod(chunk.sizes)):
-                continue
-            place = places.get(MetadataIndex(name, chunk.offsets))
-            if place is None or place.length < count * dtype.itemsize or chunk.offsets in begun:
-                raise CheckpointError(f"a piece of {shown(name)} is not in its files: do not trust it")
-            begun.add(chunk.offsets)
-            covered += count
-        if covered != math.prod(size):
-            raise CheckpointError(f"the pieces of {shown(name)} do not cover it: do not trust it")
-        return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-
-    def _index(self, key: Any) -> MetadataIndex:
-        found = _state(key, f"{METADATA}.MetadataIndex", "fqn")
-        if type(found["fqn"]) is not str:
+def _made(read: Any, sizes: Mapping[str, int]) -> Metadata:
+    """The index that a record of one describes."""
+    whole = _state(read, f"{METADATA}.Metadata", "state_dict_metadata", "storage_data")
+    places: dict[MetadataIndex, StorageInfo] = {}
+    for key, value in _entries(whole["storage_data"]):
+        index, place = _index(key), _place(value, sizes)
+        if index in places:
+            raise CheckpointError(f"it has a piece of {shown(index.fqn)} twice: do not trust it")
+        places[index] = place
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, entry in _entries(whole["state_dict_metadata"]):
+        if type(name) is not str:
             _refuse("the name of a tensor")
-        offset = found.get("offset")
-        return MetadataIndex(found["fqn"], _size(offset) if offset is not None else None)
+        tensors[name] = _tensor(name, entry, places)
+    return Metadata(state_dict_metadata=tensors, storage_data=places)
 
-    def _place(self, value: Any) -> StorageInfo:
-        found = _state(value, STORAGE_INFO, "relative_path", "offset", "length")
-        name, offset, length = found["relative_path"], found["offset"], found["length"]
-        if type(name) is not str or not _is_number(offset) or not _is_number(length):
-            _refuse("the place of a piece")
-        if found.get("transform_descriptors"):
-            raise CheckpointError("it has files that are compressed, and lpq.checkpoint.save writes none")
-        if name not in self.sizes:
-            raise CheckpointError(f"it refers to the file {name[:200]!r}, which the manifest does not list")
-        if offset + length > self.sizes[name]:
-            raise CheckpointError(f"it refers to what lies beyond the end of {name}")
-        return StorageInfo(name, offset, length)
+
+def _tensor(name: str, entry: Any, places: Mapping[MetadataIndex, StorageInfo]) -> TensorStorageMetadata:
+    if _is(entry, f"{METADATA}.BytesStorageMetadata"):
+        raise CheckpointError(f"{shown(name)} is no tensor, and lpq.checkpoint.save saves nothing else there")
+    found = _state(entry, f"{METADATA}.TensorStorageMetadata", "properties", "size", "chunks")
+    dtype, size = _dtype(found["properties"]), _size(found["size"])
+    if type(found["chunks"]) is not list:
+        _refuse(f"the pieces of {shown(name)}")
+    chunks, covered, begun = [], 0, set[torch.Size]()
+    for piece in found["chunks"]:
+        fields = _state(piece, f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes")
+        chunk = ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
+        chunks.append(chunk)
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
+            offset + length > whole for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+        ):
+            raise CheckpointError(f"a piece of {shown(name)} lies outside of it: do not trust it")
+        if not (count := math.prod(chunk.sizes)):
+            continue
+        place = places.get(MetadataIndex(name, chunk.offsets))
+        if place is None or place.length < count * dtype.itemsize or chunk.offsets in begun:
+            raise CheckpointError(f"a piece of {shown(name)} is not in its files: do not trust it")
+        begun.add(chunk.offsets)
+        covered += count
+    if covered != math.prod(size):
+        raise CheckpointError(f"the pieces of {shown(name)} do not cover it: do not trust it")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _index(key: Any) -> MetadataIndex:
+    found = _state(key, f"{METADATA}.MetadataIndex", "fqn")
+    if type(found["fqn"]) is not str:
+        _refuse("the name of a tensor")
+    offset = found.get("offset")
+    return MetadataIndex(found["fqn"], _size(offset) if offset is not None else None)
+
+
+def _place(value: Any, sizes: Mapping[str, int]) -> StorageInfo:
+    found = _state(value, STORAGE_INFO, "relative_path", "offset", "length")
+    name, offset, length = found["relative_path"], found["offset"], found["length"]
+    if type(name) is not str or not _is_number(offset) or not _is_number(length):
+        _refuse("the place of a piece")
+    if found.get("transform_descriptors"):
+        raise CheckpointError("it has files that are compressed, and lpq.checkpoint.save writes none")
+    if name not in sizes:
+        raise CheckpointError(f"it refers to the file {name[:200]!r}, which the manifest does not list")
+    if offset + length > sizes[name]:
+        raise CheckpointError(f"it refers to what lies beyond the end of {name}")
+    return StorageInfo(name, offset, length)
 
 
 def _refuse(what: str) -> NoReturn:
