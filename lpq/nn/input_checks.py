@@ -41,8 +41,8 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh"):
         raise RuntimeError(
             f"{layer.title}: its weight is sharded and was not gathered; call the module that fully_shard was "
-            "called on, whose forward gathers it, or its unshard(). Under tensor parallelism the layer is given a "
-            "DTensor, or has a style of lpq.distributed.tensor_parallel"
+            "called on, whose forward gathers it, or its unshard(). Under tensor parallelism convert before "
+            "parallelize_module, with a style of lpq.distributed.tensor_parallel; or give the layer a DTensor"
         )
     if input.device != weight.device:
         raise RuntimeError(
@@ -94,6 +94,20 @@ def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
                 f"{layer.title}: the {size} {what} of its weight over {ranks} ranks are uneven: leave it out of the "
                 "plan, or use a number of ranks that divides them"
             )
+
+
+def check_parallel_input(layer: Saved, part: Tensor, parts: int) -> None:
+    """Raise if this rank's part of the input does not fit; ``parts``: of how many its features are one."""
+    if part.shape[-1] * parts != layer.in_features:
+        way = (
+            "a layer that is given all features (ColwiseParallel)"
+            if parts == 1
+            else f"a layer that is given features of {parts} ranks (RowwiseParallel)"
+        )
+        raise ValueError(
+            f"{layer.title}: the input of this rank is {list(part.shape)}, and for {way} its last dimension must be "
+            f"{layer.in_features // parts}: take the other style, or other output_layouts in the layer before"
+        )
 
 
 def _check_prepared(layer: Saved) -> None:

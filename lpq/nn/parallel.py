@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from lpq.distributed.cuts import Cut, Gathering, Part, begin_gather, encode_part, measure_parts, why_high
 from lpq.formats import Storage
 from lpq.nn import recomputed
-from lpq.nn.input_checks import check_parallel
+from lpq.nn.input_checks import check_parallel, check_parallel_input
 from lpq.nn.parallel_multiply import Call, Given, Kept, Multiplication, Operands, Spread
 from lpq.operations.binding import Operand, on_device
 from lpq.operations.derived_operands import derives_col
@@ -147,7 +147,7 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     _refuse_cut_blocks(layer, {"its weight": of_w, "the gradient of its output": of_dy})
     dim = given.dim % input.dim() if isinstance(given, Shard) else input.dim()
     cut = _gathered_encoded(way, input, dim) if dim < input.dim() - 1 else None
-    x, key = _local(way, input, given, given if cut is not None else Replicate())
+    x, key = _local(way, input, given, given if cut is not None else Replicate(), 1)
     shape = [*x.shape]
     if cut is not None:
         shape[dim] *= way.ranks
@@ -183,7 +183,7 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
     of_x = way.part("x", way.equally(1, layer.in_features))
     _refuse_cut_blocks(layer, {"its weight": of_w, "its input": of_x})
     inner = isinstance(given, Shard) and given.dim % input.dim() == last
-    x, _ = _local(way, input, given, given if inner else Shard(last))
+    x, _ = _local(way, input, given, given if inner else Shard(last), way.ranks)
     wanted = layer.layouts.output if layer.layouts is not None else None
     shape, cut, into = [*x.shape[:-1], layer.out_features], None, wanted
     dim = wanted.dim % len(shape) if isinstance(wanted, Shard) else last
@@ -215,15 +215,18 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
 # ---------------------------------------------------------------------------------------------- the input
 
 
-def _local(way: _Pass, input: Tensor, given: Placement, wanted: Placement) -> tuple[Tensor, Tensor]:
-    """This rank's part of the input, laid out for the product; and the tensor by which siblings find it."""
-    if not isinstance(input, DTensor):
-        if given == wanted:
-            return input, input
+def _local(way: _Pass, input: Tensor, given: Placement, wanted: Placement, parts: int) -> tuple[Tensor, Tensor]:
+    """This rank's part of the input, with one of so many ``parts`` of its features, laid out for the product; and the
+    tensor by which siblings find it."""
+    key = input
+    if not isinstance(input, DTensor) and given != wanted:
         input = DTensor.from_local(input, way.mesh, [given], run_check=False)
-    if given != wanted:
-        input = input.redistribute(placements=[wanted])
-    return input.to_local(), local_part(input)
+    if isinstance(input, DTensor):
+        if given != wanted:
+            input = input.redistribute(placements=[wanted])
+        input, key = input.to_local(), local_part(input)
+    check_parallel_input(way.layer, input, parts)
+    return input, key
 
 
 def _gathered_encoded(way: _Pass, input: Tensor, dim: int) -> Cut | None:

@@ -38,9 +38,9 @@ def check(layer: Saved, states: States) -> None:
         layer.__dict__["_seen"] = found
     elif not autograd.saves_to_hooks():
         raise RuntimeError(
-            f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, and nothing "
-            "tells what it remembered for delayed scaling when it ran first: pass use_reentrant=False, or give it a "
-            "recipe that remembers nothing"
+            f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, where the "
+            "state that delayed scaling had when it ran first is lost: pass use_reentrant=False, or give it a recipe "
+            "that remembers nothing"
         )
     elif layer.__dict__.get("_seen", found) != found:
         _refuse(layer.title)

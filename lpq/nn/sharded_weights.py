@@ -48,7 +48,10 @@ def check_weights(
             continue
         weight = sharded.get(module, module.weight)
         if weights is not None and any(wanted) and hasattr(weight, "device_mesh"):
-            raise ValueError(f"{name}: its weight is sharded already; call lpq.convert before fully_shard")
+            raise ValueError(
+                f"{name}: its weight is sharded already; call lpq.convert before fully_shard; where tensor parallelism "
+                "shards it, without weights="
+            )
         stored = _stored(weight)
         if stored is not None:
             _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)

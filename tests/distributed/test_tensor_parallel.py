@@ -223,6 +223,30 @@ def _refuses(rank: int) -> None:
         x = torch.ones(64, 64 if columns else size // 2)
         with pytest.raises(ValueError, match=f"layer 0, .*{error}"):
             parallelize_module(net, mesh, {"0": style})(x)
+    columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel()
+    for first, second, words in (
+        (
+            columns,
+            columns,
+            r"is \[64, 32\], and for a layer that is given all features \(ColwiseParallel\) .* be 64: take",
+        ),
+        (
+            rows,
+            rows,
+            r"is \[64, 64\], and for a layer that is given features of 2 ranks \(RowwiseParallel\) .* be 32: take",
+        ),
+    ):
+        net = lpq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "mxfp8")
+        x = torch.ones(64, 32 if first is rows else 64)
+        with pytest.raises(ValueError, match=rf"layer 1, .*: the input of this rank {words} the other style"):
+            parallelize_module(net, mesh, {"0": first, "1": second})(x)
+    late = lpq.convert(parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": columns}), "mxfp8")
+    with pytest.raises(RuntimeError, match=r"layer 0, .* convert before parallelize_module, with a style of lpq\."):
+        late(torch.ones(64, 64))
+    with pytest.raises(
+        ValueError, match=r"^0: its weight is sharded already; .*tensor parallelism shards it, without we"
+    ):
+        lpq.convert(late, "mxfp8", weights="high_precision")
 
 
 def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer() -> None:
