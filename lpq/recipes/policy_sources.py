@@ -70,8 +70,8 @@ def _made(source: PolicyLike) -> Policy:
 
 
 def _has_rules(table: Mapping[str, object]) -> bool:
-    """Whether this is a policy and not a recipe: no recipe has a list in it, however its key is spelt."""
-    return any(key in table for key in TABLE) or any(isinstance(value, list) for value in table.values())
+    """Whether this is meant as a policy and not as a recipe: no recipe has a key of a rule, or a list in it."""
+    return any(key in table for key in (*TABLE, *KEYS)) or any(isinstance(value, list) for value in table.values())
 
 
 def _from_table(table: Mapping[str, object], folder: Path) -> Policy:

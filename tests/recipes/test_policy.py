@@ -329,6 +329,7 @@ def test_mistakes_in_a_file_are_told_with_their_place(tmp_path: Path, text: str,
     [
         ("skip", "'skip' is no recipe: in a rule of a policy it leaves layers alone"),
         ([{"match": "*", "recipe": "mxfp8"}], r"rules go into a table: \{'rules': \[…\]\}, and this is \["),
+        ({"match": "*", "recipe": "mxfp8"}, r"a rule goes into a list: \{'rules': \[\{'match': …, 'recipe': …\}\]\}"),
         ({"match": ["*"], "recipe": "mxfp8"}, r"a rule goes into a list: \{'rules': \[\{'match': …, 'recipe': …\}\]\}"),
     ],
     ids=str,
