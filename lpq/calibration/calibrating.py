@@ -26,6 +26,7 @@ from lpq.nn import Layer
 from lpq.nn.experts import Experts
 from lpq.nn.names import plain_name
 from lpq.registry.errors import suggestion
+from lpq.registry.showing import number
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ class Calibrated:
 
     def __str__(self) -> str:
         """A line for people to read."""
-        text = f"{len(self.layers)} layers have static scales by {self.method}, from {self.samples} samples"
-        text += f"; {len(self.searched)} search those of blocks" if self.searched else ""
-        return f"{text}; {len(self.left)} layers measure all as before" if self.left else text
+        where, of = number(len(self.layers), "layer"), number(self.samples, "sample")
+        text = f"static scales by {self.method} in {where}, from {of}"
+        text += f"; those of blocks are searched in {len(self.searched)}" if self.searched else ""
+        return f"{text}; all is measured as before in {number(len(self.left), 'layer')}" if self.left else text
 
 
 def calibrate(
@@ -246,8 +248,8 @@ def _check(method: str, samples: int, percentile: float, unseen: str, every: int
     for name, value in (("samples", samples), ("every", every)):
         if type(value) is not int or value < 1:
             raise CalibrationError(f"{name}={value!r}: it is a whole number from 1 on")
-    if isinstance(percentile, bool) or not isinstance(percentile, int | float) or not 0 < percentile <= 100:
-        raise CalibrationError(f"percentile={percentile!r}: it is a number, more than 0 and at most 100")
+    if isinstance(percentile, bool) or not isinstance(percentile, int | float) or not 50 <= percentile <= 100:
+        raise CalibrationError(f"percentile={percentile!r}: it is a number from 50 to 100, such as 99.9")
     if not isinstance(batches, Iterable):
         raise CalibrationError(f"batches is of type {type(batches).__name__}: it is a list, a DataLoader or the like")
     if isinstance(batches, Tensor):

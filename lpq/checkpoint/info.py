@@ -22,6 +22,7 @@ from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
 from lpq.recipes import Policy, Steps
 from lpq.registry.errors import words
+from lpq.registry.showing import number
 from lpq.torch_private.pytree import keystr, tree_flatten_with_path
 
 OWNERS = {"extra": "extra", "model": "what get_extra_state of a module returned", "optimizer": "the optimizer"}
@@ -51,7 +52,7 @@ class Info:
         recipes = Counter(recipe or "no recipe" for recipe in description.recipes.values())
         lines = [
             f"{self.path}" + (f", after step {self.step}" if self.step is not None else ""),
-            *(f"{count} layers with {recipe}" for recipe, count in recipes.items()),
+            *(f"{number(count, 'layer')} with {recipe}" for recipe, count in recipes.items()),
             *(f"{count} tensors stored as {quantizer}" for quantizer, count in stored.items()),
             *(f"{name} from {entry['distribution']} {entry['version']}" for name, entry in description.formats.items()),
             *([f"extra: {' '.join(reprlib.repr(self.extra).split())}"] if self.extra is not None else []),

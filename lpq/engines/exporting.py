@@ -27,7 +27,7 @@ from lpq.engines.saved import Saved
 from lpq.engines.siblings import fused
 from lpq.engines.writing import Directory, shards
 from lpq.operations.operands import DTYPES
-from lpq.registry.showing import listed
+from lpq.registry.showing import listed, number
 from lpq.registry.warning import warn
 
 SHARD = 5 * 10**9
@@ -56,8 +56,8 @@ class Exported:
         """A few lines to read."""
         lines = [
             f"{self.path}, in the layout {self.layout}",
-            *(f"{len(names)} layers: {title}" for title, names in self.layers.items()),
-            *([f"{len(self.left)} layers in high precision: {listed(self.left)}"] if self.left else []),
+            *(f"{number(len(names), 'layer')}: {title}" for title, names in self.layers.items()),
+            *([f"{number(len(self.left), 'layer')} in high precision: {listed(self.left)}"] if self.left else []),
             *self.notes,
         ]
         return "\n  ".join(lines)

@@ -116,7 +116,8 @@ def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[s
     linear |= {layer for one in stacks.values() for layer in one.layers}
     if strange := [name for name in found if name not in linear]:
         raise CheckpointError(
-            f"the files have quantized weights of {listed(strange)}, and the model no such linear layers"
+            f"the files have quantized weights of linear layers that the model has not: {listed(strange)}; build the "
+            "model that was exported"
         )
 
 

@@ -15,7 +15,7 @@ from lpq.engines.entries import Entry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, schemes_for
 from lpq.engines.tensorfile import Shown
 from lpq.registry import Group, Inputs, Part, Scheme
-from lpq.registry.showing import brief, listed
+from lpq.registry.showing import brief, listed, number
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Plan:
                 remark = limited.remark if limited is not None else None
                 if remark is not None and (text := remark(rows, cols, own)) is not None:
                     found.setdefault(text, []).append(tensor.layer)
-        return [f"{len(names)} layers ({listed(names)}): {text}" for text, names in found.items()]
+        return [f"{number(len(names), 'layer')} ({listed(names)}): {text}" for text, names in found.items()]
 
 
 def planned(
@@ -121,8 +121,9 @@ def planned(
 
 def _note(layers: Sequence[str]) -> str:
     return (
-        f"engines will not encode the inputs of {len(layers)} layers ({listed(layers)}), as training does: the layout "
-        "has no place for their format, or needs their amax, which lpq.calibrate finds, and input_amax={…} gives"
+        f"engines will not encode the inputs of {number(len(layers), 'layer')} ({listed(layers)}), as training does: "
+        "the layout has no place for their format, or needs their amax, which lpq.calibrate finds, and input_amax={…} "
+        "gives"
     )
 
 
@@ -152,10 +153,11 @@ def _assigned(
     scheme = next((scheme for scheme in known if scheme.serves(entry.side)), None)
     keep = f"keep the layer in high precision, leave=[{layer.name!r}]"
     if scheme is None:
-        others = ", ".join(s.quantizer for s in known) or "none of this format"
+        others = ", ".join(s.quantizer for s in known)
+        has = f"; it has one for: {others}" if others else ", nor for another option of this format"
         raise CheckpointError(
-            f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place; it has one for: "
-            f"{others}. Export to another layout, or {keep}"
+            f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place"
+            f"{has}. Export to another layout, or {keep}"
         )
     check_fixed(entry)
     rows, cols = entry.shape

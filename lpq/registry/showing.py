@@ -37,6 +37,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + more
 
 
+def number(count: int, one: str) -> str:
+    """``1 layer``, ``2 layers``."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
 def pip(command: str, names: Iterable[str], otherwise: str) -> str:
     """``pip install acme``, where all of these are names of distributions; what else to do, where one is not."""
     found = list(names)

@@ -297,7 +297,8 @@ def test_a_bar_shows_how_far_it_is_in_a_terminal_only(monkeypatch: pytest.Monkey
     [
         ({"method": "maximum"}, "there is no method 'maximum': did you mean 'max'"),
         ({"samples": 0}, "samples=0: it is a whole number from 1 on"),
-        ({"percentile": 101, "method": "percentile"}, "percentile=101: it is a number, more than 0"),
+        ({"percentile": 101, "method": "percentile"}, "percentile=101: it is a number from 50 to 100, such as 99"),
+        ({"percentile": 0.999, "method": "percentile"}, "percentile=0.999: it is a number from 50 to 100, such as"),
         ({"percentile": "99"}, "percentile='99': it is a number"),
         ({"siblings": "w1"}, "siblings='w1': it is a list of groups"),
         ({"siblings": ["w1", "w3"]}, r"siblings=\['w1', 'w3'\]: it is a list of groups"),
@@ -343,7 +344,7 @@ def test_layers_without_static_scales_are_listed() -> None:
     net = lpq.convert(Net(), policy)
     made = lpq.calibrate(net, [torch.randn(8, 64)])
     assert (made.layers, made.left) == (("second",), ("first", "grouped"))
-    assert "2 layers measure all as before" in str(made)
+    assert "all is measured as before in 2 layers" in str(made)
     assert list(statics(net)) == ["second.x_amax", "second.w_amax"]
 
 

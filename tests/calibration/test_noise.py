@@ -96,7 +96,7 @@ def test_the_command_writes_a_calibrated_checkpoint_and_a_table(
     options = ("--model", "test_noise:made", "--data", tmp_path / "data.pt", "--samples", 8)
     assert run("calibrate", tmp_path / "run", tmp_path / "out", *options) == 0
     said = capsys.readouterr().out
-    assert "2 layers have static scales by max, from 8 samples" in said
+    assert "static scales by max in 2 layers, from 8 samples" in said
     lpq.calibrate(net, batches, samples=8)
     expected = [noise.layer for noise in layer_noise(net, batches)]
     rows = [line.split() for line in said.splitlines() if "fp8(static=true)" in line]

@@ -28,7 +28,7 @@ def test_a_user_exports_a_model(tmp_path: Path) -> None:
     done = lpq.export(model, tmp_path / "out", layout="fp8-block")
     assert sorted(path.name for path in done.path.iterdir()) == ["config.json", "model.safetensors"]
     assert "4 layers: FP8 per block, inputs fp8(scaling=block)" in str(done)
-    assert "1 layers in high precision: lm_head" in str(done)
+    assert "1 layer in high precision: lm_head" in str(done)
     name, layer = "blocks.0.mlp.up_proj", model.blocks[0].mlp.up_proj
     found, operand = tensors(done.path), tiny.operand(layer)
     assert torch.equal(found[f"{name}.weight"].view(torch.uint8), operand.data.view(torch.uint8))
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "fp8(dtype=e5m2)", {"layout": "compressed-tensors"},
         r"q_proj\.weight is quantized as fp8\(dtype=e5m2\), for which .* has no place; it has one for: fp8, ",
     ),
-    "one": (tiny.MIXTURE, {"layout": "fp8-block"}, "no place; it has one for: none of this format"),
+    "one": (tiny.MIXTURE, {"layout": "fp8-block"}, "no place, nor for another option of this format"),
     "inputs": ("x=bf16, w=mxfp8, dy=bf16", {"layout": "fp8-block"}, "the recipe of .* does not encode them so"),
     "static": ("fp8-current", {"layout": "modelopt"}, r"lpq\.calibrate first, or give input_amax=\{…\}"),
     "none": (None, {"layout": "modelopt"}, "no layer has a quantized weight"),
