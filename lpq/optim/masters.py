@@ -66,10 +66,12 @@ class MasterWeights(Optimizer):
                 f"MasterWeights wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
                 f"{type(optimizer).__name__}: make one first"
             )
-        if isinstance(optimizer, MasterWeights | torch.optim.LBFGS):
+        if isinstance(optimizer, MasterWeights):
+            raise TypeError("MasterWeights got a MasterWeights: this optimizer is wrapped already, use it as it is")
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
-                f"MasterWeights cannot wrap {type(optimizer).__name__}: it needs more than gradients. Use it alone, "
-                "over weights that are not stored quantized"
+                "MasterWeights cannot wrap LBFGS: it needs more than gradients. Use it alone, over weights that are "
+                "not stored quantized"
             )
         if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad has one at once
             raise ValueError(

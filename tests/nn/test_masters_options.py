@@ -116,6 +116,8 @@ def test_what_cannot_be_wrapped_is_refused_in_words() -> None:
         TypeError, match=r"cannot wrap LBFGS: it needs more than gradients\. Use it alone, over weights"
     ):
         MasterWeights(LBFGS([weight]))
+    with pytest.raises(TypeError, match=r"is wrapped already, use it as it is"):
+        MasterWeights(MasterWeights(AdamW([weight])))
 
 
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])
