@@ -241,6 +241,10 @@ def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> 
             f"{side} remembers statistics across steps, and these are combined by MAX in one round",
             "give it no state, or statistics of round 1 with reduce='max'",
         )
+    if (cls := type(side)).measure is not Quantizer.measure and cls.stats is Quantizer.stats:
+        cause = f"{side}: {cls.__name__}.measure is never called, since stats declares nothing"
+        remedy = f"declare what it returns, {cls.__name__}.stats, or take measure away"
+        raise registry.at_fault(registry.format_of(cls).name, cause, remedy)
     if side.transposable and side.storage.transposed is Storage.transposed:
         storage = side.storage.__name__
         raise registry.at_fault(

@@ -121,6 +121,11 @@ class Transposes(Right):
 
 
 @dataclass(frozen=True)
+class NoStats(Right):
+    stats = Quantizer.stats
+
+
+@dataclass(frozen=True)
 class MakesItsSides(Right):
     fine: bool = False
 
@@ -141,6 +146,7 @@ WRONG: list[tuple[type[Quantizer], type[Storage], str]] = [
     (Right, DecodesToBf16, "DecodesToBf16.decode returned torch.bfloat16; a decoded matrix is torch.float32"),
     (Right, DecodesTheTranspose, "DecodesTheTranspose.decode returned [40, 16] for a matrix [16, 40]. Remedy: cut off"),
     (RecallsNothing, Rows, "RecallsNothing.recall returned no 'amax', which stats declares"),
+    (NoStats, Rows, "NoStats.measure is never called, since stats declares nothing. Remedy: declare what it returns"),
     (Transposes, Rows, "says that it is transposable, and Rows has no transposed(). Remedy: define Rows.transposed"),
     (Transposes, TurnsTheDataOnly, "TurnsTheDataOnly.transposed returned scale of shape [16, 40] for [40, 16]"),
     (MakesItsSides, Rows, "MakesItsSides.side('row') makes a new quantizer whenever it is called. Remedy: make it"),
