@@ -8,10 +8,19 @@ import re
 import stat
 from pathlib import Path
 
+from lpq.checkpoint.errors import CheckpointError
+
 PARTIAL = ".partial"
 """The ending of the name of an unfinished file or directory."""
 PLAIN = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
 """The names of a checkpoint's files: they lead nowhere else."""
+
+
+def place(path: object, named: str = "path") -> Path:
+    """The place of a file or a directory that a user gave under this name."""
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"{named} is of type {type(path).__name__}, and is to name a place on the disk")
+    return Path(path)
 
 
 def digest(path: Path) -> str:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.files import place
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
 from lpq.recipes import Policy, Steps
@@ -85,7 +86,7 @@ def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) ->
     the sizes of their files.
     """
     ranks = ranks_of(process_group)
-    found = find(Path(path), ranks, thorough=False)
+    found = find(place(path), ranks, thorough=False)
     return ranks.each(lambda: read(found)[0])
 
 

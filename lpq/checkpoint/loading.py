@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 from lpq.checkpoint.agreeing import Facts, check_alike
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointWarning
+from lpq.checkpoint.files import place
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
@@ -48,12 +49,12 @@ def load(
     not have was frozen, and they take what it decodes to. Masters that have no place are left out, with a warning
     unless the checkpoint is loaded without an optimizer.
     """
-    ranks = ranks_of(process_group)
+    ranks, path = ranks_of(process_group), place(path)
     with ranks.saying(f"{path} cannot be loaded"):
         # These are compared first, as reading takes long.
         kinds = ranks.each(lambda: tuple(map(kind, given_optimizers(optimizer))))
         check_alike(ranks.all(lambda: Facts(str(path), Model(model).meshes(), kinds)), ranks)
-    found = find(Path(path), ranks)
+    found = find(path, ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
     with ranks.saying(what), seen.recipes_stay_on_error():

@@ -15,7 +15,7 @@ from lpq.checkpoint.agreeing import Facts, check_alike, check_tensors, digest
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
 from lpq.checkpoint.claim import Claim
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
-from lpq.checkpoint.files import PARTIAL
+from lpq.checkpoint.files import PARTIAL, place
 from lpq.checkpoint.finding import step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA, is_ours
@@ -46,7 +46,7 @@ def save(
     whole checkpoints stay, up to this one; the others are removed. A checkpoint in the same place is replaced once the
     new one is whole. While another job saves it, it is refused.
     """
-    ranks, target = ranks_of(process_group), _target(Path(directory), step, keep)
+    ranks, target = ranks_of(process_group), _target(place(directory, "directory"), step, keep)
     with ranks.saying(failing(target)), quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         try:
@@ -73,7 +73,7 @@ def save_async(
     talk over gloo, in a group of their own, so that it does not matter over what, and when, training talks. A
     ``process_group`` is that group: one with gloo, over which nothing else talks meanwhile.
     """
-    ranks, target = ranks_of(process_group), _target(Path(directory), step, keep)
+    ranks, target = ranks_of(process_group), _target(place(directory, "directory"), step, keep)
     with ranks.saying(failing(target)), quiet():
         ranks.all(lambda: _check_talk(Model(model), ranks))
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)

@@ -21,6 +21,7 @@ from lpq.checkpoint.agreeing import check_one_model
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.files import place
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
 from lpq.checkpoint.model import PREFIX, Model, is_extra
@@ -38,7 +39,7 @@ def export_file(
     with quantized weights as tensors of their own dtype and without what quantizers remember. Otherwise the file has
     all tensors bit for bit. The first rank has the whole model in the CPU's memory on the way.
     """
-    ranks, target = ranks_of(process_group), Path(path)
+    ranks, target = ranks_of(process_group), place(path)
     with ranks.saying(f"{target} cannot be exported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
@@ -61,7 +62,7 @@ def import_file(path: str | Path, model: nn.Module, *, process_group: dist.Proce
     values of a quantized one, cast to its own dtype as ``load_state_dict`` does it. The policy is not compared. A file
     that was changed after it was saved is refused.
     """
-    ranks, source = ranks_of(process_group), Path(path)
+    ranks, source = ranks_of(process_group), place(path)
     with ranks.saying(f"{source} cannot be imported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         seen = Model(model)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lpq.checkpoint.agreeing import check_one_model
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
+from lpq.checkpoint.files import place
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
@@ -97,9 +98,7 @@ class Export:
         layouts with static scales; without it, what quantizers remember, and with ``{}`` none. ``leave``: names and
         patterns of layers whose weights stay in high precision. ``shard_bytes``: the most bytes of one file.
         """
-        if not isinstance(path, str | Path):
-            raise CheckpointError(f"path is of type {type(path).__name__}, and is to name a directory")
-        ranks, target = ranks_of(process_group), Path(path)
+        ranks, target = ranks_of(process_group), place(path)
         job: list[tuple[Plan, _Source]] = []
         saying = f"{target} cannot be exported"
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lpq import recipes, registry
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
+from lpq.checkpoint.files import place
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import touched
 from lpq.engines.inputs import RECORD
@@ -62,10 +63,9 @@ def load_quantized(
     Everything is judged before a value of the files is written, and what their headers and JSON show before the model
     is converted. Shard it afterwards.
     """
+    path = place(path)
     with ranks_of(None).saying(f"{path} cannot be loaded"):
-        if not isinstance(path, str | Path):
-            raise CheckpointError(f"path is of type {type(path).__name__}, and is to name a directory")
-        files = Files(Path(path))
+        files = Files(path)
         found = files.quantized()
         if not found:
             raise CheckpointError(

@@ -109,6 +109,11 @@ def test_what_is_no_model_and_no_optimizer_is_refused_at_once(tmp_path: Path) ->
     for call in (checkpoint.export_file, checkpoint.import_file):
         with pytest.raises(CheckpointError, match=r"model is to be a torch\.nn\.Module, not OrderedDict"):
             call(tmp_path / "none.pt", no_model)
+    for swapped in (checkpoint.save, checkpoint.save_async, checkpoint.load, checkpoint.export_file):
+        with pytest.raises(
+            CheckpointError, match=r"^(path|directory) is of type Sequential, and is to name a place on the"
+        ):
+            swapped(net, tmp_path / "none")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
