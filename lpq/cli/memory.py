@@ -80,7 +80,7 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
             print_text(
                 f"{way}: a rank holds {of} of what it holds in bf16. The fp32 masters alone take what there the fp32 "
                 f"shards take, and the quantized weights, {m.share:.0%} of bf16, come on top; what is saved is in the "
-                f"gathers. With an optimizer of the quantized weights themselves, without masters, it is {bare}."
+                f"gathers. With MasterWeights(…, keep=False), which keeps no masters, it is {bare}."
             )
 
 
