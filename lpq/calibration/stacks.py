@@ -15,9 +15,9 @@ from lpq.distributed.shard import plain
 from lpq.engines.experts import states_of as states_in
 from lpq.nn.expert_names import counted, numbered
 from lpq.nn.experts import Experts, is_transposed, stacks
-from lpq.nn.functional import as_offsets
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
+from lpq.operations.offsets import as_offsets
 from lpq.torch_private.tensors import local_part
 
 Holder = GroupedLinear | Experts

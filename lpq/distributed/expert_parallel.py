@@ -50,7 +50,7 @@ class ExpertParallel(ParallelStyle):
                 part.dispatched = self.how
         if getattr(module, "routes_tokens", False):  # and so exchanges rows itself
             return distribute_module(module, device_mesh, _share_out)
-        hooks = _Hooks(self.how)
+        hooks = _Hooks(self.how, next(module.parameters()).shape[0])
         module.shares_out_experts = True
         before: Any = hooks.dispatch  # torch's type returns nothing, and torch uses the result
         after: Any = hooks.combine
@@ -60,10 +60,10 @@ class ExpertParallel(ParallelStyle):
 class _Hooks:
     """Sends the rows of a call to their experts, and the results back."""
 
-    def __init__(self, how: Dispatch) -> None:
-        self.how = how
-        self._calls: list[Sent] = []
-        """The calls that have begun and not ended."""
+    def __init__(self, how: Dispatch, experts: int) -> None:
+        self.how, self.experts = how, experts
+        self._call: Sent | None = None
+        """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
 
     def dispatch(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
         """The arguments of the module's forward: the rows for this rank's experts, and where each expert's end."""
@@ -73,14 +73,16 @@ class _Hooks:
                 "experts takes rows and where each expert's end; convert one that routes tokens itself with a recipe "
                 "first"
             )
-        quantizer = encoded_rows(type(module).__name__, module) if self.how == "encoded" else None
-        rows, ends, call = dispatch(inputs[0], inputs[1], mesh, quantizer)
-        self._calls.append(call)
+        name = type(module).__name__
+        quantizer = encoded_rows(name, module) if self.how == "encoded" else None
+        rows, ends, self._call = dispatch(name, inputs[0], inputs[1], self.experts, mesh, quantizer)
         return rows, ends
 
     def combine(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
         """The results of the caller's own rows, from the output of the module's forward."""
-        return combine(output, self._calls.pop(), self.how)
+        assert self._call is not None
+        call, self._call = self._call, None
+        return combine(output, call, self.how)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

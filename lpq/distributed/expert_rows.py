@@ -18,10 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from lpq.formats import Quantizer
 from lpq.formats.groups import why_not_row_by_row
 from lpq.formats.layout import row_major
+from lpq.operations.offsets import as_offsets
 from lpq.operations.operands import encode_operands
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.collectives import all_to_all
 
+WRONG = -1
+"""The number of rows that a rank sends in place of each of its numbers if they make no sense."""
 Dispatch = Literal["high_precision", "encoded"]
 """How rows travel to their experts."""
 
@@ -43,21 +46,24 @@ class Sent(NamedTuple):
 
 
 def dispatch(
-    rows: Tensor, ends: Tensor | Sequence[int], mesh: DeviceMesh, quantizer: Quantizer | None
+    title: str, rows: Tensor, ends: Tensor | Sequence[int], experts: int, mesh: DeviceMesh, quantizer: Quantizer | None
 ) -> tuple[Tensor, Tensor, Sent]:
     """Send rows to the ranks of their experts. Return the rows of all ranks for the experts of this one, where each
     expert's end, and an argument for ``combine``.
 
     With a quantizer they travel as its row operand, and the tensor that is returned has that operand alone. The host
-    waits for the numbers of rows.
+    waits for the numbers of rows. Where a rank's ends make no sense all ranks raise.
     """
-    if not isinstance(ends, Tensor):
-        ends = torch.tensor(list(ends), device=rows.device).cumsum(0)
     ranks, group = mesh.size(), mesh.get_group().group_name
-    counts = ends.to(torch.int64).diff(prepend=ends.new_zeros(1, dtype=torch.int64)).view(ranks, -1)
-    each = [counts.shape[1]] * ranks
-    arriving = all_to_all(counts.reshape(-1), each, each, group).view(ranks, -1)
+    counts, mistake = _counts(title, rows, ends, experts)
+    each = [experts // ranks] * ranks
+    arriving = all_to_all(counts, each, each, group).view(ranks, -1)
+    counts = counts.view(ranks, -1)
     sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+    if mistake is not None:
+        raise mistake
+    if any(count < 0 for count in received):
+        raise ValueError(_blame(title, received, ends if min(sent) < 0 else None, len(rows)))
     expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.view(-1))
     order = expert.argsort(stable=True)
     back = torch.empty_like(order)
@@ -65,6 +71,30 @@ def dispatch(
     call = Sent(order, back, sent, received, len(rows), group)
     arrived: Tensor = _exchange(rows[: sum(sent)], call, quantizer, True)
     return arrived, arriving.sum(0).cumsum(0, dtype=torch.int32), call
+
+
+def _counts(title: str, rows: Tensor, ends: Tensor | Sequence[int], experts: int) -> tuple[Tensor, Exception | None]:
+    """How many rows each expert gets. Where ``ends`` makes no sense these are negative, and the error is returned if
+    it is found without waiting for the device: the other ranks wait for these numbers, and raise, too."""
+    try:
+        if rows.dim() != 2:
+            raise ValueError(f"{title}: the input is {list(rows.shape)}, and must be [rows, features]: flatten it")
+        known = as_offsets(title, ends, experts, rows).to(torch.int64)
+    except (TypeError, ValueError) as error:
+        return torch.full((experts,), WRONG, device=rows.device), error
+    counts = known.diff(prepend=known.new_zeros(1))
+    fits = (counts >= 0).all() & (known[-1] <= len(rows))
+    return torch.where(fits, counts, WRONG), None
+
+
+def _blame(title: str, received: Sequence[int], ends: Tensor | Sequence[int] | None, rows: int) -> str:
+    """The words for ends that make no sense: ``ends``, if they are of this rank."""
+    wrong = ", ".join(str(rank) for rank, count in enumerate(received) if count < 0)
+    own = "" if ends is None else f" Here offs is {[*map(int, ends)]}, and there are {rows} rows."
+    return (
+        f"{title}: on rank {wrong} of its mesh offs does not grow from 0, ends behind the last row, or is not where "
+        f"the rows of each expert end.{own} Pass counts.cumsum(0, dtype=torch.int32)"
+    )
 
 
 def combine(output: Tensor, call: Sent, dispatched: Dispatch) -> Tensor:

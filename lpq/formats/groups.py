@@ -118,7 +118,7 @@ def piece(buffer: Buffer, tensor: Tensor, group: int, at: int, rows: int, cols: 
 
 def bounds(offs: Sequence[int]) -> list[tuple[int, int]]:
     """Where each group begins and ends."""
-    return list(zip((0, *offs[:-1]), offs, strict=True))
+    return list(zip((0, *offs), offs, strict=False))
 
 
 def starts(offs: Sequence[int], unit: int) -> list[int]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lpq.distributed.expert_rows import combine, dispatch, encoded_rows, own_experts, own_numbers
 from lpq.nn.functional import (
-    as_offsets,
     check_rows,
     grouped_linear_of,
     high_precision,
@@ -29,6 +28,7 @@ from lpq.nn.input_checks import check_static
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory
 from lpq.nn.remembering import Remembering
+from lpq.operations.offsets import as_offsets
 from lpq.operations.operands import DTYPES
 from lpq.recipes import RecipeError
 from lpq.recipes.gemms import TENSORS
@@ -228,7 +228,8 @@ def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     name = experts.base.__name__
     ends = ends if experts.sends_rows else torch.zeros_like(ends)
     quantizer = encoded_rows(name, experts) if how == "encoded" else None
-    rows, ends, call = dispatch(rows, ends, getattr(experts, DOWN).device_mesh, quantizer)
+    weight = getattr(experts, DOWN)
+    rows, ends, call = dispatch(name, rows, ends, len(weight), weight.device_mesh, quantizer)
     return combine(_made(experts, rows, ends), call, how)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate as sums
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor
 
 from lpq import recipes, registry
 from lpq.nn.encoded_inputs import row_buffers
+from lpq.nn.input_checks import check_transforms
 from lpq.nn.multiply_groups import Buffers, GroupedCall, GroupedMultiplication
 from lpq.nn.plan import Plan
 from lpq.operations.binding import on_device
+from lpq.operations.offsets import as_offsets
 from lpq.operations.operands import DTYPES, State
 from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes import recipe_sources
@@ -40,6 +42,8 @@ def grouped_linear(
         what = list(w.shape) if isinstance(w, Tensor) else type(w).__name__
         raise ValueError(f"{title}: w is {what}, and must be [groups, N, K]")
     check_rows(title, x, w.shape[2])
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(f"{title}: bias is a {type(bias).__name__}: pass a tensor [groups, N], or None")
     plan = _plan(recipe)
     if plan.memories:
         raise ValueError(f"{title}: {recipe} remembers statistics across steps, and a function has no state")
@@ -95,10 +99,11 @@ def grouped_linear_of(
     needs_dx, needs_dw = grad and x.requires_grad, grad and weight.requires_grad
     multiply: Any = GroupedMultiplication.apply
     device = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device):
+    casts = not x.is_meta and torch.is_autocast_enabled(device)
+    if casts:
         dtype = torch.get_autocast_dtype(device)
     call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate, given, states or {})
-    with torch.autocast(device, enabled=False), on_device(x.device):
+    with torch.autocast(device, enabled=False) if casts else nullcontext(), on_device(x.device):
         y: Tensor = multiply(x, weight, bias, offs, seeds, call)
     return y
 
@@ -123,38 +128,13 @@ def check_rows(title: str, x: Tensor, features: int) -> None:
         )
 
 
-def as_offsets(title: str, offs: Tensor | Sequence[int], groups: int, x: Tensor) -> Tensor:
-    """Where each group ends, on the device of ``x``. A tensor of them is checked where it is read."""
-    if isinstance(offs, Tensor):
-        if offs.dtype != torch.int32 or offs.device != x.device:
-            raise TypeError(
-                f"{title}: offs is {offs.dtype} on {offs.device}, and must be torch.int32 on {x.device}, where the "
-                "input is: counts.cumsum(0, dtype=torch.int32)"
-            )
-        if offs.shape != (groups,):
-            raise ValueError(
-                f"{title}: offs is {list(offs.shape)}, and there are {groups} groups: pass one end for each"
-            )
-        return offs
-    counts = list(offs)
-    if len(counts) != groups or any(type(n) is not int or n < 0 for n in counts):
-        raise ValueError(
-            f"{title}: the counts are {counts}, and there are {groups} groups: pass for each how many rows it has"
-        )
-    if sum(counts) > x.shape[0]:
-        raise ValueError(f"{title}: the counts sum to {sum(counts)}, and the input has {x.shape[0]} rows")
-    if not x.is_cuda or torch.compiler.is_compiling():
-        return torch.tensor([*sums(counts)], dtype=torch.int32, device=x.device)
-    ends = torch.tensor([*sums(counts)], dtype=torch.int32).pin_memory()
-    return ends.to(x.device, non_blocking=True)  # from other memory it would wait
-
-
 def _check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("input", x), ("weight", weight)):
         if tensor.dtype not in DTYPES:
             raise TypeError(
                 f"{title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
             )
+    check_transforms(title)
     if hasattr(weight, "device_mesh"):
         raise RuntimeError(
             f"{title}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lpq.distributed.expert_rows import own_experts, own_numbers
-from lpq.nn.functional import as_offsets, check_rows, grouped_linear_of, high_precision, why_not_in_groups
+from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_accumulation, check_static
 from lpq.nn.linear import Layer, weight_operands
 from lpq.nn.plan import Plan
+from lpq.operations.offsets import as_offsets
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:

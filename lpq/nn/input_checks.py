@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 from lpq.operations.operands import DTYPES
 from lpq.operations.operators import ORDINARY
@@ -23,20 +24,10 @@ if TYPE_CHECKING:
 
 def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
     """Raise if the layer cannot multiply this input by this weight."""
-    if not isinstance(input, Tensor):
-        raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
-    if input.is_nested:
-        raise TypeError(f"{layer.title}: the input is nested: pass x.values(), or what torch.nested pads it to")
-    if input.layout != torch.strided:
-        raise TypeError(f"{layer.title}: the input is {input.layout}: pass x.to_dense()")
-    if not input.dim() or input.shape[-1] != layer.in_features:
+    _check_tensors(layer, input, weight)
+    if input.shape[-1] != layer.in_features:
         raise ValueError(
             f"{layer.title}: the input is {list(input.shape)}, its last dimension must be {layer.in_features}"
-        )
-    if input.dtype not in DTYPES or weight.dtype not in DTYPES:
-        name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
-        raise TypeError(
-            f"{layer.title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
         )
     if hasattr(weight, "device_mesh"):
         raise RuntimeError(
@@ -44,25 +35,57 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
             "called on, whose forward gathers it, or its unshard(). Under tensor parallelism convert before "
             "parallelize_module, with a style of lpq.distributed.tensor_parallel; or give the layer a DTensor"
         )
+    if hasattr(input, "device_mesh"):
+        raise TypeError(
+            f"{layer.title}: its input is a DTensor, and its weight is not: give the layer a style in the plan of "
+            "parallelize_module, or pass input.full_tensor()"
+        )
     if input.device != weight.device:
         raise RuntimeError(
             f"{layer.title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
         )
-    if not torch.compiler.is_dynamo_compiling() and transforms():
-        raise RuntimeError(
-            f"{layer.title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: "
-            "use torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
-        )
+    check_transforms(layer.title)
     if not torch.compiler.is_compiling() and (static := layer.static_values()):
         check_static(layer.title, static)
     if layer.gathering is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:
         _check_prepared(layer)
 
 
+def _check_tensors(layer: Saved, input: Tensor, weight: Tensor) -> None:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
+    if input.is_nested:
+        raise TypeError(f"{layer.title}: the input is nested: pass x.values(), or what torch.nested pads it to")
+    if input.layout != torch.strided:
+        raise TypeError(f"{layer.title}: the input is {input.layout}: pass x.to_dense()")
+    if not input.dim():
+        raise ValueError(f"{layer.title}: the input is [], its last dimension must be {layer.in_features}")
+    if input.dtype not in DTYPES or weight.dtype not in DTYPES:
+        name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
+        raise TypeError(
+            f"{layer.title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
+        )
+
+
+def check_transforms(title: str) -> None:
+    """Refuse a layer inside of a transform of ``torch.func``; ``title`` names the layer."""
+    if not torch.compiler.is_dynamo_compiling() and transforms():
+        raise RuntimeError(
+            f"{title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: use "
+            "torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
+        )
+
+
 def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
     """Raise if the layer cannot multiply this input by this weight, which a mesh of ranks shares out."""
+    _check_tensors(layer, input, weight)
     mesh, placements = weight.device_mesh, weight.placements
-    if mesh.ndim != 1 or not placements[0].is_shard():
+    if mesh.ndim == 1 and not placements[0].is_shard():
+        raise ValueError(
+            f"{layer.title}: its weight is the same on all ranks of {mesh}, and a layer with a recipe multiplies parts "
+            "of one: give it ColwiseParallel or RowwiseParallel, or have the policy leave it in high precision"
+        )
+    if mesh.ndim != 1:
         raise RuntimeError(
             f"{layer.title}: its weight lies over {mesh} as {placements}, and not over the ranks of tensor "
             "parallelism alone: call the module that fully_shard was called on, whose forward gathers it"
@@ -72,11 +95,9 @@ def check_parallel(layer: Saved, input: Tensor, weight: Any) -> None:
             f"{layer.title}: its input lies over {input.device_mesh} and its weight over {mesh}: distribute it over "  # type: ignore[attr-defined]
             "that mesh"
         )
-    if input.dtype not in DTYPES or weight.dtype not in DTYPES:
-        name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
-        raise TypeError(
-            f"{layer.title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
-        )
+    for name, placement in zip(("input_layouts", "output_layouts"), layer.layouts or (), strict=False):
+        if isinstance(placement, Shard) and not -input.dim() <= placement.dim < input.dim():
+            raise ValueError(f"{layer.title}: {name}={placement}, and its input has {input.dim()} dimensions")
     if isinstance(local_part(weight), Gathered):
         raise ValueError(
             f"{layer.title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "

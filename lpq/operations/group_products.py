@@ -17,8 +17,9 @@ from lpq.formats.stacks import matrices
 from lpq.operations import group_tiles, groups
 from lpq.operations.exact_form import Multiplicand
 from lpq.operations.group_choice import kernel_of
-from lpq.operations.groups import read, without_the_host
+from lpq.operations.groups import without_the_host
 from lpq.operations.multiplying import gemm
+from lpq.operations.offsets import read
 from lpq.operations.operators import can_call_directly, define
 from lpq.operations.sides import quantizer_of
 

@@ -19,6 +19,7 @@ from lpq.formats.layout import as_bytes, row_major
 from lpq.operations import group_tiles, sectioned
 from lpq.operations.decoding import decode
 from lpq.operations.format_calls import encoded_by
+from lpq.operations.offsets import read
 from lpq.operations.operands import State, encode_operands, state_names
 from lpq.operations.operators import can_call_directly, define, layout_hash
 from lpq.operations.sides import quantizer_of
@@ -114,16 +115,6 @@ def encode_groups_reference(
             for buffer, tensor in zip(side.layout, operand.tensors(), strict=True):
                 piece(buffer, next(rest), group, at[group], high, wide, dim).copy_(tensor)
     return out
-
-
-def read(offs: Tensor, rows: int) -> list[int]:
-    """Read the offsets to the host; raise if they do not grow or lie outside of the rows."""
-    ends: list[int] = offs.tolist()
-    if any(stop < start for start, stop in bounds(ends)):
-        raise ValueError(f"offs is {ends}: it is where each group ends, so it must grow: counts.cumsum(0)")
-    if ends and ends[-1] > rows:
-        raise ValueError(f"offs is {ends}, and there are {rows} rows: no group ends behind the last row")
-    return ends
 
 
 def _empty(x: Tensor, groups: int, quantizer: Quantizer, row: bool, col: bool) -> list[Tensor]:

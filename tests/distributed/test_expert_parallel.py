@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import lpq
 import lpq.checkpoint
 from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.distributed.expert_rows import Sent
 from lpq.nn import GroupedLinear
 from lpq.torch_private.tensors import local_part
 
@@ -287,6 +289,46 @@ def _refused(rank: int) -> None:
             parallelize_module(Experts(recipe), mesh, ExpertParallel(dispatch="encoded"))
     with pytest.raises(TypeError, match="was called with 1 arguments, and a module of experts takes rows and where"):
         parallelize_module(Experts("mxfp8"), mesh, ExpertParallel())(torch.ones(4, WIDTH))
+
+
+def _mistaken(rank: int) -> None:
+    """The second rank gives ends that make no sense; both raise, and go on to work."""
+    model = parallelize_module(Experts("mxfp8"), init_device_mesh("cpu", (2,)), ExpertParallel())
+    x, _, right = rows(rank)
+    falls, behind = right.clone(), right.clone()
+    falls[3] = falls[2] - 1
+    behind[-1] = len(x) + 1
+    for wrong, error, words in (
+        (falls, ValueError, rf"{falls.tolist()}, and there are {len(x)} rows".replace("[", r"\[")),
+        (behind, ValueError, f"there are {len(x)} rows"),
+        (right.long(), TypeError, "offs is torch.int64 on cpu"),
+        (right[:4], ValueError, r"offs is \[4\], and there are 8 groups"),
+        (counts(rank)[:-1], ValueError, "there are 8 groups: pass for each how many"),
+    ):
+        with pytest.raises(error if rank else ValueError, match=words if rank else "Experts: on rank 1 of its mesh"):
+            model(x, wrong if rank else right)
+    model(x, right)
+    with pytest.raises(ValueError, match=r"Experts: the input is \[1, .*flatten it"):
+        model(x[None], right)
+
+
+def test_ends_that_make_no_sense_on_one_rank_are_refused_on_all() -> None:
+    spawn(_mistaken, 2)
+
+
+def _recomputed(rank: int) -> None:
+    """Recomputation is broken off before results are sent back: what a call notes does not pile up."""
+    model = parallelize_module(Experts(MX, bias=False), init_device_mesh("cpu", (2,)), ExpertParallel())
+    x, _, offs = rows(rank)
+    alive = []
+    for _ in range(3):
+        checkpoint(model, x, offs, use_reentrant=False).sum().backward()
+        alive.append(sum(type(held) is Sent for held in gc.get_objects()))
+    assert alive[0] == alive[1] == alive[2] <= 1
+
+
+def test_recomputation_leaves_nothing_behind() -> None:
+    spawn(_recomputed, 2)
 
 
 def _reported(rank: int) -> None:

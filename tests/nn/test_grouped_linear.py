@@ -282,12 +282,34 @@ def test_the_state_dict_is_the_parameters() -> None:
         ([3, 99], ValueError, "102"),
         ([3, -1], ValueError, "-1"),
         ([3], ValueError, "2 groups"),
+        ([3.0, 5.0], ValueError, "as an int"),
+        (8, TypeError, "offs is a int: pass where each group ends"),
+        (None, TypeError, "offs is a NoneType"),
     ],
 )
 def test_offsets_that_make_no_sense_are_refused(counts: Any, error: type[Exception], words: str) -> None:
     module = layer("mxfp8", 2)
     with pytest.raises(error, match=words):
         module(torch.randn(8, K), counts)
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8-current"])
+def test_without_groups_all_rows_are_zero(recipe: str | None) -> None:
+    module = GroupedLinear(0, K, N, recipe=recipe)
+    y, dx, *gradients = run(module, module, torch.randn(3, K), torch.randn(3, N), torch.zeros(0, dtype=torch.int32))
+    assert not y.any()
+    assert not dx.any()
+    assert [list(g.shape) for g in gradients] == [[0, N, K], [0, N]]
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8-current"])
+def test_shapes_are_inferred_on_the_meta_device(recipe: str | None) -> None:
+    with torch.device("meta"):
+        module, x = layer(recipe, 2), torch.randn(8, K, requires_grad=True)
+        y = module(x, torch.empty(2, dtype=torch.int32))
+        y.sum().backward()
+    assert [*y.shape] == [8, N]
+    assert module.weight.grad.shape == module.weight.shape
 
 
 def test_converting_a_model_gives_it_a_recipe_and_counts_it() -> None:
@@ -307,6 +329,11 @@ def test_what_is_not_built_is_refused_in_words() -> None:
         layer("fp8-delayed", 2)
     with pytest.raises(ValueError, match=r"the input is \[2, 4, 48\]"):
         layer("mxfp8", 2)(torch.randn(2, 4, K), [4, 4])
+    with pytest.raises(TypeError, match=r"grouped_linear: bias is a bool: pass a tensor \[groups, N\]"):
+        grouped_linear(torch.randn(8, K), torch.randn(2, N, K), [4, 4], "mxfp8", True)  # type: ignore[arg-type]
+    module = layer("mxfp8", 2)
+    with pytest.raises(RuntimeError, match=r"GroupedLinear\(2, 48, 32\): torch.func's transforms"):
+        torch.func.grad(lambda x: module(x, [4, 4]).sum())(torch.randn(8, K))  # type: ignore[no-untyped-call]
     encoded = lpq.quantizer("mxfp8").quantize(torch.randn(8, K))
     with pytest.raises(
         ValueError, match=r"GroupedLinear\(2, 48, 32\): its input is encoded already, .* made of its row"
