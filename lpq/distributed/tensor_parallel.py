@@ -8,8 +8,7 @@ serves a model of which a part is converted. Convert the model first, then call 
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,8 +21,7 @@ from lpq.tensor.fsdp_protocol import Gathered
 __all__ = ["ColwiseParallel", "Layouts", "PrepareInput", "RowwiseParallel", "SequenceParallel"]
 
 
-@dataclass(frozen=True)
-class Layouts:
+class Layouts(NamedTuple):
     """How a layer's input lies over the ranks, and how its output is to lie."""
 
     input: Placement
@@ -110,4 +108,7 @@ def _prepare(module: nn.Module, input: Placement, output: Placement) -> None:
             f"{title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "
             "tensor parallelism shares out: convert without weights="
         )
+    for name, placement in (("input_layouts", input), ("output_layouts", output)):
+        if not isinstance(placement, Placement):
+            raise TypeError(f"{module.title}: {name}={placement!r} is no placement of DTensor, such as Shard(1)")
     module.layouts = Layouts(input, output)  # type: ignore[assignment]

@@ -190,7 +190,7 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
     if dim < last and not shape[dim] % way.ranks:
         cut, into = way.sequence(shape, dim), Shard(dim)
         shape[dim] //= way.ranks
-    elif bias is None and not (wanted is not None and wanted.is_replicate()):
+    elif (bias is None and not (wanted is not None and wanted.is_replicate())) or isinstance(wanted, Partial):
         into = Partial()
     else:
         into = Replicate()
@@ -208,6 +208,8 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
     y: Tensor = _multiply(x, weight.to_local(), None, call, operands).view(shape)
     if bias is not None:  # once, and not on each rank before they are summed
         own = bias.to_local() if isinstance(bias, DTensor) else bias
+        if into.is_partial() and way.rank:
+            own = own - own.detach()  # zero, and its gradient is that of the bias
         y = y + (own if cut is None else _spread(own, None, own.shape, way.group)).to(y.dtype)
     return DTensor.from_local(y, way.mesh, [into], run_check=False)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import spawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -203,6 +203,29 @@ def test_one_plan_serves_a_model_that_is_converted_in_part() -> None:
     spawn(_one_plan_for_all, 2)
 
 
+def _summed_later(rank: int) -> None:
+    """An output that ranks have parts of a sum of, which the model sums itself: a bias is added once."""
+    found = []
+    for parallel in (False, True):
+        net = model(bias=True)
+        lpq.convert(net, "mxfp8")
+        if parallel:
+            last = tp.RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+            parallelize_module(net, init_device_mesh("cpu", (2,)), plan(sequence=False) | {"down": last})
+        y = net(data()[0])
+        if isinstance(y, DTensor):
+            assert y.placements[0].is_partial()
+            assert (y.to_local() - y.full_tensor()).norm() > 0.1
+        y = whole(y)
+        y.square().mean().backward()
+        found.append({"y": y.detach()} | {n: whole(p.grad) for n, p in net.named_parameters() if p.grad is not None})
+    agree(found[1], found[0])
+
+
+def test_an_output_that_is_summed_later() -> None:
+    spawn(_summed_later, 2)
+
+
 def _refuses(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     static = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "x=fp8(static=true), w=fp8, dy=fp8")
@@ -247,6 +270,17 @@ def _refuses(rank: int) -> None:
         ValueError, match=r"^0: its weight is sharded already; .*tensor parallelism shards it, without we"
     ):
         lpq.convert(late, "mxfp8", weights="high_precision")
+
+    for style, plain, error, words in (
+        (tp.ColwiseParallel(input_layouts=Shard(4)), torch.ones(2, 64, 64), ValueError, "input_layouts=S.*4.* 3 dimen"),
+        (tp.RowwiseParallel(output_layouts=Shard(4)), torch.ones(2, 64, 32), ValueError, "output_layouts=S.*4.* 3 dim"),
+        (tp.ColwiseParallel(input_layouts=1), None, TypeError, "input_layouts=1 is no placement"),  # type: ignore[arg-type]
+        (tp.SequenceParallel(), torch.ones(2, 64, 64), ValueError, "its weight is the same on all ranks"),
+        (tp.PrepareInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), torch.ones(2, 64, 64), TypeError,
+         "its input is a DTensor, and its weight is not: give the layer a style"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"layer 0, .*{words}"):
+            parallelize_module(lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8"), mesh, {"0": style})(plain)
 
 
 def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer() -> None:
