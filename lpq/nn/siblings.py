@@ -62,8 +62,10 @@ class _Known(weakref.ref[Tensor]):
 
     as_it_was: tuple[object, ...]
     row: Operand | None
-    col: Operand | None
+    col: tuple[Operand | None, bool, bool]
+    """The column operand, whether it is made of the row operand, and whether backward makes it."""
     buffers: tuple[Sequence[Tensor], Sequence[Tensor]]
+    """Those of both operands. Where backward makes the column operand, it does so of the tensor and the second ones."""
 
 
 class Inputs(list[_Known]):
@@ -84,24 +86,27 @@ class Inputs(list[_Known]):
             stream = cuda.current_stream(x.get_device())
         if x.is_inference():
             return encoder.encode(x, state, None)
-        as_it_is, row = (version_of(x), x.data_ptr(), stream, *static), encoder.row
-        col, kept = encoder.col, list[Tensor]()
-        if encoder.later is not None:  # it makes the column operand in backward, of these
-            col, kept = None, [x, *(value.clone() for value in (state or {}).values())]
+        as_it_is = (version_of(x), x.data_ptr(), stream, *static)
+        row, later = encoder.row, encoder.later is not None
+        col = (encoder.col, encoder.derived, later)
         for known in self:
-            if known() is x and known.as_it_was == as_it_is and known.row == row and (col is None or known.col == col):
+            same = known() is x and known.as_it_was == as_it_is and known.row == row
+            if same and (encoder.col is None or known.col == col):
                 of_row, of_col = known.buffers
-                return of_row, of_col if col is not None else kept, ()
-        assert row is not None
-        # A view of x itself would keep x alive.
-        plain = row.quantizer.plain or (col is not None and col.quantizer.plain)
-        of_row, of_col, _ = encoder.encode(x.detach() if plain else x, state, None)
-        del self[: 1 - MOST]
-        known = _Known(x, self.remove)
-        known.as_it_was, known.row, known.col = as_it_is, row, col
-        known.buffers = of_row, of_col if col is not None else ()
-        self.append(known)
-        return of_row, of_col, ()
+                break
+        else:
+            assert row is not None
+            # A view of x itself would keep x alive.
+            plain = row.quantizer.plain or (encoder.col is not None and encoder.col.quantizer.plain)
+            of_row, of_col, _ = encoder.encode(x.detach() if plain else x, state, None)
+            of_col = of_col[1:] if later else of_col if encoder.col is not None else ()
+            del self[: 1 - MOST]
+            known = _Known(x, self.remove)
+            known.as_it_was, known.row, known.col, known.buffers = as_it_is, row, col, (of_row, of_col)
+            self.append(known)
+        if encoder.col is None:
+            return of_row, (), ()
+        return of_row, (x, *of_col) if later else of_col, ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies of a model's layers share what they encode among themselves, and begin with nothing."""

@@ -44,6 +44,8 @@ class Encoder(NamedTuple):
     later: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
     """Makes the buffers of the column operand from the tensors that ``encode`` returned in their place; None:
     ``encode`` returned the buffers."""
+    derived: bool = False
+    """Whether the column operand is made of the row operand."""
 
 
 class Wanted(NamedTuple):
@@ -113,7 +115,8 @@ def through_operators(wanted: Wanted) -> Encoder:
         first, second, measured = quantize(as_matrix(x), given, *_sides(wanted), seed, measure=wanted.measures)
         return [] if first is None else first.tensors(), [] if second is None else second.tensors(), measured
 
-    return Encoder(*operands_of(wanted, forms), encode_with if wanted.measures or wanted.given else encode)
+    run = encode_with if wanted.measures or wanted.given else encode
+    return Encoder(*operands_of(wanted, forms), run, derived=col and quantizer.col_source == "row")
 
 
 def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encoder:
@@ -125,7 +128,7 @@ def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encode
     turned = col.stochastic and shared(row, col)  # those random bits are the row operand's
     keys = tuple(wanted.quantizer.new_state("meta")) if wanted.remembers else ()
     wanted = wanted._replace(later=False, exact=(False, False))
-    once = not keys and _measured_once(row, col)
+    once = not keys and wanted.quantizer.col_source == "original" and _measured_once(row, col)
     # Where there is a state, the statistics of both operands are measured now.
     first = encoder(wanted if keys else wanted._replace(col=False, measures=once))
     second = encoder(wanted._replace(row=turned, given=once))
@@ -142,7 +145,7 @@ def in_two_steps(encoder: Callable[[Wanted], Encoder], wanted: Wanted) -> Encode
         known = dict(zip(keys, then, strict=True)) if keys else then if once else None
         return second.encode(kept[0], known, seed[0] if seed else None)[1]
 
-    return Encoder(first.row, second.col, encode, later)
+    return Encoder(first.row, second.col, encode, later, second.derived)
 
 
 def _measured_once(row: Quantizer | None, col: Quantizer | None) -> bool:

@@ -61,6 +61,7 @@ def encode_operands(
     check_input(x)
     row_side = quantizer.side("row") if row else None
     col_side = quantizer.side("col") if col else None
+    measured = state is not None and moves(quantizer, row_side, col_side)
     if quantizer.col_source == "original" or col_side is None:
         if group is None and state is None:  # nothing to reduce, and nothing to recall
             if (exact[0] or exact[1]) and row_side is not None and col_side is not None:
@@ -68,11 +69,11 @@ def encode_operands(
                 if made is not None:
                     return Operands(*made, [])
             return Operands(*quantize(x, None, row_side, col_side, seed, offset))
-        return _encode(quantizer, x, row_side, col_side, group, state, seed, offset)
-    first = _encode(quantizer, x, quantizer.side("row"), None, group, state, seed, offset)
+        return _encode(quantizer, x, row_side, col_side, group, state, seed, offset, measured)
+    first = _encode(quantizer, x, quantizer.side("row"), None, group, state, seed, offset, measured)
     assert first.row is not None
     decoded = decode(first.row, torch.float32)
-    second = _encode(quantizer, decoded, None, col_side, group, state, seed, offset)
+    second = _encode(quantizer, decoded, None, col_side, group, state, seed, offset, measured)
     assert second.col is not None
     col_operand = second.col.astype(x.dtype)  # it stands for x, not for what was decoded
     if not row:
@@ -89,6 +90,7 @@ def _encode(
     state: State | None,
     seed: Tensor | None,
     offset: int,
+    measured: bool,
 ) -> Operands:
     known = recall(quantizer, row, col, state) if state is not None else []
     if group is not None and group.size() > 1:
@@ -103,7 +105,6 @@ def _encode(
             use = [s if k is None else k for k, s in zip(known or [None] * len(stats), stats, strict=True)]
             row_operand, col_operand, _ = quantize(x, use, row, col, seed, offset)
             return Operands(row_operand, col_operand, stats)
-    measured = state is not None and moves(quantizer, row, col)
     return Operands._make(quantize(x, known, row, col, seed, offset, measure=measured))
 
 

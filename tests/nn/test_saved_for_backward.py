@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lpq
+from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.operations import quantizing
 from lpq.operations.bound import Wanted, bind_encoder, in_two_steps, through_operators
 from lpq.operations.measuring import measure_reference
-from lpq.registry import refresh
+from lpq.registry import FormatSpec, hookimpl, refresh, register
 from lpq.registry.errors import LpqError
 
 ROWS, WIDTH, OUT = 48, 64, 96
@@ -28,8 +31,50 @@ RECIPES = (
     "x=nvfp4(stochastic=true), w=nvfp4(block=16x16, stochastic=true), dy=nvfp4(stochastic=true)",
     "x=hybrid(row=fp8(scaling=delayed), col=mxfp8), w=hybrid(row=mxfp8, col=fp8(scaling=delayed)), dy=mxfp8()",
     "x=hybrid(row=nvfp4, col=mxfp8, col_source=row), w=nvfp4(block=16x16), dy=mxfp8()",
+    "x=hybrid(row=mxfp8, col=fp8(scaling=delayed), col_source=row), w=mxfp8(), dy=mxfp8()",
+    "x=hybrid(row=clipped, col=clipped, col_source=row), w=clipped, dy=mxfp8()",
 )
 Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+class ClippedStorage(Storage):
+    layout = Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(None, None))
+
+    def decode(self) -> Tensor:
+        return self.data.float() * self.scale
+
+    def transposed(self) -> Storage:
+        return ClippedStorage(data=self.data.t().contiguous(), scale=self.scale)
+
+
+@dataclass(frozen=True)
+class ClippedQuantizer(Quantizer):
+    """To encode again what it decodes to gives other codes: the largest magnitude is clipped each time."""
+
+    stats = (Stat("amax"),)
+    transposable = True
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": x.float().abs().amax()}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        scale = stats["amax"].clamp(min=1e-30) / 127
+        return ClippedStorage(data=(x.float() / scale).round().clamp(-90, 90).to(torch.int8), scale=scale)
+
+
+@hookimpl
+def lpq_register_formats() -> FormatSpec:
+    return FormatSpec(
+        name="clipped", summary="a test's", quantizer=f"{__name__}:ClippedQuantizer",
+        storage=f"{__name__}:ClippedStorage", effective_bits=8,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def clipped() -> Iterator[None]:
+    register(sys.modules[__name__], name="clipped")
+    yield
+    refresh()
 
 
 def test_a_policy_chooses_for_each_layer() -> None:

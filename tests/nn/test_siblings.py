@@ -159,6 +159,13 @@ def _hooked() -> Three:
     return model
 
 
+def _derived_and_not() -> Three:
+    """The same two formats, but the layer k makes the column operand of the row operand."""
+    row, col = "hybrid(row=nvfp4, col=mxfp8)", "hybrid(row=nvfp4, col=mxfp8, col_source=row)"
+    rules = [{"match": m, "recipe": f"x={x}, w=mxfp8(), dy=mxfp8()"} for m, x in (("k", col), ("*", row))]
+    return three({"rules": rules})
+
+
 def _made_by_hand() -> Three:
     model = three()
     for name in "qkv":
@@ -169,7 +176,8 @@ def _made_by_hand() -> Three:
 
 
 @pytest.mark.parametrize(
-    ("made", "count"), [(_stochastic, 3), (_delayed, 3), (_two_formats, 2), (_hooked, 2), (_made_by_hand, 3)]
+    ("made", "count"),
+    [(_stochastic, 3), (_delayed, 3), (_two_formats, 2), (_hooked, 2), (_derived_and_not, 2), (_made_by_hand, 3)],
 )
 def test_only_the_same_is_shared(made: Callable[[], Three], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = encodings(monkeypatch)
@@ -261,6 +269,25 @@ def test_ways_to_run(recipe: str, run: Run, made: Any, monkeypatch: pytest.Monke
     assert of_x(seen) == made
     assert same(found, numbers(alone(three(recipe)), run))
     assert same(found, numbers(three(recipe), run))
+
+
+@pytest.mark.parametrize("x", ["fp8()", "mxfp8", "hybrid(row=identity, col=fp8)", "hybrid(row=fp8, col=identity)"])
+def test_an_input_that_is_kept_in_place_of_its_operand(x: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers keep as many tensors whether they encoded it or found it. Activation checkpointing counts them: here
+    forward encodes it, and finds it when it runs again, as the layer's own backward has not begun by then."""
+
+    def before_a_product(model: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: nn.functional.silu(model(x)), x * 2, use_reentrant=False)
+        return y
+
+    def without(model: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.silu(model(x * 2))
+
+    seen, recipe = encodings(monkeypatch), f"x={x}, w=mxfp8(), dy=mxfp8()"
+    found = numbers(three(f"{recipe}, x.save=input"), before_a_product)
+    assert [w for w in of_x(seen) if w[0]] == [(True, False)]
+    assert same(found, numbers(three(f"{recipe}, x.save=input"), without))
+    assert same(found, numbers(alone(three(recipe)), without))
 
 
 def test_what_a_mode_watches_is_not_shared() -> None:
