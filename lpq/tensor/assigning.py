@@ -51,7 +51,9 @@ def assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _refuse(func: Any, target: QuantizedTensor) -> NoReturn:
     name = schema_of(func).name.removeprefix("aten::")
-    raise RuntimeError(  # torch makes a TypeError NotImplemented, and Python of ``w -= x`` then ``w = w - x``
+    # Where a TypeError is raised, Python takes ``w -= x`` for ``w = w - x``, which changes no weight, and
+    # ``w.data -= x`` for ``w.data = w.data - x``, which does.
+    raise (TypeError if target.is_data else RuntimeError)(
         f"{target.whose}{name} would compute in place in this {list(target.shape)} tensor, which is stored as "
         f"{target.quantizer} and would be rounded at each such operation. Step it with "
         "lpq.optim.MasterWeights(optimizer), or MasterWeights(optimizer, keep=False) which keeps no fp32 copy between "

@@ -102,6 +102,9 @@ class QuantizedTensor(Gathered, Tensor):
     """The layer whose weight, or shard of a weight, this is: it finds the group of the other shards. Views and copies
     keep it. It is neither saved nor passed to a compiler."""
 
+    is_data: bool = False
+    """Whether this view is what ``data`` of another one returned."""
+
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """Run an operator; ``lpq.tensor.aten``, which is written over this class, provides it."""
 
@@ -252,8 +255,10 @@ class QuantizedTensor(Gathered, Tensor):
 
     @property
     def data(self) -> Tensor:
-        """A view that is detached from autograd. A tensor that is assigned to it is encoded, as by ``copy_``."""
-        view: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        """A view that is detached from autograd. A tensor that is assigned to it is encoded, as by ``copy_``: so
+        ``weight.data -= x`` computes a new tensor, and encodes that."""
+        view: QuantizedTensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        view.is_data = True
         return view
 
     @data.setter
