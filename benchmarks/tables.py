@@ -268,10 +268,11 @@ def _training(result: Result, title: str) -> dict[str, Table]:
         for row in rows
         if row["library"] == "lpq" and kind(row) == kind(rival)
     ]
-    return {
-        "times": Table(title, columns, cells + _absent(result, len(columns) - 1)),
-        "peers": Table("Tokens/s ÷ other libraries (above 1 is better)", ["", "tokens/s ÷ tokens/s"], to_rivals),
-    }
+    made = {"times": Table(title, columns, cells + _absent(result, len(columns) - 1))}
+    if to_rivals:
+        heading = "Tokens/s ÷ other libraries (above 1 is better)"
+        made["peers"] = Table(heading, ["", "tokens/s ÷ tokens/s"], to_rivals)
+    return made
 
 
 def failures(result: Result) -> list[str]:
