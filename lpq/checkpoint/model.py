@@ -163,10 +163,15 @@ class Model:
         layers = {name: {"recipe": recipes[name], "layers": stack.patterns} for name, stack in stacks.items()}
         return {"stacks": layers, "renamed": others}
 
-    def check_policy(self, saved: Description, otherwise: str = "load(…, any_policy=True)") -> None:
+    def check_policy(
+        self,
+        saved: Description,
+        found: str = "lpq.checkpoint.info(path).policy",
+        otherwise: str = "load(…, any_policy=True)",
+    ) -> None:
         """Make sure that the model has the policy that it had when it was saved; one never converted has none.
 
-        ``otherwise``: the call, for the message, that goes on under another policy.
+        For the message: ``found`` is where the saved policy is, and ``otherwise`` the call that goes on under another.
         """
         theirs = saved.policies()
         mine = {name: (c.policy, c.steps) for name, c in self.conversions().items()}
@@ -176,8 +181,8 @@ class Model:
         raise CheckpointError(
             "it was saved under another policy than the model's, and going on would change the run.\n"
             f"{_shown('the checkpoint', theirs)}\n{_shown('the model', mine)}\n"
-            "Convert the model with the checkpoint's policy, lpq.checkpoint.info(path).policy, for as many steps, or "
-            f"say {otherwise} to go on under the model's own"
+            f"Convert the model with the checkpoint's policy ({found}) for as many steps, or pass "
+            f"{otherwise} to go on under the model's own"
         )
 
     def restore_recipes(self, saved: Description) -> None:

@@ -81,7 +81,10 @@ def merge_aware(model: nn.Module) -> nn.Module:
             lora.lora_variant[adapter] = MergeAware()
             found += 1
     if not found:
-        raise ValueError("no LoRA adapter of the model is over a layer with a recipe: call lpq.convert, get_peft_model")
+        raise ValueError(
+            "no LoRA adapter of the model is over a layer with a recipe: call lpq.convert first, "
+            "then get_peft_model, and then this"
+        )
     return model
 
 

@@ -103,7 +103,10 @@ def _go_on(model: nn.Module, step: int, steps: int, kept: Any, any_policy: bool)
     if kept is not None and not any_policy:
         policy = (kept[0] if isinstance(kept, list) else kept)["attributes"]["policy"]
         saved = Description.read({**Description().data(), **(policy or {})})
-        Model(model).check_policy(saved, otherwise=f"{NAME}(any_policy=True)")
+        try:
+            Model(model).check_policy(saved, "as it stands above", f"{NAME}(any_policy=True)")
+        except CheckpointError as error:
+            raise CheckpointError(f"the Trainer cannot go on from this checkpoint: {error}") from None
     if step and (lost := _would_forget(model, step)):
         raise CheckpointError(
             f"what these layers remember was not loaded, since they had other recipes then: {listed(lost)}. Call "

@@ -80,5 +80,6 @@ class Stages(Watcher):
         until = "" if self.last is None else f", the last time at step {self.last}"
         warn(
             f"an optimizer has made a step, and the policy's step is {self.step} as before: its recipes change by "
-            f"step{until}, and do so only if the training loop calls lpq.set_step(model, step) before each step",
+            f"step{until}, and do so only if the training loop calls lpq.set_step(model, step) before each step; "
+            "with Hugging Face's Trainer LpqCallback does",
         )
