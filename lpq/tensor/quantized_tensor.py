@@ -103,7 +103,7 @@ class QuantizedTensor(Gathered, Tensor):
     keep it. It is neither saved nor passed to a compiler."""
 
     is_data: bool = False
-    """Whether this view is what ``data`` of another one returned."""
+    """Whether this is what ``data`` of another one returned, or a view or a copy of that."""
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """Run an operator; ``lpq.tensor.aten``, which is written over this class, provides it."""
@@ -230,7 +230,7 @@ class QuantizedTensor(Gathered, Tensor):
     ) -> QuantizedTensor:
         """A tensor like this one over other operands."""
         made = QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
-        made.place, made.owner = self.place, self.owner
+        made.place, made.owner, made.is_data = self.place, self.owner, self.is_data
         return made
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:

@@ -108,6 +108,16 @@ def test_what_is_assigned_to_its_data_is_encoded() -> None:
     assert not torch.equal(weight.dequantize(), before)
 
 
+def test_a_copy_of_its_data_may_be_added_to() -> None:
+    """As adapters are merged where PEFT looks for NaN first: the copy becomes an ordinary tensor."""
+    weight, delta = stored("fp8"), torch.ones(64, 96)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionWarning)
+        copy = weight.data.clone()
+        copy += delta
+    assert torch.equal(copy, weight.dequantize().detach() + delta)
+
+
 def test_who_only_reads_it_may_write_elsewhere() -> None:
     weight, moved = stored(), torch.zeros(64, 96)
     moved.lerp_(weight.detach(), 0.5)
