@@ -1,7 +1,8 @@
 """A check that the ranks which share weights out have the same model: different recipes would be mixed in silence.
 
 They compare one hash, in a collective of a few words, before the first gather, when a recipe has changed, and in every
-forward while a later step may change one. Where it differs they exchange descriptions of their models, and all raise.
+forward while a later step may change one; where lpq gathers no weight, before steps of optimizers. Where it differs,
+they exchange descriptions of their models, and all raise.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def _compare(texts: Sequence[str], groups: Sequence[ProcessGroup], device: torch
         found = both.view(2, -1).tolist()
     except RuntimeError as error:
         raise RuntimeError(
-            "before weights are gathered ranks compare recipes that are new, and another rank did not, or is gone. "
-            f"{REMEDY}, before the same forward ({error})"
+            "ranks compare recipes that are new before weights are gathered or, with weights=None, before an optimizer "
+            f"writes to them, and another rank did not, or is gone. {REMEDY}, before the same forward ({error})"
         ) from error
     finally:
         waits.cancel()
@@ -94,9 +95,9 @@ def _compare(texts: Sequence[str], groups: Sequence[ProcessGroup], device: torch
 
 def _warn_of_waiting() -> None:
     warn(
-        f"before weights are gathered ranks compare their models, and another rank has not for {PATIENCE:.0f} s. It is "
-        "late, or it never will: a rank whose model was converted with weights=None, or not at all, compares nothing. "
-        f"{REMEDY}"
+        f"ranks compare their models before weights are gathered or, with weights=None, before an optimizer writes to "
+        f"them, and another rank has not for {PATIENCE:.0f} s. It is late, or it never will: with another weights= it "
+        f"compares at another time, and if its model was not converted, never. {REMEDY}"
     )
 
 

@@ -11,12 +11,13 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpq.distributed.alike import check_alike
+from lpq.distributed.compared import Stages
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
@@ -26,14 +27,6 @@ from lpq.torch_private import fsdp
 from lpq.torch_private.compiling import CALLBACKS, PRINTS_GUARDED, call_around_compiling
 from lpq.torch_private.distributed import CheckpointWrapper
 from lpq.torch_private.tensors import local_part
-
-
-class Stages(Protocol):
-    """The steps of a policy, as far as ranks compare them."""
-
-    @property
-    def moving(self) -> bool:
-        """Whether a later step may change a recipe."""
 
 
 class Gathering:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import nn
 
 from lpq import recipes, registry
+from lpq.distributed.compared import Compared
 from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
 from lpq.nn.coverage import coverage
@@ -149,8 +150,9 @@ def convert(
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
-    inputs = Inputs()
+    inputs, compared = Inputs(), Compared.of(model, stages) if weights is None else None
     for layer in layers:
+        layer.compared = compared
         layer.accumulate = accumulate
         layer.share_inputs(inputs)
         layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None

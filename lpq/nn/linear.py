@@ -38,6 +38,7 @@ from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
+    from lpq.distributed.compared import Compared
     from lpq.distributed.weight_gather import Gather
     from lpq.nn.encoded_inputs import Buffers
     from lpq.nn.stages import Stages
@@ -85,6 +86,8 @@ class Layer(Saved):
     """The recipe of each step, under a policy; see ``lpq.set_step``."""
     stages: Stages | None
     """The step of the model, if the schedule has several recipes."""
+    compared: Compared | None
+    """The check that ranks have the same model, if lpq gathers none of its weights."""
     _inputs: Inputs | None
     """The inputs that layers of the same model encoded last."""
     _static_input: StaticValues
@@ -93,7 +96,7 @@ class Layer(Saved):
         """Set the attributes of a layer, without a recipe."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
         self.gathering, self.accumulate, self.stages, self.place = None, None, None, ""
-        self._inputs = None
+        self._inputs, self.compared = None, None
         self.forget_calls()
 
     # ------------------------------------------------------------------------------ the recipe
@@ -118,8 +121,9 @@ class Layer(Saved):
             delattr(self, name)
         self._recipe, self._plan = recipe, plan
         self.forget_calls()
-        if self.gathering is not None:
-            self.gathering.alike = False
+        for compared in (self.gathering, self.compared):
+            if compared is not None:
+                compared.alike = False
         for tensor in TENSORS if plan is not None else ():
             for key, memory in getattr(plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{key}", self.place_for(memory))
@@ -133,9 +137,9 @@ class Layer(Saved):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Nobody would release the weight that a copy holds, or move its stages.
+        # Nobody would release the weight that a copy holds, or move its stages; and it is in another model.
         fresh = {"_calls": (None, {}), "_static_input": StaticValues()}
-        return {**self.__dict__, "_held": None, "stages": None, **fresh}
+        return {**self.__dict__, "_held": None, "stages": None, "compared": None, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""

@@ -95,6 +95,39 @@ def _a_step_on_one_rank_alone(rank: int) -> None:
             lpq.set_step(net, 0)
 
 
+def _weights_that_lpq_does_not_gather(rank: int) -> None:
+    """Ranks compare before the optimizer writes to them."""
+
+    def stepped(net: nn.Module) -> None:
+        net(torch.ones(4, 64)).sum().backward()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.step()
+
+    other_dy = "x=mxfp8(), w=mxfp8(), dy=nvfp4()"
+    net = built(How(("mxfp8", other_dy)[rank], None, **SMALL))
+    before = [p.detach().to_local().clone() for p in net.parameters()]
+    for said in agreed(lambda: stepped(net), RuntimeError):
+        assert said.startswith("RuntimeError: the ranks do not have the same model: rank 0 has [0.up: Linear"), said
+        assert other_dy in said
+    assert all(torch.equal(a, p.to_local()) for a, p in zip(before, net.parameters(), strict=True))
+
+    staged = built(How(STAGED, None, **SMALL))
+    lpq.set_step(staged, 0)
+    stepped(staged)
+    if rank == 1:
+        lpq.set_step(staged, 1)
+    for said in agreed(lambda: stepped(staged), RuntimeError):
+        assert "at step 0 of" in said, said
+    lpq.set_step(staged, 2)
+    for compares in (True, False):  # no later step changes a recipe
+        with collectives() as seen:
+            stepped(staged)
+        assert any((c.kind, c.bytes) == ("all_reduce", 32) for c in seen) == compares
+    staged[0].up.recipe = ("mxfp8", "fp8-current")[rank]
+    for said in agreed(lambda: stepped(staged), RuntimeError):
+        assert "rank 1 has [0.up: " in said, said
+
+
 def _late(rank: int) -> None:
     """A rank that waits for another one says so, once, and goes on when that one has come."""
     net = built(How("mxfp8", **SMALL))
@@ -136,7 +169,10 @@ def _four_ranks(rank: int) -> None:
     _replicas(rank)
 
 
-@pytest.mark.parametrize("check", [_other_models, _other_steps, _a_step_on_one_rank_alone, _late, _by_hand])
+@pytest.mark.parametrize(
+    "check",
+    [_other_models, _other_steps, _a_step_on_one_rank_alone, _weights_that_lpq_does_not_gather, _late, _by_hand],
+)
 def test_two_ranks(check: Callable[[int], None]) -> None:
     spawn(check, 2)
 
