@@ -18,6 +18,7 @@ from lpq.nn import GroupedLinear
 from lpq.optim import MasterWeights
 from lpq.torch_private.tensors import local_part
 
+NAMED = [name for name in sorted(lpq.registry.recipes()) if name != "fp8-delayed"]
 EXPERTS, WIDTH, COUNTS = 4, 64, [7, 0, 20, 5]
 
 
@@ -100,6 +101,17 @@ def _as_one(rank: int, recipe: str, weights: Any) -> None:
 )
 def test_two_ranks_compute_what_one_does(recipe: str, weights: str | None) -> None:
     spawn(_as_one, 2, recipe, weights)
+
+
+def _every(rank: int) -> None:
+    for recipe in NAMED:
+        for weights in (None, "quantized"):
+            _as_one(rank, recipe, weights)
+
+
+def test_every_recipe_with_a_name() -> None:
+    assert len(NAMED) > 8
+    spawn(_every, 2)
 
 
 def _report(rank: int) -> None:

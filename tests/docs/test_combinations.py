@@ -61,7 +61,8 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "Experts": {
         "every recipe with a name, but those that remember": (
-            f"{GROUPED}::it_is_separate_linears_bit_for_bit", "–", "–",
+            f"{GROUPED}::it_is_separate_linears_bit_for_bit",
+            f"{SHARDED}/test_grouped_sharded.py::every_recipe_with_a_name", "–",
         ),
         "a recipe with one scale for a tensor, with blocks, a hybrid": (
             f"{GROUPED}::it_is_separate_linears_bit_for_bit",

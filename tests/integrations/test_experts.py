@@ -24,7 +24,7 @@ import lpq
 from lpq.nn.experts import Experts
 from lpq.recipes import RecipeError
 
-HIDDEN, INNER, COUNT, WORDS, STEPS = 32, 48, 4, 64, 10
+HIDDEN, INNER, COUNT, WORDS, STEPS = 32, 48, 4, 64, 20
 SMALL: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "use_cache": False,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import spawn
-from test_experts import COUNT, HIDDEN, WORDS, experts_of, gpt_oss, llama4, made, mixtral
+from test_experts import COUNT, HIDDEN, WORDS, experts_of, gpt_oss, llama4, made, mixtral, qwen3
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +22,7 @@ TOKENS, RANKS = 10, 4
 ENCODED = "x=hybrid(row=mxfp8, col=mxfp8, col_source=row), w=mxfp8(), dy=hybrid(row=mxfp8, col=mxfp8, col_source=row)"
 CASES = [
     (mixtral, "mxfp8", "high_precision"), (mixtral, ENCODED, "encoded"), (gpt_oss, "fp8-current", "high_precision"),
-    (gpt_oss, ENCODED, "encoded"), (llama4, "mxfp8", "high_precision"),
+    (gpt_oss, ENCODED, "encoded"), (llama4, "mxfp8", "high_precision"), (qwen3, ENCODED, "encoded"),
 ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def _alike(rank: int, case: int, replicas: int) -> None:
         assert torch.equal(whole(part.grad), one.grad / replicas), name  # FSDP2 has the mean of replicas
 
 
-@pytest.mark.parametrize(("case", "replicas"), [(0, 1), (0, 2), (1, 2), (2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("case", "replicas"), [(0, 1), (0, 2), (1, 2), (2, 1), (3, 1), (4, 2), (5, 1)])
 def test_experts_over_ranks(case: int, replicas: int) -> None:
     spawn(_alike, RANKS, case, replicas)
 
