@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import parallel as torch_styles
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+from torch.distributed.tensor.parallel import SequenceParallel
 
 from lpq.tensor.fsdp_protocol import Gathered
+from lpq.torch_private.styles import InputStyle, LayerStyle
 
 __all__ = ["ColwiseParallel", "Layouts", "PrepareInput", "RowwiseParallel", "SequenceParallel"]
 
@@ -28,17 +29,21 @@ class Layouts(NamedTuple):
     output: Placement
 
 
-class _Style(ParallelStyle):
+class _Style(LayerStyle):
     """The part that lpq adds to torch's styles: an input is passed on as it is, and a layer gets its layouts."""
 
     input_layouts: Any
     output_layouts: Any
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        return _prepared(mod, inputs, input_layouts, desired_input_layouts, device_mesh)
+    @classmethod
+    def lay_out(cls, module: nn.Module, inputs: Any, given: Any, wanted: Any, mesh: DeviceMesh) -> Any:
+        """Pass the inputs of a layer with a recipe as they are; lay out the first input of any other module."""
+        if _has_recipe(module):
+            return inputs
+        first = inputs[0]
+        if not isinstance(first, DTensor):
+            first = DTensor.from_local(first, mesh, given, run_check=False)
+        return first if first.placements == wanted else first.redistribute(placements=wanted, async_op=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _prepare(module, self.input_layouts[0], self.output_layouts[0])
@@ -62,7 +67,7 @@ class RowwiseParallel(_Style, torch_styles.RowwiseParallel):
     """
 
 
-class PrepareInput(torch_styles.PrepareModuleInput):
+class PrepareInput(InputStyle):
     """Have the layers inside of a module gather its input encoded, where torch's style gathers it before the module.
 
     The module gets a DTensor that has the shape of the whole. A layer with a recipe that is given it gathers its codes,
@@ -72,26 +77,17 @@ class PrepareInput(torch_styles.PrepareModuleInput):
     encoded: bool = False
     """Whether layers inside gather."""
 
-    def _prepare_input_arg(self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any) -> Any:
-        if self.encoded and input_layout is not None and input_layout.is_shard() and desired_layout.is_replicate():
+    def lay_out(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
+        """Pass an input that layers inside gather as this rank's part of it."""
+        if self.encoded and given is not None and given.is_shard() and wanted.is_replicate():
             over: Any = DTensor.from_local
-            return input if isinstance(input, DTensor) else over(input, mesh, (input_layout,), run_check=False)
-        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+            return input if isinstance(input, DTensor) else over(input, mesh, (given,), run_check=False)
+        return super().lay_out(input, mesh, given, wanted)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = copy(self)  # a style may be given to several modules
         style.encoded = any(map(_has_recipe, module.modules()))
         return super(PrepareInput, style)._apply(module, device_mesh)
-
-
-def _prepared(module: nn.Module, inputs: Any, given: Any, desired: Any, mesh: DeviceMesh) -> Any:
-    """Pass the inputs of a layer with a recipe as they are; lay out the first input of any other module."""
-    if _has_recipe(module):
-        return inputs
-    first = inputs[0]
-    if not isinstance(first, DTensor):
-        first = DTensor.from_local(first, mesh, given, run_check=False)
-    return first if first.placements == desired else first.redistribute(placements=desired, async_op=True)
 
 
 def _has_recipe(module: nn.Module) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""The parts that compiling a module, or checkpointing its activations, adds to the names of the modules inside."""
+from lpq.torch_private.wrappers import WRAPPED
 
 
 def plain_name(name: str) -> str:
-    """A name without the parts that wrappers add."""
+    """A name without the parts that compiling a module, or checkpointing its activations, adds to it."""
     name += "."
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
+    for wrapped in WRAPPED:
+        name = name.replace(f"{wrapped}.", "")
     return name.removesuffix(".")

@@ -16,6 +16,7 @@ from lpq.formats.layout import row_major
 from lpq.torch_private.compiling import once_when_traced
 from lpq.torch_private.dispatch import PRE_DISPATCH, autocasts, has_key, modes, schema_of, transforms
 from lpq.torch_private.memory import storage_number
+from lpq.torch_private.operators import OF_EACH
 
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
@@ -125,7 +126,7 @@ def overwrites(func: Any) -> bool:
     """Whether an operator reads nothing of the tensors that it writes to, which may hold no number yet: it writes to
     ``out=``, or it assigns to one tensor or to a list."""
     writes = [a for a in schema_of(func).arguments if a.alias_info is not None and a.alias_info.is_write]
-    name = schema_of(func).name.removeprefix("aten::").removeprefix("_foreach_")
+    name = schema_of(func).name.removeprefix("aten::").removeprefix(OF_EACH)
     return all(a.kwarg_only for a in writes) or (func.namespace == "aten" and name in OVERWRITES)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._prims_common import canonicalize_dim
 
 __all__ = [
+    "OF_EACH",
     "add_to_each",
     "assert_later",
     "canonicalize_dim",
@@ -38,6 +39,9 @@ scaled_matmul: Callable[..., Tensor] = torch._scaled_mm
 
 scaled_grouped_matmul: Callable[..., Tensor] = torch._scaled_grouped_mm
 """The same for rows in groups, with a scale for each row; on GPUs alone."""
+
+OF_EACH = "_foreach_"
+"""The beginning of the names of operators that do for each tensor of a list what another does for one."""
 
 copy_each: Callable[..., None] = torch._foreach_copy_
 """Copies tensors into others, in few launches. A parameter in the list counts no write before torch 2.12."""

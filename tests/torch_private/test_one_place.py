@@ -5,28 +5,67 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable
+from importlib import import_module
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
-from test_house import files, imports, short
+from test_house import ROOT, files, imports, short
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
-FOR_MODULES = {"_parameters", "_apply", "_save_to_state_dict", "_load_from_state_dict"}
-"""Names that ``nn.Module`` has for its subclasses."""
+FOR_MODULES = {"_parameters", "_buffers", "_apply", "_save_to_state_dict", "_load_from_state_dict"}
+"""Names that ``nn.Module`` has for its subclasses, and ``ParallelStyle`` ``_apply``."""
 OF_OTHERS = {"_replace", "_asdict", "_fields", "_name_or_path", "_apply_gate"}
 """Names of Python's tuples, and of Hugging Face's models."""
 
 
 def own_names(sources: Iterable[str]) -> set[str]:
-    """The names that these sources give to functions, classes, variables and attributes of ``self``."""
+    """The names that these sources give to members of classes and attributes of ``self``."""
     names: set[str] = set()
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
+        if isinstance(node, ast.ClassDef):
+            names |= {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
+            names |= {ast.unparse(m.target) for m in node.body if isinstance(m, ast.AnnAssign)}
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             names.add(node.attr)
     return names
+
+
+def names_of_torch() -> set[str]:
+    """The private names that the files of ``lpq/torch_private`` use, as attributes, imports and strings."""
+    names: set[str] = set()
+    for path in files("lpq/torch_private/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.alias):
+                names |= {*node.name.split(".")}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return {name for name in names if PRIVATE.fullmatch(name)}
+
+
+def private_strings(source: str, names: Collection[str]) -> list[str]:
+    """The strings of a source that are one of these names, or its end in the name of a module or an operator."""
+    strings = (n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return [s for s in strings if s.strip(".").rpartition(".")[2] in names - FOR_MODULES]
+
+
+def overridden(module: ModuleType) -> list[str]:
+    """The private methods of torch's classes that classes of this module override."""
+    found = []
+    for made in vars(module).values():
+        if isinstance(made, type) and made.__module__ == module.__name__:
+            of_torch = {name for c in made.__mro__ if c.__module__.partition(".")[0] == "torch" for name in vars(c)}
+            ours = [c for c in made.__mro__ if c.__module__.startswith("lpq") and ".torch_private." not in c.__module__]
+            methods = {n: m for c in ours for n, m in vars(c).items() if PRIVATE.fullmatch(n)}
+            kinds = FunctionType, staticmethod, classmethod, property
+            private = (n for n, m in methods.items() if isinstance(m, kinds) and n in of_torch - FOR_MODULES)
+            found += [f"{made.__name__}.{name}" for name in private]
+    return found
 
 
 def torch_private_names(source: str, own: Collection[str]) -> list[str]:
@@ -59,6 +98,42 @@ def test_private_names_of_torch_are_in_one_place() -> None:
     own = own_names(path.read_text() for path in here)
     found = {short(path): torch_private_names(path.read_text(), own) for path in here if path.parts[-2] != "templates"}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_no_string_is_such_a_name() -> None:
+    paths = [p for p in files("lpq/**/*.py", "plugins/**/*.py") if not short(p).startswith("lpq/torch_private/")]
+    names = names_of_torch()
+    assert {"_schema", "_orig_mod", "_foreach_copy_", "_dynamo"} < names
+    found = {short(path): private_strings(path.read_text(), names) for path in paths}
+    assert {path: strings for path, strings in found.items() if strings} == {}
+    assert private_strings("NAMES = '_orig_mod.', 'torch._dynamo', 'a _schema', '_ours'", names) == [
+        "_orig_mod.",
+        "torch._dynamo",
+    ]
+
+
+def test_no_private_method_is_overridden_elsewhere() -> None:
+    found = {}
+    for path in files("lpq/**/*.py"):
+        if path.name not in ("__init__.py", "__main__.py") and "testing" not in path.parts:
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name] = overridden(import_module(name))
+    assert len(found) > 200
+    assert {name: methods for name, methods in found.items() if methods} == {}
+
+
+def test_a_private_method_that_is_overridden_is_noticed() -> None:
+    class Style(ColwiseParallel):
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            return module
+
+        @staticmethod
+        def _prepare_input_fn(*_: Any) -> Any:
+            return ()
+
+    module = ModuleType("lpq.nn.styles")
+    Style.__module__, module.Style = module.__name__, Style  # type: ignore[attr-defined]
+    assert overridden(module) == ["Style._prepare_input_fn"]
 
 
 def test_each_of_them_has_a_test() -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from ranks import spawn
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from lpq.torch_private import checkpoints, collectives, distributed, dtensor, fsdp
+from lpq.torch_private import checkpoints, collectives, distributed, dtensor, fsdp, styles, wrappers
 from lpq.torch_private.dispatch import TorchDispatchMode, schema_of
 from lpq.torch_private.tensors import local_part, version_of
 
@@ -105,6 +106,45 @@ def test_memory_is_taken_and_given_back_without_a_count() -> None:
     fsdp.allocate([x])
     fsdp.fill([x], [torch.full((4,), 2.0)])
     assert (x.tolist(), version_of(x)) == ([2.0] * 4, before)
+
+
+class Doubled(styles.LayerStyle, parallel.ColwiseParallel):
+    """A style that doubles the inputs of a layer."""
+
+    @classmethod
+    def lay_out(cls, module: nn.Module, inputs: Any, given: Any, wanted: Any, mesh: DeviceMesh) -> Any:
+        assert (given, wanted, mesh.size()) == ((Shard(0),), (Replicate(),), 2)
+        return DTensor.from_local(inputs[0] * 2, mesh, given).redistribute(placements=wanted)
+
+
+class Halved(styles.InputStyle):
+    """A style that halves the inputs of a module, and lays them out as torch does."""
+
+    def lay_out(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
+        return super().lay_out(input / 2, mesh, given, wanted)
+
+
+def _lays_out(rank: int) -> None:
+    mesh, mine = init_device_mesh("cpu", (2,)), torch.full((1, 4), float(rank + 1))
+    plain = nn.Linear(4, 2, bias=False)
+    nn.init.ones_(plain.weight)
+    twice = parallel.parallelize_module(plain, mesh, Doubled(input_layouts=Shard(0)))
+    assert twice(mine).tolist() == [[8.0], [16.0]]
+    style = Halved(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
+    half = parallel.parallelize_module(nn.Identity(), mesh, style)
+    assert half(mine).tolist() == [[0.5] * 4, [1.0] * 4]
+
+
+def test_styles_lay_out_inputs() -> None:
+    spawn(_lays_out, 2)
+
+
+def test_wrapped_modules_have_these_names() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = nn.Sequential(torch.compile(nn.Linear(2, 2)), checkpoint_wrapper(nn.Linear(2, 2)))
+    inside = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert inside == [f"{i}.{name}" for i, name in enumerate(wrappers.WRAPPED)]
 
 
 def test_a_checkpoint_wrapper_is_torchs() -> None:

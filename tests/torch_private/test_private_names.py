@@ -154,6 +154,7 @@ def test_operators_do_as_their_public_kin() -> None:
     assert "aten::_pin_memory" in str(dispatch.schema_of(operators.pin_memory.default))
     assert operators.canonicalize_dim(2, -1) == 1
     first, second = torch.zeros(6), torch.zeros(6)
+    assert dispatch.schema_of(torch.ops.aten._foreach_copy_.default).name == f"aten::{operators.OF_EACH}copy_"
     operators.copy_each([first, second], [x, -x])
     operators.add_to_each([first, second], [x, x])
     operators.multiply_each([first, second], 0.5)
@@ -373,7 +374,7 @@ def test_the_current_device_and_stream_are_torchs() -> None:
 
 def test_importing_the_private_names_imports_no_compiler() -> None:
     """Nor DTensor, but for the files that are about it."""
-    light = "autograd, compiling, cuda, dispatch, memory, operators, optimizers, pytree, tensors"
+    light = "autograd, compiling, cuda, dispatch, memory, operators, optimizers, pytree, tensors, wrappers"
     code = f"import sys, torch; before = set(sys.modules); from lpq.torch_private import {light}\n"
     code += "print(*{m for m in set(sys.modules) - before if m.startswith('torch')})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

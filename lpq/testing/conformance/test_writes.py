@@ -20,7 +20,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "copy_": lambda t, x: t.copy_(x),
     "fill_": lambda t, x: t.fill_(0.5),
     "mul(out=)": lambda t, x: torch.mul(x, 0.75, out=t),
-    "_foreach_copy_": lambda t, x: copy_each([t], [x]),
+    "copy_each": lambda t, x: copy_each([t], [x]),
 }
 
 
