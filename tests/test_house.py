@@ -358,6 +358,11 @@ def test_the_median_file_is_no_longer_than_about_150_lines() -> None:
     assert lengths[len(lengths) // 2] <= 150
 
 
+def test_each_part_has_a_folder_of_tests() -> None:
+    parts = {path.parent.name for path in files("lpq/*/__init__.py")}
+    assert parts <= {path.parent.name for path in files("tests/*/test_*.py")}
+
+
 def test_no_two_files_of_tests_have_one_name() -> None:
     """Their folders are no packages, so a name is a module's, whichever folder it lies in."""
     names = [path.name for path in files("tests/**/*.py") if path.name != "conftest.py"]
