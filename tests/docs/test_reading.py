@@ -6,6 +6,8 @@ import re
 
 from snippets import ROOT
 
+import lpq
+
 PAGE = (ROOT / "docs" / "reading.md").read_text()
 
 
@@ -23,6 +25,23 @@ def test_what_it_says_of_them_stands_in_them() -> None:
         for name in re.findall(r"`([\w.]+)`", words):
             if not name.endswith(".py"):
                 assert name.rpartition(".")[2] in source, (path, name)
+
+
+def test_it_has_the_tensors_that_its_recipe_keeps() -> None:
+    recipe = lpq.recipe("fp8-current")
+    assert "The example is `fp8-current`" in PAGE
+    assert (recipe.save_x, recipe.save_w) == ("encoded", "weight")
+    saved = " ".join(PAGE.split()).partition("**Backward.**")[0]
+    assert "The column operand of `x` is saved for backward" in saved
+    assert "`w.save=weight`: the weight is saved with its amax" in saved
+
+
+def test_its_files_are_about_as_long_as_it_says() -> None:
+    paths = re.findall(r"^\| \d+ \| `([\w/.]+)` \|", PAGE, re.MULTILINE)
+    lines = sum(len((ROOT / path).read_text().splitlines()) for path in paths)
+    stated = re.search(r"some ([\d,]+) lines", PAGE)
+    assert stated
+    assert abs(lines - int(stated[1].replace(",", ""))) < 100
 
 
 def test_the_glossary_is_short_and_its_words_are_used() -> None:
