@@ -1,4 +1,4 @@
-"""The private parts of FSDP2 that ``lpq.torch_private.fsdp`` takes are there and do as relied on.
+"""Private parts of FSDP2, for ``lpq.torch_private.fsdp``, are there and do as relied on, in torch 2.11 and 2.13.
 
 Each failure here says what torch changed. Nothing else in lpq touches these.
 """
