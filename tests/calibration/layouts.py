@@ -1,4 +1,4 @@
-"""What tests of several layouts share: the recipes, what a model is exported as, and comparisons over ranks."""
+"""The common parts of tests of layouts: the recipes, what a model is exported as, and comparisons over ranks."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_transformers_computes_what_lpq_evaluates(tmp_path: Path) -> None:
 def test_the_record_says_what_transformers_cannot_compute_with_and_what_helps(
     recipe: str, dtype: torch.dtype, width: int, words: str, tmp_path: Path
 ) -> None:
-    """What the note promises is so: plainly loaded the first product fails, and each remedy helps."""
+    """The note is right: plainly loaded, the first product fails, and each remedy helps."""
 
     def logits(path: Path, **options: Any) -> Any:
         read = transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()

@@ -30,7 +30,7 @@ def declares_what_follows(quantizer: Quantizer) -> bool:
 def sizes(side: Quantizer, dim: int) -> list[int]:
     """The sizes of shards, in a random order: 1, 2, 3, … times the unit at which an operand can be cut, and the rest.
 
-    What depends on the size of a matrix, such as a scale that 5 rows share where there are whole fives, is thereby
+    A format that depends on the size of a matrix, as where 5 rows share a scale if there are whole fives, is thereby
     tried with each small size, be it odd or prime, and at places that are no multiples of it.
     """
     step = unit(side, dim)
