@@ -36,16 +36,29 @@ PATIENCE = 30.0
 REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
 
 
-def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str]) -> None:
+def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str]) -> list[Site]:
     """Raise on all ranks if those that share out these parameters, or hold replicas of them, have different ones. It
-    takes a collective for each set of ranks."""
+    takes a collective for each set of ranks; return a parameter of each."""
     shared: dict[tuple[int, ...], list[tuple[nn.Module, Site]]] = {}
     for module, site in sites.items():
         shared.setdefault(same_ranks(site.group), []).append((module, site))
     for parts in shared.values():
+        texts = [_described(names[module], module, site) for module, site in parts]
         site = parts[0][1]
-        groups = [group for group in (site.group, site.replicas) if group is not None and group.size() > 1]
-        _compare([_described(names[module], module, site) for module, site in parts], groups, site.device)
+        if not _equal(texts, _groups(site), site.device):
+            difference = _first_difference(exchange(texts, _groups(site)))
+            raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
+    return [parts[0][1] for parts in shared.values()]
+
+
+def are_equal(text: str, sites: Sequence[Site]) -> bool:
+    """Whether all ranks that share out these parameters, or hold replicas of them, pass the same text; a collective for
+    each set of ranks."""
+    return _equal([text], [group for site in sites for group in _groups(site)], sites[0].device)
+
+
+def _groups(site: Site) -> list[ProcessGroup]:
+    return [group for group in (site.group, site.replicas) if group is not None and group.size() > 1]
 
 
 def _described(name: str, module: nn.Module, site: Site) -> str:
@@ -67,7 +80,8 @@ def _described(name: str, module: nn.Module, site: Site) -> str:
     return f"{text}, at step {layer.stages.step} of ({layer.schedule})" if at_step else f"{text}, before lpq.set_step"
 
 
-def _compare(texts: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device) -> None:
+def _equal(texts: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device) -> bool:
+    """Whether all ranks of these groups pass the same texts, of which each makes one hash."""
     import torch.distributed as dist
 
     number = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:16], "big")
@@ -87,10 +101,7 @@ def _compare(texts: Sequence[str], groups: Sequence[ProcessGroup], device: torch
         ) from error
     finally:
         waits.cancel()
-    if all(a + b == LIMIT for a, b in zip(*found, strict=True)):
-        return
-    difference = _first_difference(exchange(list(texts), groups))
-    raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
+    return all(a + b == LIMIT for a, b in zip(*found, strict=True))
 
 
 def _warn_of_waiting() -> None:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, steps
 
+if TYPE_CHECKING:
+    from lpq.torch_private.fsdp import Site
+
 
 class Stages(Protocol):
     """The steps of a policy, as far as ranks compare them."""
+
+    step: int
 
     @property
     def moving(self) -> bool:
@@ -32,6 +37,10 @@ class Compared(Watcher):
         """Whether there is nothing to compare until a recipe changes."""
         self._model = weakref.ref(model)
         self._stages = stages
+        self._apart: list[Site] = []
+        """A weight of each set of ranks that compared last."""
+        self._moving = False
+        """Whether later steps might change a recipe then, on all ranks: so all compare before the next step."""
         steps().call(self)
 
     @classmethod
@@ -43,16 +52,21 @@ class Compared(Watcher):
 
     def before_step(self, optimizer: Optimizer) -> None:
         model = self._model()
-        if model is None or (self.alike and (self._stages is None or not self._stages.moving)) or not _has_ranks():
+        if model is None or (self.alike and not self._moving) or not _has_ranks():
             return
-        from lpq.distributed.alike import check_alike
-        from lpq.torch_private import fsdp
-
-        around = fsdp.outermost(model)
-        own = set(map(id, around.parameters()))
+        own = set(map(id, model.parameters()))
         if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
             return
-        check_alike(fsdp.sites(around, "weight"), {module: name for name, module in around.named_modules()})
+        from lpq.distributed.alike import are_equal, check_alike
+        from lpq.torch_private import fsdp
+
+        step = None if self._stages is None else self._stages.step
+        if self._moving and are_equal(f"{self.alike}, step {step}", self._apart) and self.alike:
+            return
+        around = fsdp.outermost(model)
+        names = {module: name for name, module in around.named_modules()}
+        self._apart = check_alike(fsdp.sites(around, "weight"), names)
+        self._moving = bool(self._apart) and self._stages is not None and self._stages.moving
         self.alike = True
 
 

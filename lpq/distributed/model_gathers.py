@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lpq.distributed.alike import check_alike
+from lpq.distributed.alike import are_equal, check_alike
 from lpq.distributed.compared import Stages
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.shard_groups import attach
@@ -41,8 +41,12 @@ class Gathering:
         """Whether all ranks have the same model. It becomes false when a recipe changes, so that they compare again."""
         self._first: Gather | None = None
         """The weight before whose gather ranks compared last."""
+        self._apart: list[fsdp.Site] = []
+        """A weight of each set of ranks that compared then."""
         self._stages: list[Stages] = []
         """The steps of all of the model's policies."""
+        self._moving = False
+        """Whether later steps might change a recipe then, on all ranks: so all compare in the next forward."""
         self._gathers: dict[nn.Module, Gather] = {}
         self._steps = _steps()
         self._steps.watch(self)
@@ -94,18 +98,21 @@ class Gathering:
 
     def check(self, gather: Gather) -> None:
         """Compare the model with that of the other ranks, if a recipe has changed since; a collective. While recipes
-        may change by step, each forward compares: a rank cannot see that another one alone was given a step."""
-        forward = gather is self._first and not gather.site.for_backward
-        if not self.alike or (forward and any(stages.moving for stages in self._stages)):
+        may change by step, each forward compares steps: a rank cannot see that another one alone was given a step."""
+        if self._moving and gather is self._first and not gather.site.for_backward:
+            if not (are_equal(f"{self.alike}, steps {[s.step for s in self._stages]}", self._apart) and self.alike):
+                self._compare(gather)  # as all ranks do now
+        elif not self.alike:
             self._compare(gather)
 
     def _compare(self, first: Gather) -> None:
         """Compare the whole model; ``first``: the weight that is about to be gathered."""
         around = fsdp.outermost(self.root)
         sites, names = fsdp.sites(around, "weight"), {module: name for name, module in around.named_modules()}
-        check_alike(sites, names)
+        self._apart = check_alike(sites, names)
         stages = {id(found): found for m in sites if (found := getattr(m, "stages", None)) is not None}
         self._first, self._stages = first, [*stages.values()]
+        self._moving = any(found.moving for found in self._stages)
         for module in sites:
             if isinstance(gathering := getattr(module, "gathering", None), Gathering):
                 gathering.alike = True
