@@ -24,6 +24,7 @@ from lpq.nn.expert_names import renamed, stacks_of
 from lpq.nn.names import plain_name
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Policy, Recipe, Steps
+from lpq.registry.errors import words
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -157,7 +158,12 @@ class Model:
         try:
             stacks = {stack.weight: stack for stack in stacks_of(self.module)}
             others = renamed(self.module, [name for name in names if name not in stacks])
-        except Exception:  # of transformers, which names them: the checkpoint is saved without, and its export refused
+        except Exception as error:  # of transformers, which names them
+            warn(
+                "the checkpoint is saved without the names that experts have in files of engines, so that lpq.export "
+                f"refuses it: export the model instead ({words(error)})",
+                CheckpointWarning,
+            )
             return {"stacks": None}
         recipes = {name: _text(getattr(stack.holder, "recipe", None)) for name, stack in stacks.items()}
         layers = {name: {"recipe": recipes[name], "layers": stack.patterns} for name, stack in stacks.items()}

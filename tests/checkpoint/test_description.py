@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+import lpq
+from lpq import checkpoint
 from lpq.checkpoint.description import Description
-from lpq.checkpoint.errors import CheckpointError, MissingPlugin
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, MissingPlugin
 
 Data = dict[str, Any]
 
@@ -79,6 +83,20 @@ def test_a_file_of_an_earlier_release_is_read() -> None:
     data = written()
     del data["stacks"], data["renamed"], data["aliases"], data["tied"]
     assert Description.read(data).stacks is None
+
+
+def test_a_model_whose_experts_cannot_be_named_is_saved_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(model: nn.Module) -> None:
+        raise AttributeError("no such function")
+
+    monkeypatch.setattr(checkpoint.model, "stacks_of", fail)
+    model = nn.ModuleDict({"experts": lpq.nn.GroupedLinear(2, 32, 32, recipe="mxfp8")})
+    with pytest.warns(CheckpointWarning, match=r"lpq\.export refuses it: export the model .*no such function"):
+        checkpoint.save(tmp_path / "saved", model)
+    with pytest.raises(CheckpointError, match="expert"):
+        lpq.export(tmp_path / "saved", tmp_path / "exported", layout="compressed-tensors")
 
 
 def test_only_the_name_of_a_distribution_is_in_a_command() -> None:
