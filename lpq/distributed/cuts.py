@@ -7,7 +7,7 @@ the whole operand, bit for bit. All of it follows from the declared layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from lpq.distributed.shardability import operand_bytes, why_cut
 from lpq.formats import Quantizer, Storage
 from lpq.formats.joined import cat
-from lpq.formats.layout import Buffer, as_bytes
+from lpq.formats.layout import as_bytes
 from lpq.operations.decoding import decode
 from lpq.operations.measuring import measure, measure_again
 from lpq.operations.operands import recall
@@ -196,23 +196,22 @@ def _of_rows(declared: Declared, stat: Tensor | None, start: int, count: int) ->
 
 
 class Gathering(NamedTuple):
-    """Operands that are on their way: a GPU does other work until ``finish`` is called."""
+    """An operand that is on its way: a GPU does other work until ``finish`` is called."""
 
-    operands: Sequence[tuple[Storage, int]]
+    operand: Storage
+    dim: int
     cut: Cut
     sent: list[Tensor]
 
-    def finish(self) -> list[Storage]:
-        """The operands of the whole."""
-        came = iter(arrived(self.sent))
-        return [_joined(operand, dim, self.cut, came) for operand, dim in self.operands]
+    def finish(self) -> Storage:
+        """The operand of the whole."""
+        return _joined(self.operand, self.dim, self.cut, arrived(self.sent))
 
 
-def begin_gather(operands: Sequence[tuple[Storage, int]], cut: Cut, group: str) -> Gathering:
-    """Begin to gather the operands of the whole from those of the parts, in one collective. Beside each operand stands
-    whether a rank has some of its rows (0) or of its columns (1). Buffers that are the same for all parts stay."""
-    sent = [as_bytes(t) for operand, dim in operands for b, t in _travelling(operand, dim)]
-    return Gathering(operands, cut, begin_all_gather(sent, cut.ranks, group))
+def begin_gather(operand: Storage, dim: int, cut: Cut, group: str) -> Gathering:
+    """Begin to gather the operand of the whole from those of the parts, in one collective. ``dim``: whether a rank has
+    some of its rows (0) or of its columns (1). Buffers that are the same for all parts stay."""
+    return Gathering(operand, dim, cut, begin_all_gather(_travelling(operand, dim), cut.ranks, group))
 
 
 def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
@@ -221,13 +220,15 @@ def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
     return _in_place(came, 1, cut).view(x.dtype).view(x.shape[0] * cut.ranks, x.shape[1])
 
 
-def _travelling(operand: Storage, dim: int) -> list[tuple[Buffer, Tensor]]:
+def _travelling(operand: Storage, dim: int) -> list[Tensor]:
+    """The bytes of the buffers that are not the same for all parts."""
     buffers = zip(operand.quantizer.layout, operand.tensors(), strict=True)
-    return [(b, t) for b, t in buffers if b.unit(dim) is not None]
+    return [as_bytes(tensor) for buffer, tensor in buffers if buffer.unit(dim) is not None]
 
 
-def _joined(operand: Storage, dim: int, cut: Cut, came: Iterator[Tensor]) -> Storage:
+def _joined(operand: Storage, dim: int, cut: Cut, arrived: Sequence[Tensor]) -> Storage:
     """The operand whose buffers arrived, one rank's after the other's."""
+    came = iter(arrived)
     rows, cols = operand.shape
     shape = (rows * cut.ranks, cols) if dim == 0 else (rows, cols * cut.ranks)
     tensors = []

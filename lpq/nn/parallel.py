@@ -266,7 +266,7 @@ class _Encoded(NamedTuple):
     def row(self) -> Given:
         """The row operand of the whole input."""
         if self.arriving is not None:
-            return _given(*self.arriving.finish())
+            return _given(self.arriving.finish())
         assert self.own is not None
         return self.own
 
@@ -277,7 +277,7 @@ def _encoded_input(way: _Pass, part: Part, x: Tensor, stats: list[Tensor], seed:
     assert row is not None
     kept = None if not part.col else _given(row if col is None else col)
     if part.cut is not None and part.cut.dim == 0:
-        return _Encoded(None, begin_gather([(row, 0)], part.cut, way.group), kept, stats)
+        return _Encoded(None, begin_gather(row, 0, part.cut, way.group), kept, stats)
     return _Encoded(_given(row), None, kept, stats)
 
 

@@ -157,12 +157,11 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
     state = states.get("dy")
     (dy_stats,), _ = measure_parts([(part, dy, state)], None, group)
     encoded = encode_part(part, dy, dy_stats, state, seed[0] if seed else None, group)
-    row, col = encoded.row, encoded.col
-    if cut is not None:
-        row, col = _whole_operands(row, col, cut, group)
-        if needs_dw and col is None:
-            assert row is not None
-            col = derive_col(part.quantizer, row)
+    row, col, col_arriving = encoded.row, encoded.col, None
+    if cut is not None:  # the row operand first, and while dx is made of it the column operand travels
+        row_arriving = begin_gather(row, 0, cut, group) if row is not None else None
+        col_arriving = begin_gather(col, 1, cut, group) if col is not None else None
+        row = row_arriving.finish() if row_arriving is not None else None
     x_dtype, w_dtype, _ = ctx.dtypes
     dx = dw = None
     if needs_dx:
@@ -170,7 +169,11 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
         dx = gemm(row, ctx.of_w.over(w_col), dtype=x_dtype, fast_accumulate=plan.fast[1] is True)
         dx = dx.view(ctx.x_shape)
     if needs_dw:
-        assert col is not None
+        if col_arriving is not None:
+            col = col_arriving.finish()
+        elif col is None:
+            assert row is not None
+            col = derive_col(part.quantizer, row)
         x_col = ctx.of_x.over(kept) if call.gathers_x is None else _column_operand(call, x_arriving)
         dw = gemm(col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2] is True)
     if "dy" in states:
@@ -188,14 +191,14 @@ def _column_operand_begun(call: Call, kept: Storage) -> Gathering | None:
     assert call.gathers_x is not None
     if call.shared is not None and call.shared.col is not None:
         return None
-    return begin_gather([(kept, 0 if derives_col(call.plan.x) else 1)], call.gathers_x, call.group)
+    return begin_gather(kept, 0 if derives_col(call.plan.x) else 1, call.gathers_x, call.group)
 
 
 def _column_operand(call: Call, arriving: Gathering | None) -> Storage:
     """The column operand of the whole x, gathered once for all siblings."""
     shared = call.shared
     if arriving is not None:
-        (col,) = arriving.finish()
+        col = arriving.finish()
         if derives_col(call.plan.x):
             col = derive_col(call.plan.x, col)
     else:
@@ -206,16 +209,6 @@ def _column_operand(call: Call, arriving: Gathering | None) -> Storage:
         shared.users -= 1
         shared.col = col if shared.users > 0 else None
     return col
-
-
-def _whole_operands(
-    row: Storage | None, col: Storage | None, cut: Cut, group: str
-) -> tuple[Storage | None, Storage | None]:
-    """Gather the whole operands from those of the ranks' parts, in one collective."""
-    parts = [] if row is None else [(row, 0)]
-    parts += [] if col is None else [(col, 1)]
-    whole = iter(begin_gather(parts, cut, group).finish())
-    return None if row is None else next(whole), None if col is None else next(whole)
 
 
 def _own_rows(y: Tensor, cut: Cut, group: str) -> Tensor:
