@@ -98,24 +98,24 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
         return None
     of_a, of_b = _exact_form(p.a, p.device), _exact_form(p.b, p.device)
 
-    def scaled(left: Exact, right: Exact, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def scaled(left: Exact, right: Exact, bias: Tensor | None, dtype: torch.dtype, into: Tensor | None) -> Tensor:
         (first, second), constant = (left.factor, right.factor), left.constant * right.constant
         if first is None and second is None:
-            return product(left.matrix, right.matrix, bias, dtype)
+            return product(left.matrix, right.matrix, bias, dtype, into)
         if not alpha or (first is not None and first.dim()) or (second is not None and second.dim()):
-            return scaled_product(left.matrix, right.matrix, first, second, constant, bias, dtype)
+            return scaled_product(left.matrix, right.matrix, first, second, constant, bias, dtype, into)
         run = _product_with_alpha(p.device, rows, cols, left.matrix.shape[1], bias is not None, dtype, p.operator)
-        return run(left.matrix, right.matrix, first, second, constant, bias)
+        return run(left.matrix, right.matrix, first, second, constant, bias, into)
 
-    def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         left, right = of_a(a), of_b(b)
         if left is None or right is None or (left.rest is None) != (right.rest is None):
             return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)
         if left.rest is None or right.rest is None:
-            return scaled(left, right, bias, dtype)
-        out = scaled(left, right, None, torch.float32)
-        out.addmm_(left.rest, right.rest.t())
-        return (out if bias is None else out.add_(bias)).to(dtype)
+            return scaled(left, right, bias, dtype, out)
+        made = scaled(left, right, None, torch.float32, None)
+        made.addmm_(left.rest, right.rest.t())
+        return (made if bias is None else made.add_(bias)).to(dtype)
 
     return multiply
 

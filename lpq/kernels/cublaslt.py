@@ -74,19 +74,20 @@ def library() -> ctypes.CDLL | None:
 
 def bind(
     device: torch.device, rows: int, cols: int, inner: int, dtype: torch.dtype, bias: bool, *, dispatched: bool = False
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Bind ``scalars[0] · left @ rightᵀ + bias`` to these sizes. The function takes ``left``, ``right``, ``scalars``
-    and the bias, and returns the product in ``dtype``, bf16 or fp32, which is the bias's dtype too. ``scalars[1]`` is
-    0. The device is the current one; ``dispatched`` as for ``allocator``."""
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]:
+    """Bind ``scalars[0] · left @ rightᵀ + bias`` to these sizes. The function takes ``left``, ``right``, ``scalars``,
+    the bias and the matrix to write to (None: a new one), which begins at a multiple of ``ALIGNED``, and returns the
+    product in ``dtype``, bf16 or fp32, which is the bias's dtype too. ``scalars[1]`` is 0. The device is the current
+    one; ``dispatched`` as for ``allocator``."""
     empty, out_of = allocator(device, dispatched=dispatched), fresh((rows, cols), dtype)
     how = _How(device.index or 0, rows, cols, inner, dtype, bias=bias)
     usual = _plan(how)
 
-    def multiply(left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(left: Tensor, right: Tensor, scalars: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         first, second = left.data_ptr(), right.data_ptr()
         ends = first | second | ALIGNED
         plan = usual if ends & -ends == ALIGNED else _plan(how._replace(aligned=ends & -ends))
-        out = empty(*out_of)
+        out = empty(*out_of) if out is None else out
         workspace = empty(*plan.workspace) if plan.workspace else None
         status = (plan.in_c or plan.run)(
             first, second, scalars.data_ptr(), bias.data_ptr() if bias is not None else 0, out.data_ptr(),
@@ -102,12 +103,12 @@ def bind(
 def bind_scaled(
     device: torch.device, rows: int, cols: int, inner: int, types: tuple[torch.dtype, torch.dtype], dtype: torch.dtype,
     scaled: tuple[int, int], fast: bool, *, dispatched: bool = False,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None] | None:  # fmt: skip
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor | None] | None:  # fmt: skip
     """Bind ``left @ rightᵀ`` to 8-bit matrices of these sizes and ``types``, by the algorithm that torch's scaled
-    matmul takes. The function takes ``left``, ``right`` and the scales of both, and returns the product in ``dtype``,
-    or None for operands that are not contiguous or not aligned. ``scaled`` names the parts of either side that have a
-    scale, ``fast`` allows sums in less than fp32; ``dispatched`` as for ``allocator``. The device is the current one.
-    None: this cuBLASLt has no such product.
+    matmul takes. The function takes ``left``, ``right``, the scales of both and the matrix to write to, as for
+    ``bind``, and returns the product in ``dtype``, or None for operands that are not contiguous or not aligned.
+    ``scaled`` names the parts of either side that have a scale, ``fast`` allows sums in less than fp32; ``dispatched``
+    as for ``allocator``. The device is the current one. None: this cuBLASLt has no such product.
     """
     if library() is None or dtype not in TYPES:
         return None
@@ -118,14 +119,16 @@ def bind_scaled(
         return None
     empty, out_of = allocator(device, dispatched=dispatched), fresh((rows, cols), dtype)
 
-    def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor | None:
+    def multiply(
+        left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, out: Tensor | None
+    ) -> Tensor | None:  # fmt: skip
         first, second = left.data_ptr(), right.data_ptr()
         ends = first | second | ALIGNED
         ends &= -ends
         if ends < SCALED_ALIGNED or not (left.is_contiguous() and right.is_contiguous()):
             return None
         plan = usual if ends == ALIGNED else _plan(how._replace(aligned=ends))
-        out = empty(*out_of)
+        out = empty(*out_of) if out is None else out
         workspace = empty(*plan.workspace) if plan.workspace else None
         status = (plan.in_c or plan.run_scaled)(
             first, second, of_left.data_ptr(), of_right.data_ptr(), out.data_ptr(),

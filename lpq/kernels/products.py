@@ -24,10 +24,13 @@ def sums(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left, right.t(), out_dtype=torch.float32)
 
 
-def product(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``left @ rightᵀ + bias`` of two bf16 matrices on a GPU, summed in fp32, as ``dtype``."""
+def product(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """``left @ rightᵀ + bias`` of two bf16 matrices on a GPU, summed in fp32, as ``dtype``; written to ``into`` where
+    torch can do that."""
     if dtype == torch.bfloat16:
-        return torch.nn.functional.linear(left, right, bias.to(dtype) if bias is not None else None)
+        if bias is None:
+            return torch.mm(left, right.t(), out=into)
+        return torch.addmm(bias.to(dtype), left, right.t(), out=into)
     out = sums(left, right)
     return (out if bias is None else out.add_(bias)).to(dtype)
 
@@ -40,6 +43,7 @@ def scaled_product(
     constant: float,
     bias: Tensor | None,
     dtype: torch.dtype,
+    into: Tensor | None = None,
 ) -> Tensor:
     """``product`` of matrices of which one at least has a factor, for each of its rows or for all of it. Factors are
     applied to the sums, in fp32, and a constant with them, which costs one more pass over them (two, if each row of
@@ -51,7 +55,7 @@ def scaled_product(
     factor = made.new_full((), constant)
     for each in (of_left, of_right.t() if of_right is not None else None):
         factor = factor if each is None else factor * each
-    out = made.new_empty(made.shape, dtype=dtype)
+    out = made.new_empty(made.shape, dtype=dtype) if into is None else into
     return torch.mul(made, factor, out=out) if bias is None else torch.addcmul(bias.float(), made, factor, out=out)
 
 
@@ -63,7 +67,7 @@ def bind_product_with_alpha(
     bias: bool,
     dtype: torch.dtype,
     dispatched: bool,
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None], Tensor]:
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float, Tensor | None, Tensor | None], Tensor]:
     """``scaled_product`` of matrices ``[rows, inner]`` and ``[cols, inner]`` for factors of whole matrices: the sums
     are scaled before they are written. The device is the current one."""
     empty = allocator(device)
@@ -75,7 +79,7 @@ def bind_product_with_alpha(
 
     def run(
         left: Tensor, right: Tensor, of_left: Tensor | None, of_right: Tensor | None, constant: float,
-        bias: Tensor | None,
+        bias: Tensor | None, into: Tensor | None,
     ) -> Tensor:  # fmt: skip
         scalars = empty((2,), (1,), torch.float32)
         find(
@@ -83,8 +87,8 @@ def bind_product_with_alpha(
             constant, scalars.data_ptr(),
         )  # fmt: skip
         if inside:
-            return multiply(left, right, scalars, _aligned(bias.to(dtype)) if bias is not None else None)
-        out = multiply(left, right, scalars, None)
+            return multiply(left, right, scalars, _aligned(bias.to(dtype)) if bias is not None else None, into)
+        out = multiply(left, right, scalars, None, None)
         return (out if bias is None else out.add_(bias)).to(dtype)
 
     return run

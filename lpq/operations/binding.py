@@ -26,6 +26,7 @@ from lpq.torch_private import cuda
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
 
+OUT_ALIGNED = 256
 ALIGNED = 16
 """Bytes: a kernel that is bound to aligned matrices may read pieces of so many."""
 
@@ -96,7 +97,11 @@ class Product(NamedTuple):
 
 
 Multiply = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
-"""``multiply(a, b, bias)`` of the buffers of two operands. The device is the current one."""
+"""``multiply(a, b, bias)`` of the buffers of two operands. The device is the current one.
+
+A function that takes ``out`` as well can write to a contiguous matrix that begins at a multiple of ``OUT_ALIGNED``
+bytes. It returns that matrix, or another one, which is then copied there: it need not do so for each bias or dtype.
+"""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from lpq.formats.format import Quantizer
 from lpq.kernels import choose
 from lpq.operations import fused_pair
-from lpq.operations.binding import ALIGNED, Encode, Encoded, Encoding, Multiply, Operand, Product
+from lpq.operations.binding import ALIGNED, OUT_ALIGNED, Encode, Encoded, Encoding, Multiply, Operand, Product
 from lpq.operations.exact_form import Form
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.multiplying import gemm, gemm_reference, plain_gemm
@@ -331,6 +332,21 @@ def bind_product(p: Product) -> Multiply:
         return bound
     impl = gemm_reference if choice.bind is not None else choice.impl or gemm_reference
     return lambda left, right, bias: impl(a.over(left), b.over(right), bias, dtype, fast)
+
+
+def bind_writing(p: Product) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None, Tensor], None]:
+    """Bind a product that is written to a given matrix, which is contiguous: ``write(a, b, bias, out)``. It is written
+    there at once if the kernel's function takes ``out``, and copied there otherwise."""
+    multiply: Any = bind_product(p)
+    direct = "out" in signature(multiply).parameters
+
+    def write(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor) -> None:
+        into = {"out": out} if direct and out.data_ptr() % OUT_ALIGNED == 0 else {}
+        made = multiply(a, b, bias, **into)
+        if made is not out:
+            out.copy_(made)
+
+    return write
 
 
 def product_through_operators(p: Product) -> Multiply:

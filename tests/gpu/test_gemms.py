@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import lpq
 from lpq import operations
 from lpq.core import Storage
 from lpq.kernels import choose
+from lpq.operations.binding import Product, operand_like
+from lpq.operations.bound import bind_product, bind_writing
 from lpq.testing.expect import relative_error
 
 pytestmark = [
@@ -86,6 +89,36 @@ def operands(a: str, b: str, rows: int, inner: int, cols: int) -> tuple[Storage,
     assert left is not None
     assert right is not None
     return left, right
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_in_rows_of_a_matrix_equals_one_by_itself(
+    a: str, b: str, with_bias: bool, dtype: torch.dtype
+) -> None:
+    """Bit for bit, and the other rows stay as they are."""
+    for rows, inner, cols in ((256, 512, 384), (128, 640, 128), (33, 64, 32), (20, 144, 16)):
+        left, right = operands(a, b, rows, inner, cols)
+        bias = torch.randn(cols, device="cuda") if with_bias else None
+        product = Product(operand_like(left), operand_like(right), dtype, left.device)
+        expected = bind_product(product)(left.tensors(), right.tensors(), bias)
+        y = torch.full((3 * rows, cols), torch.nan, device="cuda", dtype=dtype)
+        bind_writing(product)(left.tensors(), right.tensors(), bias, y[rows : 2 * rows])
+        assert torch.equal(y[rows : 2 * rows], expected), (rows, inner, cols)
+        assert y[:rows].isnan().all()
+        assert y[2 * rows :].isnan().all()
+
+
+@pytest.mark.parametrize(("a", "b"), [("fp8", "fp8"), ("fp8(scaling=row)", "fp8(scaling=row)"), ("mxfp8", "mxfp8"),
+                                      ("fp8(scaling=block)", "fp8(scaling=block)"), ("nvfp4", "nvfp4")])  # fmt: skip
+def test_products_are_written_to_rows_without_a_copy(a: str, b: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch's scaled matmuls, which serve other GPUs, write to new memory")
+    left, right = operands(a, b, 256, 512, 384)
+    multiply: Any = bind_product(Product(operand_like(left), operand_like(right), torch.bfloat16, left.device))
+    y = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
+    assert multiply(left.tensors(), right.tensors(), None, out=y) is y
 
 
 @pytest.mark.parametrize(("a", "b"), EXACT)

@@ -76,7 +76,7 @@ def at(offset: int) -> torch.Tensor:
     [(0, 0, 256), (128, 0, 256), (1, 0, 2), (0, 1, 2), (8, 0, 16), (0, 12, 8), (24, 32, 16), (3, 8, 2)],
 )
 def test_the_library_is_told_how_matrices_are_aligned(left: int, right: int, aligned: int, library: Library) -> None:
-    cublaslt.bind(CPU, 16, 16, 32, torch.bfloat16, False)(at(left), at(right), torch.zeros(2), None)
+    cublaslt.bind(CPU, 16, 16, 32, torch.bfloat16, False)(at(left), at(right), torch.zeros(2), None, None)
     alignments = {attribute: value for attribute, value in library.preferred if attribute in (5, 6)}
     assert alignments == {5: aligned, 6: aligned}
     assert library.calls["cublasLtMatmul"] == 1
@@ -84,7 +84,7 @@ def test_the_library_is_told_how_matrices_are_aligned(left: int, right: int, ali
 
 def test_what_was_found_for_aligned_matrices_serves_no_others(library: Library) -> None:
     for offset in (0, 1, 0, 3, 256):
-        cublaslt.bind(CPU, 16, 16, 32, torch.bfloat16, False)(at(offset), at(0), torch.zeros(2), None)
+        cublaslt.bind(CPU, 16, 16, 32, torch.bfloat16, False)(at(offset), at(0), torch.zeros(2), None, None)
     assert library.calls["cublasLtMatmul"] == 5
     assert library.calls["cublasLtMatmulAlgoGetHeuristic"] == 2
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from lpq.operations import binding
+import lpq
+from lpq.operations import binding, bound
+from lpq.operations.binding import OUT_ALIGNED, Operand, Product
 
 
 def test_a_compiler_traces_layers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +30,40 @@ def test_a_compiler_traces_layers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(added(torch.zeros(3)), torch.ones(3))
     with pytest.raises(RuntimeError, match="asked"):
         binding.on_device(gpu)
+
+
+def _filled(a: Any, b: Any, bias: Any) -> Tensor:
+    return torch.full((2, 128), 3.0)
+
+
+def _filling(a: Any, b: Any, bias: Any, out: Tensor | None = None) -> Tensor:
+    return _filled(a, b, bias) if out is None else out.fill_(5.0)
+
+
+def _taking(a: Any, b: Any, bias: Any, out: Tensor | None = None) -> Tensor:
+    return _filled(a, b, bias)
+
+
+def _idle(a: Any, b: Any, bias: Any, out: Tensor | None = None) -> Tensor:
+    return _filled(a, b, bias) if out is None else out
+
+
+@pytest.mark.parametrize(
+    ("multiply", "aligned", "misaligned"),
+    [(_filled, 3.0, 3.0), (_filling, 5.0, 3.0), (_taking, 3.0, 3.0), (_idle, 7.0, 3.0)],
+)
+def test_a_product_is_written_where_it_belongs_by_itself_or_by_a_copy(
+    multiply: Any, aligned: float, misaligned: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one writes nothing and returns what it was given: so nothing was copied over what the others wrote."""
+    monkeypatch.setattr(bound, "bind_product", lambda p: multiply)
+    operand = Operand(lpq.quantizer("fp8"), (2, 2), torch.float32)
+    write = bound.bind_writing(Product(operand, operand, torch.float32, torch.device("cpu")))
+    memory = torch.full((4 * 128 + OUT_ALIGNED,), 7.0)
+    begin = -memory.data_ptr() % OUT_ALIGNED // 4
+    for offset, value in ((0, aligned), (1, misaligned)):
+        memory.fill_(7.0)
+        y = memory[begin + offset : begin + offset + 4 * 128].view(4, 128)
+        write([], [], None, y[2:])
+        assert (y[:2] == 7.0).all()
+        assert (y[2:] == value).all()

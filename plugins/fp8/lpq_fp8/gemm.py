@@ -56,18 +56,18 @@ def bind(p: Product) -> Multiply | None:
     multiply, dtype, fast = scaled_matmul, p.dtype, p.fast_accumulate
     direct = _bind_direct(p, fast) if not by_rows or _hopper(p.device) else None
 
-    def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if bias is None and direct is not None:
             of_a, of_b = (a[1].contiguous(), b[1].contiguous()) if by_rows else (a[1], b[1])
-            out = direct(a[0], b[0], of_a, of_b)
-            if out is not None:
-                return out
+            made = direct(a[0], b[0], of_a, of_b, out)
+            if made is not None:
+                return made
         scale = b[1].t() if by_rows else b[1]
         if bias is None:
             return multiply(a[0], b[0].t(), a[1], scale, None, None, dtype, fast)
         if dtype == torch.float32:
             return multiply(a[0], b[0].t(), a[1], scale, None, None, dtype, fast).add_(bias)
-        return multiply(a[0], b[0].t(), a[1], scale, bias.to(dtype), None, dtype, fast)
+        return multiply(a[0], b[0].t(), a[1], scale, bias.to(dtype), None, dtype, fast, out=out)
 
     return run
 
@@ -81,18 +81,18 @@ def bind_blocks(p: Product) -> Multiply | None:
     kinds = [SCALES[operand.quantizer.block] for operand in (p.a, p.b)]
     multiply, dtype, direct = scaled_mm, p.dtype, _bind_direct(p, False)
 
-    def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         of_a, of_b = lay_a(a[1]), lay_b(b[1])
         if bias is None and direct is not None:
-            made = direct(a[0], b[0], of_a, of_b)
+            made = direct(a[0], b[0], of_a, of_b, out)
             if made is not None:
                 return made
         after = bias is not None and dtype == torch.float32
-        out = multiply(
+        made = multiply(
             a[0], b[0].t(), turn_a(of_a), kinds[0], turn_b(of_b), kinds[1],
             bias=None if bias is None or after else bias.to(dtype), output_dtype=dtype,
         )  # fmt: skip
-        return out.add_(bias) if after and bias is not None else out
+        return made.add_(bias) if after and bias is not None else made
 
     return run
 
@@ -100,7 +100,9 @@ def bind_blocks(p: Product) -> Multiply | None:
 gemm, gemm_of_blocks = unbound_product(bind), unbound_product(bind_blocks)
 
 
-def _bind_direct(p: Product, fast: bool) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None] | None:
+def _bind_direct(
+    p: Product, fast: bool
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor | None] | None:
     """The same product by cuBLASLt's own call, without a bias; None where torch has another kernel for it."""
     (rows, inner), cols = p.a.shape, p.b.shape[0]
     scaled = SCALED[_kind(p.a.quantizer)], SCALED[_kind(p.b.quantizer)]
