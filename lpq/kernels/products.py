@@ -28,9 +28,11 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype
     """``left @ rightᵀ + bias`` of two bf16 matrices on a GPU, summed in fp32, as ``dtype``; written to ``into`` where
     torch can do that."""
     if dtype == torch.bfloat16:
-        if bias is None:
-            return torch.mm(left, right.t(), out=into)
-        return torch.addmm(bias.to(dtype), left, right.t(), out=into)
+        bias = bias.to(dtype) if bias is not None else None
+        if into is None:
+            return torch.nn.functional.linear(left, right, bias)
+        turned = right.t()
+        return torch.mm(left, turned, out=into) if bias is None else torch.addmm(bias, left, turned, out=into)
     out = sums(left, right)
     return (out if bias is None else out.add_(bias)).to(dtype)
 
