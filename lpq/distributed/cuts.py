@@ -205,13 +205,13 @@ class Gathering(NamedTuple):
 
     def finish(self) -> Storage:
         """The operand of the whole."""
-        return _joined(self.operand, self.dim, self.cut, arrived(self.sent))
+        return joined(self.operand, self.dim, self.cut, arrived(self.sent))
 
 
 def begin_gather(operand: Storage, dim: int, cut: Cut, group: str) -> Gathering:
     """Begin to gather the operand of the whole from those of the parts, in one collective. ``dim``: whether a rank has
     some of its rows (0) or of its columns (1). Buffers that are the same for all parts stay."""
-    return Gathering(operand, dim, cut, begin_all_gather(_travelling(operand, dim), cut.ranks, group))
+    return Gathering(operand, dim, cut, begin_all_gather(travelling(operand, dim), cut.ranks, group))
 
 
 def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
@@ -220,13 +220,13 @@ def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
     return _in_place(came, 1, cut).view(x.dtype).view(x.shape[0] * cut.ranks, x.shape[1])
 
 
-def _travelling(operand: Storage, dim: int) -> list[Tensor]:
+def travelling(operand: Storage, dim: int) -> list[Tensor]:
     """The bytes of the buffers that are not the same for all parts."""
     buffers = zip(operand.quantizer.layout, operand.tensors(), strict=True)
     return [as_bytes(tensor) for buffer, tensor in buffers if buffer.unit(dim) is not None]
 
 
-def _joined(operand: Storage, dim: int, cut: Cut, arrived: Sequence[Tensor]) -> Storage:
+def joined(operand: Storage, dim: int, cut: Cut, arrived: Sequence[Tensor]) -> Storage:
     """The operand whose buffers arrived, one rank's after the other's."""
     came = iter(arrived)
     rows, cols = operand.shape

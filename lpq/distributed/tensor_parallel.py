@@ -17,6 +17,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from lpq.tensor.fsdp_protocol import Gathered
+from lpq.torch_private import symmetric
 from lpq.torch_private.styles import InputStyle, LayerStyle
 
 __all__ = ["ColwiseParallel", "Layouts", "PrepareInput", "RowwiseParallel", "SequenceParallel"]
@@ -27,6 +28,8 @@ class Layouts(NamedTuple):
 
     input: Placement
     output: Placement
+    overlap: bool = False
+    """Whether an input that is gathered is multiplied as its parts arrive."""
 
 
 class _Style(LayerStyle):
@@ -34,6 +37,7 @@ class _Style(LayerStyle):
 
     input_layouts: Any
     output_layouts: Any
+    overlap: bool = False
 
     @classmethod
     def lay_out(cls, module: nn.Module, inputs: Any, given: Any, wanted: Any, mesh: DeviceMesh) -> Any:
@@ -46,7 +50,7 @@ class _Style(LayerStyle):
         return first if first.placements == wanted else first.redistribute(placements=wanted, async_op=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _prepare(module, self.input_layouts[0], self.output_layouts[0])
+        _prepare(module, device_mesh, Layouts(self.input_layouts[0], self.output_layouts[0], self.overlap))
         return super()._apply(module, device_mesh)  # type: ignore[safe-super]  # torch's, which comes next
 
 
@@ -56,7 +60,21 @@ class ColwiseParallel(_Style, torch_styles.ColwiseParallel):
     With ``input_layouts=Shard(1)`` each rank has a part of the sequence. The input of a layer with a recipe is encoded
     first, and its codes are gathered: the row operand in forward, the column operand in backward. Layers that are given
     the same tensor, as q, k and v are, gather it once.
+
+    With ``overlap=True`` the layer multiplies the parts of its input as they arrive: the GPUs read them from each
+    other's memory (torch's symmetric memory), and it is an error if they cannot. CPUs gather first, as without it.
     """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        overlap: bool = False,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.overlap = overlap
 
 
 class RowwiseParallel(_Style, torch_styles.RowwiseParallel):
@@ -94,7 +112,7 @@ def _has_recipe(module: nn.Module) -> bool:
     return getattr(module, "weight_quantizer", None) is not None and getattr(module, "recipe", None) is not None
 
 
-def _prepare(module: nn.Module, input: Placement, output: Placement) -> None:
+def _prepare(module: nn.Module, mesh: DeviceMesh, layouts: Layouts) -> None:
     """Set, on a layer of lpq, how its input lies over the ranks, and how its output is to lie."""
     if not hasattr(module, "weight_quantizer"):
         return
@@ -104,7 +122,13 @@ def _prepare(module: nn.Module, input: Placement, output: Placement) -> None:
             f"{title}: its weight was prepared by lpq.convert(…, weights=…), which is not built for weights that "
             "tensor parallelism shares out: convert without weights="
         )
-    for name, placement in (("input_layouts", input), ("output_layouts", output)):
+    for name, placement in (("input_layouts", layouts.input), ("output_layouts", layouts.output)):
         if not isinstance(placement, Placement):
             raise TypeError(f"{module.title}: {name}={placement!r} is no placement of DTensor, such as Shard(1)")
-    module.layouts = Layouts(input, output)  # type: ignore[assignment]
+    reason = symmetric.why_not(mesh) if layouts.overlap else None
+    if reason is not None:
+        raise RuntimeError(
+            f"{module.title}: overlap=True has ranks read each other's memory, which these cannot: {reason}. Leave "
+            "it out of the style, or share the layer out over GPUs of one host that are linked"
+        )
+    module.layouts = layouts  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from lpq.distributed.cuts import Cut, Gathering, Part, begin_gather, encode_part, measure_parts, why_high
+from lpq.distributed.overlapped import can_overlap, multiply_arriving
 from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.input_checks import check_parallel, check_parallel_input
@@ -113,6 +114,10 @@ class _Pass(NamedTuple):
         """Rows (0) or columns (1) of a matrix, so many for each rank."""
         return Cut(dim, self.rank, self.ranks, whole // self.ranks)
 
+    def overlaps(self, cut: Cut, x: Tensor) -> bool:
+        """Whether an input whose rows ranks share out is multiplied as its parts arrive."""
+        return self.layer.layouts is not None and self.layer.layouts.overlap and can_overlap(cut, x)
+
     def sequence(self, shape: Sequence[int], dim: int) -> Cut:
         """The rows of a tensor of this shape, of which each rank has some along a leading dimension."""
         size = shape[dim] // self.ranks * prod(shape[dim + 1 : -1])
@@ -155,23 +160,29 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     shared = _shared(way, x)
     how = () if shared is None else (way.group, of_x, *way.static, x.requires_grad, _stream(x))
     made = None if shared is None else shared.find(key, how)
+    own, y = bias.to_local() if isinstance(bias, DTensor) else bias, None
+    overlaps = made is None and cut is not None and way.overlaps(cut, x)
     with torch.no_grad(), on_device(x.device):
         x_stats, w_stats, seeds = _measured(way, of_w, weight, None if made is not None else _sent(of_x), x)
-        encoded = None if made is not None else _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
+        encoded = None if made is not None else _encoded_input(way, of_x, x, x_stats, seeds.get("x"), not overlaps)
         w_row, w_col, w_stats = _encoded_weight(way, of_w, weight, w_stats, seeds)  # while the input travels
-        row = None if encoded is None else encoded.row()
+        row = None if encoded is None else encoded.finish()
+        if overlaps and row is not None and cut is not None:
+            of_row, buffers = w_row
+            y, row = multiply_arriving(
+                row, of_row.over(buffers), own, way.dtype, way.plan.fast[0], cut, way.group, shared is not None
+            )
     if encoded is not None:
         assert row is not None
         spread = _spread(x, cut, shape, way.group)
         kind = Kept() if shared is not None and cut is not None else None
-        made = _Input(spread, row, encoded.kept, encoded.stats, kind)
+        made = _Input(spread, _given(row), encoded.kept, encoded.stats, kind)
         if shared is not None:
             shared.keep(key, how, made)
     assert made is not None
     call = Call(way.plan, way.group, way.dtype, of_dy, cut, states=way.states, shared=made.shared, inputs=shared)
-    operands = Operands(made.row, made.kept, w_row, w_col, made.stats, w_stats, seeds.get("dy"))
-    own = bias.to_local() if isinstance(bias, DTensor) else bias
-    y: Tensor = _multiply(made.tensor, weight.to_local(), own, call, operands)
+    operands = Operands(made.row, made.kept, w_row, w_col, made.stats, w_stats, seeds.get("dy"), y)
+    y = _multiply(made.tensor, weight.to_local(), own, call, operands)
     y = y.view(*shape[:-1], y.shape[-1])
     return DTensor.from_local(y, way.mesh, [Shard(y.dim() - 1)], run_check=False)
 
@@ -204,7 +215,7 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
         w_row, w_col, w_stats = _encoded_weight(way, of_w, weight, w_stats, seeds)
         encoded = _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
     call = Call(way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), way.states)
-    operands = Operands(encoded.row(), encoded.kept, w_row, w_col, encoded.stats, w_stats, seeds.get("dy"))
+    operands = Operands(_given(encoded.finish()), encoded.kept, w_row, w_col, encoded.stats, w_stats, seeds.get("dy"))
     y: Tensor = _multiply(x, weight.to_local(), None, call, operands).view(shape)
     if bias is not None:  # once, and not on each rank before they are summed
         own = bias.to_local() if isinstance(bias, DTensor) else bias
@@ -255,30 +266,31 @@ def _sent(part: Part) -> Part:
 class _Encoded(NamedTuple):
     """An input, encoded; its row operand may be on its way."""
 
-    own: Given | None
-    """The row operand, if it is not gathered."""
+    row: Storage
+    """The row operand, of this rank's part where ranks share out the rows."""
     arriving: Gathering | None
+    """The gather of the whole row operand, if it was begun."""
     kept: Given | None
     """The operand of the input that backward needs."""
     stats: list[Tensor]
     """The statistics that were measured."""
 
-    def row(self) -> Given:
-        """The row operand of the whole input."""
-        if self.arriving is not None:
-            return _given(self.arriving.finish())
-        assert self.own is not None
-        return self.own
+    def finish(self) -> Storage:
+        """The row operand, gathered if that was begun."""
+        return self.row if self.arriving is None else self.arriving.finish()
 
 
-def _encoded_input(way: _Pass, part: Part, x: Tensor, stats: list[Tensor], seed: Tensor | None) -> _Encoded:
-    """Encode an input, and begin to gather its row operand if the ranks share out its rows."""
+def _encoded_input(
+    way: _Pass, part: Part, x: Tensor, stats: list[Tensor], seed: Tensor | None, gather: bool = True
+) -> _Encoded:
+    """Encode an input, and begin to ``gather`` its row operand if the ranks share out its rows."""
     row, col, stats = encode_part(_sent(part), as_matrix(x), stats, way.states.get("x"), seed, way.group)
     assert row is not None
     kept = None if not part.col else _given(row if col is None else col)
-    if part.cut is not None and part.cut.dim == 0:
-        return _Encoded(None, begin_gather(row, 0, part.cut, way.group), kept, stats)
-    return _Encoded(_given(row), None, kept, stats)
+    begun = None
+    if gather and part.cut is not None and part.cut.dim == 0:
+        begun = begin_gather(row, 0, part.cut, way.group)
+    return _Encoded(row, begun, kept, stats)
 
 
 def _shared(way: _Pass, x: Tensor) -> SharedInput | None:

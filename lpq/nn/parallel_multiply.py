@@ -90,6 +90,8 @@ class Operands(NamedTuple):
     """The statistics of the whole tensors, where a state remembers them; ``x_stats`` likewise."""
     seed: Tensor | None = None
     """The seed of dy."""
+    y: Tensor | None = None
+    """The product, if it was made while x arrived; then ``x`` is not multiplied."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -98,9 +100,10 @@ class Multiplication(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, operands: Operands) -> Tensor:
         """Multiply the operands; ``x`` serves for its gradient and its shape."""
-        (of_x, x_row), kept, (of_w, w_row), w_col, x_stats, w_stats, seed = operands
-        left, right = of_x.over(x_row), of_w.over(w_row)
-        y = gemm(left, right, bias=bias, dtype=call.dtype, fast_accumulate=call.plan.fast[0])
+        (of_x, x_row), kept, (of_w, w_row), w_col, x_stats, w_stats, seed, y = operands
+        if y is None:
+            left, right = of_x.over(x_row), of_w.over(w_row)
+            y = gemm(left, right, bias=bias, dtype=call.dtype, fast_accumulate=call.plan.fast[0])
         if call.sums_y:
             y = all_reduce(y, "sum", call.group)
         elif call.gathers_dy is not None:

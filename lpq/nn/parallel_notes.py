@@ -14,6 +14,7 @@ from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
 from lpq.formats.groups import why_not_row_by_row
 from lpq.nn.linear import Layer
+from lpq.torch_private import symmetric
 
 TOKENS = 2**14
 """Tokens of a sequence in a batch for which bytes are counted; more or fewer change them little."""
@@ -72,7 +73,10 @@ def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
     shares = [f"{operand_bytes(quantizer, rows, size, torch.bfloat16, *wanted) / high:.2f}" for wanted in together]
     when = f"{shares[0]} of bf16 in forward, {shares[1]} in backward" if columns else f"{shares[0]} of bf16"
     text = f"; {what} is gathered as {quantizer}: {when}"
-    return text if unit == 1 else f"{text}, where each rank has whole blocks of {unit} tokens, else in high precision"
+    text = text if unit == 1 else f"{text}, where each rank has whole blocks of {unit} tokens, else in high precision"
+    if columns and layer.layouts.overlap and symmetric.serves(layer.weight.device):
+        text += "; it is multiplied as it arrives, where a rank's tokens lie side by side"
+    return text
 
 
 def _unit(quantizer: Quantizer) -> int:

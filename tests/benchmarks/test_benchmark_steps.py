@@ -228,8 +228,9 @@ def _pair(rank: int) -> None:
     parallel.on_gpu = clock  # type: ignore[assignment]
     everyone = [one for one in parallel.contenders(("mxfp8",)) if not one.compiled]
     (result,) = parallel.measure(everyone, Pair(256, 128, 256), Effort(), CPU)
-    plain, quantized = result["results"]
-    assert (plain["failure"], quantized["failure"]) == (None, None)
+    plain, quantized, overlapped = result["results"]
+    assert (plain["failure"], quantized["failure"], overlapped["failure"]) == (None, None, None)
+    assert "gathered_bytes" not in overlapped
     assert plain["gathered_bytes"] == 2 * 256 * 128 * 2  # x in forward and dy in backward, in bf16
     operand = 256 * (128 + 128 // 32)  # codes and scales
     assert quantized["gathered_bytes"] == 2 * operand + 256 * 128 * 2  # dy as it is: both of its operands are more

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import counted_format
+import pytest
 import torch
+import value_formats
+from overlapping import TOKENS, WIDTH, by_gloo, compare, only_own, swapped, transport
 from ranks import spawn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq.distributed import tensor_parallel as tp
+from lpq.torch_private import symmetric
 from lpq.torch_private.dispatch import TorchDispatchMode, schema_of
 
-WIDTH, TOKENS = 128, 128
 NAMED = {"all_gather_into_tensor_coalesced": "begin", "wait_tensor": "wait", "gemm": "multiply"}
 
 
@@ -50,3 +56,113 @@ def test_the_column_operand_of_a_gradient_travels_while_dx_is_made() -> None:
 
 def test_a_column_operand_that_follows_from_the_row_operand_does_not_travel() -> None:
     spawn(_in_turn, 2, "fp8-current", ["wait", "begin", "wait", "multiply"])
+
+
+def equals(rank: int, recipe: str, bias: bool = False, overlapped: int = 1, turn: int = 1, device: str = "cpu") -> None:
+    """GPUs read each other's memory, CPUs gather by gloo."""
+    for formats in (counted_format, value_formats):
+        formats.register()
+    compare(recipe, bias, partial(by_gloo, turn=turn) if device == "cpu" else None, device, overlapped)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4", "x=counted(), w=counted(), dy=mxfp8",
+     *(f"x={name}, w={name}, dy=mxfp8" for name in value_formats.NAMES[1:]), "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8",
+     "x=fp8(static=true), w=fp8, dy=fp8"],
+)  # fmt: skip
+def test_an_input_that_is_multiplied_as_it_arrives(recipe: str) -> None:
+    spawn(equals, 2, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "x=nvfp4(stochastic=true), w=nvfp4(), dy=nvfp4()"])
+def test_an_input_with_statistics_or_random_bits_of_its_own(recipe: str) -> None:
+    spawn(equals, 2, recipe, False, 2)
+
+
+@pytest.mark.parametrize(("recipe", "turn"), [("fp8-current", 1), ("mxfp8", -1), ("nvfp4", 1)])
+def test_four_ranks_and_a_bias(recipe: str, turn: int) -> None:
+    """Parts arrive from the ranks after this one, or from those before it."""
+    spawn(equals, 4, recipe, True, 1, turn)
+
+
+def _finds(rank: int, gather: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        compare("mxfp8", False, gather)
+
+
+@pytest.mark.parametrize(
+    ("gather", "words"), [(swapped, "the product of the pieces"), (only_own, "the operand that other products")]
+)
+def test_a_piece_in_a_wrong_place_is_found(gather: Any, words: str) -> None:
+    spawn(_finds, 2, gather, words)
+
+
+def _layer(style: Any, recipe: str = "mxfp8", device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)).to(device), recipe)
+    return parallelize_module(net, init_device_mesh(device, (2,)), {"0": style})
+
+
+def _gathers(rank: int) -> None:
+    """Where symmetric memory serves, and where it does not."""
+    tokens, batches = torch.ones(TOKENS, WIDTH), torch.ones(2, TOKENS, WIDTH)
+    for dim, overlap, serves, x, expected in (
+        (0, True, True, tokens, 1), (1, True, True, batches[:1], 1), (0, False, True, tokens, 0),
+        (0, True, False, tokens, 0),
+        (1, True, True, batches, 0),  # a rank's rows of two sequences do not lie side by side
+        (0, True, True, tokens[:0], 0), (0, True, True, tokens[:10], 0),  # which is gathered in high precision
+    ):  # fmt: skip
+        net = _layer(tp.ColwiseParallel(input_layouts=Shard(dim), overlap=overlap))
+        with transport(by_gloo) as seen:
+            if not serves:
+                symmetric.serves = lambda device: device.type == "cuda"
+            y = net(x.bfloat16())
+            noted = "it is multiplied as it arrives" in str(lpq.report(net))
+        assert len(seen) == expected, (dim, overlap, serves, x.shape)
+        assert noted is (overlap and serves)
+        assert y.shape == (*x.shape[:dim], 2 * x.shape[dim], *x.shape[dim + 1 : -1], WIDTH // 2)
+
+
+def test_it_overlaps_where_rows_of_a_rank_lie_side_by_side() -> None:
+    spawn(_gathers, 2)
+
+
+def compiled(rank: int, recipe: str, device: str = "cpu", steps: int = 2, **how: Any) -> None:
+    """Bit for bit what is not compiled, by an operator in the graph."""
+    found: list[list[Tensor]] = [[], []]
+    for results, is_compiled in zip(found, (False, True), strict=True):
+        net = _layer(tp.ColwiseParallel(input_layouts=Shard(0), overlap=True), recipe, device)
+        if is_compiled:
+            net.compile(fullgraph=True, **how)
+        with transport(by_gloo) if device == "cpu" else nullcontext() as seen:
+            for seed in range(steps):
+                x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+                y = net(x.requires_grad_())
+                y.square().sum().backward()
+                assert x.grad is not None
+                results += [y.detach().clone(), x.grad.clone(), *(p.grad.to_local().clone() for p in net.parameters())]
+                net.zero_grad()
+        assert seen is None or len(seen) == steps
+    torch.compiler.reset()  # or recorded graphs would keep the group from ending
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str) -> None:
+    spawn(partial(compiled, backend=backend), 2, "fp8-current")
+
+
+def _refused(rank: int) -> None:
+    kept, symmetric.why_not = symmetric.why_not, lambda mesh: "no link"
+    try:
+        for overlap in (False, True):
+            words = r"layer 0, .* read each other's memory, which these cannot: no link\. Leave it out"
+            with pytest.raises(RuntimeError, match=words) if overlap else nullcontext():
+                _layer(tp.ColwiseParallel(input_layouts=Shard(0), overlap=overlap))
+    finally:
+        symmetric.why_not = kept
+
+
+def test_gpus_that_cannot_read_each_others_memory_are_refused() -> None:
+    spawn(_refused, 2)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from ranks import spawn
 from test_expert_parallel import MX, ROWS, as_one
+from test_overlap import compiled as overlapped_and_compiled
+from test_overlap import equals
 from test_parallel_combined import compiled, with_fsdp
 from test_parallel_operands import MODES, same_operands
 from torch.distributed.tensor import Shard
@@ -37,6 +39,18 @@ def test_recorded_as_cuda_graphs(recipe: str) -> None:
     for style in (tp.ColwiseParallel(input_layouts=Shard(1)), tp.RowwiseParallel(output_layouts=Shard(1))):
         recorded = partial(compiled, mode="reduce-overhead", dynamic=False)
         spawn(recorded, 2, style, recipe, 4, "cuda", backend=BACKEND)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_input_that_is_multiplied_as_it_arrives(recipe: str, bias: bool) -> None:
+    spawn(equals, 2, recipe, bias, 1, 1, "cuda", backend=BACKEND)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_one_that_is_compiled(recipe: str, mode: str | None) -> None:
+    spawn(partial(overlapped_and_compiled, mode=mode, dynamic=False), 2, recipe, "cuda", 4, backend=BACKEND)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", None])

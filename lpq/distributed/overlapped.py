@@ -1,0 +1,90 @@
+"""A product of an operand of which ranks have some rows each: parts are multiplied while others arrive.
+
+A part is an operand of its own, and its product with the other operand is some rows of the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq import registry
+from lpq.distributed.cuts import Cut, joined, travelling
+from lpq.formats import Storage
+from lpq.kernels.table import kernels_allowed
+from lpq.operations.binding import Product, on_device, operand_like
+from lpq.operations.bound import bind_writing
+from lpq.operations.exact_form import operand_of
+from lpq.operations.operators import can_call_directly, define
+from lpq.torch_private import symmetric
+
+_writing = registry.cached_few(lambda product, kernels: bind_writing(product))
+
+
+def can_overlap(cut: Cut, x: Tensor) -> bool:
+    """Whether parts of this tensor can be multiplied as they arrive: a rank's rows lie side by side in the whole, and
+    its device reads those of others. All ranks decide alike."""
+    return cut.stretches == 1 and x.numel() > 0 and symmetric.serves(x.device)
+
+
+def multiply_arriving(
+    part: Storage,
+    other: Storage,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+    cut: Cut,
+    group: str,
+    whole: bool,
+) -> tuple[Tensor, Storage]:
+    """The product of the whole operand, of which this rank has ``part``; and the ``whole`` if wanted, else the part."""
+    tensors = part.tensors()
+    multiply: Any = _arriving_gemm if can_call_directly(tensors[0]) else torch.ops.lpq.arriving_gemm
+    y, *came = multiply(
+        tensors, other.tensors(), bias, part.text, other.text, part.shape, other.shape, part.dtype, other.dtype,
+        dtype, fast, cut.ranks, group, whole,
+    )  # fmt: skip
+    return y, joined(part, 0, cut, came) if whole else part
+
+
+def _arriving_gemm(
+    a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast: bool, ranks: int, group: str, whole: bool,
+) -> list[Tensor]:  # fmt: skip
+    part, other = operand_of(a, qa, shape_a, dtype_a), operand_of(b, qb, shape_b, dtype_b)
+    y, *came = _results(a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast, ranks, group, True)
+    product = Product(operand_like(part), operand_like(other), dtype, y.device, fast, operator=True)
+    write, rows = _writing(product, kernels_allowed()), y.chunk(ranks)
+    moves = [buffer.unit(0) is not None for buffer in part.quantizer.layout]
+
+    def consume(arrived: list[Tensor], rank: int) -> None:
+        pieces = iter(arrived)
+        buffers = [next(pieces).view(t.dtype).view(t.shape) if moved else t for t, moved in zip(a, moves, strict=True)]
+        write(buffers, b, bias, rows[rank])
+
+    with on_device(y.device):
+        symmetric.gather_and_consume(travelling(part, 0), consume, came, group, whole)
+    return [y, *came] if whole else [y]
+
+
+def _results(
+    a: list[Tensor], b: list[Tensor], bias: Tensor | None, qa: str, qb: str, shape_a: list[int], shape_b: list[int],
+    dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast: bool, ranks: int, group: str, whole: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The results, without values: the product and, if the whole operand is wanted, the bytes that arrive of it."""
+    y = a[0].new_empty((shape_a[0] * ranks, shape_b[0]), dtype=dtype)
+    if not whole:
+        return [y]
+    sent = travelling(operand_of(a, qa, shape_a, dtype_a), 0)
+    return [y, *(t.new_empty(t.numel() * ranks) for t in sent)]
+
+
+define(
+    "arriving_gemm(Tensor[] a, Tensor[] b, Tensor? bias, str qa, str qb, SymInt[] shape_a, SymInt[] shape_b, "
+    "ScalarType dtype_a, ScalarType dtype_b, ScalarType dtype, bool fast, int ranks, str group, bool whole) "
+    "-> Tensor[]",
+    _arriving_gemm,
+    _results,
+)
