@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from functools import cache
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from lpq import registry
+from lpq.distributed.gather_encoder import Buffers, Encode, Sides, Way, sides_of, way_of
 from lpq.distributed.gathered_operand import Whole
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.shard_groups import attach
-from lpq.distributed.shardability import operand_bytes, why_not, why_uncut
-from lpq.formats import Quantizer, Storage
-from lpq.formats.layout import Stat, as_bytes
+from lpq.distributed.shardability import why_not, why_uncut
+from lpq.formats import Quantizer
+from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack
-from lpq.operations.derived_operands import derive_col, derives_col
+from lpq.kernels.table import kernels_allowed
+from lpq.operations.derived_operands import derive_col
 from lpq.operations.measuring import measure
-from lpq.operations.operands import moves, recall, recalls
-from lpq.operations.quantizing import quantize
+from lpq.operations.operands import recall
 from lpq.operations.reduce_statistics import Reductions, spans
-from lpq.operations.sides import declared
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import fsdp
 
@@ -73,16 +72,6 @@ class Measured(NamedTuple):
     quantizer: Quantizer | None
 
 
-class Sides(NamedTuple):
-    """The quantizers of the operands that are encoded from the shard."""
-
-    row: Quantizer
-    col: Quantizer | None
-    """None: the column operand follows from the row operand."""
-    stats: list[tuple[Stat, int]]
-    """The statistics that they need, in the order of ``declared``."""
-
-
 class Gather:
     """How one weight is gathered. FSDP2 calls ``begin`` before a gather and ``finish`` after it."""
 
@@ -94,13 +83,20 @@ class Gather:
         """Whether forward runs again in backward, which then needs the row operand too."""
         self._checkpointed = checkpointed
         self._model = model
+        self._judged: tuple[Quantizer | None, Quantizer | None] = (None, None)
+        """The last quantizer that the layer wanted, and that of the gathered weight."""
         self._measured: Measured | None = None
-        self._whole: tuple[Quantizer, Whole, Whole] | None = None
+        self._spanning: list[Tensor | None] = []
+        """Those of ``stats`` that reach beyond a shard; None in place of others."""
+        self._whole: tuple[Sides, Whole, Whole] | None = None
         self._made_for: tuple[Quantizer | None, torch.dtype] | None = None
-        self._wanted = (False, False)
+        self._ways: dict[tuple[object, ...], Way] = {}
+        """The ways in which it is gathered, by all that they depend on."""
+        self._way: Way
+        """That of the present gather."""
         self._known: list[Tensor | None] = []
         """The statistics of earlier steps that forward recalled."""
-        self._local: tuple[Storage | None, Storage | None] = (None, None)
+        self._local: tuple[Buffers, Buffers] = ((), ())
         self._high: list[Tensor] = []
         """The memory in which a weight in high precision arrives, while it travels."""
         self._use: list[Tensor | None] = []
@@ -123,7 +119,9 @@ class Gather:
     def quantizer(self) -> Quantizer | None:
         """The quantizer of the gathered weight; None: it is gathered in high precision."""
         wanted = self.layer.weight_quantizer()
-        return wanted if wanted is not None and self.why_whole(wanted) is None else None
+        if wanted is not self._judged[0]:
+            self._judged = wanted, (wanted if wanted is not None and self.why_whole(wanted) is None else None)
+        return self._judged[1]
 
     def why_whole(self, quantizer: Quantizer) -> str | None:
         """Why the weight cannot be gathered quantized; None if it can."""
@@ -143,31 +141,26 @@ class Gather:
 
     def measure(self, reductions: Reductions) -> None:
         """Measure this rank's shard into ``stats``. These reductions make them the statistics of the whole weight."""
-        local = self.site.local
+        local, quantizer = self.site.local, self.quantizer
         version = local.write_count if isinstance(local, WeightShard) else 0
-        measured = Measured(weakref.ref(local), version, self.layer.weight_quantizer())
+        measured = Measured(weakref.ref(local), version, self._judged[0])
 
         def reduced() -> None:
             self._measured = measured
 
         self._measured = None  # until then each rank has others
-        self.stats = self._measure(local, reductions)
+        self.stats = self._spanning = []
+        if quantizer is not None and isinstance(local, WeightShard):
+            sides = sides_of(quantizer, stack := is_stack(local.shape))
+            self.stats = self._spanning = [None] * len(sides.stats)
+            if sides.measured:
+                with torch.no_grad():
+                    found = measure(self._prepared(local), sides.row, sides.col, dtype=self.site.dtype)
+                if not stack:  # of which no statistic is of several shards
+                    reductions.add_stats(sides.stats, found, self.site.group, 1)
+                self.stats = [*found]
+                self._spanning = [s if spans(d) else None for s, d in zip(found, sides.stats, strict=True)]
         reductions.afterwards(reduced)
-
-    def _measure(self, local: Tensor, reductions: Reductions) -> list[Tensor | None]:
-        quantizer = self.quantizer
-        if quantizer is None or not isinstance(local, WeightShard):
-            return []
-        row, col, of = _sides(quantizer)
-        needed = any(spans(d) and not known for d, known in zip(of, recalls(quantizer, row, col), strict=True))
-        needed = needed and not is_stack(local.shape)  # of which no statistic is of several shards
-        if not needed and not moves(quantizer, row, col):
-            return [None] * len(of)
-        with torch.no_grad():
-            measured = measure(self._prepared(local), row, col, dtype=self.site.dtype)
-        if not is_stack(local.shape):
-            reductions.add_stats(of, measured, self.site.group, 1)
-        return [*measured]
 
     def _prepared(self, shard: Tensor) -> Tensor:
         """The shard, on the device where it is encoded. FSDP2 would gather an ordinary parameter in ``site.dtype``, so
@@ -187,103 +180,101 @@ class Gather:
     def begin(self, shard: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Encode the shard, and return the tensors that FSDP2 is to gather."""
         self._model.check(self)
+        if isinstance(shard, QuantizedTensor):
+            attach(self.site.param)
+            quantizer: Quantizer | None = self._stored_quantizer(shard)
+        else:
+            if self.stale:
+                self._model.refresh()
+            quantizer = self.quantizer
+        self._filled.clear()
+        self._high = []
+        if self._made_for != (quantizer, dtype):
+            self._make(quantizer, dtype)
+        if self._whole is None:
+            return (plain(self.site.padded).to(self.site.device, dtype, non_blocking=True),)
+        _, row, col = self._whole
+        way = self._way = self._find_way(shard, dtype)
+        if way.encode is None:
+            of_row, of_col = self._local = _stored(shard, way, dtype)
+        elif way.high:
+            return self._begin_high(dtype)
+        else:
+            with torch.no_grad():
+                of_row, of_col = self._local = way.encode(self._prepared(shard), self._statistics(way.matrices))
+        if row.ranks == 1:  # there is nobody to send to, and FSDP2 takes one tensor only
+            self.site.gather_into([_nothing(self.site.device)])
+            return (_nothing(self.site.device),)
+        sent: list[Tensor] = []
+        into: list[Tensor] = []
+        for sends, whole, buffers in ((way.sends_row, row, of_row), (way.sends_col, col, of_col)):
+            if sends:
+                sent += whole.departing(buffers)
+                into += whole.arrived
+        self.site.gather_into(into)
+        return tuple(sent)
+
+    def _make(self, quantizer: Quantizer | None, dtype: torch.dtype) -> None:
+        """Make the tensors that the gather fills, once for each quantizer."""
         if self.site.reshards_to_fewer_ranks:
             raise ValueError(
                 "fully_shard(reshard_after_forward=…) with a number of ranks: FSDP2 supports that for ordinary "
                 "parameters only, and these are gathered quantized; use True or False"
             )
-        if isinstance(shard, QuantizedTensor):
-            attach(self.site.param)
-        elif self.stale:
-            self._model.refresh()
-        self._filled.clear()
-        self._high = []
-        quantizer = self._stored_quantizer(shard) if isinstance(shard, QuantizedTensor) else self.quantizer
-        self._make(quantizer, dtype)
-        if self._whole is None:
-            return (plain(self.site.padded).to(self.site.device, dtype, non_blocking=True),)
-        quantizer, row, col = self._whole
-        self._wanted = self.site.directions(self.runs_again)
-        if isinstance(shard, QuantizedTensor):
-            self._local = self._stored(shard, quantizer)
-        elif row.ranks > 1 and heavy(quantizer, tuple(self.layer.weight.shape[-2:]), dtype, *self._wanted):
-            return self._begin_high(quantizer, dtype)
-        else:
-            with torch.no_grad():
-                use = self._statistics(quantizer, self._matrices(shard))
-                self._local = self._encoded(self._prepared(shard), quantizer, use)
-        travels = [(w, s.astype(dtype)) for w, s in zip((row, col), self._local, strict=True) if s is not None]
-        if row.ranks == 1:  # there is nobody to send to, and FSDP2 takes one tensor only
-            self.site.gather_into([_nothing(self.site.device)])
-            return (_nothing(self.site.device),)
-        self.site.gather_into([t for whole, _ in travels for t in whole.arrived])
-        return tuple(t for whole, storage in travels for t in whole.departing(storage))
-
-    def _make(self, quantizer: Quantizer | None, dtype: torch.dtype) -> None:
-        """Make the tensors that the gather fills, once for each quantizer."""
-        if self._made_for == (quantizer, dtype):
-            return
         self.site.forget()
-        self._made_for, self._whole, self._known = (quantizer, dtype), None, []
+        self._made_for, self._whole, self._known, self._ways = (quantizer, dtype), None, [], {}
         if quantizer is not None:
             shape, ranks = self.layer.weight.shape, self.site.group.size()
             of = (tuple(shape), ranks, dtype, self.site.device)
-            self._whole = quantizer, Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
+            row, col = Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
+            self._whole = sides_of(quantizer, is_stack(shape)), row, col
 
-    def _begin_high(self, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def _find_way(self, shard: Tensor, dtype: torch.dtype) -> Way:
+        """The way of the gather that is beginning; the first of its kind is bound."""
+        key = (*self.site.directions(self.runs_again), type(shard), shard.dtype, kernels_allowed(), registry.epoch())
+        way = self._ways.get(key)
+        if way is None:
+            assert self._whole is not None
+            x, given = shard, [False]
+            if isinstance(shard, WeightShard):
+                x, given = self._prepared(shard), [s is not None for s in self._statistics()]
+            shape, group = tuple(self.layer.weight.shape), self.site.group
+            way = self._ways[key] = way_of(self._whole[0], key[:2], shape, group, x, dtype, given)
+        return way
+
+    def _begin_high(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Have the weight gathered in high precision, to be encoded where it arrives: with the statistics for its
         shards, and so into the same bytes."""
-        self._use = self._statistics(quantizer)
+        self._use = self._statistics()
         shard = plain(self.site.padded).to(self.site.device, dtype, non_blocking=True)
         self._high = [torch.empty(shard.nbytes * self.site.group.size(), dtype=torch.uint8, device=shard.device)]
         fsdp.free(self._high)
         self.site.gather_into(self._high)
         return (as_bytes(shard),)
 
-    def _encoded_high(self, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Storage | None, Storage | None]:
+    def _encoded_high(self, encode: Encode, dtype: torch.dtype) -> tuple[Buffers, Buffers]:
         """The operands of a whole weight that arrived in high precision."""
         for stat in self._use:
             if stat is not None and stat.is_cuda:  # it was made on the stream on which FSDP2 gathers
                 stat.record_stream(torch.cuda.current_stream(stat.device))
         with torch.no_grad():
-            return self._encoded(self._high[0].view(dtype).view(self.layer.weight.shape), quantizer, self._use)
+            return encode(self._high[0].view(dtype).view(self.layer.weight.shape), self._use)
 
-    def _encoded(
-        self, x: Tensor, quantizer: Quantizer, use: list[Tensor | None]
-    ) -> tuple[Storage | None, Storage | None]:
-        """The wanted operands of a shard or of the whole, except one that follows from the other."""
-        row_side, col_side, _ = _sides(quantizer)
-        row = col = None
-        if self._wanted[0] or col_side is None:
-            row, _, _ = quantize(x, use[: len(row_side.stats)], row_side, None, dtype=self.site.dtype)
-        if self._wanted[1] and col_side is not None:
-            _, col, _ = quantize(x, use[len(row_side.stats) :], None, col_side, dtype=self.site.dtype)
-        return row, col
-
-    def _matrices(self, shard: Tensor) -> slice:
-        """The matrices of a stack that a shard has. A layer may remember statistics of each."""
-        count = shard.shape[0]
-        first = self.site.group.rank() * count
-        return slice(first, first + count) if is_stack(shard.shape) else slice(None)
-
-    def _statistics(self, quantizer: Quantizer, matrices: slice = slice(None)) -> list[Tensor | None]:
+    def _statistics(self, matrices: slice | None = None) -> list[Tensor | None]:
         """The statistics to encode with: those that the layer remembers, else those that were measured of the whole
         weight; None where the statistic covers only values of the matrix that is encoded. Backward encodes with the
         statistics of forward, even if another backward changed the layer's state in between. ``matrices``: those of a
         stack that are encoded."""
-        row, col, of = _sides(quantizer)
-        known: list[Tensor | None] = [None] * len(of)
-        if state := self.layer.weight_state():
-            if not (self._known and self.site.for_backward):
-                self._known = [None if k is None else k.clone() for k in recall(quantizer, row, col, state)]
-            known = [k if k is None or matrices == slice(None) else k[matrices] for k in self._known]
-        return [s if k is None and spans(d) else k for k, s, d in zip(known, self.stats, of, strict=True)]
-
-    def _stored(self, shard: QuantizedTensor, quantizer: Quantizer) -> tuple[Storage | None, Storage | None]:
-        """As ``_encoded``, for a shard that is stored quantized."""
-        derived = derives_col(quantizer)
-        row = shard.operand("row") if self._wanted[0] or derived else None
-        return row, (shard.operand("col") if self._wanted[1] and not derived else None)
+        assert self._whole is not None
+        sides = self._whole[0]
+        state = self.layer.weight_state() if sides.remembers else None
+        if not state:
+            return self._spanning
+        if not (self._known and self.site.for_backward):
+            known = recall(sides.quantizer, sides.row, sides.col, state)
+            self._known = [None if k is None else k.clone(memory_format=torch.contiguous_format) for k in known]
+        known = [k if k is None or matrices is None else k[matrices] for k in self._known]
+        return [s if k is None else k for k, s in zip(known, self._spanning, strict=True)]
 
     def _stored_quantizer(self, shard: QuantizedTensor) -> Quantizer:
         """The quantizer of a stored weight, which must be the recipe's."""
@@ -308,20 +299,20 @@ class Gather:
         """The whole weight, from the bytes that arrived. FSDP2 passes it as ``out`` at later gathers, to be filled."""
         if self._whole is None:
             return (outputs[0].reshape(-1), []) if out is None else None
-        quantizer, row, col = self._whole
-        local_row, local_col = self._local
-        self._local = None, None
-        receive = Whole.receive
+        sides, row, col = self._whole
+        way, (of_row, of_col), receive = self._way, self._local, Whole.receive
+        self._local = (), ()
         if self._high:
-            local_row, local_col = self._encoded_high(quantizer, row.operand.dtype)
+            assert way.encode is not None
+            of_row, of_col = self._encoded_high(way.encode, row.operand.dtype)
             receive = Whole.take
-        if local_row is not None:
-            receive(row, local_row)
-        if local_col is not None:
-            receive(col, local_col)
-        elif self._wanted[1]:
-            col.take(derive_col(quantizer, row.operand))
-        if not self._wanted[0]:
+        if way.sends_row:
+            receive(row, of_row)
+        if way.sends_col:
+            receive(col, of_col)
+        elif way.col:
+            col.take(derive_col(sides.quantizer, row.operand).tensors())
+        if not way.row:
             fsdp.free(row.large)
         if self._high:
             fsdp.free(self._high)
@@ -329,22 +320,16 @@ class Gather:
         self._filled += [*row.large, *col.large]
         if out is not None:
             return None
-        whole = QuantizedTensor(row.operand, col.operand, quantizer, self.layer.weight.shape, row.operand.dtype)
+        whole = QuantizedTensor(row.operand, col.operand, sides.quantizer, self.layer.weight.shape, row.operand.dtype)
         whole.place = f"the weight of {self.layer.title}"
         return whole, self._filled
 
 
-@cache  # called before every gather
-def heavy(quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, row: bool, col: bool) -> bool:
-    """Whether these operands have more bytes than the weight in high precision, which then travels instead."""
-    return operand_bytes(quantizer, *shape, dtype, row, col) > prod(shape) * dtype.itemsize
-
-
-@cache  # called before every gather
-def _sides(quantizer: Quantizer) -> Sides:
-    """The quantizers of the operands that are encoded from a shard, and the statistics that they need."""
-    row, col = quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")
-    return Sides(row, col, declared(row, col))
+def _stored(shard: Tensor, way: Way, dtype: torch.dtype) -> tuple[Buffers, Buffers]:
+    """The buffers of the operands of a shard that is stored quantized."""
+    assert isinstance(shard, QuantizedTensor)
+    row = shard.operand("row").astype(dtype).tensors() if way.sends_row else ()
+    return row, shard.operand("col").astype(dtype).tensors() if way.sends_col else ()
 
 
 def _nothing(device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ traces or a mode watches, operators take its place; both give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -237,15 +237,17 @@ def bind_run(e: Encoding) -> Run:
     if e.exact != (False, False):
         return _aligned(fused_pair.bind, e)
     if (row is not None and row.plain) or (col is not None and col.plain):
-        return _with_plain(e)
+        return _rounded(_with_plain, e)
     if row is None and col is None:
         return lambda x, stats, seed: ((), (), ())
     choice = serving("quantize", row, col, e.device)
     if choice is None:
         return _one_at_a_time(e)
-    if choice.bind is not None:
-        return _aligned(choice.bind, e)
-    return _called(choice.impl or quantize_reference, e)
+    if choice.bind is None:
+        impl = choice.impl if choice.impl is None or e.held is e.dtype else choice.rounding(e.dtype)
+        return _reference(e) if impl is None else _called(impl, e)
+    reads = e.held is e.dtype or (e.held is torch.float32 and choice.kernel is not None and choice.kernel.rounds)
+    return _aligned(choice.bind, e) if reads else _rounded(partial(_aligned, choice.bind), e)
 
 
 def _called(impl: Callable[..., list[Tensor]], e: Encoding) -> Run:
@@ -261,12 +263,22 @@ def _called(impl: Callable[..., list[Tensor]], e: Encoding) -> Run:
     return run
 
 
+def _reference(e: Encoding) -> Run:
+    return _rounded(partial(_called, quantize_reference), e)
+
+
+def _rounded(make: Callable[[Encoding], Run], e: Encoding) -> Run:
+    """Make an encoding that reads matrices in the dtype which they are rounded to; others are rounded before."""
+    run, dtype = make(e._replace(held=e.dtype)), e.dtype
+    return run if e.held is dtype else lambda x, stats, seed: run(x.to(dtype), stats, seed)
+
+
 def _aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
     """Bind an encoding to aligned matrices. A matrix that is not contiguous is copied first; a misaligned one is
     encoded by another function, which is bound when the first comes."""
     encode = bind(e) if 0 not in e.shape else None
     if encode is None:
-        return _called(quantize_reference, e)
+        return _reference(e)
     misaligned = cache(lambda: bind(e._replace(aligned=False)))
 
     def run(x: Tensor, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:

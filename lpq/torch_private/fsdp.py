@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Shard
 
-from lpq.torch_private.autograd import graph_task, uncounted
+from lpq.torch_private.autograd import graph_task
 
 
 class Site:
@@ -177,10 +177,3 @@ def free(tensors: Iterable[Tensor]) -> None:
         storage = tensor.untyped_storage()
         if storage.size():
             storage.resize_(0)
-
-
-def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Write what autograd must not take for a change: the same values as when the tensors were saved."""
-    with uncounted(tuple(targets)):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)

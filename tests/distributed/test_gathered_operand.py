@@ -21,11 +21,11 @@ def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int
     dim = 0 if direction == "row" else 1
     shared = [[s.chunk(ranks, dim)[r] if s.dim() and s.shape[dim] > 1 else s for s in stats] for r in range(ranks)]
 
-    def encoded(part: torch.Tensor, known: list[torch.Tensor]) -> lpq.core.Storage:
+    def encoded(part: torch.Tensor, known: list[torch.Tensor]) -> list[torch.Tensor]:
         made = quantize(part, known, *((side, None) if direction == "row" else (None, side)))
         operand = made[0] if direction == "row" else made[1]
         assert operand is not None
-        return operand
+        return operand.tensors()
 
     parts = [encoded(part, known) for part, known in zip(x.chunk(ranks), shared, strict=True)]
     whole = Whole(direction, side, (rows, 80), ranks, x.dtype, cpu)  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int
         arrived.copy_(torch.cat([whole.departing(part)[i] for part in parts]))
     whole.receive(parts[0])
     expected = encoded(x, stats)
-    for got, wanted in zip(whole.operand.tensors(), expected.tensors(), strict=True):
+    for got, wanted in zip(whole.operand.tensors(), expected, strict=True):
         assert torch.equal(got.reshape(-1).view(torch.uint8), wanted.contiguous().reshape(-1).view(torch.uint8))
 
 

@@ -8,23 +8,20 @@ the number and say why.
 from __future__ import annotations
 
 import pkgutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from imitated_gpu import BLACKWELL, HOPPER, Gpu, calls_of, imitated_gpu
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
 from lpq.formats.format import Storage
-from lpq.kernels import cublaslt, cuda, table, tiles
-from lpq.kernels.cuda import CudaKernel
+from lpq.kernels import tiles
 from lpq.operations import bound, multiplying, sides
 from lpq.registry import refresh
 
@@ -38,7 +35,6 @@ COSTS = {
     "nvfp4": (0, 36, 22, 43),
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16": (0, 46, 13, 54),
 }
-LPQ = (str(Path(lpq.__file__).parent), str(Path(lpq.__file__).parents[1] / "plugins"))
 
 
 def _quantize(x: Tensor, stats: Any, row: Any, col: Any, seed: Any, offset: int, measure: bool) -> list[Tensor]:
@@ -76,7 +72,7 @@ def cost(layer: nn.Module) -> tuple[int, int, int, int]:
         x.grad = None
         layer.zero_grad()
     ours, operators, allocated = _operators(lambda: layer(x).backward(dy))
-    return ours, operators, allocated, _calls(lambda: layer(x).backward(dy))
+    return ours, operators, allocated, calls_of(lambda: layer(x).backward(dy), idle=(_quantize, _gemm))
 
 
 def _operators(function: Callable[[], Any]) -> tuple[int, int, int]:
@@ -86,26 +82,6 @@ def _operators(function: Callable[[], Any]) -> tuple[int, int, int]:
     names = Counter(e.name for e in seen.events() if e.name.startswith(("aten::", "lpq::")))
     ours = sum(count for name, count in names.items() if name.startswith("lpq::"))
     return ours, sum(names.values()), names["aten::empty"] + names["aten::empty_strided"]
-
-
-def _calls(function: Callable[[], Any]) -> int:
-    """How many Python functions of lpq are called, but for what the idle kernels call."""
-    count, idle = 0, 0
-
-    def see(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count, idle
-        if frame.f_code in (_quantize.__code__, _gemm.__code__):
-            idle += {"call": 1, "return": -1}.get(event, 0)
-        comprehension = frame.f_code.co_name.startswith("<")  # which is a call before Python 3.12
-        if event == "call" and not idle and not comprehension and frame.f_code.co_filename.startswith(LPQ):
-            count += 1
-
-    sys.setprofile(see)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def _layer(recipe: str) -> nn.Module:
@@ -137,7 +113,6 @@ def test_what_is_added_is_noticed(idle_kernels: None, monkeypatch: pytest.Monkey
 
 TOKENS, FEATURES = 4096, 2048
 """Large, as layers are."""
-HOPPER, BLACKWELL = 90, 100
 STEPS = 3
 """Those before what is counted, in which what is looked up once is looked up, and the one that is counted."""
 LAUNCHES = {
@@ -155,110 +130,10 @@ LAUNCHES = {
 }
 
 
-ALLOCATE = torch._C._dynamo.guards._empty_strided_cpu
-
-
-class Gpu:
-    """Counts what is launched."""
-
-    def __init__(self) -> None:
-        self.sm = HOPPER
-        self.launches = self.allocated = 0
-
-    def launch(self, kernel: CudaKernel, blocks: int, arguments: tuple[float, ...]) -> None:
-        kernel._slots.pack(*arguments)  # which fails if there are others than the kernel takes
-        self.launches += blocks > 0
-
-    def allocate(self, size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As Inductor's, which bypasses the dispatcher."""
-        self.allocated += 1
-        return ALLOCATE(size, strides, dtype)
-
-    def product(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-        self.launches += 1
-        return torch.empty((rows, cols), dtype=dtype)
-
-    def elsewhere(self, kernel: Any, *_: Any) -> str | None:
-        """The table's answer: this GPU has all but Triton, which stands after what is in CUDA."""
-        return "not here" if kernel.backend == "triton" or (kernel.min_sm or 0) > self.sm else None
-
-
-class CublasLt:
-    """A library that has an algorithm for every product."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        def call(*arguments: Any) -> int:
-            if name == "cublasLtMatmulAlgoGetHeuristic":
-                arguments[-1]._obj.value, arguments[-2]._obj.workspace = 1, 1024
-            self.gpu.launches += name == "cublasLtMatmul"
-            return 0
-
-        return call
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    """A GPU whose memory is that of the CPU, and which does nothing. All that lpq does on the host is done.
-
-    Torch's product of bf16 is idle as well: on a CPU it takes seconds, and operators of its own. What cannot be run so:
-    the driver's launch itself, and ``scaled_product``, as no CPU has a product of bf16 with sums in fp32 as its result.
-    It is for factors of rows, which no recipe here multiplies in bf16.
-    """
-    gpu = Gpu()
-    where = {
-        "current_device": lambda: 0, "device": lambda index: nullcontext(),
-        "get_device_capability": lambda device: divmod(gpu.sm, 10),
-    }  # fmt: skip
-    raw = {"current_device": lambda: 0, "current_stream": lambda index: 0}
-    kept = cublaslt._plan, cublaslt._handle, cublaslt._matmul, cublaslt._attribute
-
-    def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
-        gpu.launch(self, blocks, arguments)
-
-    def bind(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
-        return lambda *arguments: gpu.launch(self, blocks, arguments)
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return gpu.product(x.shape[0], weight.shape[0], torch.bfloat16)
-
-    def scaled(a: Tensor, b: Tensor, *how: Any) -> Tensor:
-        _, _, _, _, dtype, _ = how
-        return gpu.product(a.shape[0], b.shape[1], dtype)
-
-    def scaled_in_blocks(a: Tensor, b: Tensor, *scales: Any, output_dtype: torch.dtype, **how: Any) -> Tensor:
-        return gpu.product(a.shape[0], b.shape[1], output_dtype)
-
-    monkeypatch.delenv("LPQ_KERNELS", raising=False)
-    for name, function in where.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    for name, function in raw.items():
-        monkeypatch.setattr(f"lpq.torch_private.cuda.{name}", function)
-    monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
-    monkeypatch.setattr(table, "_elsewhere", gpu.elsewhere)
-    monkeypatch.setattr(table, "_installed", lambda module: True)
-    monkeypatch.setattr(cuda, "why_not", lambda device: None)
-    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", gpu.allocate)
-    monkeypatch.setattr(CudaKernel, "launch", launch)
-    monkeypatch.setattr(CudaKernel, "bind", bind)
-    library = CublasLt(gpu)
-    monkeypatch.setattr(cublaslt, "library", lambda: library)
-    for name in ("ALIGNED", "SCALED_ALIGNED"):
-        monkeypatch.setattr(cublaslt, name, 1)  # to more a CPU's memory is aligned by chance
-    monkeypatch.setattr("lpq_fp8.gemm.scaled_matmul", scaled)
-    for module in ("lpq_fp8.gemm", "lpq_mxfp8.gemm", "lpq_nvfp4.gemm"):
-        monkeypatch.setattr(f"{module}.scaled_mm", scaled_in_blocks)
-    monkeypatch.setattr(nn.functional, "linear", linear)
-    for function in kept:
-        function.cache_clear()
-    refresh()
-    yield gpu
-    for function in kept:
-        function.cache_clear()
-    refresh()
+def gpu() -> Iterator[Gpu]:
+    with imitated_gpu() as gpu:
+        yield gpu
 
 
 def launched(recipe: str, sm: int, gpu: Gpu) -> tuple[int, int, int, int]:
@@ -276,7 +151,7 @@ def launched(recipe: str, sm: int, gpu: Gpu) -> tuple[int, int, int, int]:
         step()
         x.grad = None
         layer.zero_grad()
-    calls = _calls(step)
+    calls = calls_of(step)
     x.grad = None
     layer.zero_grad()
     before = gpu.launches, gpu.allocated

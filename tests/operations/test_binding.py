@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 import lpq
+from lpq.formats.layout import as_bytes
+from lpq.kernels import Choice
 from lpq.operations import binding, bound
-from lpq.operations.binding import OUT_ALIGNED, Operand, Product
+from lpq.operations.binding import OUT_ALIGNED, Encode, Encoded, Encoding, Operand, Product
+from lpq.operations.quantizing import quantize, quantize_reference
+from lpq.registry import KernelSpec
 
 
 def test_a_compiler_traces_layers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +34,39 @@ def test_a_compiler_traces_layers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(added(torch.zeros(3)), torch.ones(3))
     with pytest.raises(RuntimeError, match="asked"):
         binding.on_device(gpu)
+
+
+@pytest.mark.parametrize(
+    "text", ["fp8", "fp8(scaling=row)", "mxfp8", "nvfp4", "hybrid(row=mxfp8, col=identity(dtype=bfloat16))"]
+)
+@pytest.mark.parametrize("kernel", [None, False, True], ids=["reference", "kernel", "kernel that rounds"])
+def test_a_matrix_of_another_dtype_is_rounded_first(
+    text: str, kernel: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that binds gets it as it is, if it rounds what it reads."""
+    quantizer = lpq.quantizer(text)
+    row, col, held = quantizer.side("row"), quantizer.side("col"), []
+
+    def bind(e: Encoding) -> Encode:
+        def encode(x: Tensor, at: int, stats: Any, seed: Any) -> Encoded:
+            held.append((x.dtype, e.held))
+            first, second, measured = quantize(x.to(e.dtype), stats, e.row, e.col, seed)
+            return ([] if first is None else first.tensors()), ([] if second is None else second.tensors()), measured
+
+        return encode
+
+    if kernel is not None:
+        spec = KernelSpec.cuda("quantize", "", rounds=kernel)
+        monkeypatch.setattr(bound, "serving", lambda *_: Choice("cuda", spec, quantize_reference, (), bind))
+    x, cpu = torch.randn(64, 32), torch.device("cpu")
+    run = bound.bind_run(Encoding(row, col, (64, 32), torch.float32, torch.bfloat16, cpu))
+    wanted = [s for s in quantize(x.bfloat16(), None, row, col)[:2] if s is not None]
+    found = [t for buffers in run(x, (), None)[:2] for t in buffers]
+    for got, expected in zip(found, [t for s in wanted for t in s.tensors()], strict=True):
+        assert torch.equal(as_bytes(got), as_bytes(expected))
+    assert not torch.equal(x, x.bfloat16())
+    as_it_is = torch.float32 if kernel and not col.plain else torch.bfloat16
+    assert set(held) == (set() if kernel is None else {(as_it_is, as_it_is)})
 
 
 def _filled(a: Any, b: Any, bias: Any) -> Tensor:
