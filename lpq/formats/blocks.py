@@ -20,12 +20,38 @@ def pad_blocks(x: Tensor, block: Block) -> Tensor:
     return F.pad(x, (0, right, 0, down)) if down or right else x
 
 
+INFINITY = 0x7F800000
+"""The bits of infinity in fp32: those of NaN are larger."""
+NAN = 0x7FC00000
+"""The bits of the NaN of ``torch.nan`` in fp32."""
+
+
 def block_amax(x: Tensor, block: Block) -> Tensor:
     """The largest magnitude of each block in fp32, NaN if it has one; 0-dimensional for the whole matrix."""
     # The bits of non-negative floats order as the floats do, NaN above infinity, and integers reduce faster.
     bits = x.float().abs().view(torch.int32)
     amax = (bits.amax() if block == (None, None) else _amax(bits, block)).view(torch.float32)
     return torch.where(amax.isnan(), torch.nan, amax)  # one NaN for all, whatever the payload
+
+
+def traced_amax(x: Tensor) -> Tensor | None:
+    """``block_amax`` of a whole matrix, for a compiler to trace; None for a dtype that it cannot do without.
+
+    A compiler that makes ``x`` in the same pass may take its elements before they are rounded to bf16. So the amax is
+    rounded, which gives the same: rounding keeps the order. That is done in integers, since a compiler takes away a
+    cast to bf16 and back. The rows are reduced first: a pass that makes rows then has them.
+    """
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    bits = x.float().abs().view(torch.int32).amax(1).amax()
+    rounded = rounded_to_bfloat16(bits) if x.dtype == torch.bfloat16 else bits
+    # Not by torch.nan: a compiler that merges equal operators finds it equal to nothing.
+    return torch.where(bits > INFINITY, NAN, rounded).view(torch.float32)
+
+
+def rounded_to_bfloat16(bits: Tensor) -> Tensor:
+    """The bits of non-negative numbers in fp32, rounded to those of bf16: to the nearest, ties to even."""
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
 
 
 def _amax(bits: Tensor, block: Block) -> Tensor:

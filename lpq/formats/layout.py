@@ -161,6 +161,9 @@ class Stat(Covering):
     sum is the same however a tensor is cut. The sum of other values is NaN."""
     round: Literal[1, 2] = 1
     """2: it is measured by ``Quantizer.measure_again``, once the statistics of round 1 are those of all ranks."""
+    largest: bool = False
+    """Whether it is the largest magnitude of the elements that it covers, NaN if one of them is. One that covers the
+    whole matrix is measured by a compiler, in the pass that makes the matrix, and ``measure`` is not called."""
 
     def zeros(self, rows: int, cols: int, device: torch.device) -> Tensor:
         return torch.zeros(self.grid(rows, cols), dtype=torch.float32, device=device)

@@ -8,10 +8,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lpq.formats.blocks import traced_amax
 from lpq.formats.format import Quantizer
 from lpq.operations.format_calls import measured_again_by, measured_by
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
 from lpq.operations.sides import declared, measures_again, quantizer_of, serving, shared, text_of
+from lpq.torch_private.compiling import is_exporting, surely
 
 
 def measure(
@@ -52,6 +54,19 @@ def _measure_side(side: Quantizer, x: Tensor) -> list[Tensor]:
     if x.numel() == 0:
         return [s.zeros(x.shape[0], x.shape[1], x.device) for s in side.stats]
     return measured_by(side, x) if side.stats else []
+
+
+def traced_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor | None]:
+    """The amaxes of a whole matrix, as operators of PyTorch: a compiler, for which they are, puts them into the pass
+    that makes the matrix. They are in the order of ``declared``, None for what is measured otherwise; empty where there
+    are none, or no compiler traces."""
+    if not torch.compiler.is_dynamo_compiling() or is_exporting() or x.dim() != 2 or not surely(x.numel() > 0):
+        return []
+    needed = [stat.largest and stat.block == (None, None) for stat, _ in declared(row, col)]
+    if True not in needed:
+        return []
+    amax = traced_amax(x)
+    return [] if amax is None else [amax if whole else None for whole in needed]
 
 
 def _measured(x: Tensor, row: Quantizer | None, col: Quantizer | None, dtype: torch.dtype) -> list[Tensor]:

@@ -13,7 +13,7 @@ from lpq.formats.random_bits import RandomBits
 from lpq.formats.stacks import is_stack
 from lpq.formats.stacks import transposed as turned
 from lpq.operations.format_calls import encoded_by
-from lpq.operations.measuring import empty_stats, measure_reference
+from lpq.operations.measuring import empty_stats, measure_reference, traced_stats
 from lpq.operations.operators import can_call_directly, define, layout_hash, unaliased
 from lpq.operations.random_seeds import draw_seeds
 from lpq.operations.sides import quantizer_of, serving, shared, text_of
@@ -49,9 +49,13 @@ def quantize(
     if can_call_directly(x):
         out = _encoded(x, stats or (), row, col, seed, offset, measure, dtype, across)
     else:
-        texts = text_of(row), text_of(col)
-        hashed = layout_hash(*texts)
-        out = torch.ops.lpq.quantize(x.to(dtype), stats or [], *texts, seed, offset, measure, hashed, across)
+        texts, x = (text_of(row), text_of(col)), x.to(dtype)
+        traced = [] if stats else traced_stats(x, row, col)
+        known = measure and len(traced) > 0 and None not in traced
+        asked = not known and measure
+        out = torch.ops.lpq.quantize(x, stats or traced, *texts, seed, offset, asked, layout_hash(*texts), across)
+        if known:
+            out = [*out, *(stat for stat in traced if stat is not None)]
     *count, rows, cols = x.shape
     row_storage = col_storage = None
     at = 0

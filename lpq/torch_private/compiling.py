@@ -44,6 +44,13 @@ def call_around_compiling(before: Callable[..., None], after: Callable[..., None
     callback_handler.register_end_callback(after)
 
 
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes holds for all that a compiler that traces takes them for, without a new guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Have a compiler take this size for any number, and raise where it cannot."""
     torch._dynamo.mark_dynamic(tensor, dim)

@@ -51,6 +51,15 @@ class Unscaled(Int8):
         return super().encode(x, {"amax": torch.full((x.shape[0], 1), 127.0, device=x.device)})
 
 
+class SaysThatItIsTheLargest(Int8):
+    """Its statistic is twice what it is declared to be."""
+
+    stats = (Stat("amax", block=(1, None), largest=True),)
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": super().measure(x)["amax"] * 2}
+
+
 class WrongDtype(Int8):
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         made = super().encode(x, stats)

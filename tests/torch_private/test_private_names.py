@@ -323,6 +323,28 @@ def test_a_dynamic_size_must_not_be_fixed() -> None:
     torch.compiler.reset()
 
 
+def test_what_is_sure_of_a_size_is_no_guard() -> None:
+    """Of a size that stands for any number it is sure that it is above zero, of one that is in the data it is not."""
+    found: list[bool] = []
+
+    def add(x: Tensor, at: Tensor) -> Tensor:
+        some = x[at]
+        found[:] = [
+            compiling.surely(x.numel() > 0),
+            compiling.surely(x.shape[0] > 4),
+            compiling.surely(some.numel() > 0),
+        ]
+        return some + 1
+
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(add, backend="eager", fullgraph=True, dynamic=True)
+        compiled(torch.zeros(4, 3), torch.tensor([True, False, True, False]))
+    torch.compiler.reset()
+    assert found == [True, False, False]
+    assert compiling.surely(3 > 2)
+
+
 def thrice(x: Tensor) -> Tensor:
     """Another result than the operator's, so that it shows which of them is called."""
     return x * 3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lpq.formats import Quantizer, Storage
+from lpq.formats.blocks import block_amax
 from lpq.testing.expect import equal
 from lpq.testing.operands import encode, few, normal
 from lpq.testing.options import only
@@ -74,6 +77,23 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
             )
             assert tensor.dtype == torch.float32, f"{name}.measure: {stat.name} is {tensor.dtype}; it must be float32"
             assert not (tensor < 0).any(), f"{name}.measure: {stat.name} is negative, and MAX over ranks would lose it"
+
+
+@few
+@given(shape=st.tuples(st.integers(1, 70), st.integers(1, 140)), special=st.sampled_from([0.0, math.inf, math.nan]))
+@only(lambda side: any(stat.largest for stat in side.stats), "has a statistic that is declared to be an amax")
+def test_a_declared_amax_is_one(side: Quantizer, shape: tuple[int, int], special: float) -> None:
+    """With ``largest``, a compiler measures in the format's place."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = normal(*shape, dtype=dtype)
+        x[shape[0] // 2, shape[1] // 2] = special
+        measured = side.measure(x) or {}
+        for stat in (stat for stat in side.stats if stat.largest):
+            found, wanted = measured[stat.name], block_amax(x, stat.block)
+            assert ((found == wanted) | (found.isnan() & wanted.isnan())).all(), (
+                f"{type(side).__name__}.stats declares {stat.name} with largest=True, and measure returned another "
+                "value than the largest magnitude of each block: leave largest out"
+            )
 
 
 @few

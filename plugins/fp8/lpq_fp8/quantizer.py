@@ -17,7 +17,7 @@ from lpq.registry.errors import OptionError
 from lpq_fp8 import reference
 from lpq_fp8.reference import BLOCKS, ELEMENTS, ROW, TENSOR
 
-STATS = {block: (Stat("amax", block=block),) for block in (TENSOR, ROW, *BLOCKS.values())}
+STATS = {block: (Stat("amax", block=block, largest=True),) for block in (TENSOR, ROW, *BLOCKS.values())}
 
 
 @dataclass(frozen=True)

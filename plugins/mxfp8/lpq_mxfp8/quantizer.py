@@ -20,7 +20,7 @@ class MXFP8Quantizer(Quantizer):
     dtype: Literal["e4m3", "e5m2"] = "e4m3"
     """The element type. E4M3 is finer, E5M2 reaches further below a block's largest element."""
 
-    stats = (Stat("amax", block=reference.BLOCK),)
+    stats = (Stat("amax", block=reference.BLOCK, largest=True),)
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {"amax": reference.measure(x)}

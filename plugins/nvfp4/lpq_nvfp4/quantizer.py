@@ -18,7 +18,11 @@ from lpq_nvfp4.reference import BLOCKS
 from lpq_nvfp4.search import searched
 
 SEARCHES = ("amax", "mse", "four_over_six")
-STATS = {name: (Stat("amax"), Stat("block_amax", block=block)) for name, block in BLOCKS.items()}
+STATS = {
+    (name, rht): (Stat("amax", largest=not rht), Stat("block_amax", block=block, largest=not rht))
+    for name, block in BLOCKS.items()
+    for rht in (False, True)
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def stats(self) -> tuple[Stat, ...]:
-        return STATS[self.block]
+        return STATS[self.block, self.rht]
 
     @property
     def transposable(self) -> bool:

@@ -1,0 +1,100 @@
+"""While a compiler traces, amaxes of whole tensors are measured in the pass that makes the tensor, to the bit."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._functorch import config as autograd_config
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+
+import lpq
+from lpq.formats.blocks import block_amax, rounded_to_bfloat16, traced_amax
+from lpq.operations.quantizing import quantize
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+WHOLE: tuple[None, None] = (None, None)
+
+
+def bits(x: Tensor | None) -> int:
+    assert x is not None
+    return int(x.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("special", [0.0, -3.0, math.inf, -math.inf, math.nan, 3.3895e38, 1e-40])
+def test_it_is_the_amax_of_the_matrix(dtype: torch.dtype, special: float) -> None:
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).mul(1e-3 if special == 0 else 1).to(dtype)
+    x[2, 3] = special
+    assert bits(traced_amax(x)) == bits(block_amax(x, WHOLE))
+
+
+def test_it_is_rounded_as_elements_are() -> None:
+    """A compiler leaves out ``x.to(bf16).float()`` inside a pass, and so measures what is not rounded."""
+    patterns = (*range(0x3F800000, 0x3F830000, 0x0FFF), 0, 0x8000, 0x00007FFF, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF)
+    given = torch.tensor(patterns, dtype=torch.int32)
+    wanted = given.view(torch.float32).to(torch.bfloat16).float().view(torch.int32)
+    assert torch.equal(rounded_to_bfloat16(given), wanted)
+    assert not torch.equal(given & ~0xFFFF, wanted), "no pattern is rounded up"
+
+
+def test_float16_is_measured_by_the_format() -> None:
+    assert traced_amax(torch.ones(2, 2, dtype=torch.float16)) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("text", ["fp8", "hybrid(row=fp8, col=fp8(dtype=e5m2))", "nvfp4", "hybrid(row=fp8, col=mxfp8)"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_operands_are_those_of_the_tensor_that_was_made(device: str, text: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    generator, quantizer = torch.Generator().manual_seed(3), lpq.quantizer(text)
+    h, gate = (torch.randn(64, 128, generator=generator).to(device, dtype) for _ in range(2))
+
+    def operands(x: Tensor) -> list[Tensor]:
+        row, col, _ = quantize(x, None, quantizer.side("row"), quantizer.side("col"))
+        return [t for operand in (row, col) if operand is not None for t in operand.tensors()]
+
+    def made(h: Tensor, gate: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x = F.silu(gate) * h
+        return x, operands(x)
+
+    with torch.no_grad(), config.patch(fx_graph_cache=False), autograd_config.patch(enable_autograd_cache=False):
+        compiled: Any = torch.compile(made, fullgraph=True, dynamic=False)
+        (x, found), code = run_and_get_code(compiled, h, gate)
+        assert re.search(r"fused\w*_amax\w*_silu", code[0]), "the pass that makes the tensor does not measure it"
+        wanted = operands(x)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "fp8(scaling=row)", "nvfp4(rht=true)"])
+def test_a_format_measures_blocks_itself(text: str) -> None:
+    """In the pass that encodes; and what it rotates first."""
+    torch._dynamo.reset()
+    x, quantizer, graphs = torch.randn(64, 128), lpq.quantizer(text), []
+
+    def record(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(module.graph)
+        return module.forward
+
+    def encoded(x: Tensor) -> list[Tensor]:
+        made = quantize(x, None, None, quantizer.side("col"))[1]
+        assert made is not None
+        return made.tensors()
+
+    with torch.no_grad():
+        torch.compile(encoded, backend=record, fullgraph=True)(x)
+    assert [n.name for n in graphs[0].nodes if n.op != "placeholder" and "amax" in n.name] == []
+    assert any("quantize" in n.name for n in graphs[0].nodes)
