@@ -23,9 +23,9 @@ WIDTH, INNER, TOKENS = 256, 512, 32
 class Block(nn.Module):
     """A gated pair of layers with a norm, some parameters of which stay in high precision."""
 
-    def __init__(self, width: int, inner: int) -> None:
+    def __init__(self, width: int, inner: int, affine: bool = True) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width, elementwise_affine=affine)
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width)
 
@@ -33,9 +33,9 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def model(width: int = WIDTH, inner: int = INNER, blocks: int = 2) -> nn.Sequential:
+def model(width: int = WIDTH, inner: int = INNER, blocks: int = 2, affine: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width, inner) for _ in range(blocks)))
+    return nn.Sequential(*(Block(width, inner, affine) for _ in range(blocks)))
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class How:
     width: int = WIDTH
     inner: int = INNER
     blocks: int = 2
+    affine: bool = True
+    """Whether norms have parameters."""
     mesh: DeviceMesh | None = None
     mixed: bool = False
     reshard: bool = True
@@ -67,7 +69,7 @@ class How:
 
 def built(how: How) -> nn.Sequential:
     """The model, converted and sharded."""
-    net = model(how.width, how.inner, how.blocks).to(how.device)
+    net = model(how.width, how.inner, how.blocks, how.affine).to(how.device)
     lpq.convert(net, how.recipe, weights=how.weights, ranks=how.ranks)
     if how.checkpoint:
         for i, block in enumerate(net):
