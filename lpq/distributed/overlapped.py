@@ -55,7 +55,7 @@ def _arriving_gemm(
 ) -> list[Tensor]:  # fmt: skip
     part, other = operand_of(a, qa, shape_a, dtype_a), operand_of(b, qb, shape_b, dtype_b)
     y, *came = _results(a, b, bias, qa, qb, shape_a, shape_b, dtype_a, dtype_b, dtype, fast, ranks, group, True)
-    product = Product(operand_like(part), operand_like(other), dtype, y.device, fast, operator=True)
+    product = Product(operand_like(part), operand_like(other), dtype, y.device, fast, dispatched=True)
     write, rows = _writing(product, kernels_allowed()), y.chunk(ranks)
     moves = [buffer.unit(0) is not None for buffer in part.quantizer.layout]
 

@@ -104,7 +104,7 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
             return product(left.matrix, right.matrix, bias, dtype, into)
         if not alpha or (first is not None and first.dim()) or (second is not None and second.dim()):
             return scaled_product(left.matrix, right.matrix, first, second, constant, bias, dtype, into)
-        run = _product_with_alpha(p.device, rows, cols, left.matrix.shape[1], bias is not None, dtype, p.operator)
+        run = _product_with_alpha(p.device, rows, cols, left.matrix.shape[1], bias is not None, dtype, p.dispatched)
         return run(left.matrix, right.matrix, first, second, constant, bias, into)
 
     def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:

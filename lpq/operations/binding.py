@@ -54,8 +54,11 @@ class Encoding(NamedTuple):
     """Whether the row operand, and the column operand, is made in its exact form, to be multiplied in bf16 at once."""
     aligned: bool = True
     """Whether the matrix begins at a multiple of ``ALIGNED`` bytes."""
-    operator: bool = False
-    """Whether an operator returns the results: none shares memory with another, and modes see them allocated."""
+    apart: bool = False
+    """Whether no result shares memory with another, and each lies in memory as its layout declares: an operator or
+    compiled code returns them."""
+    dispatched: bool = False
+    """Whether the results are allocated where modes see it: an operator returns them."""
 
 
 Encoded = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
@@ -92,8 +95,8 @@ class Product(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     fast_accumulate: bool = False
-    operator: bool = False
-    """Whether an operator returns the result: modes see it allocated."""
+    dispatched: bool = False
+    """Whether the result is allocated where modes see it: an operator returns it."""
 
 
 Multiply = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
@@ -132,7 +135,7 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
         encode = None
         if x.numel():
             e = Encoding(row, col, (x.shape[0], x.shape[1]), x.dtype, dtype, x.device, given if True in given else ())
-            e = e._replace(measure=measure, offset=offset, aligned=at % ALIGNED == 0, operator=True)
+            e = e._replace(measure=measure, offset=offset, aligned=at % ALIGNED == 0, apart=True, dispatched=True)
             encode = bound(e, kernels_allowed())
         if encode is None:
             return quantize_reference(x.to(dtype), stats, row, col, seed, offset, measure)
@@ -160,7 +163,7 @@ def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[...,
     def gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False) -> Tensor:
         """Multiply as the reference does, up to the order of sums."""
         device = a.device
-        product = Product(operand_like(a), operand_like(b), dtype, device, fast_accumulate, operator=True)
+        product = Product(operand_like(a), operand_like(b), dtype, device, fast_accumulate, dispatched=True)
         multiply = bound(product, kernels_allowed())
         if multiply is None:
             return gemm_reference(a, b, bias, dtype)

@@ -95,7 +95,7 @@ def _encoding(
 ) -> Run:  # fmt: skip
     """Bind an encoding to this shape and these options."""
     e = Encoding(quantizer_of(row), quantizer_of(col), (shape[0], shape[1]), dtype, dtype, device, given)
-    return bind_run(e._replace(measure=measure, offset=offset, exact=exact, operator=True))
+    return bind_run(e._replace(measure=measure, offset=offset, exact=exact, apart=True))
 
 
 @registry.cached_few
@@ -103,7 +103,7 @@ def _product(
     a: OperandKey, b: OperandKey, dtype: torch.dtype, device: torch.device, fast: bool, kernels: object
 ) -> Multiply:
     """Bind a product of these operands."""
-    return bind_product(Product(_operand(*a), _operand(*b), dtype, device, fast, operator=True))
+    return bind_product(Product(_operand(*a), _operand(*b), dtype, device, fast))
 
 
 def _operand(text: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Operand:

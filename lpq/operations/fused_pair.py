@@ -49,13 +49,13 @@ class Job(NamedTuple):
     """The first row of the matrix in the whole tensor."""
     measure: bool = False
     """Whether the statistics are returned."""
-    operator: bool = False
-    """As ``Encoding.operator``."""
+    dispatched: bool = False
+    """As ``Encoding.dispatched``."""
 
     @property
     def empty(self) -> Allocate:
         """The function that allocates the buffers."""
-        return allocator(self.device, dispatched=self.operator)
+        return allocator(self.device, dispatched=self.dispatched)
 
 
 class Made(NamedTuple):
@@ -212,7 +212,17 @@ def _multiplicands(
     x = x.contiguous()
     at, shape, exact = x.data_ptr(), (x.shape[0], x.shape[1]), (exact_row, exact_col)
     encode = bind(
-        Encoding(*sides, shape, x.dtype, x.dtype, x.device, exact=exact, aligned=at % ALIGNED_BYTES == 0, operator=True)
+        Encoding(
+            *sides,
+            shape,
+            x.dtype,
+            x.dtype,
+            x.device,
+            exact=exact,
+            aligned=at % ALIGNED_BYTES == 0,
+            apart=True,
+            dispatched=True,
+        )
     )
     assert encode is not None
     with on_device(x.device):
@@ -275,12 +285,12 @@ class Pair:
             if needs[i] and side.find is not None
         ]
         parts, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device) if wanted else ((), None)
-        empty = allocator(e.device, dispatched=e.operator)
+        empty = allocator(e.device, dispatched=e.dispatched)
         blocks = tiles(rows, cols, self.shape)
         whole = e.aligned and divides(rows, cols, self.shape)
         macros = self._macros_for(e.dtype, stats=e.measure or True in given, whole=whole)
         launch = self.kernel.bind(index, macros, -(-blocks // self.turns))
-        job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.operator)
+        job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.dispatched)
         make, make_beside = first.bind(job), second.bind(job._replace(shape=(cols, rows)))
         tail = blocks, rows, cols
 

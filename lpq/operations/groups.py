@@ -139,13 +139,13 @@ def _encoded(
     seeds: Tensor | None,
     state: State | None = None,
     *,
-    operator: bool = False,
+    dispatched: bool = False,
 ) -> list[Tensor]:
     if at_once(x, offs):
         if quantizer.col_source == "original":
             sides = quantizer.side("row") if row else None, quantizer.side("col") if col else None
             given = sectioned.given_of(quantizer, *sides, state)
-            made = sectioned.encode(x, offs, *sides, seeds, given=given, operator=operator)
+            made = sectioned.encode(x, offs, *sides, seeds, given=given, dispatched=dispatched)
             if made is not None:
                 return [*made[0], *made[1]]
         if without_the_host(_why_not(quantizer, row, col)):
@@ -206,7 +206,7 @@ def _encode(
 ) -> list[Tensor]:  # fmt: skip
     of = cast("Quantizer", quantizer_of(quantizer))
     named = dict(zip(state_names(of), state, strict=True)) if state else None
-    made = _encoded(x, offs, of, row, col, seeds, named, operator=True)
+    made = _encoded(x, offs, of, row, col, seeds, named, dispatched=True)
     return [row_major(t) for t in made]
 
 

@@ -56,8 +56,8 @@ class InSections(NamedTuple):
     device: torch.device
     aligned: bool
     """Whether the matrix begins at a multiple of 16 bytes."""
-    operator: bool = False
-    """Whether an operator returns the results."""
+    dispatched: bool = False
+    """Whether the results are allocated where modes see it: an operator returns them."""
     given: tuple[bool, bool] = (False, False)
     """Whether the amaxes of sections are given, for the row operand and for the column operand."""
 
@@ -71,12 +71,12 @@ def encode(
     decoded: tuple[bool, bool] = (False, False),
     given: Given = (None, None),
     *,
-    operator: bool = False,
+    dispatched: bool = False,
 ) -> Made | None:
     """Encode rows in groups that end at ``offs``, or a stack ``x`` if that is None; None where kernels do not make the
     wanted operands. An operand that is ``decoded`` has one buffer, its matrix. ``given``: the amaxes of sections, where
-    they are static or were found before. ``operator``: whether an operator returns the buffers,
-    which are then allocated through the dispatcher, for modes."""
+    they are static or were found before. ``dispatched``: whether the buffers are allocated
+    through the dispatcher, for modes: an operator returns them."""
     x = x.contiguous()
     *count, rows, cols = x.shape
     groups = len(offs) if offs is not None else count[0]
@@ -84,7 +84,7 @@ def encode(
         return None
     e = InSections(
         row, col, rows if offs is not None else groups * rows, cols, groups, offs is None, decoded, x.dtype, x.device,
-        x.data_ptr() % ALIGNED_BYTES == 0, operator, (given[0] is not None, given[1] is not None),
+        x.data_ptr() % ALIGNED_BYTES == 0, dispatched, (given[0] is not None, given[1] is not None),
     )  # fmt: skip
     run = _bound(e, kernels_allowed())
     if run is None:
@@ -166,14 +166,14 @@ def bind_sides(e: InSections, row: TileSide | None, col: TileSide | None) -> Enc
     step = 1 if e.stack or e.col is None else unit(e.col, 1)
     line = tall if tall is not None else capacity(e.rows, e.number, step)
     sections = Sections(e.rows, e.cols, e.number, tall, step, line, e.dtype, e.device, e.aligned)
-    empty = allocator(e.device, dispatched=e.operator)
+    empty = allocator(e.device, dispatched=e.dispatched)
     both = row, col
     hows = [_how(side, decoded) for side, decoded in zip(both, e.decoded, strict=True)]
     if None in hows:
         return None
     structs, shapes = zip(*cast("list[tuple[str, Shape]]", hows), strict=True)
     memories = [_memory(e, quantizer, dim, sections) for dim, quantizer in enumerate((e.row, e.col))]
-    job = Job((0, 0), e.dtype, e.device, operator=e.operator)
+    job = Job((0, 0), e.dtype, e.device, dispatched=e.dispatched)
     makes = [None if side is None else side.bind(job) for side in both]
     not_given = [(None,) * len(quantizer.stats) if quantizer else () for quantizer in (e.row, e.col)]
     shape = min(*shapes, LARGEST if e.stack else SQUARE)

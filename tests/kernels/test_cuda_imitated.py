@@ -158,7 +158,9 @@ def test_exact_forms_that_are_made_at_once(text: str) -> None:
     row, col, seed = quantizer.side("row"), quantizer.side("col"), torch.tensor(SEED)
     for x in (normal(48, 80), normal(256, 128)):
         shape = x.shape[0], x.shape[1]
-        encoding = Encoding(row, col, shape, x.dtype, x.dtype, x.device, exact=(True, True), operator=True)
+        encoding = Encoding(
+            row, col, shape, x.dtype, x.dtype, x.device, exact=(True, True), apart=True, dispatched=True
+        )
         how = made.bind(encoding)
         assert how is not None
         with Poisoned():  # type: ignore[no-untyped-call]

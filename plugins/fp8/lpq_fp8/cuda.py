@@ -73,7 +73,7 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
     rows, cols = e.shape
     square, given = side.scaling == "block", True in e.given
     grid: tuple[int, ...] = (-(-rows // BLOCK), -(-cols // BLOCK)) if square else ()
-    index, empty, element = e.device.index or 0, allocator(e.device, dispatched=e.operator), ELEMENTS[side.dtype]
+    index, empty, element = e.device.index or 0, allocator(e.device, dispatched=e.dispatched), ELEMENTS[side.dtype]
     parts_of_amax = None if square or given else bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
     count = math.prod(grid) if given else parts_of_amax[0][0][0] if parts_of_amax is not None else 0
     by_product, amax = e.measure and not square and given, fresh((), torch.float32)
@@ -81,11 +81,11 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
     blocks = fresh(grid if e.row is not None else grid[::-1], torch.float32) if e.measure and square else None
     row, row_scale = fresh((rows, cols), element), fresh(grid, torch.float32)
     col, col_scale = fresh((cols, rows), element), fresh(grid[::-1], torch.float32)
-    fills = square and not e.operator and any(blocks % FILLED for blocks in grid)  # as products read them
+    fills = square and not e.apart and any(blocks % FILLED for blocks in grid)  # as products read them
     if fills:
         row_scale, col_scale = filled(*grid), filled(*grid[::-1])
-    # One value serves both operands, unless an operator returns them.
-    scale_of_both = not (square or e.operator)
+    # One value serves both operands, unless they lie apart.
+    scale_of_both = not (square or e.apart)
     # A low tile is too small to find the largest of many parts, or to hold a block.
     shape = TALL if e.col is not None else SQUARE if square or count > 1 else LOW
     if e.row is not None and e.aligned and e.held is e.dtype:
@@ -144,7 +144,7 @@ def filled(lines: int, blocks: int) -> Fresh:
 def _lines(e: Encoding, side: FP8Quantizer) -> Encode:
     """Each operand has scales of its own."""
     rows, cols = e.shape
-    index, empty, blocks = e.device.index or 0, allocator(e.device, dispatched=e.operator), side.scaling == "block"
+    index, empty, blocks = e.device.index or 0, allocator(e.device, dispatched=e.dispatched), side.scaling == "block"
     wanted = [
         (quantizer, high, wide)
         for quantizer, high, wide in ((e.row, rows, cols), (e.col, cols, rows))
@@ -212,7 +212,7 @@ def fresh_scales(high: int, wide: int, blocks: bool) -> Fresh:
 def bind_amaxes_of_lines(e: Encoding) -> Callable[[int], list[Tensor]]:
     """A function that finds the amaxes of the rows of the wanted operands."""
     rows, cols = e.shape
-    index, empty = e.device.index or 0, allocator(e.device, dispatched=e.operator)
+    index, empty = e.device.index or 0, allocator(e.device, dispatched=e.dispatched)
     counts = [size for side, size in ((e.row, rows), (e.col, cols)) if side is not None]
     memory = [fresh((count, 1), torch.float32) for count in counts]
     zero = ZERO.bind(index, (), -(-max(counts) // ZERO.threads))

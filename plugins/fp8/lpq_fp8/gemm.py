@@ -107,7 +107,7 @@ def _bind_direct(
     (rows, inner), cols = p.a.shape, p.b.shape[0]
     scaled = SCALED[_kind(p.a.quantizer)], SCALED[_kind(p.b.quantizer)]
     return cublaslt.bind_scaled(
-        p.device, rows, cols, inner, (_element(p.a), _element(p.b)), p.dtype, scaled, fast, dispatched=p.operator
+        p.device, rows, cols, inner, (_element(p.a), _element(p.b)), p.dtype, scaled, fast, dispatched=p.dispatched
     )
 
 

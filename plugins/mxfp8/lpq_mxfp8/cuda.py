@@ -63,7 +63,7 @@ def bind(e: Encoding) -> Encode:
     shape = LOW if col is None else TALL
     if row is not None and e.aligned and e.held is e.dtype:
         shape = broadened(rows, cols, e.held, shape)
-    job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.operator)
+    job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.dispatched)
     make_row = bind_operand(row, job) if row is not None else None
     make_col = bind_operand(col, job._replace(shape=(cols, rows))) if col is not None else None
     macros = _macros(row.dtype if row else None, col.dtype if col else None, e.measure or True in e.given)

@@ -101,7 +101,7 @@ def bind(e: Encoding) -> Encode | None:
     sides = [(row, given[0]), (None if shared else col, given[of_col])]
     unknown = [side for side, amax_given in sides if side is not None and (e.measure or not amax_given)]
     find = bind_parts(e, any(not side.rht for side in unknown), any(side.rht for side in unknown)) if unknown else None
-    job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.operator)
+    job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.dispatched)
     make_row = bind_operand(row, job) if row is not None else None
     beside = job._replace(shape=(cols, rows), measure=e.measure and not shared)
     make_col = bind_operand(col, beside) if col is not None else None
@@ -183,7 +183,7 @@ def _blocks(side: NVFP4Quantizer, high: int, wide: int) -> tuple[int, int]:
 def bind_parts(e: Encoding, plain: bool, rotated: bool) -> Callable[[int], tuple[Tensor | None, Tensor | None]]:
     """A function that finds, in a matrix at an address, magnitudes of which the largest is its amax, and those of its
     rotated columns, as far as they are wanted."""
-    (rows, cols), index, empty = e.shape, e.device.index or 0, allocator(e.device, dispatched=e.operator)
+    (rows, cols), index, empty = e.shape, e.device.index or 0, allocator(e.device, dispatched=e.dispatched)
     if not rotated:
         memory, measure_amax = bind_amax_parts(e.held, e.dtype, rows * cols, e.device)
 
