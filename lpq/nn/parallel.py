@@ -48,7 +48,8 @@ class _Input(NamedTuple):
     """The input of a layer, encoded."""
 
     tensor: Tensor
-    """The tensor through which its gradient goes back; it has the shape of the whole where the input was gathered."""
+    """The tensor through which its gradient goes back: the input, if no other layer can share it. Else it sums the
+    gradients over the ranks, and has the shape of the whole where the input was gathered."""
     row: Given
     kept: Given | None
     stats: list[Tensor]
@@ -174,13 +175,16 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
             )
     if encoded is not None:
         assert row is not None
-        spread = _spread(x, cut, shape, way.group)
+        spread = x if shared is None else _spread(x, cut, shape, way.group)
         kind = Kept() if shared is not None and cut is not None else None
         made = _Input(spread, _given(row), encoded.kept, encoded.stats, kind)
         if shared is not None:
             shared.keep(key, how, made)
     assert made is not None
-    call = Call(way.plan, way.group, way.dtype, of_dy, cut, states=way.states, shared=made.shared, inputs=shared)
+    call = Call(
+        way.plan, way.group, way.dtype, of_dy, cut, sums_dx=shared is None, states=way.states, shared=made.shared,
+        inputs=shared,
+    )  # fmt: skip
     operands = Operands(made.row, made.kept, w_row, w_col, made.stats, w_stats, seeds.get("dy"), y)
     y = _multiply(made.tensor, weight.to_local(), own, call, operands)
     y = y.view(*shape[:-1], y.shape[-1])
@@ -214,7 +218,7 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
         x_stats, w_stats, seeds = _measured(way, of_w, weight, of_x, x)
         w_row, w_col, w_stats = _encoded_weight(way, of_w, weight, w_stats, seeds)
         encoded = _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
-    call = Call(way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), way.states)
+    call = Call(way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), states=way.states)
     operands = Operands(_given(encoded.finish()), encoded.kept, w_row, w_col, encoded.stats, w_stats, seeds.get("dy"))
     y: Tensor = _multiply(x, weight.to_local(), None, call, operands).view(shape)
     if bias is not None:  # once, and not on each rank before they are summed

@@ -30,7 +30,7 @@ from lpq.operations.binding import Operand, on_device
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.multiplying import gemm
 from lpq.operations.operands import as_matrix
-from lpq.torch_private.collectives import all_reduce, reduce_scatter
+from lpq.torch_private.collectives import all_reduce, arrived, begin_all_reduce, begin_reduce_scatter
 
 State = Mapping[str, Tensor]
 Given = tuple[Operand, Sequence[Tensor]]
@@ -71,6 +71,8 @@ class Call(NamedTuple):
     """Whether dy is gathered before it is encoded."""
     sums_y: bool = False
     """Whether each rank has the sum of all y."""
+    sums_dx: bool = False
+    """Whether dx is summed over the ranks here: no other layer uses this x, so the sum travels while dw is made."""
     states: Mapping[str, State] = {}
     shared: Kept | None = None
     inputs: Shared | None = None
@@ -107,7 +109,7 @@ class Multiplication(torch.autograd.Function):
         if call.sums_y:
             y = all_reduce(y, "sum", call.group)
         elif call.gathers_dy is not None:
-            y = _own_rows(y, call.gathers_dy, call.group)
+            (y,) = arrived([_begin_sum(y, call.gathers_dy, call.group)])
         seen = recomputed.seen(call.states) if call.states else None
         saved = (
             kept[1] if kept else (), w_col[1] if w_col else (), x_stats, w_stats,
@@ -170,7 +172,7 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
     if needs_dx:
         assert row is not None
         dx = gemm(row, ctx.of_w.over(w_col), dtype=x_dtype, fast_accumulate=plan.fast[1] is True)
-        dx = dx.view(ctx.x_shape)
+        dx = _begin_sum(dx, call.gathers_x, group) if call.sums_dx else dx
     if needs_dw:
         if col_arriving is not None:
             col = col_arriving.finish()
@@ -179,6 +181,8 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
             col = derive_col(part.quantizer, row)
         x_col = ctx.of_x.over(kept) if call.gathers_x is None else _column_operand(call, x_arriving)
         dw = gemm(col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2] is True)
+    if dx is not None:
+        dx = (arrived([dx])[0] if call.sums_dx else dx).view(ctx.x_shape)
     if "dy" in states:
         remember(plan.dy, states["dy"], encoded.measured, row=needs_dx, col=needs_dw)
     if "x" in states:
@@ -214,10 +218,12 @@ def _column_operand(call: Call, arriving: Gathering | None) -> Storage:
     return col
 
 
-def _own_rows(y: Tensor, cut: Cut, group: str) -> Tensor:
-    """This rank's rows of the sum of all y."""
+def _begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:
+    """Begin to sum the y of all ranks: all of it, or this rank's rows if there is a cut."""
+    if cut is None:
+        return begin_all_reduce(y, "sum", group)
     by_rank = y.view(cut.stretches, cut.ranks, cut.size, y.shape[-1]).transpose(0, 1).reshape(y.shape)
-    return reduce_scatter(by_rank, cut.ranks, group)
+    return begin_reduce_scatter(by_rank, cut.ranks, group)
 
 
 class Spread(torch.autograd.Function):
@@ -236,6 +242,5 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.cut is None:
-            return all_reduce(grad, "sum", ctx.group), None, None, None
-        return _own_rows(as_matrix(grad), ctx.cut, ctx.group).view(ctx.shape), None, None, None
+        (summed,) = arrived([_begin_sum(grad if ctx.cut is None else as_matrix(grad), ctx.cut, ctx.group)])
+        return summed.view(ctx.shape), None, None, None

@@ -22,20 +22,26 @@ def begin_all_gather(tensors: Sequence[Tensor], ranks: int, group: str) -> list[
 
 
 def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for tensors whose gathering was begun, and return them."""
+    """Wait for tensors whose collectives were begun, and return them."""
     return [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in tensors]
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     """Reduce a tensor of all ranks, by ``sum`` or ``max``, into a new one."""
+    return arrived([begin_all_reduce(tensor, operation, group)])[0]
+
+
+def begin_all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
+    """The same, but what is returned must go through ``arrived``."""
     made: Tensor = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), operation, group)
-    return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]
+    return made
 
 
-def reduce_scatter(tensor: Tensor, ranks: int, group: str) -> Tensor:
-    """The sum over the ranks of the part that is this rank's: one of as many equal ones along the first dimension."""
+def begin_reduce_scatter(tensor: Tensor, ranks: int, group: str) -> Tensor:
+    """The sum over the ranks of the part that is this rank's: one of as many equal ones along the first dimension. It
+    must go through ``arrived``."""
     made: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", ranks, group)
-    return torch.ops._c10d_functional.wait_tensor(made)  # type: ignore[no-any-return]
+    return made
 
 
 def all_to_all(tensor: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import value_formats
 from overlapping import TOKENS, WIDTH, by_gloo, compare, only_own, swapped, transport
 from ranks import spawn
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -22,11 +24,14 @@ from lpq.distributed import tensor_parallel as tp
 from lpq.torch_private import symmetric
 from lpq.torch_private.dispatch import TorchDispatchMode, schema_of
 
-NAMED = {"all_gather_into_tensor_coalesced": "begin", "wait_tensor": "wait", "gemm": "multiply"}
+NAMED = {
+    "all_gather_into_tensor_coalesced": "gather", "reduce_scatter_tensor": "sum", "all_reduce": "sum",
+    "wait_tensor": "wait", "gemm": "multiply",
+}  # fmt: skip
 
 
 class _Order(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The order in which gathers begin, are waited for, and products are made; the same several times is one entry."""
+    """The order in which collectives begin, are waited for, and products are made; the same several times is one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,23 +44,48 @@ class _Order(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _in_turn(rank: int, recipe: str, expected: list[str]) -> None:
-    torch.manual_seed(0)
-    net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), recipe)
-    parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": tp.RowwiseParallel(output_layouts=Shard(0))})
-    y = net(torch.randn(TOKENS, WIDTH // 2, requires_grad=True))
+COLUMNS, ALL_COLUMNS = tp.ColwiseParallel(input_layouts=Shard(0)), tp.ColwiseParallel()
+ROWS = tp.RowwiseParallel(output_layouts=Shard(0))
+
+
+def _in_turn(rank: int, style: Any, recipe: str, expected: str) -> None:
+    net = _layer(style, recipe, bias=False)
+    features = WIDTH // 2 if isinstance(style, tp.RowwiseParallel) else WIDTH
+    y = net(torch.randn(TOKENS, features).bfloat16().requires_grad_())
     order = _Order()
     with order:
         y.sum().backward()
-    assert order.seen == expected, order.seen
+    assert order.seen == expected.split(), order.seen
 
 
-def test_the_column_operand_of_a_gradient_travels_while_dx_is_made() -> None:
-    spawn(_in_turn, 2, "nvfp4", ["wait", "begin", "wait", "multiply", "wait", "multiply"])
+@pytest.mark.parametrize(
+    ("style", "recipe", "expected"),
+    [
+        # The column operand of the gradient travels while dx is made, if there is one to send.
+        (ROWS, "nvfp4", "sum wait gather wait multiply wait multiply"),
+        (ROWS, "fp8-current", "sum wait gather wait multiply"),
+        # dx is summed while dw is made, unless another layer may share the input.
+        (COLUMNS, "fp8-delayed", "gather sum wait multiply sum wait multiply wait"),
+        (ALL_COLUMNS, "fp8-delayed", "sum wait multiply sum multiply wait"),
+        (COLUMNS, "fp8-current", "gather sum wait multiply wait multiply sum wait"),
+    ],
+)
+def test_tensors_travel_while_products_are_made(style: Any, recipe: str, expected: str) -> None:
+    spawn(_in_turn, 2, style, recipe, expected)
 
 
-def test_a_column_operand_that_follows_from_the_row_operand_does_not_travel() -> None:
-    spawn(_in_turn, 2, "fp8-current", ["wait", "begin", "wait", "multiply"])
+def _compiled_in_turn(rank: int) -> None:
+    """In the code that Inductor writes for backward."""
+    net = _layer(COLUMNS, "fp8-current", bias=False)
+    net.compile(fullgraph=True, options={"reorder_for_peak_memory": False, "fx_graph_cache": False})
+    x = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
+    _, codes = run_and_get_code(lambda: net(x).sum().backward())
+    order = re.findall(r"(gemm|reduce_scatter_tensor|wait_tensor)(?:\.default)?\(", codes[-1])
+    assert order[-4:] == ["gemm", "reduce_scatter_tensor", "gemm", "wait_tensor"], order
+
+
+def test_inductor_keeps_that_order_if_it_does_not_seek_another_one_to_save_memory() -> None:
+    spawn(_compiled_in_turn, 2)
 
 
 def equals(rank: int, recipe: str, bias: bool = False, overlapped: int = 1, turn: int = 1, device: str = "cpu") -> None:
@@ -98,9 +128,9 @@ def test_a_piece_in_a_wrong_place_is_found(gather: Any, words: str) -> None:
     spawn(_finds, 2, gather, words)
 
 
-def _layer(style: Any, recipe: str = "mxfp8", device: str = "cpu") -> nn.Module:
+def _layer(style: Any, recipe: str = "mxfp8", device: str = "cpu", bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)).to(device), recipe)
+    net = lpq.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias, dtype=torch.bfloat16)).to(device), recipe)
     return parallelize_module(net, init_device_mesh(device, (2,)), {"0": style})
 
 

@@ -64,8 +64,11 @@ def _behaves(rank: int) -> None:
     begun = collectives.begin_all_gather([mine], 2, name)
     assert collectives.arrived(begun)[0][:, 0].tolist() == [0, 0, 1, 1]
     assert collectives.all_reduce(mine, "max", name).max() == 1
+    (summed,) = collectives.arrived([collectives.begin_all_reduce(mine, "sum", name)])
+    assert summed.unique().tolist() == [1.0]
     assert mine.max() == rank
-    assert collectives.reduce_scatter(mine + 1, 2, name).tolist() == [[3.0] * 3]
+    (scattered,) = collectives.arrived([collectives.begin_reduce_scatter(mine + 1, 2, name)])
+    assert scattered.tolist() == [[3.0] * 3]
     swapped = [2 * rank, 2 - 2 * rank]  # nothing to itself, both rows to the other
     assert torch.equal(collectives.all_to_all(mine, swapped, swapped, name), 1 - mine)
     other = mine + 1
