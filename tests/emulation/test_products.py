@@ -407,6 +407,10 @@ def test_factors_of_both_sides_and_a_bias(hopper: None, dtype: torch.dtype) -> N
             wanted = wanted + (added if added is not None else 0)
             assert got.dtype == dtype
             assert torch.equal(got, wanted.to(dtype))
+            rows_of_more = torch.full((18, 5), torch.nan, dtype=dtype)
+            products.scaled_product(left, right, of_left, of_right, 0.5, added, dtype, rows_of_more[6:12])
+            assert torch.equal(rows_of_more[6:12], got)
+            assert rows_of_more.isnan().sum() == 2 * got.numel()
 
 
 def test_empty_operands(hopper: None) -> None:
