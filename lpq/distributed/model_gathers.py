@@ -74,10 +74,6 @@ class Gathering:
             )
         return self._gathers[layer]
 
-    def find(self, layer: nn.Module) -> Gather | None:
-        """As ``of``, but None where FSDP2 shards nothing of this layer."""
-        return self._gathers.get(layer)
-
     def _find(self) -> list[Gather]:
         """How each weight of the whole model is gathered, also where another call of ``lpq.convert`` got it.
 
@@ -92,7 +88,7 @@ class Gathering:
                 gathers = gathering._gathers
                 if module not in gathers:
                     layer = cast("Layer", module)
-                    gathers[module] = Gather(layer, site, gathering, module in checkpointed)
+                    gathers[module] = layer.gather = Gather(layer, site, gathering, module in checkpointed)
                 found.append(gathers[module])
         return found
 

@@ -39,6 +39,7 @@ class Layer(Protocol):
     """A layer, as far as the gather of its weight reads it."""
 
     weight: Tensor
+    gather: Gather | None
 
     @property
     def title(self) -> str:

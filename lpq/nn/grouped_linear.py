@@ -69,10 +69,8 @@ class GroupedLinear(Layer):
             nn.init.uniform_(parameter, -bound, bound)
 
     @property
-    def title(self) -> str:
-        """Its name in messages."""
-        kind = f"{self.kind}({self.num_groups}, {self.in_features}, {self.out_features})"
-        return f"layer {self.place}, {kind}" if self.place else kind
+    def sized(self) -> str:
+        return f"{self.kind}({self.num_groups}, {self.in_features}, {self.out_features})"
 
     def why_unfit(self, plan: Plan) -> str | None:
         return why_not_in_groups(plan)
@@ -94,13 +92,14 @@ class GroupedLinear(Layer):
         """
         if self.stages is not None:
             self.stages.check(self)
-        check_rows(self.title, input, self.in_features)
+        title = self.sized if torch.compiler.is_dynamo_compiling() else self.title
+        check_rows(title, input, self.in_features)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.dispatched is not None:
-            weight = own_experts(self.title, weight)
-            bias = None if bias is None else own_experts(self.title, bias)
-        ends = as_offsets(self.title, offs, weight.shape[0], input)
+            weight = own_experts(title, weight)
+            bias = None if bias is None else own_experts(title, bias)
+        ends = as_offsets(title, offs, weight.shape[0], input)
         held = self.held_weight() if self._held is not None else None
         if self.accumulate is not None:
             check_accumulation(self, weight)
@@ -109,7 +108,7 @@ class GroupedLinear(Layer):
         plan = self._plan if self._plan is not None else high_precision()
         operands = weight_operands(plan, weight, held, col)
         states = self._of_own_groups() if plan.memories else None
-        return grouped_linear_of(self.title, plan, input, weight, bias, ends, operands, self.accumulate, states)
+        return grouped_linear_of(title, plan, input, weight, bias, ends, operands, self.accumulate, states)
 
     def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
         """The static statistics of this rank's groups; they are checked once."""

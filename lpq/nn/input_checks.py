@@ -44,7 +44,8 @@ def check(layer: Saved, input: Tensor, weight: Tensor) -> None:
         raise RuntimeError(
             f"{layer.title}: the input is on {input.device} and the weight on {weight.device}: move one to the other"
         )
-    check_transforms(layer.title)
+    if not torch.compiler.is_dynamo_compiling():
+        check_transforms(layer.title)
     if not torch.compiler.is_compiling() and (static := layer.static_values()):
         check_static(layer.title, static)
     if layer.gathering is not None and not torch.compiler.is_compiling() and "weight" not in layer._parameters:

@@ -95,7 +95,7 @@ class Layer(Saved):
     def begin(self) -> None:
         """Set the attributes of a layer, without a recipe."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
-        self.gathering, self.accumulate, self.stages, self.place = None, None, None, ""
+        self.gathering, self.gather, self.accumulate, self.stages, self.place = None, None, None, None, ""
         self._inputs, self.compared = None, None
         self.forget_calls()
 
@@ -139,7 +139,7 @@ class Layer(Saved):
     def __getstate__(self) -> dict[str, Any]:
         # Nobody would release the weight that a copy holds, or move its stages; and it is in another model.
         fresh = {"_calls": (None, {}), "_static_input": StaticValues()}
-        return {**self.__dict__, "_held": None, "stages": None, "compared": None, **fresh}
+        return {**self.__dict__, "_held": None, "stages": None, "compared": None, "gather": None, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""
@@ -303,9 +303,7 @@ class Layer(Saved):
 
     def _gathered(self, remembers: bool) -> list[Tensor]:
         """Note for a gathered weight whether forward runs again; return its statistics, if the layer remembers them."""
-        if self.gathering is None:
-            return []
-        gather = self.gathering.find(self)
+        gather = self.gather
         if gather is None:
             return []
         if not torch.compiler.is_compiling():

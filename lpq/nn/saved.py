@@ -14,6 +14,7 @@ from lpq.tensor.fsdp_protocol import Gathered
 if TYPE_CHECKING:
     from lpq.distributed.model_gathers import Gathering
     from lpq.distributed.tensor_parallel import Layouts
+    from lpq.distributed.weight_gather import Gather
     from lpq.nn.accumulation import Accumulate
 
 
@@ -31,6 +32,8 @@ class Saved(Remembering):
     """Its name in the model that was converted, for error messages."""
     gathering: Gathering | None
     """The weights that are gathered quantized together with this one; None: it is not gathered quantized."""
+    gather: Gather | None
+    """How its weight is gathered, once FSDP2 has sharded it. Compiled layers read it here, and so share code."""
     accumulate: Accumulate | None
     """The tensor to which backward adds the gradient of the weight in place: ``weight.grad``, if it is there, or
     ``weight.main_grad``, in its dtype. None: autograd gets the gradient, as it always does under
@@ -38,9 +41,14 @@ class Saved(Remembering):
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
-        kind = f"{self.kind}({self.in_features}, {self.out_features})"
-        return f"layer {self.place}, {kind}" if self.place else kind
+        """Its name in messages. A compiler that reads it compiles each layer anew, and no more than eight: so only what
+        raises an error reads it there."""
+        return f"layer {self.place}, {self.sized}" if self.place else self.sized
+
+    @property
+    def sized(self) -> str:
+        """Its class and its sizes."""
+        return f"{self.kind}({self.in_features}, {self.out_features})"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

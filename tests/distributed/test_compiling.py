@@ -138,3 +138,21 @@ def _counted(rank: int) -> None:
 
 def test_collectives_are_counted_while_blocks_are_compiled() -> None:
     spawn(_counted, 2)
+
+
+def _shared(rank: int, recipe: str, weights: str) -> None:
+    how = How(recipe, weights=weights, width=64, inner=128, blocks=3, compile=True, backend="aot_eager", ranks=2)
+    counters.clear()
+    net = built(how)
+    for _ in range(2):
+        net(batch(0, how).requires_grad_()).square().mean().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights"),
+    [("fp8-current", "high_precision"), ("fp8-delayed", "high_precision"), ("mxfp8", "quantized")],
+)
+def test_blocks_that_are_alike_share_a_graph(recipe: str, weights: str) -> None:
+    """``tests/nn/test_compiled_alike.py`` has blocks that nobody shards, and a negative control."""
+    spawn(_shared, 2, recipe, weights)
