@@ -26,6 +26,10 @@ from lpq.operations.sides import declared, measures_again
 from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather
 
 State = Mapping[str, Tensor]
+MOST = 1.1
+"""The bytes of operands that are gathered together, at most, as a share of the tensor's in high precision. A little more
+than that is still faster: the second operand travels while the first is multiplied, and each rank encodes its own part
+alone."""
 WORD = 8
 """Bytes of the largest pieces in which buffers are put in their places."""
 
@@ -82,7 +86,7 @@ def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None
     if reason is not None:
         return reason
     share = operand_bytes(quantizer, rows, cols, dtype, row, col) / max(rows * cols * dtype.itemsize, 1)
-    return None if share <= 1 else f"the operands that are wanted together would be {share:.2f} of that"
+    return None if share <= MOST else f"the operands that are wanted together would be {share:.2f} of that"
 
 
 # ---------------------------------------------------------------------------------------------- the statistics

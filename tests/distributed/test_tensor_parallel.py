@@ -353,9 +353,16 @@ def _reports(rank: int) -> None:
         "0.52 in backward, where each rank has whole blocks of 128 tokens, else in high precision",
         "parallel  right: outputs over 2 ranks; its input is gathered as mxfp8: 0.52 of bf16 in forward, 0.52 in "
         "backward, where each rank has whole blocks of 32 tokens, else in high precision",
-        "parallel  down: inputs over 2 ranks; the gradient of its output is gathered in high precision: the operands "
-        "that are wanted together would be 1.03 of that",
+        "parallel  down: inputs over 2 ranks; the gradient of its output is gathered as mxfp8: 1.03 of bf16, where each "
+        "rank has whole blocks of 32 tokens, else in high precision",
     ]
+    net = model()
+    lpq.convert(net, "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16")
+    parallelize_module(net, init_device_mesh("cpu", (2,)), plan(sequence=True))
+    assert (
+        "down: inputs over 2 ranks; the gradient of its output is gathered in high precision: the operands that are "
+        "wanted together would be 1.52 of that"
+    ) in str(lpq.report(net))
 
 
 def test_the_report_says_what_is_gathered() -> None:
@@ -387,9 +394,9 @@ def _sends_few_bytes(rank: int, recipe: str, part: float, gathers: int) -> None:
     ("recipe", "part", "gathers"),
     [  # in backward: one of x, and one of each operand of dy, so that dx is made while the column operand travels
         ("nvfp4", 0.29, 3),
-        # Here the column operand of dy follows from the row operand, or dy is gathered in high precision.
-        ("fp8-current", 0.52, 2), ("x=fp8(static=true), w=fp8, dy=fp8", 0.52, 2), ("fp8-row", 0.52, 2),
-        ("mxfp8", 0.52, 2),
+        ("fp8-row", 0.52, 3), ("mxfp8", 0.52, 3),
+        # Here the column operand of dy follows from the row operand.
+        ("fp8-current", 0.52, 2), ("x=fp8(static=true), w=fp8, dy=fp8", 0.52, 2),
     ],
 )  # fmt: skip
 def test_what_is_gathered_are_codes(recipe: str, part: float, gathers: int) -> None:
