@@ -27,9 +27,9 @@ from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather
 
 State = Mapping[str, Tensor]
 MOST = 1.1
-"""The bytes of operands that are gathered together, at most, as a share of the tensor's in high precision. A little more
-than that is still faster: the second operand travels while the first is multiplied, and each rank encodes its own part
-alone."""
+"""The bytes of operands that are gathered together, at most, as a share of the tensor's in high precision. Somewhat
+more than that is still faster: the second operand travels while the first is multiplied, and each rank encodes its own
+part alone."""
 WORD = 8
 """Bytes of the largest pieces in which buffers are put in their places."""
 

@@ -353,8 +353,8 @@ def _reports(rank: int) -> None:
         "0.52 in backward, where each rank has whole blocks of 128 tokens, else in high precision",
         "parallel  right: outputs over 2 ranks; its input is gathered as mxfp8: 0.52 of bf16 in forward, 0.52 in "
         "backward, where each rank has whole blocks of 32 tokens, else in high precision",
-        "parallel  down: inputs over 2 ranks; the gradient of its output is gathered as mxfp8: 1.03 of bf16, where each "
-        "rank has whole blocks of 32 tokens, else in high precision",
+        "parallel  down: inputs over 2 ranks; the gradient of its output is gathered as mxfp8: 1.03 of bf16, where "
+        "each rank has whole blocks of 32 tokens, else in high precision",
     ]
     net = model()
     lpq.convert(net, "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16")
