@@ -22,7 +22,7 @@ from lpq.nn.parallel_notes import parallel_notes
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import check_names
 from lpq.nn.reports import WEIGHT, Entry, Report
-from lpq.nn.sharded_weights import Weights, check_weights, prepare_weights, weight_notes, why_none_stored
+from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.nn.siblings import Inputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.transposed import TransposedLayer, adopt, holds_transposed
@@ -105,6 +105,8 @@ def convert(
         raise TypeError(f"lpq.convert takes a torch.nn.Module, not {type(model).__name__}")
     if accumulate not in (None, *get_args(Accumulate)):
         raise ValueError(f"accumulate={accumulate!r}: it is 'grad', 'main_grad' or None")
+    prepared = _prepared(model, weights, ranks)
+    check_options(weights, ranks, prepared[1])
     if accumulate is not None and weights is not None:
         raise ValueError(
             f"accumulate={accumulate!r} does not work with weights={weights!r}, which FSDP2 shards: use one"
@@ -119,7 +121,6 @@ def convert(
     }
     check_layers(model, schedules, accumulate)
     check_weights(model, weights, ranks, schedules)
-    prepared = _prepared(model, weights, ranks)
     converted: list[Entry] = []
     left: list[Entry] = []
     for name, schedule in schedules.items():

@@ -24,12 +24,17 @@ if TYPE_CHECKING:
 Weights = Literal["high_precision", "quantized"]
 
 
-def check_options(weights: Weights | None, ranks: int | None) -> None:
-    """Refuse options that fit no model."""
+def check_options(weights: Weights | None, ranks: int | None, earlier: int | None = None) -> None:
+    """Refuse options that fit no model. ``earlier``: the number of ranks for which its weights are prepared already."""
     if weights not in (None, *get_args(Weights)):
         raise ValueError(f"weights={weights!r}: it is one of {', '.join(map(repr, get_args(Weights)))}, or None")
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks={ranks!r}: it is the number of ranks that will share the weights out, from 1 on")
+    if weights is None and ranks not in (None, earlier):
+        raise ValueError(
+            f"ranks={ranks} is for weights that are prepared, and weights=None prepares none: add weights='quantized' "
+            "or weights='high_precision', or leave ranks out"
+        )
 
 
 def check_weights(
@@ -37,7 +42,6 @@ def check_weights(
 ) -> None:
     """Refuse weights that cannot be prepared, or are stored otherwise already, before anything of the model is
     converted."""
-    check_options(weights, ranks)
     modules = {name: model.get_submodule(name) for name in schedules}
     layers = {name: cast("Layer", m) for name, m in modules.items() if type(m) is nn.Linear or _is_layer(m)}
     sharded = _sharded(model, layers.values(), weights)

@@ -81,7 +81,8 @@ class Trainer:
         if self.policy is not None:
             stored = config.weights == "quantized"
             weights: Weights | None = "quantized" if stored else "high_precision" if team.sharded else None
-            lpq.convert(model, self.policy, steps=config.steps, weights=weights, ranks=team.size)
+            ranks = team.size if weights is not None else None
+            lpq.convert(model, self.policy, steps=config.steps, weights=weights, ranks=ranks)
         if config.compile:  # in place: the names in the state dict stay
             for part in model.blocks if team.sharded else [model]:
                 part.compile()

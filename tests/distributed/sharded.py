@@ -70,7 +70,7 @@ class How:
 def built(how: How) -> nn.Sequential:
     """The model, converted and sharded."""
     net = model(how.width, how.inner, how.blocks, how.affine).to(how.device)
-    lpq.convert(net, how.recipe, weights=how.weights, ranks=how.ranks)
+    lpq.convert(net, how.recipe, weights=how.weights, ranks=how.ranks if how.weights else None)
     if how.checkpoint:
         for i, block in enumerate(net):
             net[i] = checkpoint_wrapper(block)

@@ -41,7 +41,12 @@ def _accelerator(rank: int, **options: Any) -> Any:
 
 
 def _converted(how: How) -> nn.Module:
-    return lpq.convert(model(how.width, how.inner, how.blocks), how.recipe, weights=how.weights, ranks=how.ranks)
+    return lpq.convert(
+        model(how.width, how.inner, how.blocks),
+        how.recipe,
+        weights=how.weights,
+        ranks=how.ranks if how.weights else None,
+    )
 
 
 def _adam(params: Any) -> Optimizer:

@@ -134,6 +134,17 @@ def test_ranks_that_cut_its_blocks_are_refused() -> None:
     lpq.convert(net, "fp8-current", weights="quantized", ranks=2)
 
 
+def test_ranks_for_which_no_weight_is_prepared_are_refused() -> None:
+    ordinary, prepared = _layers(), lpq.convert(_layers(), "fp8-current", weights="quantized", ranks=2)
+    before = _all_of(prepared)
+    for net, ranks in ((ordinary, 2), (prepared, 4)):
+        with pytest.raises(ValueError, match=rf"^ranks={ranks} is for .* add weights='quantized' .* leave ranks out$"):
+            lpq.convert(net, "fp8-current", ranks=ranks)
+    assert [type(module) for module in ordinary] == [type(module) for module in _layers()]
+    assert _all_of(prepared) == before
+    lpq.convert(prepared, "fp8-current", ranks=2)  # as it is prepared
+
+
 def test_a_weight_that_cannot_be_encoded_is_refused_before_anything_is_converted() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"^1: its weight is torch\.float64; float32, .* can be encoded: cast"):

@@ -40,7 +40,7 @@ class Experts(nn.Module):
 
 def _model(recipe: str, weights: Any, ranks: int) -> Experts:
     model = Experts()
-    lpq.convert(model, recipe, weights=weights, ranks=ranks)
+    lpq.convert(model, recipe, weights=weights, ranks=ranks if weights is not None else None)
     for name, memory in model.named_buffers():
         if name.endswith("w_amax"):  # static, and another one for each expert
             memory.copy_(torch.tensor([1.0, 300.0, 2.0, 0.5]))

@@ -136,7 +136,7 @@ def test_streaming_stored_weights_makes_no_copy_in_high_precision(recipe: str, l
 def _holds_a_shard_and_a_layer(rank: int, folder: str) -> None:
     """Beside its shards: the largest weight, gathered, and what is made of it. Control: all, gathered at once."""
     for weights in (None, "quantized"):
-        model: Any = lpq.convert(Net(width=256, blocks=6), "mxfp8", weights=weights, ranks=2)
+        model: Any = lpq.convert(Net(width=256, blocks=6), "mxfp8", weights=weights)
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)

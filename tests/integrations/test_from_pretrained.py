@@ -217,6 +217,8 @@ def test_wrong_configurations_are_refused_before_a_model_is_loaded() -> None:
         LpqConfig("mxfp8", weights="stored")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ranks=0"):
         LpqConfig("mxfp8", weights="quantized", ranks=0)
+    with pytest.raises(ValueError, match=r"ranks=2 is for weights that are prepared, .* add weights='quantized'"):
+        LpqConfig("mxfp8", ranks=2)
     with pytest.raises(ValueError, match="include='lm_head'"):
         LpqConfig("mxfp8", include="lm_head")  # type: ignore[arg-type]
 
