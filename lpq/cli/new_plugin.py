@@ -49,7 +49,13 @@ def new_plugin(
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that cannot be a format's, or that is taken."""
+    """Refuse a name that cannot be a format's, that is of a package, or that is taken."""
+    if name.startswith(("lpq_", "lpq-")):
+        own = name[4:] if NAME.fullmatch(name[4:]) else "NAME"
+        raise NewPluginError(
+            f"{brief(name)} is a package's name, and a format's is without {name[:4]}: lpq new-plugin {own} makes "
+            f"lpq-{own}"
+        )
     if not NAME.fullmatch(name):
         raise NewPluginError(
             f"{brief(name)} cannot be the name of a format: use lower-case letters, digits and _, a letter first, "

@@ -57,6 +57,9 @@ def test_the_name_is_everywhere() -> None:
     ("name", "words"),
     [
         ("2bit", "use lower-case letters, digits and _, a letter first"),
+        ("lpq_int8", "lpq_: lpq new-plugin int8 makes lpq-int8"),
+        ("lpq-int8", "lpq-: lpq new-plugin int8 makes lpq-int8"),
+        ("lpq_2", "lpq_: lpq new-plugin NAME makes lpq-NAME"),
         ("my-format", "use lower-case letters, digits and _, a letter first"),
         ("Int8", "use lower-case letters, digits and _, a letter first"),
         ("none", "in a quantizer string it means None"),
