@@ -84,11 +84,15 @@ class WeightShard(Gathered, Tensor):
     ) -> Any:
         shards: dict[int, WeightShard] = {}
 
-        def unwrap(shard: WeightShard) -> Tensor:
-            shards[id(shard.held)] = shard
-            return shard.held
+        def unwrapped(value: Any) -> Any:
+            if type(value) is list:  # an optimizer's step has long ones, for which torch's trees are slow
+                return [unwrapped(each) for each in value]
+            if not isinstance(value, WeightShard):
+                return value
+            shards[id(value.held)] = value
+            return value.held
 
-        args, kwargs = tree_map_only(WeightShard, unwrap, (args, kwargs or {}))
+        args, kwargs = [*map(unwrapped, args)], {name: unwrapped(value) for name, value in (kwargs or {}).items()}
         result = func(*args, **kwargs)
         if schema_of(func).is_mutable:
             for value in written(func, args, kwargs):
