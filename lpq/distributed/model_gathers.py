@@ -182,8 +182,8 @@ class _Steps(Watcher):
             for gather in gathering.written_by(params):
                 site = gather.site
                 gather.measure(reductions)
-                memories = [*gather.layer.memories().values()]
-                reductions.add(memories, site.group, site.replicas)  # replicas saw other inputs
+                if memories := gather.layer.memories():
+                    reductions.add([*memories.values()], site.group, site.replicas)  # replicas saw other inputs
 
     def lend_while_compiling(self) -> None:
         """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.

@@ -84,13 +84,13 @@ class Gather:
         """Whether forward runs again in backward, which then needs the row operand too."""
         self._checkpointed = checkpointed
         self._model = model
-        self._judged: tuple[Quantizer | None, Quantizer | None] = (None, None)
-        """The last quantizer that the layer wanted, and that of the gathered weight."""
+        self._judged: tuple[Quantizer | None, Sides | None] = (None, None)
+        """The last quantizer that the layer wanted, and ``sides`` for it."""
         self._measured: Measured | None = None
         self._spanning: list[Tensor | None] = []
         """Those of ``stats`` that reach beyond a shard; None in place of others."""
         self._whole: tuple[Sides, Whole, Whole] | None = None
-        self._made_for: tuple[Quantizer | None, torch.dtype] | None = None
+        self._made_for: tuple[Sides | None, torch.dtype] | None = None
         self._ways: dict[tuple[object, ...], Way] = {}
         """The ways in which it is gathered, by all that they depend on."""
         self._way: Way
@@ -117,11 +117,12 @@ class Gather:
     # ------------------------------------------------------------------------------ the quantizer and the statistics
 
     @property
-    def quantizer(self) -> Quantizer | None:
-        """The quantizer of the gathered weight; None: it is gathered in high precision."""
+    def sides(self) -> Sides | None:
+        """The operands of the gathered weight; None: it is gathered in high precision."""
         wanted = self.layer.weight_quantizer()
         if wanted is not self._judged[0]:
-            self._judged = wanted, (wanted if wanted is not None and self.why_whole(wanted) is None else None)
+            quantized = wanted is not None and self.why_whole(wanted) is None
+            self._judged = wanted, sides_of(wanted, is_stack(self.layer.weight.shape)) if quantized else None
         return self._judged[1]
 
     def why_whole(self, quantizer: Quantizer) -> str | None:
@@ -142,7 +143,7 @@ class Gather:
 
     def measure(self, reductions: Reductions) -> None:
         """Measure this rank's shard into ``stats``. These reductions make them the statistics of the whole weight."""
-        local, quantizer = self.site.local, self.quantizer
+        local, sides = self.site.local, self.sides
         version = local.write_count if isinstance(local, WeightShard) else 0
         measured = Measured(weakref.ref(local), version, self._judged[0])
 
@@ -151,13 +152,12 @@ class Gather:
 
         self._measured = None  # until then each rank has others
         self.stats = self._spanning = []
-        if quantizer is not None and isinstance(local, WeightShard):
-            sides = sides_of(quantizer, stack := is_stack(local.shape))
+        if sides is not None and isinstance(local, WeightShard):
             self.stats = self._spanning = [None] * len(sides.stats)
             if sides.measured:
                 with torch.no_grad():
                     found = measure(self._prepared(local), sides.row, sides.col, dtype=self.site.dtype)
-                if not stack:  # of which no statistic is of several shards
+                if not is_stack(local.shape):  # of which no statistic is of several shards
                     reductions.add_stats(sides.stats, found, self.site.group, 1)
                 self.stats = [*found]
                 self._spanning = [s if spans(d) else None for s, d in zip(found, sides.stats, strict=True)]
@@ -183,15 +183,15 @@ class Gather:
         self._model.check(self)
         if isinstance(shard, QuantizedTensor):
             attach(self.site.param)
-            quantizer: Quantizer | None = self._stored_quantizer(shard)
+            sides: Sides | None = sides_of(self._stored_quantizer(shard), is_stack(shard.shape))
         else:
             if self.stale:
                 self._model.refresh()
-            quantizer = self.quantizer
+            sides = self.sides
         self._filled.clear()
         self._high = []
-        if self._made_for != (quantizer, dtype):
-            self._make(quantizer, dtype)
+        if self._made_for != (sides, dtype):
+            self._make(sides, dtype)
         if self._whole is None:
             return (plain(self.site.padded).to(self.site.device, dtype, non_blocking=True),)
         _, row, col = self._whole
@@ -215,7 +215,7 @@ class Gather:
         self.site.gather_into(into)
         return tuple(sent)
 
-    def _make(self, quantizer: Quantizer | None, dtype: torch.dtype) -> None:
+    def _make(self, sides: Sides | None, dtype: torch.dtype) -> None:
         """Make the tensors that the gather fills, once for each quantizer."""
         if self.site.reshards_to_fewer_ranks:
             raise ValueError(
@@ -223,12 +223,12 @@ class Gather:
                 "parameters only, and these are gathered quantized; use True or False"
             )
         self.site.forget()
-        self._made_for, self._whole, self._known, self._ways = (quantizer, dtype), None, [], {}
-        if quantizer is not None:
-            shape, ranks = self.layer.weight.shape, self.site.group.size()
+        self._made_for, self._whole, self._known, self._ways = (sides, dtype), None, [], {}
+        if sides is not None:
+            shape, ranks, quantizer = self.layer.weight.shape, self.site.group.size(), sides.quantizer
             of = (tuple(shape), ranks, dtype, self.site.device)
             row, col = Whole("row", quantizer.side("row"), *of), Whole("col", quantizer.side("col"), *of)
-            self._whole = sides_of(quantizer, is_stack(shape)), row, col
+            self._whole = sides, row, col
 
     def _find_way(self, shard: Tensor, dtype: torch.dtype) -> Way:
         """The way of the gather that is beginning; the first of its kind is bound."""

@@ -105,23 +105,33 @@ class Reductions:
         self._across: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
         self._sums: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
         self._afterwards: list[Callable[[], None]] = []
+        self._ranks: dict[ProcessGroup, tuple[int, ...]] = {}
 
     def add(self, values: Sequence[Tensor], group: ProcessGroup, across: ProcessGroup | None = None) -> None:
         """Reduce these in place over ``group``; afterwards over ``across``, if there is one."""
         for reduced, over in ((self._within, group), (self._across, across)):
-            if over is not None and over.size() > 1:
-                ranks = same_ranks(over)
-                for value in values:
-                    reduced.setdefault((ranks, value.device), (over, []))[1].append(value)
+            if over is not None:
+                self._add(reduced, values, over)
 
     def add_stats(
         self, declared: Sequence[Declared], stats: Sequence[Tensor], group: ProcessGroup, number: int
     ) -> None:
         """Reduce in place those statistics of a round whose elements span the ranks."""
         found = [(d[0], s) for d, s in zip(declared, stats, strict=True) if spans(d) and d[0].round == number]
-        self.add([value for stat, value in found if stat.reduce == "max"], group)
-        for value in (value for stat, value in found if stat.reduce == "sum" and group.size() > 1):
-            self._sums.setdefault((same_ranks(group), value.device), (group, []))[1].append(value)
+        self._add(self._within, [value for stat, value in found if stat.reduce == "max"], group)
+        self._add(self._sums, [value for stat, value in found if stat.reduce == "sum"], group)
+
+    def _add(
+        self, to: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]], values: Sequence[Tensor],
+        group: ProcessGroup,
+    ) -> None:  # fmt: skip
+        if not values or group.size() == 1:
+            return
+        ranks = self._ranks.get(group)
+        if ranks is None:
+            ranks = self._ranks[group] = same_ranks(group)
+        for value in values:
+            to.setdefault((ranks, value.device), (group, []))[1].append(value)
 
     def afterwards(self, call: Callable[[], None]) -> None:
         """Register a function to call once all are reduced; it is not called if something raises before."""
