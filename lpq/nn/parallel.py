@@ -321,13 +321,17 @@ def _measured(
     way: _Pass, of_w: Part, weight: DTensor, of_x: Part | None, x: Tensor
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """The statistics of the input, unless its part is None, those of the weight, and the seeds of the pass, with one
-    reduction over the ranks for all of them."""
-    matrix, w = as_matrix(x), local_part(weight)
-    beside = [] if of_x is None else [(of_x, matrix, way.states.get("x"))]
+    reduction over the ranks for all of them. In a graph the input has one of its own: a compiler merges those of layers
+    that are given the same input, and so all that follows from it, the gather included."""
+    w = local_part(weight)
+    parts = [] if of_x is None else [(of_x, as_matrix(x), way.states.get("x"))]
+    alone = measure_parts(parts, None, way.group)[0] if torch.compiler.is_compiling() else []
     seeds = draw_seeds(x, w, len(TENSORS)) if way.plan.stochastic else None
-    stats, seeds = measure_parts([*beside, (of_w, w, way.states.get("w"))], seeds, way.group)
+    rest = [*([] if alone else parts), (of_w, w, way.states.get("w"))]
+    stats, seeds = measure_parts(rest, seeds, way.group)
     named = {} if seeds is None else dict(zip(TENSORS, seeds.unbind(), strict=True))
-    return stats[0] if beside else [], stats[-1], named
+    of_input = alone or stats[:-1]
+    return of_input[0] if of_input else [], stats[-1], named
 
 
 def _encoded_weight(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from ranks import spawn
 from test_tensor_parallel import BATCH, TOKENS, WIDTH, Gated, agree, data, model, plan, run, whole
 from torch import Tensor, nn
@@ -55,6 +57,42 @@ def compiled(rank: int, style: Any, recipe: str, steps: int = 1, device: str = "
 )
 def test_compiled(style: Any, recipe: str, backend: str) -> None:
     spawn(partial(compiled, backend=backend), 2, style, recipe)
+
+
+class Two(nn.Module):
+    """Two layers that are given the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.left(x) * self.right(x)
+        return y
+
+
+def _gathered_once(rank: int) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen: list[Counter[str]] = []
+
+    def count(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        seen.append(Counter(node.target.name() for node in module.graph.nodes if hasattr(node.target, "name")))
+        return make_boxed_func(module.forward)
+
+    net, column = lpq.convert(Two(), "fp8-current"), tp.ColwiseParallel(input_layouts=Shard(1))
+    parallelize_module(net, init_device_mesh("cpu", (2,)), {"left": column, "right": column})
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    net.compile(fullgraph=True, backend=backend)
+    net(data()[0].chunk(2, 1)[rank].clone().requires_grad_()).sum().backward()
+    assert [graph["lpq::gemm"] for graph in seen] == [2, 4]
+    assert seen[0]["_c10d_functional::all_gather_into_tensor_coalesced"] == 1, seen[0]
+    assert seen[0]["lpq::quantize"] == 3, seen[0]  # of the input and of two weights
+
+
+def test_a_compiler_gathers_once_what_layers_share() -> None:
+    """Also where its statistics span ranks."""
+    spawn(_gathered_once, 2)
 
 
 def _checkpointed(rank: int, recipe: str) -> None:
