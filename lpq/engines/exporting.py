@@ -99,35 +99,22 @@ class Export:
         patterns of layers whose weights stay in high precision. ``shard_bytes``: the most bytes of one file.
         """
         ranks, target = ranks_of(process_group), place(path)
-        job: list[tuple[Plan, _Source]] = []
-        saying = f"{target} cannot be exported"
 
-        def prepare() -> list[str]:
-            _check_options(dtype, shard_bytes)
-            source = _source(model, dtype, ranks, layout)
-            job.append((planned(source.entries, layout, source.linear, input_amax, leave), source))
-            return [f"{name} {shown}" for tensor in job[0][0].tensors for name, shown in tensor.shown().items()]
+        def begin() -> Directory:
+            small = beside(source.model, base_of(source.model, base)) | {n: as_json(data) for n, data in config.items()}
+            return Directory(target, shards(plan, shard_bytes), small)
 
-        with ranks.saying(saying):
-            _check_ranks(model, ranks)
-            ranks.alike(prepare, "the ranks hold different models, and what is exported is one")
-            ((plan, source),) = job
-            directory: list[Directory] = []
-
-            def begin() -> list[str]:
-                taken = base_of(source.model, base)
-                config = _config(source.model, taken, plan, dtype)
-                small = {**beside(source.model, taken), **{n: as_json(data) for n, data in config.items()}}
-                directory.append(Directory(target, shards(plan, shard_bytes), small))
-                written = config[CONFIG]
-                lacking = [NO_MODEL] if not written.get("architectures") else []
-                return [*lacking, *plan.remarks(next((str(written[k]) for k in DTYPE if written.get(k)), None))]
-
-            remarks = ranks.first(begin)
-            with directory[0].discarded_on_error() if directory else nullcontext():
-                _write(plan, next(iter(directory), None), ranks)
+        with ranks.saying(f"{target} cannot be exported"):
+            plan, source = _planned(model, layout, dtype, input_amax, leave, shard_bytes, ranks)
+            config = ranks.first(lambda: _config(source.model, base, plan, dtype))
+            written = config[CONFIG]
+            lacking = [NO_MODEL] if not written.get("architectures") else []
+            remarks = plan.remarks(next((str(written[key]) for key in DTYPE if written.get(key)), None))
+            directory = ranks.each(lambda: begin() if ranks.rank == 0 else None)
+            with directory.discarded_on_error() if directory is not None else nullcontext():
+                _write(plan, directory, ranks)
         layers = {_title(group.scheme.title, group.inputs): group.layers for group in plan.groups}
-        return Exported(target, layout, layers, plan.left, (*plan.notes, *source.notes, *remarks))
+        return Exported(target, layout, layers, plan.left, (*plan.notes, *source.notes, *lacking, *remarks))
 
     def stream(
         self,
@@ -146,18 +133,9 @@ class Export:
         those of ``process_group``, and each gets all tensors, on its device. The arguments are those of ``lpq.export``.
         """
         ranks = ranks_of(process_group)
-        job: list[Plan] = []
-
-        def prepare() -> list[str]:
-            _check_options(dtype, SHARD)
-            source = _source(model, dtype, ranks, layout)
-            job.append(planned(source.entries, layout, source.linear, input_amax, leave))
-            return [f"{name} {shown}" for tensor in job[0].tensors for name, shown in tensor.shown().items()]
-
         with ranks.saying("the model cannot be streamed"):
-            _check_ranks(model, ranks)
-            ranks.alike(prepare, "the ranks hold different models, and what is streamed is one")
-        return _streamed(job[0])
+            plan, _ = _planned(model, layout, dtype, input_amax, leave, SHARD, ranks)
+        return _streamed(plan)
 
 
 @dataclass(frozen=True)
@@ -169,6 +147,29 @@ class _Source:
     model: nn.Module | None
     notes: tuple[str, ...] = ()
     """Remarks for the user."""
+
+
+def _planned(
+    model: nn.Module | str | Path,
+    layout: str,
+    dtype: torch.dtype | None,
+    input_amax: Amaxes | None,
+    leave: Sequence[str],
+    shard_bytes: int,
+    ranks: Ranks,
+) -> tuple[Plan, _Source]:
+    """The tensors of the files, the same ones on all ranks, and where they come from."""
+
+    def prepare() -> tuple[Plan, _Source]:
+        _check_options(dtype, shard_bytes)
+        source = _source(model, dtype, ranks, layout)
+        return planned(source.entries, layout, source.linear, input_amax, leave), source
+
+    _check_ranks(model, ranks)
+    plan, source = ranks.each(prepare)
+    shown = [f"{name} {kind}" for tensor in plan.tensors for name, kind in tensor.shown().items()]
+    ranks.alike(lambda: shown, "the ranks hold different models, and an engine gets one")
+    return plan, source
 
 
 def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
@@ -213,10 +214,10 @@ def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:
 
 
 def _config(
-    model: nn.Module | None, base: Path | None, plan: Plan, dtype: torch.dtype | None
+    model: nn.Module | None, base: str | Path | None, plan: Plan, dtype: torch.dtype | None
 ) -> dict[str, dict[str, Any]]:
     """The JSON beside the tensors, by the names of files."""
-    config = configuration(model, base)
+    config = configuration(model, base_of(model, base))
     if dtype is not None:
         config |= {key: str(dtype).removeprefix("torch.") for key in DTYPE if key in config}
     found = {name: dict(data) for name, data in plan.files.items()}
