@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import fully_shard, spawn
+from test_every_recipe import FORMATS, recipe_of, register
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import lpq
 from lpq.distributed.shard import WeightShard
@@ -47,17 +49,22 @@ def _model(recipe: str, weights: Any, ranks: int) -> Experts:
     return model
 
 
-def _trained(model: nn.Module, masters: bool, steps: int = 2) -> list[Tensor]:
-    """Outputs and, after the last step, whole weights."""
+def _trained(model: nn.Module, masters: bool, steps: int = 2, way: str | None = None) -> list[Tensor]:
+    """Outputs and, after the last step, whole weights; ``way``: of training, ``"accumulated"`` in two micro-batches."""
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = MasterWeights(optimizer, keep=masters)
     torch.manual_seed(1)  # of random bits
     offs, found = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32), []
     for step in range(steps):
         x = torch.randn(sum(COUNTS) + 2, WIDTH, generator=torch.Generator().manual_seed(step))
-        y = model(x, offs)
-        (y.square().sum() / y.numel()).backward()
-        found.append(y.detach())
+        for scale in (1.0, -3.0) if way == "accumulated" else (1.0,):
+            y = (
+                checkpoint(model, x * scale, offs, use_reentrant=False)
+                if way == "checkpointed"
+                else model(x * scale, offs)
+            )
+            (y.square().sum() / y.numel()).backward()
+            found.append(y.detach())
         optimizer.step()
         optimizer.zero_grad()
     return found + [_whole(p) for p in model.parameters()]
@@ -73,9 +80,9 @@ def _whole(parameter: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _as_one(rank: int, recipe: str, weights: Any) -> None:
+def _as_one(rank: int, recipe: str, weights: Any, way: str | None = None) -> None:
     masters = weights == "quantized"
-    alone = _trained(_model(recipe, weights, 2), masters)
+    alone = _trained(_model(recipe, weights, 2), masters, way=way)
     model = _model(recipe, weights, 2)
     kind = {"quantized": lpq.QuantizedTensor, "high_precision": WeightShard, None: torch.Tensor}[weights]
     fully_shard(model.up)
@@ -83,7 +90,9 @@ def _as_one(rank: int, recipe: str, weights: Any) -> None:
     part = local_part(model.up.weight)
     assert isinstance(part, kind)
     assert part.shape == (EXPERTS // 2, 2 * WIDTH, WIDTH)
-    sharded = _trained(model, masters)
+    if way == "compiled":
+        model.compile(backend="aot_eager")
+    sharded = _trained(model, masters, way=way)
     for a, b in zip(alone, sharded, strict=True):
         assert torch.equal(a, b), (recipe, weights)
 
@@ -103,6 +112,12 @@ def test_two_ranks_compute_what_one_does(recipe: str, weights: str | None) -> No
     spawn(_as_one, 2, recipe, weights)
 
 
+@pytest.mark.parametrize("way", ["accumulated", "checkpointed", "compiled"])
+@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+def test_other_ways_of_training(way: str, weights: str | None) -> None:
+    spawn(_as_one, 2, "fp8-block", weights, way)
+
+
 def _every(rank: int) -> None:
     for recipe in NAMED:
         for weights in (None, "quantized"):
@@ -112,6 +127,16 @@ def _every(rank: int) -> None:
 def test_every_recipe_with_a_name() -> None:
     assert len(NAMED) > 8
     spawn(_every, 2)
+
+
+def _every_format(rank: int) -> None:
+    register()
+    for text in FORMATS:
+        _as_one(rank, recipe_of(text), "high_precision")
+
+
+def test_every_format(mxfp4: None) -> None:
+    spawn(_every_format, 2)
 
 
 def _report(rank: int) -> None:

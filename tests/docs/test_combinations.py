@@ -11,11 +11,13 @@ from snippets import ROOT
 LINEAR, SHARDED, PARALLEL = "tests/nn/test_linear.py", "tests/distributed", "tests/distributed/test_parallel"
 GROUPED, EXPERTS = "tests/nn/test_grouped_linear.py", "tests/distributed/test_expert_parallel.py"
 LAYOUTS = "tests/calibration/test_layouts_of_experts.py"
+RECIPES, OTHER_WAYS = f"{SHARDED}/test_every_recipe.py", f"{SHARDED}/test_grouped_sharded.py::other_ways_of_training"
 NOTHING = ""
 TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Linear layers": {
         "every recipe with a name": (
-            f"{LINEAR}::the_three_gemms_multiply_the_encoded_operands", f"{SHARDED}/test_fsdp.py::every_recipe", "–",
+            f"{LINEAR}::the_three_gemms_multiply_the_encoded_operands", f"{SHARDED}/test_fsdp.py::every_recipe",
+            f"{RECIPES}::layers_that_ranks_share_out",
         ),
         "every format, and hybrids of any two": (
             "lpq/testing/conformance/test_linear.py::three_gemms_are_products_of_operands",
@@ -36,7 +38,8 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "gradient accumulation": (
             "tests/nn/test_accumulate.py::the_sum_in_grad_is_autograds",
-            f"{SHARDED}/test_as_unsharded.py::sharded_training_is_unsharded_training", "–",
+            f"{SHARDED}/test_as_unsharded.py::sharded_training_is_unsharded_training",
+            f"{RECIPES}::layers_that_ranks_share_out",
         ),
         '`weights="quantized"`': (
             f"{LINEAR}::a_weight_stored_quantized_gives_the_same_products_compiled_too",
@@ -56,13 +59,14 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
         "export to engines": (
             "tests/engines/test_export.py::a_user_exports_a_model",
-            "tests/engines/test_sharded_export.py::a_sharded_model_is_exported_as_it_is_unsharded", "–",
+            "tests/engines/test_sharded_export.py::a_sharded_model_is_exported_as_it_is_unsharded",
+            "tests/engines/test_sharded_export.py::layers_that_ranks_share_out_are_exported_as_of_one",
         ),
     },
     "Experts": {
         "every recipe with a name, but those that remember": (
             f"{GROUPED}::it_is_separate_linears_bit_for_bit",
-            f"{SHARDED}/test_grouped_sharded.py::every_recipe_with_a_name", "–",
+            f"{SHARDED}/test_grouped_sharded.py::every_recipe_with_a_name", f"{RECIPES}::experts_that_ranks_share_out",
         ),
         "a recipe with one scale for a tensor, with blocks, a hybrid": (
             f"{GROUPED}::it_is_separate_linears_bit_for_bit",
@@ -70,21 +74,28 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{EXPERTS}::ranks_compute_what_one_process_does",
         ),
         "every format, third parties' too": (
-            "lpq/testing/conformance/test_groups.py::a_group_is_encoded_by_itself", "–", "–",
+            "lpq/testing/conformance/test_groups.py::a_group_is_encoded_by_itself",
+            f"{SHARDED}/test_grouped_sharded.py::every_format",
+            f"{RECIPES}::every_format_of_experts_that_ranks_share_out",
         ),
         "a recipe that remembers statistics": (f"{GROUPED}::what_is_not_built_is_refused_in_words",) * 3,
         "experts of Hugging Face's models": (
-            "tests/integrations/test_experts.py::they_are_separate_layers_to_the_bit", "–",
+            "tests/integrations/test_experts.py::they_are_separate_layers_to_the_bit",
+            "tests/integrations/test_experts_over_ranks.py::experts_that_fsdp_shards",
             "tests/integrations/test_experts_over_ranks.py::experts_over_ranks",
         ),
         "rows that travel encoded": (NOTHING, NOTHING, f"{EXPERTS}::rows_that_travel_encoded"),
         "`torch.compile`": (
-            f"{GROUPED}::compiled_in_one_graph_it_is_the_layer", "–", f"{EXPERTS}::compiled_it_computes_the_same",
+            f"{GROUPED}::compiled_in_one_graph_it_is_the_layer", OTHER_WAYS,
+            f"{EXPERTS}::compiled_it_computes_the_same",
         ),
         "activation checkpointing": (
-            f"{GROUPED}::activation_checkpointing_computes_the_same", "–", f"{EXPERTS}::rows_that_travel_encoded",
+            f"{GROUPED}::activation_checkpointing_computes_the_same", OTHER_WAYS,
+            f"{EXPERTS}::rows_that_travel_encoded",
         ),
-        "gradient accumulation": (f"{GROUPED}::gradients_accumulate", "–", "–"),
+        "gradient accumulation": (
+            f"{GROUPED}::gradients_accumulate", OTHER_WAYS, f"{RECIPES}::experts_that_ranks_share_out",
+        ),
         '`weights="quantized"`': (
             f"{SHARDED}/test_grouped_sharded.py::two_ranks_compute_what_one_does",
             f"{SHARDED}/test_grouped_sharded.py::two_ranks_compute_what_one_does",
@@ -101,18 +112,18 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
             *(f"{LAYOUTS}::experts_beside_tensor_parallelism_and_fsdp_over_4_ranks",) * 2,
         ),
         "export to engines": (
-            "tests/engines/test_export_experts.py::each_expert_has_the_bytes_of_a_layer", "–",
-            "tests/engines/test_export_experts.py::experts_of_several_ranks_are_exported_as_of_one",
+            "tests/engines/test_export_experts.py::each_expert_has_the_bytes_of_a_layer",
+            *("tests/engines/test_export_experts.py::experts_of_several_ranks_are_exported_as_of_one",) * 2,
         ),
     },
 }  # fmt: skip
-"""For each row the tests of its cells; a dash where there is none, and nothing where the cell has no meaning."""
+"""For each row the tests of its cells, and nothing where the cell has no meaning."""
 REFUSED = ("what_cannot_be_shared_out", "what_is_not_built", "what_ranks_cannot_share_out")
 
 
 def cell(test: str) -> str:
     """The cell that the page has in place of a test."""
-    if test in (NOTHING, "–"):
+    if test == NOTHING:
         return test
     return "refused" if test.partition("::")[2].startswith(REFUSED) else "✓"
 

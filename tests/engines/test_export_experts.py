@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import spawn
+from ranks import fully_shard, spawn
 from tiny import same, tensors
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
@@ -125,16 +126,20 @@ def test_experts_that_are_left_are_ignored_by_name(tmp_path: Path) -> None:
     assert torch.equal(tensors(tmp_path / "y")["experts.up_proj.weight"], model.experts.up_proj.weight)
 
 
-def _shared_out(rank: int, ranks: int) -> None:
+def _shared_out(rank: int, ranks: int, by_fsdp: bool) -> None:
     expected = dict(lpq.export.stream(lpq.convert(Model(), "nvfp4"), LAYOUT))
     model: Any = lpq.convert(Model(), "nvfp4")
-    parallelize_module(model.experts, init_device_mesh("cpu", (ranks,)), ExpertParallel())
+    if by_fsdp:
+        fully_shard(model.experts)
+    else:
+        parallelize_module(model.experts, init_device_mesh("cpu", (ranks,)), ExpertParallel())
+    assert isinstance(model.experts.up_proj.weight, DTensor)
     assert same(dict(lpq.export.stream(model, LAYOUT)), expected)
 
 
-@pytest.mark.parametrize("ranks", [4, 2])
-def test_experts_of_several_ranks_are_exported_as_of_one(ranks: int) -> None:
-    spawn(_shared_out, ranks, ranks)
+@pytest.mark.parametrize(("ranks", "by_fsdp"), [(4, False), (2, False), (2, True)])
+def test_experts_of_several_ranks_are_exported_as_of_one(ranks: int, by_fsdp: bool) -> None:
+    spawn(_shared_out, ranks, ranks, by_fsdp)
 
 
 # ---------------------------------------------------------------------------------------------- Hugging Face's

@@ -15,13 +15,17 @@ import torch.distributed as dist
 from ranks import fully_shard, spawn
 from tiny import Net, layers, same, tensors
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lpq
 from lpq.checkpoint import CheckpointError
 from lpq.core import QuantizedTensor
+from lpq.distributed import tensor_parallel as tp
 from lpq.engines import plan
 
 LAYOUT = "compressed-tensors"
@@ -55,6 +59,27 @@ def _exports(rank: int, folder: str) -> None:
     quantized = [n for n in found if n.rpartition(".")[0] in layers(rounded) and "weight" in n]
     assert len(quantized) == 8
     assert same({n: found[n] for n in quantized}, {n: expected[n] for n in quantized})
+
+
+def _exports_in_parallel(rank: int, folder: Path) -> None:
+    columns, rows = tp.ColwiseParallel(), tp.RowwiseParallel()
+    styles = {
+        f"blocks.*.{name}": columns if name.endswith(("q_proj", "up_proj")) else rows
+        for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    for recipe in ("fp8-current", "fp8-block", "nvfp4"):
+        model: Any = lpq.convert(Net(width=256), recipe)
+        expected = dict(lpq.export.stream(model, LAYOUT))
+        parallelize_module(model, init_device_mesh("cpu", (2,)), styles)
+        parts = [layer for layer in layers(model).values() if isinstance(layer.weight, DTensor)]
+        assert len(parts) == 4
+        lpq.export(model, folder / recipe, layout=LAYOUT)
+        assert same(dict(lpq.export.stream(model, LAYOUT)), expected)
+        assert same(tensors(folder / recipe), expected)
+
+
+def test_layers_that_ranks_share_out_are_exported_as_of_one(tmp_path: Path) -> None:
+    spawn(_exports_in_parallel, 2, tmp_path)
 
 
 def _one_fails(rank: int, folder: Path, model: Any) -> None:

@@ -59,9 +59,10 @@ def _alike(rank: int, case: int, replicas: int) -> None:
     alone = experts_of(lpq.convert(made(model), recipe))[0]
     shared = copy.deepcopy(alone)
     names = [(k, v.shape) for k, v in alone.state_dict().items()]
-    ranks = RANKS // replicas
+    ranks = dist.get_world_size() // replicas
     mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "ep"))
-    parallelize_module(shared, mesh["ep"], ExpertParallel(dispatch=dispatch))
+    if ranks > 1:
+        parallelize_module(shared, mesh["ep"], ExpertParallel(dispatch=dispatch))
     if replicas > 1:
         fully_shard(shared, mesh=mesh["dp"])
     assert [(k, v.shape) for k, v in shared.state_dict().items()] == names
@@ -88,6 +89,11 @@ def _alike(rank: int, case: int, replicas: int) -> None:
 @pytest.mark.parametrize(("case", "replicas"), [(0, 1), (0, 2), (1, 2), (2, 1), (3, 1), (4, 2), (5, 1)])
 def test_experts_over_ranks(case: int, replicas: int) -> None:
     spawn(_alike, RANKS, case, replicas)
+
+
+@pytest.mark.parametrize("case", [0, 2, 4])
+def test_experts_that_fsdp_shards(case: int) -> None:
+    spawn(_alike, 2, case, 2)
 
 
 def _trained(rank: int) -> None:
