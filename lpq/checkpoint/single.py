@@ -40,7 +40,7 @@ def export_file(
     all tensors bit for bit. The first rank has the whole model in the CPU's memory on the way.
     """
     ranks, target = ranks_of(process_group), place(path)
-    with ranks.saying(f"{target} cannot be exported"):
+    with ranks.saying(f"nothing is exported to {target}"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
         ranks.alike(lambda: description, "the ranks hold different models, and the file is of one")
@@ -49,7 +49,7 @@ def export_file(
         gathered = whole(decoded(part) if decode else part)
         if ranks.rank == 0:
             complete[name] = gathered.cpu()
-    with ranks.saying(f"{target} cannot be exported"):
+    with ranks.saying(f"nothing is exported to {target}"):
         ranks.first(lambda: _write(target, complete, other, description))
     return target
 

@@ -104,7 +104,7 @@ class Export:
             small = beside(source.model, base_of(source.model, base)) | {n: as_json(data) for n, data in config.items()}
             return Directory(target, shards(plan, shard_bytes), small)
 
-        with ranks.saying(f"{target} cannot be exported"):
+        with ranks.saying(f"nothing is exported to {target}"):
             plan, source = _planned(model, layout, dtype, input_amax, leave, shard_bytes, ranks)
             config = ranks.first(lambda: _config(source.model, base, plan, dtype))
             written = config[CONFIG]
