@@ -32,7 +32,7 @@ COMMANDS = {
     ),
     "memory": (
         "lpq.cli.memory",
-        "Show what the weights of a model take: stored, gathered, in the optimizer.",
+        "Show how many bytes the weights of a model take: stored, gathered, in the optimizer.",
     ),
     "calibrate": (
         "lpq.train.commands.calibrate",

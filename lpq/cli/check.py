@@ -23,7 +23,7 @@ class KitMissing(LpqError):
 def check(
     formats: Annotated[
         list[str],
-        typer.Argument(metavar="FORMAT...", help="nvfp4: in all its options; 'nvfp4(block=16x16)': in this way only."),
+        typer.Argument(metavar="FORMAT", help="nvfp4: in all its options; 'nvfp4(block=16x16)': in this way only."),
     ],
     select: Annotated[
         str, typer.Option("-k", metavar="EXPRESSION", help="Only the tests whose names match, as for pytest.")

@@ -13,7 +13,7 @@ from lpq.registry.errors import OptionError, suggestion
 DTYPES = ("bfloat16", "float16", "float32")
 
 Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of lpq, or the directory of a run.")]
-Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write; it must not be there yet.")]
+Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write: a new directory, or an empty one.")]
 Layout = Annotated[
     str,
     typer.Option("--layout", help="The layout: compressed-tensors, modelopt, fp8-block, or one that a plugin brings."),

@@ -44,7 +44,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 8, json: Json = False) -> None:
-    """Show what the weights of a model take under a recipe: stored, gathered, and in the optimizer.
+    """Show how many bytes the weights of a model take under a recipe: stored, gathered, and in the optimizer.
 
     The model is built on the meta device in fp32, converted as `lpq.convert` does it, and its tensors are counted as
     FSDP2 shards them: each block, then the rest, which stays as it is; what is not quantized is gathered in bf16.
@@ -78,9 +78,9 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
         if m.total > plain.total:
             of, bare = (f"{count / plain.total:.0%}" for count in (m.total, m.total - m.masters))
             print_text(
-                f"{way}: a rank holds {of} of what it holds in bf16. The fp32 masters alone take what there the fp32 "
-                f"shards take, and the quantized weights, {m.share:.0%} of bf16, come on top; what is saved is in the "
-                f"gathers. With MasterWeights(…, keep=False), which keeps no masters, it is {bare}."
+                f"{way}: a rank holds {of} of what it holds in bf16. Its fp32 masters take as much as the fp32 shards "
+                f"of training in bf16, and the quantized weights, {m.share:.0%} of bf16, come on top: only the gathers "
+                f"take less. With MasterWeights(…, keep=False), which keeps no masters, it is {bare}."
             )
 
 

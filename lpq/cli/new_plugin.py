@@ -25,7 +25,7 @@ class NewPluginError(LpqError):
 
 
 def new_plugin(
-    name: Annotated[str, typer.Argument(help="The format's name: lower-case letters, digits and _.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The format's name: lower-case letters, digits and _.")],
     directory: Annotated[Path, typer.Option("--dir", help="Where to make the folder lpq-NAME.")] = Path(),
 ) -> None:
     """Write the folder lpq-NAME: a package with a new number format, ready to install and to change."""

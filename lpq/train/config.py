@@ -40,7 +40,7 @@ class TrainConfig:
 
     recipe: str = option(RECIPE, "A recipe: a name that `lpq recipes` lists, the grammar, or a TOML file.")
     policy: str | None = option(None, "A policy file (TOML): recipes by layer and step, in place of --recipe.")
-    baseline: bool = option(True, "Train the same model in bf16 afterwards (fp32 where that is slow) and compare.")
+    baseline: bool = option(True, "Train the same model in bf16 afterwards (in fp32 where bf16 is slow) and compare.")
     steps: int = option(300, "Optimizer steps of each run.", least=1)
     batch: int = option(8, "Sequences per step.", least=1)
     seq: int = option(128, "Bytes per sequence.", least=1)
@@ -49,13 +49,15 @@ class TrainConfig:
     layers: int = option(4, "Blocks of the model.", least=1)
     heads: int = option(2, "Attention heads; they divide --width.", least=1)
     width: int = option(128, "Width of the model.", least=1)
-    data: tuple[str, ...] = option((), "Files or directories to train on (repeatable); default: Python's own sources.")
+    data: tuple[str, ...] = option(
+        (), "Files or directories to train on (repeatable); default: the sources of Python's standard library."
+    )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto: the GPU if there is one.")
     threads: int = option(1, "CPU threads; 0: as many as PyTorch takes. A small model gains little from more.", least=0)
     weights: str | None = option(
         None,
-        "quantized: store weights quantized, with fp32 masters in the optimizer. high_precision: do not; under "
-        "torchrun they are gathered quantized all the same, which is the default there.",
+        "quantized: weights are stored quantized, with fp32 masters in the optimizer. high_precision, the default: "
+        "they are not; under torchrun they are gathered quantized all the same.",
     )
     compile: bool = option(False, "Train through torch.compile.")
     out: str | None = option(None, "Directory of the run; default: a new one under runs/, named after the recipe.")

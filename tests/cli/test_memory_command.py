@@ -18,7 +18,7 @@ def test_llama_under_nvfp4_is_a_table(lpq: Callable) -> None:
     assert row[-6:] == ["13.00", "100%", "3.28", "25%", "3.28", "25%"]
     assert "8,030,261,248 parameters; 6,979,321,856 are converted" in ended.out
     assert "in GiB" in ended.out
-    assert "stored quantized: a rank holds 103% of what it holds in bf16. The fp32 masters alone take" in ended.out
+    assert "stored quantized: a rank holds 103% of what it holds in bf16. Its fp32 masters take as" in ended.out
     assert "gathered quantized: " not in ended.out, "which holds no more"
 
 

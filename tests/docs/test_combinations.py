@@ -15,7 +15,7 @@ RECIPES, OTHER_WAYS = f"{SHARDED}/test_every_recipe.py", f"{SHARDED}/test_groupe
 NOTHING = ""
 TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Linear layers": {
-        "every recipe with a name": (
+        "every named recipe": (
             f"{LINEAR}::the_three_gemms_multiply_the_encoded_operands", f"{SHARDED}/test_fsdp.py::every_recipe",
             f"{RECIPES}::layers_that_ranks_share_out",
         ),
@@ -64,7 +64,7 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "Experts": {
-        "every recipe with a name, but those that remember": (
+        "every named recipe, but those that remember": (
             f"{GROUPED}::it_is_separate_linears_bit_for_bit",
             f"{SHARDED}/test_grouped_sharded.py::every_recipe_with_a_name", f"{RECIPES}::experts_that_ranks_share_out",
         ),

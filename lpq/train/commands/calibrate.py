@@ -17,7 +17,7 @@ HELD_OUT = 4
 """The number of batches on which the noise of layers is measured."""
 
 Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of lpq, or the directory of a run.")]
-Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where the calibrated checkpoint is written.")]
+Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write: a new directory, or an empty one.")]
 Data = Annotated[
     list[str] | None,
     typer.Option(
@@ -34,7 +34,9 @@ Made = Annotated[
 Method = Annotated[str, typer.Option("--method", help=f"How scales are found: {', '.join(METHODS)}.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="How many samples go through the model.")]
 Percentile = Annotated[float, typer.Option("--percentile", help="The percentage of --method percentile.")]
-State = Annotated[Path | None, typer.Option("--state", help="A file in which statistics are kept, to go on from.")]
+State = Annotated[
+    Path | None, typer.Option("--state", help="A file that keeps the statistics, for a later call to go on from.")
+]
 
 
 class _Job(NamedTuple):

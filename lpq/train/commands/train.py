@@ -40,9 +40,10 @@ class Command(TyperCommand):
 
 
 def train(config: Path | None, **options: Any) -> None:
-    """Train a small byte-level GPT by recipe, then in bf16 from the same seed, and compare the two.
+    """Train a small byte-level GPT by a recipe, then in bf16 from the same seed, and compare the two.
 
-    The text is Python's own standard library unless --data names another. Ctrl-C saves, and --resume goes on.
+    It trains on the sources of Python's standard library, unless --data names other text. Ctrl-C saves, and --resume
+    goes on.
     On a GPU that multiplies FP8 the recipe is fp8-current unless one is named, and the model is 4096 wide unless an
     option names a size: from there on FP8 saves time.
     Started as `torchrun --nproc-per-node N -m lpq train`, N processes train one sharded model together.
