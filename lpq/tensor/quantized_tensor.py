@@ -105,6 +105,10 @@ class QuantizedTensor(Gathered, Tensor):
     is_data: bool = False
     """Whether this is what ``data`` of another one returned, or a view or a copy of that."""
 
+    _flat: tuple[Any, Any, tuple[list[str], tuple[Any, ...]]] | None = None
+    """The operands, the group, and what ``__tensor_flatten__`` returns for them. Compiled code calls it in each step,
+    three times."""
+
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """Run an operator; ``lpq.tensor.aten``, which is written over this class, provides it."""
 
@@ -289,9 +293,13 @@ class QuantizedTensor(Gathered, Tensor):
     # ------------------------------------------------------------------------------ to PyTorch
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [f"{d}_{name}" for d, storage in self.operands for name in storage.buffers()]
-        sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.operands)
-        return names, (self.quantizer, sides, self.dtype, _Group(self.amax_group))
+        flat = self._flat
+        if flat is None or flat[0] is not self.stored or flat[1] is not self.amax_group:
+            names = [f"{d}_{name}" for d, storage in self.operands for name in storage.buffers()]
+            sides = tuple((d, s.quantizer, tuple(s.shape), s.dtype) for d, s in self.operands)
+            context = self.quantizer, sides, self.dtype, _Group(self.amax_group)
+            flat = self._flat = self.stored, self.amax_group, (names, context)
+        return flat[2]
 
     def __getattr__(self, name: str) -> Tensor:
         direction, _, buffer = name.partition("_")
