@@ -1,4 +1,4 @@
-// What casting fragments of matrices needs of no format: what ranks tell each other, and matrices turned round.
+// What casting fragments of matrices needs of no format: what ranks send to each other, and matrices turned round.
 #include "numbers.cuh"
 
 constexpr int THREADS = 256, HEAD = 4;
@@ -6,12 +6,12 @@ constexpr u32 NOTHING = 0x80000000u;
 constexpr int WORDS_OF_BLOCK = 4096;
 constexpr int SIDE = 64;
 
-// As lpq.kernels.fragments.Told: 8 bytes for each field.
-struct Told {
+// As lpq.kernels.fragments.SentWords: 8 bytes for each field.
+struct SentWords {
     const u32* values;
     u32* to;
     i64 start, stop, cols;
-    i64 reach;  // less than 0: all elements are told
+    i64 reach;  // less than 0: all elements are sent
     i64 rank, words;
     i64 first;
 };
@@ -35,8 +35,8 @@ __device__ __forceinline__ Entry entry_here(const Entry* table, i64 count) {
     return table[low];
 }
 
-// The word of a matrix's elements, or of what all ranks say of their fragments' ends.
-__device__ __forceinline__ u32 word_of(const Told& t, i64 word) {
+// The word of a matrix's elements, or of what all ranks send of their fragments' ends.
+__device__ __forceinline__ u32 word_of(const SentWords& t, i64 word) {
     if (t.reach < 0) return word >= t.start && word < t.stop ? t.values[word - t.start] : NOTHING;
     const i64 size = HEAD + 2 * t.reach, rank = word / size, at = word - rank * size, length = t.stop - t.start;
     if (rank != t.rank) return NOTHING;
@@ -48,9 +48,9 @@ __device__ __forceinline__ u32 word_of(const Told& t, i64 word) {
     return size - at <= length ? t.values[length - (size - at)] : NOTHING;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) tell(const Told* table, i64 count) {
+extern "C" __global__ void __launch_bounds__(THREADS) send_words(const SentWords* table, i64 count) {
     wait_for_the_one_before();
-    const Told t = entry_here(table, count);
+    const SentWords t = entry_here(table, count);
     const i64 from = (blockIdx.x - t.first) * WORDS_OF_BLOCK;
     for (int k = threadIdx.x; k < WORDS_OF_BLOCK && from + k < t.words; k += THREADS) t.to[from + k] = word_of(t, from + k);
 }

@@ -23,7 +23,7 @@ constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int TILE = 128;        // rows and columns that are measured by one block of threads
 constexpr int SCALES = 32;       // lines and columns of scales
 constexpr int CODES = 4096;      // bytes of codes
-constexpr int HEAD = 4;          // the words in which a rank says where its fragment begins and ends
+constexpr int HEAD = 4;          // the words in which a rank sends where its fragment begins and ends
 enum Kernel { MEASURE, SCALE, CODE };
 
 static_assert(DOWN == 0 || DOWN == 1 || (DOWN % 16 == 0 && TILE % DOWN == 0), "rows of a block");

@@ -54,9 +54,9 @@ class Pieces(list[Piece]):
             cast.write_words(views)
         return words
 
-    def encode(self, told: Tensor) -> None:
+    def encode(self, words: Tensor) -> None:
         """Write the buffers, or the parts of them, that this rank can write, from the words of all ranks."""
-        agreement, views = self._views(told)
+        agreement, views = self._views(words)
         self._agreement.check(*agreement)
         for cast in self.casts:
             cast.encode(views)

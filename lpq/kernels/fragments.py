@@ -26,7 +26,7 @@ TILE, SCALES, CODES = 128, 32, 4096
 """The share of one block of threads in each kernel: rows and columns, lines and columns of scales, bytes of codes."""
 WORDS, SIDE = 4096, 64
 """Words that one block of threads sends, and rows and columns that it transposes."""
-TELL = CudaKernel("common/fragments.cu", "tell", "Pq", threads=THREADS, waits=True)
+SEND = CudaKernel("common/fragments.cu", "send_words", "Pq", threads=THREADS, waits=True)
 TURN = CudaKernel("common/fragments.cu", "turn", "Pq", threads=THREADS, waits=True)
 
 Block = tuple[int | None, int | None]
@@ -95,7 +95,7 @@ class Fragment(NamedTuple):
         return measured, -(-lines // SCALES) * -(-columns // SCALES), coded
 
 
-class Told(NamedTuple):
+class SentWords(NamedTuple):
     """The elements of a fragment that a rank sends to the others: all, or those at both ends, which others may need."""
 
     values: int
@@ -137,9 +137,9 @@ def fragment_table(fragments: Sequence[Fragment], block: Block, device: torch.de
     return _table([(f, f.blocks(block)) for f in fragments], device)
 
 
-def told_table(told: Sequence[Told], device: torch.device) -> Table:
+def sent_table(sent: Sequence[SentWords], device: torch.device) -> Table:
     """The table of the elements to send."""
-    return _table([(t, (-(-t.words // WORDS),)) for t in told], device)
+    return _table([(t, (-(-t.words // WORDS),)) for t in sent], device)
 
 
 def turned_table(turned: Sequence[Turned], device: torch.device) -> Table:

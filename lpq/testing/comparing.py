@@ -173,9 +173,9 @@ def compare_cast(quantizer: Quantizer, x: Tensor) -> bool:
         Pieces(items_of([weight], [master.flatten()[start:stop]], [start], None, seed, 2), rank, 2)
         for rank, (weight, (start, stop)) in enumerate(zip(weights, parts, strict=True))
     ]
-    told = [pieces.tell() for pieces in ranks]
+    words = [pieces.tell() for pieces in ranks]
     for pieces in ranks:
-        pieces.encode(torch.maximum(*told))
+        pieces.encode(torch.maximum(*words))
     for mine, yours in zip(*ranks, strict=True):
         for to, source in ((mine, yours), (yours, mine)):
             to.buffer[source.start : source.stop] = source.own

@@ -15,10 +15,10 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.distributed.casting.kinds import HEAD
 from lpq.formats.blocks import block_amax
-from lpq.kernels.fragments import CastKernels, Fragment, Told, Turned
+from lpq.kernels.fragments import CastKernels, Fragment, SentWords, Turned
 from lpq.operations.quantizing import quantize_reference
 
-FIRST = {Fragment: 3, Told: 1, Turned: 1}
+FIRST = {Fragment: 3, SentWords: 1, Turned: 1}
 """How many numbers a row of a table has beside what it says: its first blocks of threads."""
 
 
@@ -78,8 +78,8 @@ def emulated(side: Quantizer, launches: list[str]) -> CastKernels | None:
     return replace(kernels, **runs)
 
 
-def tell(launches: list[str]) -> Emulated:
-    return Emulated("tell", Told, _tell, launches=launches)
+def send_words(launches: list[str]) -> Emulated:
+    return Emulated("send_words", SentWords, _send_words, launches=launches)
 
 
 def turn(launches: list[str]) -> Emulated:
@@ -171,7 +171,7 @@ def _laid(buffer: Tensor, col: bool) -> Tensor:
 # ---------------------------------------------------------------------------------------------- of none
 
 
-def _tell(t: Told, macros: tuple[str, ...]) -> None:
+def _send_words(t: SentWords, macros: tuple[str, ...]) -> None:
     nothing, head = torch.iinfo(torch.int32).min, HEAD
     values, to = memory(t.values, t.stop - t.start, torch.int32), memory(t.to, t.words, torch.int32)
     to.fill_(nothing)

@@ -27,7 +27,7 @@ from casting import (
     register_example,
     started,
 )
-from emulated import emulated, tell, turn
+from emulated import emulated, send_words, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantizers import SIDES
@@ -60,7 +60,7 @@ def launches() -> Iterator[list[str]]:
         return emulated(side, found)
 
     patch.setattr(batched, "kernels_of", kernels)
-    patch.setattr(batched, "TELL", tell(found))
+    patch.setattr(batched, "SEND", send_words(found))
     patch.setattr(batched, "TURN", turn(found))
     yield found
     patch.undo()

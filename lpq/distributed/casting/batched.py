@@ -21,15 +21,15 @@ from lpq.formats.format import Direction
 from lpq.formats.layout import Block
 from lpq.kernels import KernelError, choose
 from lpq.kernels.fragments import (
-    TELL,
+    SEND,
     TURN,
     CastKernels,
     Fragment,
+    SentWords,
     Table,
-    Told,
     Turned,
     fragment_table,
-    told_table,
+    sent_table,
     turned_table,
 )
 
@@ -132,7 +132,7 @@ class Batched(Cast):
 
     def write_words(self, words: Views) -> None:
         if sent := list(self._sent(words)):
-            told_table(sent, self.device).launch(TELL)
+            sent_table(sent, self.device).launch(SEND)
         for group, table in self._fragments(words).items():
             if group.in_parts:
                 group.launch(MEASURE, table)
@@ -161,7 +161,7 @@ class Batched(Cast):
 
     # ------------------------------------------------------------------------------ tables
 
-    def _sent(self, words: Views) -> Iterator[Told]:
+    def _sent(self, words: Views) -> Iterator[SentWords]:
         """The elements that this rank sends: all, or those that share codes with elements of others."""
         for part in self.served:
             kind = part.kind
@@ -171,7 +171,7 @@ class Batched(Cast):
             at = words[kind][-1].data_ptr()
             for i, item in enumerate(part.items):
                 to = at + i * size * WORD
-                yield Told(part.values[i].data_ptr(), to, *item.span, kind.cols, reach, self.rank, size)
+                yield SentWords(part.values[i].data_ptr(), to, *item.span, kind.cols, reach, self.rank, size)
 
     def _fragments(self, words: Views) -> dict[Group, Table]:
         """All operands that are encoded."""
