@@ -2,7 +2,7 @@
 
 python -m benchmarks.group_choice
 
-They tell from how many rows of each expert a recipe saves time. All times are of FP8 with scales of rows, as in
+They give from how many rows of each expert a recipe saves time. All times are of FP8 with scales of rows, as in
 ``fp8-row``.
 """
 

@@ -168,7 +168,7 @@ struct ColLines : Side {
         p.measure<BLOCKS>(own, place);
         if (POW2) {
             const float scale = pow2_from_amax<F>(amax, p.largest_scale);
-            shared.scales[unit][line] = own < INF ? scale : -scale;  // which says that an element may be infinite
+            shared.scales[unit][line] = own < INF ? scale : -scale;  // the sign: an element may be infinite
             if (!DECODED) store_piece(to, __float_as_uint(one_over_pow2(scale)));
         } else {
             const float scale = scale_from_amax(amax, largest_value<F>(), p.largest_scale, p.pow2);

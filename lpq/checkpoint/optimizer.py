@@ -271,6 +271,6 @@ def _check_sharded(param: Tensor, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor) and tensor.dim() and tensor.shape == local:
             raise CheckpointError(
-                f"{name} is an ordinary tensor of the size of this rank's shard, and nothing says what it is part of: "
+                f"{name} is an ordinary tensor of the size of this rank's shard, and nothing shows what it is part of: "
                 "an optimizer keeps the state of a sharded parameter in DTensors"
             )

@@ -165,7 +165,7 @@ def _entry(file: str, name: str, entry: Any) -> tuple[Shown, int, int]:
         or len(span) != 2
         or not all(map(number, shape + span))
     ):
-        raise CheckpointError(f"{file}: its header says of {brief(name)} nothing that is a tensor: it was changed")
+        raise CheckpointError(f"{file}: its header describes {brief(name)} as nothing that is a tensor: it was changed")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{file}: {brief(name)} is of dtype {brief(dtype)}, which is none that is read here")
     shown = Shown(DTYPES[dtype], tuple(shape))

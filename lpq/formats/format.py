@@ -249,7 +249,7 @@ def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> 
         storage = side.storage.__name__
         raise registry.at_fault(
             registry.format_of(type(side)).name,
-            f"{side} says that it is transposable, and {storage} has no transposed()",
+            f"{side} is declared transposable, and {storage} has no transposed()",
             f"define {storage}.transposed(self), or take transposable away",
         )
 
@@ -288,7 +288,7 @@ class Storage:
     def transposed(self) -> Self:
         """Return the operand of the transposed matrix, without the original. Only for a transposable quantizer."""
         raise NotImplementedError(
-            f"{self.quantizer} is not transposable; a quantizer that says so needs {type(self).__name__}.transposed()"
+            f"{self.quantizer} is not transposable; a quantizer that is needs {type(self).__name__}.transposed()"
         )
 
     # ------------------------------------------------------------------------------ what every format has

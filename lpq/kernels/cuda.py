@@ -298,8 +298,8 @@ def why_not(device: torch.device) -> str | None:
     if compiles_for(10 * major + minor):
         return None
     return (
-        f"NVRTC, which compiles the CUDA kernels, is that of CUDA {version} and does not know compute capability "
-        f"{major}.{minor}: install a newer one"
+        f"NVRTC, which compiles the CUDA kernels, is that of CUDA {version} and compiles nothing for compute "
+        f"capability {major}.{minor}: install a newer one"
     )
 
 

@@ -100,7 +100,7 @@ def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
         first = max(parts, key=lambda part: part.elements)
         yield (
             f"lpq.convert: {coverage}. {first.name or 'the model'} stays in high precision: "
-            f"{notes.get(first.module, 'it is in no module of its own')}. lpq.report(model) says why for each"
+            f"{notes.get(first.module, 'it is in no module of its own')}. lpq.report(model) has the reason for each"
         )
 
 

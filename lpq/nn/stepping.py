@@ -26,7 +26,7 @@ def set_step(model: nn.Module, step: int) -> None:
     lengths = [c.steps for c in conversions(model).values() if isinstance(c.steps, int)]
     if lengths and step > min(lengths):
         raise ValueError(
-            f"set_step: step {step} is beyond the run, which lpq.convert was told has steps={min(lengths)}: convert "
+            f"set_step: step {step} is beyond the run, for which lpq.convert has steps={min(lengths)}: convert "
             "with the length of the run, or give it to lpq.replan"
         )
     for module in model.modules():

@@ -29,7 +29,7 @@ def policy(source: PolicyLike, *, include: Include = None) -> Policy:
       ``match`` may be a list of patterns, and ``until`` ends a rule, before a step or at a fraction of a run
     - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``; or its text
     - anything that ``lpq.recipe`` takes: that recipe for all layers but those with ``lm_head``, ``gate`` or ``router``
-      between the dots of their names, as ``"leave": ["lm_head", "gate", "router"]`` beside ``"rules"`` says it
+      between the dots of their names, as by ``"leave": ["lm_head", "gate", "router"]`` beside ``"rules"``
     - a policy, which is returned as it is
 
     No rule gives a recipe to layers with fewer than 16 inputs or outputs, as adapters are, unless a pattern of it

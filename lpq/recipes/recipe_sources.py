@@ -182,7 +182,7 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
         if (spec := registry.recipe_known_as(name)) is not None:
             warn(
                 f"{name!r} is what other libraries call it: lpq takes its recipe {spec.name!r} "
-                f"(`lpq explain {spec.name}` says what that does)",
+                f"(`lpq explain {spec.name}` shows it)",
                 RecipeWarning,
             )
             return _from_spec(spec, within)

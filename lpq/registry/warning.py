@@ -15,7 +15,7 @@ PLUGIN = "lpq_"
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user; in a thread that the user did not start, such as autograd's, at that of lpq.
 
-    A compiler cannot trace it: code that is traced asks ``torch.compiler.is_compiling()`` first, or is an operator.
+    A compiler cannot trace it: code that is traced calls ``torch.compiler.is_compiling()`` first, or is an operator.
     """
     caller = sys._getframe(1)
     frame: FrameType | None = caller

@@ -147,7 +147,7 @@ WRONG: list[tuple[type[Quantizer], type[Storage], str]] = [
     (Right, DecodesTheTranspose, "DecodesTheTranspose.decode returned [40, 16] for a matrix [16, 40]. Remedy: cut off"),
     (RecallsNothing, Rows, "RecallsNothing.recall returned no 'amax', which stats declares"),
     (NoStats, Rows, "NoStats.measure is never called, since stats declares nothing. Remedy: declare what it returns"),
-    (Transposes, Rows, "says that it is transposable, and Rows has no transposed(). Remedy: define Rows.transposed"),
+    (Transposes, Rows, "is declared transposable, and Rows has no transposed(). Remedy: define Rows.transposed"),
     (Transposes, TurnsTheDataOnly, "TurnsTheDataOnly.transposed returned scale of shape [16, 40] for [40, 16]"),
     (MakesItsSides, Rows, "MakesItsSides.side('row') makes a new quantizer whenever it is called. Remedy: make it"),
 ]  # fmt: skip

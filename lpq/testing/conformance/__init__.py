@@ -1,6 +1,6 @@
 """Abstract tests over what a format declares, one subject a module; see ``lpq.testing`` for how to run them.
 
-The argument of a test says what it runs for: ``family``, each format; ``quantizer``, each of its options;
+The argument of a test names what it runs for: ``family``, each format; ``quantizer``, each of its options;
 ``side``, the quantizer of each operand that these have; ``partner``, each built-in format that needs no option.
 
 A quantizer may declare two things to the kit, each as a class attribute or as a property that depends on its

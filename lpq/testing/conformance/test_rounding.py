@@ -18,7 +18,7 @@ SEEDS = 64
 PROBES = 2048
 """Values of each sign that are tried, to see which of them come back."""
 BESIDE = 2.0**-14
-"""So close to a tie, as a part of it, lie values that bf16 cannot tell from it."""
+"""So close to a tie, as a part of it, lie values that are equal to it in bf16."""
 HITS = 4
 """A value that comes back for fewer of them may have neighbours that did not come back."""
 
