@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations, islice, permutations
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 import typer
 
 from lpq import registry
-from lpq.cli.output import table
+from lpq.cli.output import print_text, table
 from lpq.formats.format import Quantizer
 from lpq.kernels import KernelError, choose
 from lpq.kernels.table import ENVIRONMENT, allowed_by
@@ -76,12 +78,20 @@ class Served:
         return self.error or "\n".join(f"{rejected.impl}: {rejected.words}" for rejected in self.why_not)
 
     @property
-    def reasons(self) -> str:
-        """Each once, after all that it holds for."""
+    def by_reason(self) -> dict[str, list[str]]:
+        """The kernels that cannot run, by the reason."""
         kernels: dict[str, list[str]] = {}
         for rejected in self.why_not:
             kernels.setdefault(rejected.words, []).append(rejected.impl)
-        return self.error or "\n".join(f"{', '.join(impls)}: {reason}" for reason, impls in kernels.items())
+        return kernels
+
+    def reasons(self, letters: Mapping[str, str]) -> str:
+        """Each reason once, after all kernels that it holds for; its letter in place of one that has a letter."""
+        lines = (
+            f"{', '.join(kernels)}{f' ({letters[reason]})' if reason in letters else f': {reason}'}"
+            for reason, kernels in self.by_reason.items()
+        )
+        return self.error or "\n".join(lines)
 
     def plain(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
@@ -121,17 +131,26 @@ def _noted(words: str, note: str) -> str:
 def show(
     title: str, columns: Sequence[str], steps: Iterable[tuple[Sequence[str], Served]], *, full: bool = False
 ) -> None:
-    """Print what runs each step; ``columns`` are the heads of what names a step. Steps alike share a row, and kernels
-    a reason, unless ``full``."""
+    """Print what runs each step; ``columns`` are the heads of what names a step.
+
+    Steps alike share a row. Kernels of a row share a reason, and a reason that several rows have stands below the
+    table, under a letter. With ``full`` nothing is shared.
+    """
     rows: list[tuple[str, ...]]
+    letters: dict[str, str] = {}
     if full:
         rows = [(*names, _noted(s.impl or s.backend, s.note), s.every_reason) for names, s in steps]
     else:
-        alike: dict[tuple[str, ...], list[str]] = {}
+        alike: dict[tuple[str, ...], tuple[list[str], Served]] = {}
         for (*names, last), s in steps:
-            alike.setdefault((*names, _noted(s.impl or s.backend, s.note), s.reasons), []).append(last)
-        rows = [(*names, "\n".join(last), runs, reasons) for (*names, runs, reasons), last in alike.items()]
+            row = (*names, _noted(s.impl or s.backend, s.note), s.reasons({}))
+            alike.setdefault(row, ([], s))[0].append(last)
+        counts = Counter(reason for _, s in alike.values() for reason in s.by_reason)
+        letters = dict(zip((reason for reason, count in counts.items() if count > 1), ascii_lowercase, strict=False))
+        rows = [(*names, "\n".join(last), runs, s.reasons(letters)) for (*names, runs, _), (last, s) in alike.items()]
     table(title, (*columns, "runs", "why not a better one"), rows)
+    for reason, letter in letters.items():
+        print_text(f"{letter}  {reason}")
     if not any(reasons for *_, reasons in rows):
         typer.echo("No other kernel is installed for any of these.\n")
 

@@ -110,7 +110,8 @@ def test_a_reason_that_holds_for_several_kernels_is_given_once() -> None:
     twice, other = "runs on cuda, not on cpu", "needs the module triton"
     why_not = (Rejected("cuda a:b", twice), Rejected("triton c:d", other), Rejected("cuda e:f", twice))
     served = Served("decode", ("fp8",), "reference", None, why_not)
-    assert served.reasons == f"cuda a:b, cuda e:f: {twice}\ntriton c:d: {other}"
+    assert served.reasons({}) == f"cuda a:b, cuda e:f: {twice}\ntriton c:d: {other}"
+    assert served.reasons({twice: "a"}) == f"cuda a:b, cuda e:f (a)\ntriton c:d: {other}"
 
 
 def test_a_kernel_that_runs_is_named_and_those_that_cannot_say_why(install: Callable, lpq: Callable) -> None:

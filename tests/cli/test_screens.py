@@ -29,6 +29,16 @@ def test_a_remark_about_many_kernels_is_made_once(lpq: Callable) -> None:
     assert line.split() == ["decode", "reference", "a", "–", "reference", "a", "reference", "a"]
 
 
+def test_a_reason_that_several_steps_have_stands_below_the_table(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = lpq("explain", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "--device", "cpu").out.splitlines()
+    assert len(lines) < 40
+    assert [line for line in lines if line.startswith("b  ")] == ["b  runs on cuda, not on cpu"]
+    assert sum("(b)" in line for line in lines) > 3
+
+
 def test_explain_prints_tables(lpq: Callable) -> None:
     out = lpq("explain", "nvfp4", "--device", "cpu").out
     for word in (
