@@ -32,7 +32,10 @@ from lpq.__main__ import main
 from lpq.cli.new_plugin import rendered
 from lpq.kernels import choose
 
-NEEDED = {"huggingface.md": ("transformers", "accelerate", "peft", "safetensors")}
+NEEDED = {
+    "huggingface.md": ("transformers", "accelerate", "peft", "safetensors"),
+    "api.md": ("transformers", "safetensors"),
+}
 """Packages that a page is about and lpq does not need; without them the page is skipped."""
 IN_A_PROCESS = {"check"}
 """Commands that run in a process that is forked, since they run pytest; the others run here: it is faster."""
