@@ -22,7 +22,7 @@ def serves(device: torch.device) -> bool:
 
 
 def why_not(mesh: DeviceMesh) -> str | None:
-    """Why the GPUs of a mesh cannot read each other's memory; None if they can, or if there are none. For all ranks."""
+    """Why the GPUs of a mesh cannot read each other's memory; None if they can, or if there are none. A collective."""
     try:
         if mesh.device_type == "cuda":
             memory.get_symm_mem_workspace(mesh.get_group().group_name, 1)
