@@ -98,7 +98,7 @@ def test_the_same_tests_pass_on_a_right_format(run: Run) -> None:
 
 def test_a_transpose_that_is_not_there_is_found_before_any_test(run: Run) -> None:
     result = run(broken.Plugin(broken.SaysTransposable), "test_transposed")
-    words = "broken says that it is transposable, and Int8Storage has no transposed(). Remedy: define Int8Storage.tr"
+    words = "broken is declared transposable, and Int8Storage has no transposed(). Remedy: define Int8Storage.tr"
     result.stdout.fnmatch_lines([f"*{words}*"])
 
 
