@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
+from nasty import DTYPES, GOLDEN, VALUES, bytes_of, normal, values
 
 import lpq
 from lpq.registry.errors import OptionError
@@ -120,39 +120,6 @@ def test_canonical_buffers_of_any_shape(element: str, rows: int, cols: int) -> N
     assert torch.equal(t.dequantize(), padded.dequantize()[:rows, :cols])
     assert torch.equal(t.row.scale, padded.row.scale[:rows])
     assert torch.equal(t.col.scale, padded.col.scale[:cols])
-
-
-@every_element
-@every_dtype
-def test_the_column_operand_encodes_the_transpose(element: str, dtype: torch.dtype) -> None:
-    q = quantizer(element)
-    assert not q.transposable
-    for name, x in {**values(dtype), **views(dtype)}.items():
-        t, flipped = q.quantize(x), q.quantize(as_matrix(x).t().contiguous())
-        assert same(t.row, flipped.col), name
-        assert same(t.col, flipped.row), name
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_memory_layout_and_leading_dimensions_change_nothing(view: str) -> None:
-    x = views(torch.float32)[view]
-    t, flat = lpq.quantizer("mxfp8").quantize(x), lpq.quantizer("mxfp8").quantize(as_matrix(x))
-    assert same(t.row, flat.row)
-    assert same(t.col, flat.col)
-    assert (t.shape, t.dequantize().shape) == (x.shape, x.shape)
-    assert torch.equal(t.dequantize().reshape(-1), flat.dequantize().reshape(-1))
-
-
-@every_element
-@every_dtype
-def test_the_input_dtype_changes_no_byte(element: str, dtype: torch.dtype) -> None:
-    x = normal(40, 130, dtype=dtype)
-    narrow, exact = quantizer(element).quantize(x), quantizer(element).quantize(x.float())
-    for a, b in zip(
-        narrow.row.tensors() + narrow.col.tensors(), exact.row.tensors() + exact.col.tensors(), strict=True
-    ):
-        assert torch.equal(bytes_of(a), bytes_of(b))
-    assert narrow.dequantize().dtype == dtype
 
 
 def test_the_declared_statistics_are_the_amaxes_of_the_blocks() -> None:

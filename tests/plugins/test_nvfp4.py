@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lpq_nvfp4 import cuda, reference
 from lpq_nvfp4.cuda import bind_operand
-from nasty import DTYPES, GOLDEN, VALUES, VIEWS, as_matrix, bytes_of, normal, same, values, views
+from nasty import DTYPES, GOLDEN, bytes_of, normal, same, values
 from torch import Tensor
 
 import lpq
@@ -161,28 +161,6 @@ def test_canonical_buffers_of_any_shape(options: str, rows: int, cols: int) -> N
     assert t.dequantize().shape == (rows, cols)
 
 
-@every_option
-@pytest.mark.parametrize("view", VIEWS)
-def test_memory_layout_and_leading_dimensions_change_nothing(options: str, view: str) -> None:
-    x = views(torch.float32)[view]
-    q = quantizer(options)
-    t, flat = q.quantize(x, seed=3), q.quantize(as_matrix(x), seed=3)
-    assert same(t.row, flat.row)
-    assert same(t.col, flat.col)
-    assert (t.shape, t.dequantize().shape) == (x.shape, x.shape)
-    assert torch.equal(t.dequantize().reshape(-1), flat.dequantize().reshape(-1))
-
-
-@every_option
-@every_dtype
-def test_the_input_dtype_changes_no_byte(options: str, dtype: torch.dtype) -> None:
-    x = normal(40, 130, dtype=dtype)
-    narrow, exact = (quantizer(options).quantize(y, seed=3) for y in (x, x.float()))
-    for a, b in ((narrow.row, exact.row), (narrow.col, exact.col)):
-        assert all(torch.equal(bytes_of(p), bytes_of(q)) for p, q in zip(a.tensors(), b.tensors(), strict=True))
-    assert narrow.dequantize().dtype == dtype
-
-
 def test_the_statistics_are_the_amaxes_of_the_stored_matrix() -> None:
     x = normal(40, 130)
     for options, block in (("block=1x16", (1, 16)), ("block=16x16", (16, 16)), ("rht=true", (1, 16))):
@@ -196,25 +174,6 @@ def test_the_statistics_are_the_amaxes_of_the_stored_matrix() -> None:
         assert torch.equal(q.encode(x, larger).scale.float() * 4, q.encode(x, measured).scale.float()), (
             "encode must use what it is given"
         )
-
-
-@pytest.mark.parametrize("value", VALUES)
-@every_dtype
-def test_square_blocks_transpose_to_what_encoding_the_transpose_gives(dtype: torch.dtype, value: str) -> None:
-    q, x = lpq.quantizer("nvfp4(block=16x16)"), values(dtype)[value]
-    t, flipped = q.quantize(x), q.quantize(x.t())
-    encoded = q.quantize(x, row=False).col  # not derived from the row operand
-    assert same(t.col, encoded)
-    assert same(transpose(t.row), encoded)
-    assert same(transpose(transpose(t.row)), t.row)
-    assert same(flipped.row, t.col)
-    assert torch.equal(bytes_of(transpose(t.row).decode()), bytes_of(t.row.decode().t()))
-
-
-@given(rows=st.integers(0, 70), cols=st.integers(0, 70))
-def test_square_blocks_transpose_at_any_shape(rows: int, cols: int) -> None:
-    t = lpq.quantizer("nvfp4(block=16x16)").quantize(normal(rows, cols), col=False)
-    assert same(transpose(t.row), t.quantizer.quantize(normal(rows, cols), row=False).col)
 
 
 def test_only_square_blocks_without_rotation_and_chance_are_transposable() -> None:

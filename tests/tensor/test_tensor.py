@@ -146,16 +146,6 @@ def test_transposing_swaps_the_operands(text: str, row: bool, col: bool) -> None
         assert same(flipped.t(), t)
 
 
-@every
-@sides
-def test_joining_the_pieces_gives_the_whole(text: str, row: bool, col: bool) -> None:
-    t = make(text, row, col)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PrecisionWarning)
-        for dim in (0, 1):
-            assert same(torch.cat(t.split(128, dim), dim), t)
-
-
 @pytest.mark.parametrize(("one", "other", "dim"), [((2, 32, 64), (2, 64, 64), 0), ((4, 32, 64), (2, 64, 64), -1)])
 def test_what_has_other_sizes_beside_is_not_joined(one: tuple[int, ...], other: tuple[int, ...], dim: int) -> None:
     pieces = [lpq.quantizer("mxfp8").quantize(torch.randn(shape)) for shape in (one, other)]
@@ -175,16 +165,6 @@ def test_pieces_of_no_size_are_refused_as_torch_does(size: int) -> None:
     (empty,) = t[:0].split(0)
     assert isinstance(empty, QuantizedTensor)
     assert empty.shape == (0, COLS)
-
-
-@every
-def test_copies_own_their_bytes(text: str) -> None:
-    t = make(text, True, True)
-    for c in (t.clone(), copy.deepcopy(t), t.to("cpu", copy=True), pickle.loads(pickle.dumps(t))):
-        assert isinstance(c, QuantizedTensor)
-        assert same(c, t)
-        assert not buffers(c) & buffers(t)
-        assert c.quantizer == t.quantizer
 
 
 @every

@@ -82,18 +82,19 @@ def test_decoding_agrees_in_both_directions(quantizer: Quantizer) -> None:
 
 
 def test_leading_dimensions_are_rows(quantizer: Quantizer) -> None:
-    """A tensor of more dimensions is the matrix of all its leading ones; a vector is one row."""
+    """A tensor of more dimensions is the matrix of all its leading ones; a vector is one row, a scalar one element."""
     x = normal(24, 64)
-    matrix = quantizer.quantize(x, seed=SEED)
-    cube = quantizer.quantize(x.view(2, 12, 64), seed=SEED)
-    vector = quantizer.quantize(x[0], seed=SEED)
-    for made, shape in ((cube, (2, 12, 64)), (vector, (64,))):
-        assert made.shape == shape, (
-            f"{quantizer}: a tensor {list(shape)} became one {list(made.shape)}; it must keep its shape: leave "
-            "quantize as Quantizer has it"
+    for tensor, matrix in (
+        (x.view(2, 12, 64), x),
+        (x.view(2, 3, 4, 64).permute(2, 0, 1, 3), x.view(6, 4, 64).transpose(0, 1).reshape(24, 64)),
+        (x[0], x[:1]),
+        (x[0, 0], x[:1, :1]),
+    ):
+        made, wanted = (quantizer.quantize(y, seed=SEED) for y in (tensor, matrix))
+        what = f"{quantizer}: a tensor {list(tensor.shape)}"
+        assert made.shape == tensor.shape, (
+            f"{what} became one {list(made.shape)}; it must keep its shape: leave quantize as Quantizer has it"
         )
-    for direction, operand in matrix.operands:
-        same_operand(cube.operand(direction), operand, f"{quantizer}: the {direction} operand of a 3-D tensor")
-    first = quantizer.quantize(x[:1], seed=SEED)
-    same_operand(vector.operand("row"), first.operand("row"), f"{quantizer}: the row operand of a vector")
-    same(cube.dequantize().view(24, 64), matrix.dequantize(), f"{quantizer}: a 3-D tensor, decoded")
+        for direction, operand in wanted.operands:
+            same_operand(made.operand(direction), operand, f"{what}, its {direction} operand")
+        same(made.dequantize().view(matrix.shape), wanted.dequantize(), f"{what}, decoded")

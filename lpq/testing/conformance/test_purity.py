@@ -73,13 +73,15 @@ def test_encode_is_pure(side: Quantizer, dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_strides_do_not_matter(side: Quantizer, dtype: torch.dtype) -> None:
-    """A transposed view, every other row of one, and a row that is repeated without a copy."""
+    """Every other row of a transposed view, a row that is repeated without a copy, and an odd place in memory."""
     x = normal(24, 72, dtype)
     strided = torch.empty(72, 48, dtype=dtype).t()[::2].copy_(x)
     same_operand(encode(side, strided), encode(side, x), f"{side}: encoding the same values from a strided view")
     expanded = x[:1].expand(24, 72)
     repeated = encode(side, expanded.contiguous())
     same_operand(encode(side, expanded), repeated, f"{side}: encoding an expanded view")
+    offset = torch.empty(1 + x.numel(), dtype=dtype)[1:].view(24, 72).copy_(x)
+    same_operand(encode(side, offset), encode(side, x), f"{side}: encoding a view that begins inside of its memory")
 
 
 @only(lambda side: not side.plain, "encodes: an ordinary matrix keeps the dtype that it has")
