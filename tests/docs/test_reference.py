@@ -121,10 +121,31 @@ def test_the_readme_starts_with_the_two_commands() -> None:
     assert text.index("make train\nmake test") < text.index("\n## ")
 
 
-def test_every_link_to_a_file_of_the_repository_leads_somewhere() -> None:
+def lost(page: Path, text: str) -> list[str]:
+    """The links of a text to files, or to headings of pages, that are not there."""
+    found = []
+    for path, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", text):
+        target = page.parent / path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(f"{path}#{anchor}")
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in headings}
+
+
+def test_every_link_from_the_top_of_the_repository_leads_somewhere() -> None:
+    """The site's own build looks at the pages in ``docs`` alone."""
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (ROOT / target).exists(), f"{page.name}: {target}"
+        assert lost(page, page.read_text()) == [], page.name
+
+
+def test_a_link_that_leads_nowhere_is_noticed() -> None:
+    text = "[a](docs/recipes.md#policies) [b](docs/recipes.md#nowhere) [c](docs/nowhere.md)"
+    assert lost(ROOT / "README.md", text) == ["docs/recipes.md#nowhere", "docs/nowhere.md#"]
 
 
 def test_files_that_prose_names_are_there() -> None:
