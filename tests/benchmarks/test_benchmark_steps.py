@@ -233,7 +233,7 @@ def _pair(rank: int) -> None:
     assert "gathered_bytes" not in overlapped
     assert plain["gathered_bytes"] == 2 * 256 * 128 * 2  # x in forward and dy in backward, in bf16
     operand = 256 * (128 + 128 // 32)  # codes and scales
-    assert quantized["gathered_bytes"] == 2 * operand + 256 * 128 * 2  # dy as it is: both of its operands are more
+    assert quantized["gathered_bytes"] == 4 * operand  # two of x, and two of dy
 
 
 def test_a_pair_of_layers_gathers_the_operands_of_its_sequence() -> None:
