@@ -146,6 +146,15 @@ def test_transposing_swaps_the_operands(text: str, row: bool, col: bool) -> None
         assert same(flipped.t(), t)
 
 
+@every
+@sides
+def test_joining_pieces_of_columns_gives_the_whole(text: str, row: bool, col: bool) -> None:
+    t = make(text, row, col)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrecisionWarning)
+        assert same(torch.cat(t.split(128, 1), 1), t)
+
+
 @pytest.mark.parametrize(("one", "other", "dim"), [((2, 32, 64), (2, 64, 64), 0), ((4, 32, 64), (2, 64, 64), -1)])
 def test_what_has_other_sizes_beside_is_not_joined(one: tuple[int, ...], other: tuple[int, ...], dim: int) -> None:
     pieces = [lpq.quantizer("mxfp8").quantize(torch.randn(shape)) for shape in (one, other)]

@@ -41,6 +41,7 @@ def test_copies_and_pickles(quantizer: Quantizer, held: str) -> None:
     for made, how in (
         (copy.deepcopy(tensor), "deepcopy"),
         (tensor.clone(), "clone"),
+        (tensor.to(tensor.device, copy=True), "to with copy=True"),
         (pickle.loads(pickle.dumps(tensor)), "pickle"),
         (torch.load(saved, weights_only=True)["weight"], "torch.save and torch.load"),
     ):
