@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -88,6 +89,7 @@ def _gathered_once(rank: int) -> None:
     assert [graph["lpq::gemm"] for graph in seen] == [2, 4]
     assert seen[0]["_c10d_functional::all_gather_into_tensor_coalesced"] == 1, seen[0]
     assert seen[0]["lpq::quantize"] == 3, seen[0]  # of the input and of two weights
+    assert seen[0]["_c10d_functional::all_reduce"] == 3, seen[0]  # likewise
 
 
 def test_a_compiler_gathers_once_what_layers_share() -> None:
@@ -105,6 +107,32 @@ def _checkpointed(rank: int, recipe: str) -> None:
 
 def test_checkpointed() -> None:
     spawn(_checkpointed, 2, "fp8-delayed")
+
+
+def _compiled_in_a_checkpoint(rank: int) -> None:
+    def compiled(net: Gated) -> None:
+        forward = torch.compile(net.forward, backend="aot_eager", fullgraph=True)
+        net.forward = lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
+
+    agree(run("nvfp4", True, False, prepare=compiled), run("nvfp4", True, False))
+
+
+def test_compiled_in_a_checkpoint_with_random_bits() -> None:
+    spawn(_compiled_in_a_checkpoint, 2)
+
+
+def _checkpoint_in_a_graph(rank: int) -> None:
+    """Where this works the guide can leave out a remedy."""
+    net = nn.Sequential(nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+    parallelize_module(net, init_device_mesh("cpu", (2,)), {"1": torch_styles.ColwiseParallel()})
+    compiled = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), backend="aot_eager")
+    with pytest.raises(AssertionError, match="expected all tensors_saved_with_vc_check to be Tensors"):
+        compiled(torch.ones(4, WIDTH, requires_grad=True))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="it was found in torch 2.13")
+def test_torch_cannot_compile_a_checkpoint_that_draws_random_numbers() -> None:
+    spawn(_checkpoint_in_a_graph, 2)
 
 
 def _trained(
