@@ -27,9 +27,9 @@ from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather
 
 State = Mapping[str, Tensor]
 MOST = 1.1
-"""The bytes of operands that are gathered together, at most, as a share of the tensor's in high precision. Somewhat
-more than that is still faster: the second operand travels while the first is multiplied, and each rank encodes its own
-part alone."""
+"""The bytes of two operands of a tensor that are sent, at most, as a share of its own in high precision. Somewhat more
+than those is still faster: the second operand travels while the first is multiplied, and each rank encodes its own part
+alone. One operand by itself has at most the tensor's bytes."""
 WORD = 8
 """Bytes of the largest pieces in which buffers are put in their places."""
 
@@ -86,7 +86,7 @@ def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None
     if reason is not None:
         return reason
     share = operand_bytes(quantizer, rows, cols, dtype, row, col) / max(rows * cols * dtype.itemsize, 1)
-    return None if share <= MOST else f"the operands that are wanted together would be {share:.2f} of that"
+    return None if share <= (MOST if row and col else 1) else f"the operands that are wanted together would be {share:.2f} of that"
 
 
 # ---------------------------------------------------------------------------------------------- the statistics
