@@ -86,7 +86,9 @@ def why_high(part: Part, rows: int, cols: int, dtype: torch.dtype) -> str | None
     if reason is not None:
         return reason
     share = operand_bytes(quantizer, rows, cols, dtype, row, col) / max(rows * cols * dtype.itemsize, 1)
-    return None if share <= (MOST if row and col else 1) else f"the operands that are wanted together would be {share:.2f} of that"
+    if share <= (MOST if row and col else 1):
+        return None
+    return f"the operands that are wanted together would be {share:.2f} of that"
 
 
 # ---------------------------------------------------------------------------------------------- the statistics
