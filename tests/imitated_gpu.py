@@ -89,7 +89,7 @@ class CublasLt:
 def imitated_gpu() -> Iterator[Gpu]:
     """A GPU whose memory is that of the CPU, and which does nothing. All that lpq does on the host is done.
 
-    Torch's product of bf16 is idle as well: on a CPU it takes seconds, and operators of its own. What cannot be run so:
+    Torch's product of bf16 is idle as well: on a CPU it takes seconds, and operators of its own. Two cannot run so:
     the driver's launch itself, and ``scaled_product``, as no CPU has a product of bf16 with sums in fp32 as its result.
     It is for factors of rows, which no recipe here multiplies in bf16.
     """

@@ -1,4 +1,4 @@
-// What casting fragments of matrices needs of no format: what ranks send to each other, and matrices turned round.
+// Casting fragments of matrices, as far as it is the same for all formats: words for other ranks, and matrices turned round.
 #include "numbers.cuh"
 
 constexpr int THREADS = 256, HEAD = 4;

@@ -26,7 +26,7 @@ from lpq.torch_private.tensors import local_part
 NAMED = sorted(lpq.registry.recipes())
 THIRD_PARTIES = ["mxfp4", "counted", value_formats.NAMES[1], "residual(base=fp8, rest=mxfp8)"]
 FORMATS = [text if "(" in text else f"{text}()" for text in [*QUANTIZERS, *THIRD_PARTIES] if "delayed" not in text]
-"""Of experts: each format that remembers nothing, third parties' too."""
+"""The formats of experts: all that remember nothing, third parties' too."""
 BATCHES = (1.0, -3.0)
 """The factors of two micro-batches, whose gradients are summed."""
 

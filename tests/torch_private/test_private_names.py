@@ -324,7 +324,7 @@ def test_a_dynamic_size_must_not_be_fixed() -> None:
 
 
 def test_what_is_sure_of_a_size_is_no_guard() -> None:
-    """Of a size that stands for any number it is sure that it is above zero, of one that is in the data it is not."""
+    """A size that stands for any number is surely above zero; one that is in the data is not."""
     found: list[bool] = []
 
     def add(x: Tensor, at: Tensor) -> Tensor:
