@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lpq
 from lpq.core import Storage
 from lpq.distributed import tensor_parallel as tp
+from lpq.distributed.cuts import Cut, Part, why_high
 from lpq.nn import parallel, parallel_multiply
 from lpq.operations import reduce_statistics
 from lpq.operations.operands import encode_operands
@@ -172,3 +173,22 @@ def _other_operands(rank: int, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_without_the_reduction_each_rank_has_another_scale(mode: str) -> None:
     spawn(_other_operands, 2, mode)
+
+
+def _sent_if_small(rank: int) -> None:
+    residual_format.register()
+    cut = Cut(0, rank, 2, TOKENS // 2)
+    for text, alone, together in (
+        ("mxfp8", None, None),  # 0.52, and 1.03 together: the second one travels while the first is multiplied
+        ("hybrid(row=fp8, col=identity)", None, "1.50"),
+        ("residual(base=fp8, rest=mxfp8)", "1.02", "2.03"),  # alone it is waited for
+    ):
+        quantizer = lpq.quantizer(text)
+        for col, share in ((False, alone), (True, together)):
+            found = why_high(Part(quantizer, True, col, cut), TOKENS, COLS, torch.bfloat16)
+            wanted = None if share is None else f"the operands that are wanted together would be {share} of that"
+            assert found == wanted, (text, col, found)
+
+
+def test_operands_are_sent_if_they_are_few_bytes() -> None:
+    spawn(_sent_if_small, 2)
