@@ -23,19 +23,19 @@ WIDTH, INNER, TOKENS = 256, 512, 32
 class Block(nn.Module):
     """A gated pair of layers with a norm, some parameters of which stay in high precision."""
 
-    def __init__(self, width: int, inner: int, affine: bool = True) -> None:
+    def __init__(self, width: int, inner: int, vectors: bool = True) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, elementwise_affine=affine)
+        self.norm = nn.LayerNorm(width, elementwise_affine=vectors)
         self.up = nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width)
+        self.down = nn.Linear(inner, width, bias=vectors)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def model(width: int = WIDTH, inner: int = INNER, blocks: int = 2, affine: bool = True) -> nn.Sequential:
+def model(width: int = WIDTH, inner: int = INNER, blocks: int = 2, vectors: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width, inner, affine) for _ in range(blocks)))
+    return nn.Sequential(*(Block(width, inner, vectors) for _ in range(blocks)))
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class How:
     width: int = WIDTH
     inner: int = INNER
     blocks: int = 2
-    affine: bool = True
-    """Whether norms have parameters."""
+    vectors: bool = True
+    """Whether norms and layers have parameters that are vectors."""
     mesh: DeviceMesh | None = None
     mixed: bool = False
     reshard: bool = True
@@ -69,7 +69,7 @@ class How:
 
 def built(how: How) -> nn.Sequential:
     """The model, converted and sharded."""
-    net = model(how.width, how.inner, how.blocks, how.affine).to(how.device)
+    net = model(how.width, how.inner, how.blocks, how.vectors).to(how.device)
     lpq.convert(net, how.recipe, weights=how.weights, ranks=how.ranks if how.weights else None)
     if how.checkpoint:
         for i, block in enumerate(net):

@@ -94,10 +94,10 @@ def _stored_weights_train_alike(rank: int, device: str) -> None:
 
 
 def _compiled(rank: int, device: str) -> None:
-    """Norms have no parameters: two graphs of Inductor may sum the gradient of such a one in two orders."""
+    """No parameter is a vector: two graphs of Inductor may sum the gradient of such a one in two orders."""
     for way in ({"mixed": True}, {"checkpoint": True}):
         for recipe in ("fp8-current", "nvfp4"):
-            how = How(recipe, compile=True, device=device, affine=False, **way)
+            how = How(recipe, compile=True, device=device, vectors=False, **way)
             _same(replace(how, weights=None), how)
 
 

@@ -79,6 +79,23 @@ def test_operands_are_those_of_the_tensor_that_was_made(device: str, text: str, 
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_without_rounding_it_is_that_of_another_tensor(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a GPU Inductor keeps what it makes in fp32; for a CPU it rounds it first."""
+    torch._dynamo.reset()
+    monkeypatch.setattr("lpq.formats.blocks.rounded_to_bfloat16", lambda bits: bits)
+    generator = torch.Generator().manual_seed(3)
+    h, gate = (torch.randn(64, 128, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+
+    def made(h: Tensor, gate: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = F.silu(gate) * h
+        return x, traced_amax(x)
+
+    with torch.no_grad(), config.patch(fx_graph_cache=False), autograd_config.patch(enable_autograd_cache=False):
+        x, found = torch.compile(made, fullgraph=True, dynamic=False)(h, gate)
+    assert bits(found) != bits(block_amax(x, WHOLE))
+
+
 @pytest.mark.parametrize("text", ["mxfp8", "fp8(scaling=row)", "nvfp4(rht=true)"])
 def test_a_format_measures_blocks_itself(text: str) -> None:
     """In the pass that encodes; and what it rotates first."""
