@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from lpq.distributed.expert_rows import Dispatch
     from lpq.recipes import Recipe
 
-ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
-"""Attributes that the interface gives each module."""
+ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""Attributes that the interface gives each module; newer ones give ``has_post_expert_norm``, too."""
 DENSE = (("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"),)
 """Classes, each as a module and a name in it, whose experts each get rows for all tokens, one expert's rows after
 another's, and whose weights are transposed. They are looked up, not imported."""
@@ -243,4 +243,4 @@ def _made(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     else:
         rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = experts.multiply(DOWN, rows, ends)
-    return experts.post_expert_norm(rows) if not dense and experts.has_post_expert_norm else rows
+    return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
