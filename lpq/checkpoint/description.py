@@ -92,8 +92,6 @@ class Description:
             check_fields(f"its description (lpq) of the format {brief(name)}", origin, ORIGIN)
         for name, conversion in data["conversions"].items():
             check_fields(f"its description (lpq) of the conversion of {brief(name)}", conversion, CONVERSION)
-        for name, stack in (data["stacks"] or {}).items():
-            check_fields(f"its description (lpq) of the experts {shown(str(name))}", stack, STACK)
         stacks: Mapping[str, Any] = data["stacks"] or {}
         for name, stack in stacks.items():
             check_fields(f"its description (lpq) of the experts {shown(str(name))}", stack, STACK)
