@@ -91,7 +91,7 @@ class Files:
             quantized = Quantized(layer, *facts)
             here = [
                 p.name
-                for p in quantized.parts
+                for p in quantized.parts  # a weight in high precision has the name of one that is quantized
                 if p.name in own and (p.name != "weight" or own[p.name].dtype == p.dtype)
             ]
             if not here:
@@ -129,11 +129,6 @@ class Files:
             check_value(name, part, value)
             made.append(value)
         return made
-
-
-def _is_coded(part: Part, shown: Shown) -> bool:
-    """Whether a tensor of that name is the part: a weight in high precision has the name of one that is quantized."""
-    return part.holds != "codes" or shown.dtype == part.dtype
 
 
 def _file_names(path: Path) -> list[str]:
