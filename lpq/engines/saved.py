@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.finding import find
 from lpq.checkpoint.info import read
 from lpq.checkpoint.model import PREFIX
-from lpq.checkpoint.ranks import Ranks
+from lpq.checkpoint.ranks import Ranks, quiet
 from lpq.checkpoint.reading import Reader
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
 from lpq.engines.experts import Stack, is_quantized, split, split_rows
@@ -168,8 +167,7 @@ class Saved:
         if lacking := [shown(name) for name in names if name not in self._saved]:
             raise CheckpointError(f"it lacks {lacking[0]}")
         found = {name: torch.empty(self._saved[name][0], dtype=self._saved[name][1]) for name in names}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with quiet():
             dcp.load(found, storage_reader=Reader(self._path, self._sizes), no_dist=True)
         return found
 
