@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.formats import Quantizer, Storage
 from lpq.operations import encode_operands
 from lpq.operations.operands import as_matrix, recall
+from lpq.recipes import Recipe
 from lpq.tensor import QuantizedTensor
 
 Pieces = Mapping[str, Tensor]
@@ -29,10 +30,18 @@ class Multiplied:
     """The quantizer of the weight."""
     x: Quantizer | None
     """The quantizer of the input; None: it is not encoded."""
-    memories: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    memories: Mapping[str, Mapping[str, Tensor]]
     """The statistics remembered across steps of ``x`` and of ``w``, by the names of its buffers."""
     imported: Tensor | None = None
     """The amax of inputs in the files from which the model was imported."""
+
+    @classmethod
+    def by(
+        cls, recipe: Recipe, name: str, memories: Mapping[str, Mapping[str, Tensor]], imported: Tensor | None = None
+    ) -> Multiplied:
+        """How the layer of this name multiplies by a recipe."""
+        x = None if recipe.x.side("row").plain else recipe.x
+        return cls(name, recipe.w, x, memories, imported)
 
     def known_amax(self) -> Tensor | None:
         """The amax of inputs that the layer encodes with, or that it came with; None: it measures each input."""

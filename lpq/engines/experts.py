@@ -26,11 +26,6 @@ class Stack(NamedTuple):
     recipe: Recipe
     memories: Memories
 
-    def used(self, layer: str, imported: Tensor | None = None) -> Multiplied:
-        """How the layer of an expert multiplies."""
-        x = None if self.recipe.x.side("row").plain else self.recipe.x
-        return Multiplied(layer, self.recipe.w, x, imported=imported)
-
 
 def stacks(model: nn.Module) -> dict[str, Stack]:
     """The stacks of a model that engines have as layers, by the names of their parameters."""
@@ -90,7 +85,7 @@ def split(
             part = (i * each, (i + 1) * each, rows) if len(layers) > 1 else None
             yield replace(
                 like, name=f"{layer}.weight", shape=(each, cols), gather=held.of(number, last),
-                layer=replace(stack.used(layer, imported.get(layer)), memories=own), stored=stored, part=part,
+                layer=Multiplied.by(stack.recipe, layer, own, imported.get(layer)), stored=stored, part=part,
             )  # fmt: skip
 
 

@@ -95,8 +95,7 @@ def _multiplied(name: str, layer: Layer, local: Tensor, known: Mapping[str, Tens
             f"{name} ({layer.kind}) holds its weight as [in, out], and engines read quantized weights as [out, in]: "
             "keep it in high precision, leave=[…]"
         )
-    x = recipe.x
-    return Multiplied(name, recipe.w, None if x.side("row").plain else x, states_of(layer), known.get(name))
+    return Multiplied.by(recipe, name, states_of(layer), known.get(name))
 
 
 def _stored(name: str, local: Tensor) -> Stored | None:

@@ -144,7 +144,7 @@ class Saved:
             return None
         if recipe.w.side("row").plain and name not in self._description.quantized:
             return None
-        return Multiplied(layer, recipe.w, None if recipe.x.side("row").plain else recipe.x, self._memories(layer))
+        return Multiplied.by(recipe, layer, self._memories(layer))
 
     def _memories(self, layer: str, begin: str = "") -> dict[str, dict[str, Tensor]]:
         """The statistics that a layer remembers; those of one of several stacks begin with its name."""
