@@ -5,7 +5,7 @@ from __future__ import annotations
 from lpq import registry
 from lpq.checkpoint.errors import UnknownName
 from lpq.formats import Quantizer
-from lpq.registry import Layout, PluginError, Scheme
+from lpq.registry import Inputs, Layout, Part, PluginError, Scheme
 from lpq.registry.errors import suggestion
 
 OWN = {
@@ -32,6 +32,12 @@ def layout_named(name: str) -> Layout:
     if name in registry.layouts():
         return registry.layout(name)
     raise UnknownName(f"there is no layout {name!r}: {suggestion(str(name), summaries())}")
+
+
+def parts_of(scheme: Scheme, inputs: Inputs | None) -> list[Part]:
+    """The tensors that files have for a layer that lies so: those of its weight, and that of its input, if any."""
+    extra = inputs.part if inputs is not None else None
+    return [*scheme.parts, *([extra] if extra is not None else [])]
 
 
 def schemes_for(quantizer: Quantizer, layout: str) -> list[Scheme]:

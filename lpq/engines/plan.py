@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq.checkpoint.errors import CheckpointError, UnknownName
 from lpq.engines.checks import check_value
 from lpq.engines.entries import Entry, Pieces, check_fixed
-from lpq.engines.layouts import layout_named, schemes_for
+from lpq.engines.layouts import layout_named, parts_of, schemes_for
 from lpq.engines.tensorfile import Shown
 from lpq.registry import Group, Inputs, Part, Scheme
 from lpq.registry.showing import brief, listed, number
@@ -37,8 +37,7 @@ class Assigned:
     def parts(self) -> list[Part]:
         """The tensors to write for it and its input."""
         assert self.scheme is not None
-        extra = self.inputs.part if self.inputs is not None else None
-        return [*self.scheme.parts, *([extra] if extra is not None else [])]
+        return parts_of(self.scheme, self.inputs)
 
     def shown(self) -> dict[str, Shown]:
         """The tensors that are written, as they will be."""

@@ -15,7 +15,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.manifest import DESCRIPTION
 from lpq.engines.beside import read_json
 from lpq.engines.checks import check_value
-from lpq.engines.layouts import layout_named, schemes_in, summaries
+from lpq.engines.layouts import layout_named, parts_of, schemes_in, summaries
 from lpq.engines.names import CONFIG, INDEX, JSON_FILES, ONE
 from lpq.engines.tensorfile import Reader, Shown
 from lpq.registry import Described, Inputs, Part, Scheme
@@ -40,8 +40,7 @@ class Quantized:
     @property
     def parts(self) -> list[Part]:
         """The tensors that it must have."""
-        extra = self.inputs.part if self.inputs is not None else None
-        return [*self.scheme.parts, *([extra] if extra is not None else [])]
+        return parts_of(self.scheme, self.inputs)
 
 
 class Files:
