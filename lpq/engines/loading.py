@@ -19,7 +19,7 @@ from lpq.checkpoint.files import place
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import touched
 from lpq.engines.inputs import RECORD
-from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, store_quantized
+from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, static_key, store_quantized
 from lpq.engines.names import CONFIG
 from lpq.engines.reading import Files, Quantized
 from lpq.formats import Quantizer, Storage
@@ -292,15 +292,15 @@ def _copy(target: Storage, source: Storage) -> None:
 
 def _remembers(layer: Layer, amax: Tensor) -> bool:
     """Make the quantizer of a layer's input remember that amax or be static by it, if it uses one of whole inputs."""
-    x = layer.recipe.x if layer.recipe is not None else None
-    side = x.side("row") if x is not None else None
-    if x is None or side is None or not side.state or [s.of_all for s in side.stats if side.recalls(s)] != [True]:
+    if layer.recipe is None:
         return False
-    if side.static:
-        prefix = next(name for name, branch in x.state_branches().items() if branch == side)
-        (buffer,) = side.state
-        layer.states()["x"][prefix + buffer.name].copy_(amax)
+    x = layer.recipe.x
+    if (key := static_key(x)) is not None:
+        layer.states()["x"][key].copy_(amax)
         layer.forget_calls()
         return True
+    side = x.side("row")
+    if [stat.of_all for stat in side.stats if side.recalls(stat)] != [True]:
+        return False
     remember(x, layer.states()["x"], [amax.to(layer.weight.device)], col=False)
     return True

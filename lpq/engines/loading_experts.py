@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,16 +88,14 @@ def _joined(layers: Sequence[str], operands: Sequence[Storage]) -> Storage:
     return found
 
 
-def static_places(one: Stack, x: Quantizer) -> Tensor | None:
-    """The buffer with the static amaxes of its experts' inputs; None if these are not static."""
+def static_key(x: Quantizer) -> str | None:
+    """The key of the static amax of whole inputs in the state of their quantizer; None if it has no such amax."""
     side = x.side("row")
     if not side.static or [stat.of_all for stat in side.stats if side.recalls(stat)] != [True]:
         return None
     prefix = next(name for name, branch in x.state_branches().items() if branch == side)
     (buffer,) = side.state
-    holder: Any = one.holder
-    found: Tensor = holder.states(one.key)["x"][prefix + buffer.name]
-    return found
+    return prefix + buffer.name
 
 
 @torch.no_grad()
@@ -106,9 +103,10 @@ def make_static(one: Stack, amaxes: dict[str, Tensor]) -> None:
     """Have experts be static by the amaxes of their inputs in the files, which are taken out, if their recipe is."""
     holder = one.holder
     assert isinstance(holder, GroupedLinear | Experts)
-    place = static_places(one, holder.recipe.x) if holder.recipe is not None else None
-    if place is None or any(layer not in amaxes for layer in one.layers):
+    key = static_key(holder.recipe.x) if holder.recipe is not None else None
+    if key is None or any(layer not in amaxes for layer in one.layers):
         return
+    place = holder.states(one.key)["x"][key]
     for number, layers in enumerate(one.names):  # layers of one matrix have one input
         place[number].copy_(torch.stack([amaxes.pop(layer).reshape(()) for layer in layers]).amax())
     holder.forget_calls()
