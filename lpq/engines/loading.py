@@ -18,8 +18,8 @@ from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.files import place
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import touched
-from lpq.engines.inputs import RECORD
 from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, static_key, store_quantized
+from lpq.engines.models import RECORD
 from lpq.engines.names import CONFIG
 from lpq.engines.reading import Files, Quantized
 from lpq.formats import Quantizer, Storage

@@ -15,12 +15,14 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import here, parts, whole
 from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
 from lpq.engines.experts import left_stacks, split, split_rows, stacks, states_of
-from lpq.engines.inputs import RECORD
 from lpq.nn import Layer
 from lpq.nn.expert_names import renamed
 from lpq.nn.names import plain_name
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
+
+RECORD = "lpq_input_amax"
+"""Where a model that was imported keeps the amax of the inputs of its layers, by name, for the next export."""
 
 
 def entries(model: Model, dtype: torch.dtype | None) -> list[Entry]:
