@@ -8,7 +8,7 @@ that names the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +109,10 @@ def match(
     return found
 
 
-def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str, Any], may_lack: Collection[str],
-                   may_ignore: Collection[str], whose: str = "model") -> None:  # fmt: skip
+def check_complete(
+    found: Match, saved: Collection[str], quantized: Mapping[str, Any], may_lack: Collection[str],
+    may_ignore: Collection[str], whose: str = "model",
+) -> None:  # fmt: skip
     """Make sure that no tensor is left over on either side except those that may be, as quantizers' memories."""
     remedy = f"Make the {whose} as it was when it was saved"
     lacking = [shown(name) for name in found.absent if name not in may_lack]
@@ -124,7 +126,7 @@ def check_complete(found: Match, saved: Collection[str], quantized: Mapping[str,
         raise CheckpointError(f"it has tensors for which the {whose} has no place: {listed([*names])}. {remedy}")
 
 
-def _check_storage(name: str, theirs: Any, mine: Any) -> None:
+def _check_storage(name: str, theirs: Mapping[str, Any] | None, mine: Mapping[str, Any] | None) -> None:
     ours = mine["quantizer"] if mine is not None else "in high precision"
     saved = theirs["quantizer"] if theirs is not None else "in high precision"
     if ours != saved:
@@ -156,7 +158,7 @@ def _check(name: str, target: Tensor, saved: Saved, *, exact: bool) -> None:
         )
 
 
-def _check_shape(name: str, theirs: Any, mine: Any) -> None:
+def _check_shape(name: str, theirs: Sequence[int], mine: Sequence[int]) -> None:
     if list(theirs) != list(mine):
         raise CheckpointError(
             f"{shown(name)} was saved with shape {list(theirs)} and is {list(mine)} in the model: make the model "

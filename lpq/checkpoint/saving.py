@@ -19,7 +19,7 @@ from lpq.checkpoint.files import PARTIAL, place
 from lpq.checkpoint.finding import step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA, is_ours
-from lpq.checkpoint.model import Model
+from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.optimizer import Named, Optimizers, given_optimizers, split
 from lpq.checkpoint.ranks import Ranks, quiet
 from lpq.checkpoint.tensors import parts
@@ -130,7 +130,7 @@ def _prepare(
         check_tensors(ranks.all(lambda: held), ranks)
     for name in found[0].memories:  # ranks may have had other inputs; as after a step, the largest statistics count
         combined = torch.stack([facts.memories[name] for facts in found]).amax(0)
-        state["model"][name.removeprefix("model.")] = combined
+        state["model"][name.removeprefix(PREFIX)] = combined
     claim = ranks.each(lambda: _begin(target, step) if ranks.rank == 0 else None)
     return state, Writer(target, small, keep, claim)
 
@@ -140,7 +140,7 @@ def _collected(
 ) -> _Content:
     seen = Model(model)
     tensors, module_extra = seen.state()
-    names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
+    names = {id(tensor): name.removeprefix(PREFIX) for name, tensor in tensors.items()}
     optimizers = [Named(one, names) for one in given_optimizers(given)]
     theirs, rest = split(optimizers)
     every = {**tensors, **theirs}

@@ -24,6 +24,7 @@ from lpq.checkpoint.claim import LOCK, Claim, left_behind
 from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.finding import REPLACED, STEP, manifests_in, steps_in
+from lpq.checkpoint.index import INDEX
 from lpq.checkpoint.manifest import MANIFEST, is_ours, is_whole
 from lpq.checkpoint.ranks import as_checkpoint_error
 from lpq.registry.warning import warn
@@ -74,7 +75,7 @@ class Writer(FileSystemWriter):
             entries = {name: entry for written in results for name, entry in written.entries.items()}  # type: ignore[attr-defined]
             for name, data in self._small.items():
                 files.write(self._partial / name, data)
-            entries.update(self._entries([*self._small, ".metadata"]))
+            entries.update(self._entries([*self._small, INDEX]))
             files.write(self._partial / MANIFEST, self._manifest(entries))
             self._publish()
         except Exception as error:
