@@ -203,27 +203,21 @@ def _with_weights(found: Statistics, chosen: Sequence[Target], axes: Axes) -> St
 @contextmanager
 def _as_collected(model: nn.Module, chosen: Sequence[Target]) -> Iterator[None]:
     """Have the model evaluate inside, not compiled and with no static scale; if that fails, restore it."""
-    training = [module for module in model.modules() if module.training]
     before = [
         (layer, layer.recipe, {name: local_part(value).clone() for name, value in layer.static_values().items()})
         for layer in {id(target.layer): target.layer for target in chosen}.values()
     ]
-    stance = torch.compiler.set_stance("force_eager")
-    try:
-        model.eval()
-        for target in chosen:
-            target.layer.recipe = target.dynamic
-        with stance:
+    with collecting.evaluating(model):
+        try:
+            for target in chosen:
+                target.layer.recipe = target.dynamic
             yield
-    except BaseException:
-        for layer, recipe, values in before:
-            layer.recipe = recipe
-            for name, buffer in layer.static_values().items():
-                local_part(buffer).copy_(values[name])
-        raise
-    finally:
-        for module in training:
-            module.training = True
+        except BaseException:
+            for layer, recipe, values in before:
+                layer.recipe = recipe
+                for name, buffer in layer.static_values().items():
+                    local_part(buffer).copy_(values[name])
+            raise
 
 
 @contextmanager

@@ -182,6 +182,19 @@ def through(model: nn.Module, batch: Any) -> object:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have the model evaluate inside, not compiled."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
 def _taking(
     model: nn.Module, targets: Sequence[Target], how: Pass, found: Statistics, team: Team, seen: Seen
 ) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpq.calibration.collecting import Forward, through
+from lpq.calibration.collecting import Forward, evaluating, through
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.stacks import (
     Stack,
@@ -64,15 +64,9 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
             raise CalibrationError(f"{name} is sharded: measure the noise of the model before it is")
     if not weights:
         raise CalibrationError("no layer has a recipe, whose noise could be measured: convert the model, lpq.convert")
-    training = [module for module in model.modules() if module.training]
-    with _watching(layers, stacks, sums):
-        model.eval()
-        try:
-            for batch in batches:
-                forward(model, batch)
-        finally:
-            for module in training:
-                module.training = True
+    with _watching(layers, stacks, sums), evaluating(model):
+        for batch in batches:
+            forward(model, batch)
     if not sums:
         raise CalibrationError("no batch went through a layer with a recipe: pass what the model is called with")
     of_weight = {name: partial(_of_weight, layer) for name, layer in layers.items()}
@@ -88,7 +82,6 @@ def _watching(layers: Mapping[str, Layer], stacks: Mapping[str, Stack], sums: Su
             within.callback(layer.register_forward_hook(_hook(name, sums)).remove)
         for name, stack in stacks.items():
             within.enter_context(watching_products(stack, _adding(name, stack, sums)))
-        within.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 

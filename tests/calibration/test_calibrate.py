@@ -206,6 +206,19 @@ def test_where_it_fails_the_model_is_as_it_was() -> None:
     assert net.training
 
 
+def test_where_a_model_does_not_evaluate_what_is_compiled_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, graphs = converted("fp8-current"), []
+
+    def refuse(model: nn.Module) -> None:
+        raise ValueError("no evaluation")
+
+    monkeypatch.setattr(nn.Module, "eval", refuse)
+    with pytest.raises(ValueError, match="no evaluation"):
+        lpq.calibrate(net, data(1), progress=False)
+    torch.compile(torch.sin, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.ones(1))
+    assert len(graphs) == 1
+
+
 def test_weights_of_zeros_have_a_scale_and_stay_zeros() -> None:
     net = model()
     torch.nn.init.zeros_(net[0].attn.o_proj.weight)
