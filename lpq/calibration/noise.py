@@ -14,17 +14,10 @@ from torch import Tensor, nn
 
 from lpq.calibration.collecting import Forward, evaluating, through
 from lpq.calibration.errors import CalibrationError
-from lpq.calibration.stacks import (
-    Stack,
-    bias_of,
-    matrix_of,
-    stacks_in,
-    states_of,
-    watching_products,
-    weight_of,
-)
+from lpq.calibration.stacks import Stack, bias_of, matrix_of, stacks_in, watching_products, weight_of
 from lpq.checkpoint.model import Model
 from lpq.distributed.shard import plain
+from lpq.engines.experts import states_of
 from lpq.formats import Quantizer
 from lpq.nn import GroupedLinear, Layer
 from lpq.nn.experts import Experts, is_transposed
@@ -133,7 +126,7 @@ def _of_stack(stack: Stack) -> float:
     if isinstance(weight, QuantizedTensor) or recipe is None:
         return math.nan
     turned = isinstance(stack.holder, Experts) and is_transposed(stack.holder)
-    return _of(weight.transpose(1, 2) if turned else weight, recipe.w, states_of(stack).get("w"))
+    return _of(weight.transpose(1, 2) if turned else weight, recipe.w, states_of(stack.holder, stack.key).get("w"))
 
 
 def _of(matrix: Tensor, quantizer: Quantizer, state: Mapping[str, Tensor] | None) -> float:

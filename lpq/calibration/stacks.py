@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.tensors import chunk
 from lpq.distributed.shard import plain
-from lpq.engines.experts import states_of as states_in
 from lpq.nn.expert_names import counted, numbered
 from lpq.nn.experts import Experts, is_transposed, stacks
 from lpq.nn.grouped_linear import GroupedLinear
@@ -66,11 +65,6 @@ def bias_of(stack: Stack) -> Tensor | None:
     """Its biases, ``[experts, out]``, if it has some."""
     found: Tensor | None = getattr(stack.holder, f"{stack.key}_bias" if stack.key else "bias", None)
     return found
-
-
-def states_of(stack: Stack) -> Mapping[str, Mapping[str, Tensor]]:
-    """Its static statistics, by tensor and by their names in the quantizer of that tensor."""
-    return states_in(stack.holder, stack.key)
 
 
 def is_shared_out(holder: nn.Module) -> bool:
