@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from lpq.recipes import Recipe
 
+Bar = AbstractContextManager[Callable[[int], None]]
+"""A progress bar; what it gives takes the number of samples so far."""
 Method = Literal["max", "percentile", "mse", "four_over_six"]
 SEARCHING = ("mse", "four_over_six")
 """The methods that also search the scales of blocks of weights."""
@@ -105,17 +108,7 @@ def calibrate(
     axes = axes_of(process_group)
     chosen = targets(model, search)
     searched = tuple(target.name for target in chosen if search is not None and searches(target))
-    if not chosen:
-        raise CalibrationError(
-            "no layer has a scale of a whole tensor, which could become static: was the model converted? Scales of "
-            "blocks and rows follow their tensors at each step, and such a model is exported without calibration"
-        )
-    for group in siblings if siblings is not FUSED else ():
-        if not fused([target.name for target in chosen], [group]):
-            raise CalibrationError(
-                f"siblings has {tuple(group)}, and the model has no two layers of such names beside each other, with a "
-                "scale of a whole tensor"
-            )
+    _check_targets(chosen, siblings)
     if search is not None and not searched:
         raise CalibrationError(
             f"method={method!r} searches scales of blocks of weights, and here there are none: that is for formats "
@@ -125,6 +118,8 @@ def calibrate(
     counts = len(team.ranks) if method == "percentile" and any(t.layer not in team.layers for t in chosen) else 1
     settings = {"method": method, "percentile": percentile, "samples": samples, "ranks that share layers": counts}
     saved = Saved(state, settings, axes)
+    run = partial(collect, model, chosen, batches, samples=samples, forward=forward, axes=axes, team=team)
+    bar = partial(_bar, samples, shown=progress and all(axis.rank == 0 for axis in axes.values()))
     with _as_collected(model, chosen), team.whole():
         found, seen = Statistics(), Progress()
         clips: dict[str, Tensor] = {}
@@ -133,7 +128,7 @@ def calibrate(
             for name in passes:
                 how = MAGNITUDES if name == "magnitudes" else collecting.take_statistics(clips)
                 own = _zeros(chosen, how, model)
-                seen = _run(model, chosen, batches, how, own, samples, forward, axes, team, saved, every, progress)
+                seen = _pass(run, bar, how, own, saved, every)
                 found = reduce(own, axes)
                 if name == "magnitudes":
                     clips = clipped(found, chosen, percentile)
@@ -150,14 +145,13 @@ def _recipe_of(module: nn.Module) -> Recipe | None:
     return module.recipe if isinstance(module, Layer | Experts) else None
 
 
-def _run(
-    model: nn.Module, chosen: Sequence[Target], batches: Iterable[Any], how: Pass, own: Statistics, samples: int,
-    forward: Forward, axes: Axes, team: Team, saved: Saved, every: int, progress: bool,
-) -> Progress:  # fmt: skip
-    """Do one pass over the batches; it goes on where the state of an earlier one was kept."""
+def _pass(
+    run: Callable[..., Progress], bar: Callable[[str], Bar], how: Pass, own: Statistics, saved: Saved, every: int
+) -> Progress:
+    """Do one pass over the batches, by ``run``; it goes on where the state of an earlier one was kept."""
     done = saved.restore(how.name, own)
     rounds = 0
-    with _bar(samples, how.name, shown=progress and all(axis.rank == 0 for axis in axes.values())) as move:
+    with bar(how.name) as move:
 
         def after(seen: Progress) -> None:
             nonlocal rounds
@@ -166,10 +160,7 @@ def _run(
             if rounds % every == 0:
                 saved.keep(how.name, own, seen.batches)
 
-        seen = collect(
-            model, chosen, batches, how,
-            samples=samples, forward=forward, axes=axes, team=team, found=own, done=done, after=after,
-        )  # fmt: skip
+        seen = run(how, found=own, done=done, after=after)
     saved.keep(how.name, own, seen.batches)
     return seen
 
@@ -227,9 +218,9 @@ def _bar(samples: int, title: str, *, shown: bool) -> Iterator[Callable[[int], N
         yield lambda seen: None
         return
     from rich.console import Console
-    from rich.progress import Progress as Bar
+    from rich.progress import Progress as Shown
 
-    with Bar(console=Console(stderr=True)) as bar:
+    with Shown(console=Console(stderr=True)) as bar:
         task = bar.add_task(f"calibrating: {title}", total=samples)
         yield lambda seen: bar.update(task, completed=min(seen, samples))
 
@@ -255,6 +246,20 @@ def _check(method: str, samples: int, percentile: float, unseen: str, every: int
             'method="percentile" goes through the batches twice, and an iterator gives them once: pass a list or a '
             "DataLoader that gives the same ones again"
         )
+
+
+def _check_targets(chosen: Sequence[Target], siblings: Sequence[Sequence[str]]) -> None:
+    if not chosen:
+        raise CalibrationError(
+            "no layer has a scale of a whole tensor, which could become static: was the model converted? Scales of "
+            "blocks and rows follow their tensors at each step, and such a model is exported without calibration"
+        )
+    for group in siblings if siblings is not FUSED else ():
+        if not fused([target.name for target in chosen], [group]):
+            raise CalibrationError(
+                f"siblings has {tuple(group)}, and the model has no two layers of such names beside each other, with a "
+                "scale of a whole tensor"
+            )
 
 
 def _check_forms(siblings: object, forward: object) -> None:
