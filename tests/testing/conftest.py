@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 @pytest.fixture(autouse=True)
 def compiler_is_imported(request: pytest.FixtureRequest) -> None:
     """Import the compiler for a run inside this process. Afterwards all modules are taken out that were not there
-    before, and to import Triton's library a second time ends the process."""
+    before: Triton's library ends the process if it is imported a second time, and Inductor raises."""
     if "pytester" in request.fixturenames:
-        import torch._dynamo  # noqa: F401
+        import torch._dynamo
+        import torch._inductor.compile_fx  # noqa: F401
