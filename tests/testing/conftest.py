@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 
 @pytest.fixture(autouse=True)
 def compiler_is_imported(request: pytest.FixtureRequest) -> None:
-    """Import the compiler for a run inside this process. Afterwards all modules are taken out that were not there
-    before: Triton's library ends the process if it is imported a second time, and Inductor raises."""
+    """Compile something before a run inside this process. Afterwards all modules are taken out that were not there
+    before, and a compiler's cannot be imported a second time: they raise, and Triton's library ends the process."""
     if "pytester" in request.fixturenames:
-        import torch._dynamo
-        import torch._inductor.compile_fx  # noqa: F401
+        _compile_once()
+
+
+@cache
+def _compile_once() -> None:
+    torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
+    importlib.import_module("torch._inductor.compile_fx")
