@@ -18,6 +18,7 @@ from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack, transposed
+from lpq.operations.derived_operands import derive_col_into
 from lpq.operations.transposing import transpose
 from lpq.torch_private import fsdp
 
@@ -84,6 +85,11 @@ class Whole:
         fsdp.allocate(self.large)
         for target, source in zip(self._targets, local, strict=True):
             target.copy_(source)
+
+    def derive(self, quantizer: Quantizer, row: Whole) -> None:
+        """Make this column operand of the row operand that it follows from."""
+        fsdp.allocate(self.large)
+        derive_col_into(quantizer, row.operand, self._targets)
 
 
 def _by_rank(whole: Tensor, arrived: Tensor, ranks: int) -> tuple[Tensor, Tensor]:

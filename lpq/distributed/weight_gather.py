@@ -24,7 +24,6 @@ from lpq.formats import Quantizer
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack
 from lpq.kernels.table import kernels_allowed
-from lpq.operations.derived_operands import derive_col
 from lpq.operations.measuring import measure
 from lpq.operations.operands import recall
 from lpq.operations.reduce_statistics import Reductions, spans
@@ -312,7 +311,7 @@ class Gather:
         if way.sends_col:
             receive(col, of_col)
         elif way.col:
-            col.take(derive_col(sides.quantizer, row.operand).tensors())
+            col.derive(sides.quantizer, row)
         if not way.row:
             fsdp.free(row.large)
         if self._high:

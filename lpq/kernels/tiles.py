@@ -192,33 +192,25 @@ def _wide(wide: int) -> tuple[str, ...]:
     return (f"LPQ_WIDE={wide}",)
 
 
-def transpose_bytes(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The transpose of a matrix of 1-byte elements, and of its fp32 scales: one, or one for each 128x128."""
-    x, scale = x.contiguous(), scale.contiguous()
-    rows, cols = x.shape
-    out, scale_out = x.new_empty((cols, rows)), scale.new_empty(scale.shape[::-1])
+def bind_transpose_bytes(rows: int, cols: int, scales: bool, device: torch.device) -> Launch:
+    """The transpose of a matrix of 1-byte elements, and of its fp32 scales: one, or with ``scales`` one for each
+    128x128. The result launches it, of four addresses: the elements, those of the transpose, and likewise the scales.
+    """
     shape = Shape(256, BROAD)
     if tiles(rows, cols, shape) < MANY_TILES:
         shape = TALL
-    BYTES[shape.wide].launch(
-        x.get_device(), _wide(shape.wide), tiles(rows, cols, shape),
-        x.data_ptr(), out.data_ptr(), scale.data_ptr(), scale_out.data_ptr(), 2 if scale.dim() else 1, rows, cols,
-    )  # fmt: skip
-    return out, scale_out
+    launch = BYTES[shape.wide].bind(device.index or 0, _wide(shape.wide), tiles(rows, cols, shape))
+    count = 2 if scales else 1
+    return lambda x, out, scale, scale_out: launch(x, out, scale, scale_out, count, rows, cols)
 
 
-def transpose_nibbles(x: Tensor, scale: Tensor, amax: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
+def bind_transpose_nibbles(rows: int, cols: int, device: torch.device) -> Launch:
     """The transpose of a matrix of 4-bit elements, two in a byte, whose rows are padded to 16 elements with zeros; of
-    its 1-byte scales, one for each 16x16; and a copy of its amax."""
-    x, scale = x.contiguous(), scale.contiguous()
-    out, scale_out = x.new_empty((cols, -(-rows // 16) * 8)), scale.new_empty(scale.shape[::-1])
-    amax_out = torch.empty_like(amax)
+    its 1-byte scales, one for each 16x16; and a copy of its amax. The result launches it, of six addresses: the
+    elements, those of the transpose, and likewise the scales and the amax."""
     shape = Shape(2 * BROAD, 256)
     if tiles(rows, cols, shape) < MANY_TILES:
         shape = Shape(2 * UNIT, 256)
     wide = shape.tall // 2
-    NIBBLES[wide].launch(
-        x.get_device(), _wide(wide), tiles(rows, cols, shape), x.data_ptr(), out.data_ptr(), scale.data_ptr(),
-        scale_out.data_ptr(), amax.data_ptr(), amax_out.data_ptr(), rows, cols,
-    )  # fmt: skip
-    return out, scale_out, amax_out
+    launch = NIBBLES[wide].bind(device.index or 0, _wide(wide), tiles(rows, cols, shape))
+    return lambda *addresses: launch(*addresses, rows, cols)

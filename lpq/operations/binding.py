@@ -21,6 +21,7 @@ from lpq.kernels.table import kernels_allowed
 from lpq.operations.exact_form import Form, Multiplicand
 from lpq.operations.multiplying import gemm_reference
 from lpq.operations.quantizing import quantize_reference
+from lpq.operations.transposing import transpose_reference
 from lpq.torch_private import cuda
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ bytes. It returns that matrix, or another one, which is then copied there: it ne
 """
 
 
+Transpose = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+"""``transpose(buffers, out)``: write the buffers of the operand of the transposed matrix over ``out``. All are
+contiguous, and those of ``out`` begin at multiples of ``ALIGNED`` bytes. The device is the current one."""
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make this GPU the current one inside. A compiler does that itself, and cannot trace the check."""
     if device.type != "cuda" or is_dynamo_compiling() or cuda.current_device() == device.index:
@@ -171,3 +177,21 @@ def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[...,
             return multiply(a.tensors(), b.tensors(), bias)
 
     return gemm
+
+
+def unbound_transpose(bind: Callable[[Operand, torch.device], Transpose]) -> Callable[[Storage], Storage]:
+    """Make the ``impl`` of a ``transpose`` that binds, as ``unbound`` does."""
+    bound = registry.cached_few(lambda operand, device, kernels: bind(operand, device))
+
+    def transpose(operand: Storage) -> Storage:
+        """Transpose as the reference does."""
+        (rows, cols), quantizer, device = operand.shape, operand.quantizer, operand.device
+        if not rows or not cols:
+            return transpose_reference(operand).map(torch.clone)
+        turned = quantizer.storage.empty(quantizer, (cols, rows), operand.dtype, device)
+        turn = bound(operand_like(operand), device, kernels_allowed())
+        with on_device(device):
+            turn([t.contiguous() for t in operand.tensors()], turned.tensors())
+        return turned
+
+    return transpose

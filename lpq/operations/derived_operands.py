@@ -3,11 +3,18 @@ operand follows from the row operand, so that only one of the two is kept or sen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from lpq import registry
 from lpq.formats.format import Storage
+from lpq.formats.stacks import is_stack
+from lpq.kernels import choose
+from lpq.kernels.table import kernels_allowed
+from lpq.operations.binding import Operand, Transpose, on_device, operand_like
 from lpq.operations.decoding import decode
 from lpq.operations.quantizing import quantize
 from lpq.operations.transposing import transpose
@@ -34,3 +41,24 @@ def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
     _, col, _ = quantize(decode(row, torch.float32), None, None, quantizer.side("col"))
     assert col is not None
     return col.astype(row.dtype)  # it stands for the tensor, not for what was decoded
+
+
+def derive_col_into(quantizer: Quantizer, row: Storage, out: Sequence[Tensor]) -> None:
+    """Write the buffers of that column operand over ``out``, which ``Storage.empty`` allocated or lies likewise."""
+    turn = None
+    if quantizer.col_source == "original" and not is_stack(row.shape) and all(row.shape):
+        turn = _bound(operand_like(row), row.device, kernels_allowed())
+    if turn is None:
+        for target, made in zip(out, derive_col(quantizer, row).tensors(), strict=True):
+            target.copy_(made)
+        return
+    with on_device(row.device):
+        turn([t.contiguous() for t in row.tensors()], out)
+
+
+def _bind(operand: Operand, device: torch.device) -> Transpose | None:
+    bind = choose("transpose", (operand.quantizer.text,), device).bind
+    return bind(operand, device) if bind is not None else None
+
+
+_bound = registry.cached_few(lambda operand, device, kernels: _bind(operand, device))

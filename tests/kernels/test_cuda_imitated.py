@@ -22,6 +22,7 @@ from lpq.core import Quantizer
 from lpq.distributed.casting import batched
 from lpq.kernels import host_to_device, nvrtc_cache, products, tiles
 from lpq.kernels.cuda import CudaKernel
+from lpq.operations import derived_operands
 from lpq.operations.binding import Encoding, unbound
 from lpq.operations.fused_pair import Pair
 from lpq.operations.quantizing import quantize_reference
@@ -29,7 +30,7 @@ from lpq.registry import KernelSpec
 from lpq.testing.calls import DTYPES, RAGGED, matrices, of_all_sizes
 from lpq.testing.comparing import Poisoned, compare, compare_views
 from lpq.testing.conformance.test_kernels import FEW, SIZES, SUMS, VIEWED, pairs
-from lpq.testing.expect import same
+from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import SEED, encode, normal
 from lpq.testing.options import family
 
@@ -187,6 +188,27 @@ def test_tiles_of_large_matrices(text: str, monkeypatch: pytest.MonkeyPatch) -> 
             assert compare(kernel, row, None if op == "transpose" else col, x, "cpu", "broad tiles")
             if op == "quantize":
                 assert compare(kernel, row, None, x, "cpu", "broad tiles")
+
+
+@pytest.mark.parametrize("text", ["fp8", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)"])
+@pytest.mark.parametrize("size", [(128, 256), (33, 70)])
+def test_transposes_are_written_to_given_memory(
+    text: str, size: tuple[int, int], launched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantizer = lpq.quantizer(text)
+    kernel = on_cuda("transpose", registry.format_of(type(quantizer)).name)
+    assert kernel is not None
+    assert kernel.bind is not None
+    bind = registry.resolve(kernel.bind)
+    monkeypatch.setattr(derived_operands, "_bound", lambda operand, device, kernels: bind(operand, device))
+    row = encode(quantizer.side("row"), normal(*size))
+    expected = operations.transpose_reference(row).map(torch.Tensor.contiguous)
+    out = expected.map(torch.empty_like)
+    for buffer in out.tensors():
+        buffer.view(-1).view(torch.uint8).fill_(0xA5)
+    derived_operands.derive_col_into(quantizer, row, out.tensors())
+    assert len(launched) == 1
+    same_operand(out, expected, f"{text}, {size}")
 
 
 @pytest.mark.parametrize("size", [(128, 128), (300, 700), (512, 1100)])

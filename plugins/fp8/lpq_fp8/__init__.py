@@ -7,7 +7,8 @@ IN_16S = "contraction and columns in multiples of 16; other sizes are multiplied
 KERNELS = (
     KernelSpec.cuda("quantize", f"{CUDA}:quantize", bind=f"{CUDA}:bind", why_not=f"{CUDA}:why_not", rounds=True),
     KernelSpec.cuda("measure", f"{CUDA}:measure", why_not=f"{CUDA}:why_not", rounds=True),
-    *(KernelSpec.cuda(op, f"lpq_fp8.views:{op}") for op in ("transpose", "decode")),
+    KernelSpec.cuda("transpose", "lpq_fp8.views:transpose", bind="lpq_fp8.views:bind_transpose"),
+    KernelSpec.cuda("decode", "lpq_fp8.views:decode"),
     KernelSpec.cuda("tile", "lpq_fp8.tile:tile"),
     KernelSpec.cuda(
         "remember", "lpq_fp8.history:remember", bind="lpq_fp8.history:bind", why_not="lpq_fp8.history:why_not"

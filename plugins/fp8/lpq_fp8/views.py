@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from lpq.core import Storage
-from lpq.kernels.tiles import LOW, OUTPUTS, covering, is_whole, tile_kernels, tiles, transpose_bytes
+from lpq.kernels.tiles import LOW, OUTPUTS, bind_transpose_bytes, covering, is_whole, tile_kernels, tiles
+from lpq.operations.binding import Operand, Transpose, unbound_transpose
 from lpq.operations.decoding import decode_reference
-from lpq.operations.transposing import transpose_reference
 from lpq_fp8.storage import FP8Storage
 
 DECODE = tile_kernels("fp8/decode.cu", "decode_tiles", "PPPIIqq")[LOW]
 
 
-def transpose(operand: FP8Storage) -> Storage:
-    """The operand of the transposed matrix."""
-    rows, cols = operand.shape
-    if not rows or not cols:
-        return transpose_reference(operand).map(torch.clone)
-    data, scale = transpose_bytes(operand.data, operand.scale)
-    return FP8Storage(data=data, scale=scale).bind(operand.quantizer, (cols, rows), operand.dtype)
+def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
+    """Choose the tiles of a transpose."""
+    launch = bind_transpose_bytes(*operand.shape, operand.quantizer.scaling == "block", device)
+
+    def turn(buffers: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        (data, scale), (turned, its_scale) = buffers, out
+        launch(data.data_ptr(), turned.data_ptr(), scale.data_ptr(), its_scale.data_ptr())
+
+    return turn
+
+
+transpose = unbound_transpose(bind_transpose)
 
 
 def decode(operand: FP8Storage, dtype: torch.dtype) -> Tensor:

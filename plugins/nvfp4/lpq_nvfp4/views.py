@@ -8,24 +8,26 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lpq.core import Storage
 from lpq.kernels.fresh import allocator, fresh
-from lpq.kernels.tiles import LOW, OUTPUTS, covering, divides, is_whole, tile_kernels, tiles, transpose_nibbles
-from lpq.operations.binding import ALIGNED, Operand
+from lpq.kernels.tiles import LOW, OUTPUTS, bind_transpose_nibbles, covering, divides, is_whole, tile_kernels, tiles
+from lpq.operations.binding import ALIGNED, Operand, Transpose, unbound_transpose
 from lpq.operations.decoding import decode_reference
-from lpq.operations.transposing import transpose_reference
 from lpq_nvfp4.storage import NVFP4Storage
 
 DECODE = tile_kernels("nvfp4/decode.cu", "decode_tiles", "PPPPqq")[LOW]
 
 
-def transpose(operand: NVFP4Storage) -> Storage:
-    """The operand of the transposed matrix."""
-    rows, cols = operand.shape
-    if not rows or not cols:
-        return transpose_reference(operand).map(torch.clone)
-    data, scale, amax = transpose_nibbles(operand.data, operand.scale, operand.amax, rows, cols)
-    return NVFP4Storage(data=data, scale=scale, amax=amax).bind(operand.quantizer, (cols, rows), operand.dtype)
+def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
+    """Choose the tiles of a transpose."""
+    launch = bind_transpose_nibbles(*operand.shape, device)
+
+    def turn(buffers: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        launch(*(t.data_ptr() for pair in zip(buffers, out, strict=True) for t in pair))
+
+    return turn
+
+
+transpose = unbound_transpose(bind_transpose)
 
 
 def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> Tensor:
