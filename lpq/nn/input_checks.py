@@ -16,7 +16,7 @@ from lpq.tensor.quantized_tensor import REMEDY
 from lpq.torch_private.compiling import once_when_traced
 from lpq.torch_private.dispatch import transforms
 from lpq.torch_private.distributed import active_replica
-from lpq.torch_private.tensors import base_of, local_part
+from lpq.torch_private.tensors import base_of, has_storage, local_part
 
 if TYPE_CHECKING:
     from lpq.nn.saved import Saved
@@ -74,6 +74,22 @@ def check_transforms(title: str) -> None:
         raise RuntimeError(
             f"{title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: use "
             "torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
+        )
+
+
+def check_backward(dy: Tensor) -> None:
+    """Refuse a backward that is to be differentiated, or that is given many gradients at once."""
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
+            "Leave that out, or have the policy leave the layer in high precision"
+        )
+    if type(dy) in ORDINARY and not has_storage(dy):
+        raise RuntimeError(
+            "is_grads_batched=True (or vectorize=True): a layer with a recipe encodes one gradient at a time, and by "
+            "its own values. Call torch.autograd.grad for each, or have the policy leave the layer in high precision"
         )
 
 

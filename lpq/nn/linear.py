@@ -206,7 +206,7 @@ class Layer(Saved):
             inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
             shapes = self._shapes(input, weight, dtype, held is not None, given is not None)
             shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
-            call = Call(plan, shapes, None, inputs=inputs)
+            call = Call(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self))
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
             call = self._with_all(call, first, weight, held)
         if given is not None:
@@ -243,10 +243,11 @@ class Layer(Saved):
                 raise unfit_bias(bias, self.out_features, input.device)
             shapes = self._shapes(input, weight, dtype, held, given)._replace(kernels=kernels_allowed())
             if len(calls) >= MOST_CALLS:
-                del calls[next(iter(calls))]
+                oldest, *_ = calls  # at once, as other threads change them, too
+                calls.pop(oldest, None)
             with on_device(shapes.device):
                 inputs = self._inputs if plan.shares else None
-                call = calls[key] = Call(plan, shapes, bind_few(plan, shapes), inputs=inputs)
+                call = calls[key] = Call(plan, shapes, bind_few(plan, shapes), inputs=inputs, layer=id(self))
         return call
 
     def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool, given: bool) -> Shapes:
@@ -277,7 +278,8 @@ class Layer(Saved):
         measured = self._gathered("w" in states)
         operands = weight_operands(plan, weight, held, shapes.needs_dx)
         static = self._static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
-        return Call(plan, shapes, step, states, seeds, operands, measured, self.accumulate, call.inputs, static)
+        own = states, seeds, operands, measured, self.accumulate
+        return Call(plan, shapes, step, *own, call.inputs, static, layer=call.layer)
 
     # ------------------------------------------------------------------------------ being sharded
 
@@ -349,6 +351,12 @@ class Layer(Saved):
         if held is None or torch.compiler.is_compiling():
             return held
         if self._plan is not None and not held.is_of(self.weight, self._plan.w):
+            if "weight" not in self._parameters:
+                raise RuntimeError(
+                    f"{self.title}: its weight is computed again before each pass, by a hook or a parametrization, and "
+                    "cannot be held: leave lpq.hold_weights out, or enter torch.nn.utils.parametrize.cached() around "
+                    "it, which keeps what parametrizations compute"
+                )
             raise RuntimeError(
                 f"{self.title}: the weight was changed while its encoded form is held, or has another format now; "
                 "leave lpq.hold_weights before the optimizer's step, and before another recipe"

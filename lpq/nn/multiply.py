@@ -19,6 +19,7 @@ from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is
 from lpq.nn.encoded_inputs import Buffers
+from lpq.nn.input_checks import check_backward
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
 from lpq.operations import remember
@@ -26,6 +27,7 @@ from lpq.operations.binding import on_device
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.operators import unsafe_view
+from lpq.torch_private.tensors import has_storage
 
 State = Mapping[str, Tensor]
 
@@ -51,6 +53,8 @@ class Call(NamedTuple):
     """The values of the state of the input, if no step moves it and other layers may share it."""
     input: Buffers | None = None
     """The buffers of the operands of the input, if it is encoded already."""
+    layer: int = 0
+    """``id(layer)``, by which ``inputs`` find that it runs again."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -58,7 +62,7 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given = call
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, layer = call
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
@@ -68,7 +72,7 @@ class Multiplication(torch.autograd.Function):
         elif inputs is None:
             x_row, x_col, x_stats = step.x.encode(x, states.get("x"), seeds.get("x"))
         else:
-            x_row, x_col, x_stats = inputs.encode(step.x, x, states.get("x"), static)
+            x_row, x_col, x_stats = inputs.encode(step.x, x, states.get("x"), static, layer)
         if step.w is not None:
             w_row, w_col, w_stats = step.w.encode(weight, states.get("w"), seeds.get("w"))
         else:
@@ -97,18 +101,15 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
-                "Leave that out, or have the policy leave the layer in high precision"
-            )
+        if torch.is_grad_enabled():
+            check_backward(dy)
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
                 raise RuntimeError(
                     f"{tensor.whose}{what} of {[*tensor.shape]} that is stored quantized was written to after forward, "
                     "and backward needs it as it was: write to it after backward"
                 )
-        plan, shapes, step, states, *_, inputs, _, _ = ctx.call
+        plan, shapes, step, states, *_, inputs, _, _, _ = ctx.call
         if inputs:
             inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
@@ -121,6 +122,8 @@ class Multiplication(torch.autograd.Function):
             step = None if step is None else bind_few(plan, shapes)
         if step is None or not can_bypass_dispatcher(dy):
             step = through_dispatcher(plan, shapes)
+        elif not has_storage(dy):
+            check_backward(dy)
         dx = dw = db = None
         if needs_dx or needs_dw:
             with on_device(shapes.device):

@@ -17,6 +17,7 @@ from lpq.formats.groups import Grouped, why_not_row_by_row
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is
+from lpq.nn.input_checks import check_backward
 from lpq.nn.plan import Plan
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoded_stacks import encode_stack
@@ -105,11 +106,7 @@ class GroupedMultiplication(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
-                "Leave that out, or have the policy leave the layer in high precision"
-            )
+        check_backward(dy)
         if ctx.watched is not None and as_it_is(ctx.watched[0]) != ctx.watched[1]:
             weight = ctx.watched[0]
             raise RuntimeError(

@@ -65,15 +65,22 @@ class SharedInput:
         self._of: weakref.ref[Tensor] | None = None
         self._as_it_was: tuple[object, ...] = ()
         self._made: _Input | None = None
+        self._by: set[int] = set()
+        """The layers that have had it. One that asks again is in another pass, before which the tensor may have been
+        written to by other means than autograd counts."""
 
-    def find(self, x: Tensor, how: tuple[object, ...]) -> _Input | None:
+    def find(self, x: Tensor, how: tuple[object, ...], layer: int) -> _Input | None:
         """The encoded input that was made of this very tensor in this way, if the tensor has not changed since."""
         found = self._of is not None and self._of() is x and self._as_it_was == _as_it_is(x, how)
-        return self._made if found else None
+        if not found or layer in self._by:
+            return None
+        self._by.add(layer)
+        return self._made
 
-    def keep(self, x: Tensor, how: tuple[object, ...], made: _Input) -> None:
+    def keep(self, x: Tensor, how: tuple[object, ...], made: _Input, layer: int) -> None:
         """Keep an encoded input until its tensor dies, or another one is kept."""
         self._of, self._as_it_was, self._made = weakref.ref(x, self._forget), _as_it_is(x, how), made
+        self._by = {layer}
 
     def clear(self) -> None:
         self._of, self._made = None, None
@@ -160,7 +167,7 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     of_x = way.part("x", cut)
     shared = _shared(way, x)
     how = () if shared is None else (way.group, of_x, *way.static, x.requires_grad, _stream(x))
-    made = None if shared is None else shared.find(key, how)
+    made = None if shared is None else shared.find(key, how, id(layer))
     own, y = bias.to_local() if isinstance(bias, DTensor) else bias, None
     overlaps = made is None and cut is not None and way.overlaps(cut, x)
     with torch.no_grad(), on_device(x.device):
@@ -179,7 +186,7 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
         kind = Kept() if shared is not None and cut is not None else None
         made = _Input(spread, _given(row), encoded.kept, encoded.stats, kind)
         if shared is not None:
-            shared.keep(key, how, made)
+            shared.keep(key, how, made, id(layer))
     assert made is not None
     call = Call(
         way.plan, way.group, way.dtype, of_dy, cut, sums_dx=shared is None, states=way.states, shared=made.shared,

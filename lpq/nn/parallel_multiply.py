@@ -24,6 +24,7 @@ from lpq.distributed.cuts import (
 )
 from lpq.formats import Storage
 from lpq.nn import recomputed
+from lpq.nn.input_checks import check_backward
 from lpq.nn.plan import Plan
 from lpq.operations import remember
 from lpq.operations.binding import Operand, on_device
@@ -126,11 +127,7 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "create_graph=True: a layer with a recipe has no second derivative, as it does not keep its input. "
-                "Leave that out, or have the policy leave the layer in high precision"
-            )
+        check_backward(dy)
         if ctx.call.inputs is not None:
             ctx.call.inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

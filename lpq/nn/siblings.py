@@ -3,8 +3,9 @@
 The operands are kept beside a weak reference to the tensor, by all layers of one ``lpq.convert`` together. A layer
 takes them for that very object if it has not changed: autograd has counted no write to it, and its memory has the same
 address. So a clone, another view or another version is encoded anew, and so is a tensor made under
-``torch.inference_mode``, to which PyTorch counts no writes. A write through ``.data``, or by a kernel that bypasses
-autograd, goes unnoticed: as with any tensor that autograd keeps for backward, it is not allowed between two siblings.
+``torch.inference_mode``, to which PyTorch counts no writes. A write through ``.data``, by another process, through
+numpy, or by a kernel that bypasses autograd, goes unnoticed: as with any tensor that autograd keeps for backward, it is
+not allowed between two siblings. Between two passes it is: a layer that gets the tensor again encodes it again.
 
 Layers with static statistics share inputs where the values of these are equal. They are read off the buffers when a
 layer runs for the first time, and again when autograd has counted a write to them, since a GPU would have to be waited
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -58,9 +60,11 @@ class StaticValues:
 class _Known(weakref.ref[Tensor]):
     """A tensor that was encoded, and its operands."""
 
-    __slots__ = ("as_it_was", "buffers", "col", "row")
+    __slots__ = ("as_it_was", "buffers", "by", "col", "row")
 
     as_it_was: tuple[object, ...]
+    by: set[int]
+    """The layers that have taken the operands."""
     row: Operand | None
     col: tuple[Operand | None, bool, bool]
     """The column operand, whether it is made of the row operand, and whether backward makes it."""
@@ -74,10 +78,11 @@ class Inputs(list[_Known]):
     whole: object | None = None
     """The ``SharedInput`` that layers under tensor parallelism use in place of this list."""
 
-    def encode(self, encoder: Encoder, x: Tensor, state: State | None, static: Sequence[float]) -> Encoded:
+    def encode(self, encoder: Encoder, x: Tensor, state: State | None, static: Sequence[float], layer: int) -> Encoded:
         """Encode ``x``, without a seed, or take the operands that another layer made of it.
 
-        ``static``: the values of ``state``, which no step moves; operands serve layers with the same ones.
+        ``static``: the values of ``state``, which no step moves; operands serve layers with the same ones. ``layer``:
+        its ``id``.
         """
         stream = 0
         if x.is_cuda:
@@ -90,9 +95,14 @@ class Inputs(list[_Known]):
         row, later = encoder.row, encoder.later is not None
         col = (encoder.col, encoder.derived, later)
         for known in self:
+            if layer in known.by and known() is x:  # another pass, and x may have changed uncounted
+                self[:] = [other for other in self if other() is not x]
+                break
+        for known in self:
             same = known() is x and known.as_it_was == as_it_is and known.row == row
             if same and (encoder.col is None or known.col == col):
                 of_row, of_col = known.buffers
+                known.by.add(layer)
                 break
         else:
             assert row is not None
@@ -101,12 +111,18 @@ class Inputs(list[_Known]):
             of_row, of_col, _ = encoder.encode(x.detach() if plain else x, state, None)
             of_col = of_col[1:] if later else of_col if encoder.col is not None else ()
             del self[: 1 - MOST]
-            known = _Known(x, self.remove)
+            known = _Known(x, self._gone)
             known.as_it_was, known.row, known.col, known.buffers = as_it_is, row, col, (of_row, of_col)
+            known.by = {layer}
             self.append(known)
         if encoder.col is None:
             return of_row, (), ()
         return of_row, (x, *of_col) if later else of_col, ()
+
+    def _gone(self, known: _Known) -> None:
+        """Drop a tensor that died. Another thread may have dropped it meanwhile."""
+        with suppress(ValueError):
+            self.remove(known)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies of a model's layers share what they encode among themselves, and begin with nothing."""

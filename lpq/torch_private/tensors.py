@@ -15,6 +15,9 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor of which this one is a view to autograd; None if it is none."""
 
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+"""Whether a tensor has memory. One that stands for a batch of them, as with ``is_grads_batched=True``, has none."""
+
 wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 """Makes a tensor of a subclass that has a shape, strides, a dtype and a device, and no memory of its own."""
 

@@ -136,6 +136,25 @@ def _torchs_styles(rank: int, sequence: bool, bias: bool) -> None:
     _agrees(rank, "fp8-delayed", sequence, bias, torch_styles)
 
 
+def _written_between_two_passes(rank: int) -> None:
+    """One batch that is filled anew by means that autograd does not count."""
+    net = lpq.convert(model(), "fp8-row")
+    ranks = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(net, ranks, {"left": tp.ColwiseParallel(), "right": tp.ColwiseParallel()})
+    memory = data()[0].numpy()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x = torch.from_numpy(memory)
+            for _ in range(2):
+                memory *= -3
+                for found, layer in ((layer(x), layer) for layer in (net.left, net.right)):
+                    assert torch.equal(found, layer(x.clone()))
+
+
+def test_between_two_passes_an_input_may_be_written_to_in_any_way() -> None:
+    spawn(_written_between_two_passes, 2)
+
+
 def _in_other_ways(rank: int) -> None:
     """Tokens without a batch, in evaluation, with a frozen layer, under autocast; and no tokens."""
     net, whole_net, sequence = model(), model(), Shard(0)

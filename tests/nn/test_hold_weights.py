@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import lpq
 from lpq.distributed import cast_master_weights, finish_gather
@@ -210,3 +211,19 @@ def test_what_is_no_module_is_refused_in_words() -> None:
         lpq.hold_weights([1]),
     ):  # type: ignore[arg-type]
         raise AssertionError
+
+
+@pytest.mark.parametrize("computed", [lambda m: prune.l1_unstructured(m, "weight", 0.5), parametrizations.weight_norm])
+def test_a_weight_that_is_computed_again_is_refused_in_words(computed: Callable[[Any], object]) -> None:
+    module, x = layer("mxfp8"), torch.randn(4, 64)
+    computed(module)
+    expected = module(x)
+    with (
+        pytest.raises(RuntimeError, match=r"Linear\(64, 32\): its weight is computed again before each pass.*cached"),
+        lpq.hold_weights(module),
+    ):
+        module(x)
+    if computed is parametrizations.weight_norm:
+        with parametrize.cached(), lpq.hold_weights(module):
+            assert torch.equal(module(x), expected)
+    assert torch.equal(module(x), expected)

@@ -39,6 +39,20 @@ def test_transforms_of_torch_func_are_refused_in_words() -> None:
         transform()
 
 
+@pytest.mark.parametrize("stored", [None, "quantized"])
+def test_many_gradients_at_once_are_refused_in_words(stored: Any) -> None:
+    experts = lpq.convert(lpq.nn.GroupedLinear(2, 48, 32, recipe=None), "mxfp8", weights=stored)
+    model, x = lpq.convert(nn.Linear(48, 32), "mxfp8", weights=stored), torch.randn(32, 48, requires_grad=True)
+    for layer in (model, lambda x: experts(x, [16, 16])):
+        y = layer(x)
+        dy = torch.randn(3, *y.shape)
+        with pytest.raises(RuntimeError, match=r"is_grads_batched=True .*one gradient at a time"):
+            torch.autograd.grad(y, x, dy, is_grads_batched=True)
+        with pytest.raises(RuntimeError, match=r"vectorize=True.*one gradient at a time"):
+            torch.autograd.functional.jacobian(layer, x, vectorize=True)
+        assert torch.autograd.grad(y, x, dy[0])[0].any()
+
+
 def _trained(model: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
     model.zero_grad()
     model(x).square().sum().backward()

@@ -105,6 +105,16 @@ def test_versions_count_writes_and_bases_tell_views() -> None:
     assert tensors.local_part(x) is x
 
 
+def test_a_batch_of_gradients_has_no_storage() -> None:
+    found: list[bool] = []
+    x = torch.zeros(4, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda dy: found.append(tensors.has_storage(dy)))
+    for batched, dy in ((False, torch.ones(4)), (True, torch.ones(3, 4))):
+        torch.autograd.grad(y, x, dy, is_grads_batched=batched, retain_graph=True)
+    assert found == [True, False]
+
+
 # ---------------------------------------------------------------------------------------------- the dispatcher
 
 
