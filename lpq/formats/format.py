@@ -204,8 +204,7 @@ class Quantizer(Options):
 
     @cached_property
     def checked(self) -> set[object]:
-        """The methods whose results were compared with their declarations, by dtype and device; each check adds to
-        it."""
+        """The methods whose results were compared with declarations, by dtype and device; each check adds to it."""
         return set()
 
     def ready(self) -> Self:
@@ -214,44 +213,45 @@ class Quantizer(Options):
             _ = quantizer.text, quantizer.storage
         for direction in get_args(Direction):
             side = self.side(direction)
+            _check_declared(side, stats=(Stat, side.stats), layout=(Buffer, side.layout))
             _ = side.layout, side.names, side.stats, side.state, side.transposable, side._uncut
             _check_side(self, side, direction)
         return self
+
+
+def _fault(quantizer: Quantizer, cause: str, remedy: str) -> Exception:
+    return registry.at_fault(registry.format_of(type(quantizer)).name, cause, remedy)
+
+
+def _check_declared(side: Quantizer, **found: tuple[type, Any]) -> None:
+    for what, (kind, declared) in found.items():
+        if not isinstance(declared, Sequence) or not all(isinstance(one, kind) for one in declared):
+            cause = f"{side} has {what}={declared!r}, which is no tuple of {kind.__name__}"
+            raise _fault(side, cause, f"write a tuple, ({kind.__name__}(…),), with a comma if it is one")
 
 
 def _check_side(quantizer: Quantizer, side: Quantizer, direction: Direction) -> None:
     """Refuse sides early that would fail in a compiler, which cannot make quantizers, or at the first transpose."""
     if quantizer.side(direction) is not side:
         method = f"{type(quantizer).__name__}.side({direction!r})"
-        raise registry.at_fault(
-            registry.format_of(type(quantizer)).name,
-            f"{quantizer}: {method} makes a new quantizer whenever it is called",
-            "make it once, in a functools.cached_property, and return that; torch.compile cannot make one",
-        )
-    again = [stat.name for stat in side.stats if stat.round == 2]
-    if again and type(side).measure_again is Quantizer.measure_again:
-        raise registry.at_fault(
-            registry.format_of(type(side)).name,
-            f"{side} measures {again[0]!r} in round 2, and {type(side).__name__} has no measure_again(self, x, stats)",
-            "define it: it returns the statistics of round 2",
-        )
+        cause = f"{quantizer}: {method} makes a new quantizer whenever it is called"
+        remedy = "make it once, in a functools.cached_property, and return that; torch.compile cannot make one"
+        raise _fault(quantizer, cause, remedy)
+    cls, again = type(side), [stat.name for stat in side.stats if stat.round == 2]
+    if again and cls.measure_again is Quantizer.measure_again:
+        cause = f"{side} measures {again[0]!r} in round 2, and {cls.__name__} has no measure_again(self, x, stats)"
+        raise _fault(side, cause, "define it: it returns the statistics of round 2")
     if side.state and any(stat.round == 2 or stat.reduce == "sum" for stat in side.stats):
-        raise registry.at_fault(
-            registry.format_of(type(side)).name,
-            f"{side} remembers statistics across steps, and these are combined by MAX in one round",
-            "give it no state, or statistics of round 1 with reduce='max'",
-        )
-    if (cls := type(side)).measure is not Quantizer.measure and cls.stats is Quantizer.stats:
+        cause = f"{side} remembers statistics across steps, and these are combined by MAX in one round"
+        raise _fault(side, cause, "give it no state, or statistics of round 1 with reduce='max'")
+    if cls.measure is not Quantizer.measure and cls.stats is Quantizer.stats:
         cause = f"{side}: {cls.__name__}.measure is never called, since stats declares nothing"
         remedy = f"declare what it returns, {cls.__name__}.stats, or take measure away"
-        raise registry.at_fault(registry.format_of(cls).name, cause, remedy)
+        raise _fault(side, cause, remedy)
     if side.transposable and side.storage.transposed is Storage.transposed:
         storage = side.storage.__name__
-        raise registry.at_fault(
-            registry.format_of(type(side)).name,
-            f"{side} is declared transposable, and {storage} has no transposed()",
-            f"define {storage}.transposed(self), or take transposable away",
-        )
+        cause = f"{side} is declared transposable, and {storage} has no transposed()"
+        raise _fault(side, cause, f"define {storage}.transposed(self), or take transposable away")
 
 
 class Storage:

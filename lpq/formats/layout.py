@@ -26,6 +26,15 @@ def blocks(size: int, block: int | None) -> int:
     return 1 if block is None else -(-size // block)
 
 
+def _check_block(what: str, block: object) -> None:
+    if not (
+        isinstance(block, tuple) and len(block) == 2 and all(n is None or (type(n) is int and n > 0) for n in block)
+    ):
+        raise ValueError(
+            f"{what} has block={block!r}: it is (rows, columns), each a whole number from 1 on, or None for all of them"
+        )
+
+
 def row_major(tensor: Tensor) -> Tensor:
     """Return the same values row by row in memory; the tensor itself if it lies so. To torch a tensor is contiguous
     whatever stride a dimension of one element has. Its bytes can be viewed only if the strides are those of a fresh
@@ -97,6 +106,7 @@ class Buffer(Covering):
     (``cast_master_weights``), and otherwise all elements."""
 
     def __post_init__(self) -> None:
+        _check_block(f"buffer {self.name!r}", self.block)
         if self.column_major and self.block == (None, None):
             raise ValueError(f"buffer {self.name!r} is one value, block=(None, None): it cannot be column_major")
         if self.column_major and self.values is not None:
@@ -164,6 +174,14 @@ class Stat(Covering):
     largest: bool = False
     """Whether it is the largest magnitude of the elements that it covers, NaN if one of them is. One that covers the
     whole matrix is measured by a compiler, in the pass that makes the matrix, and ``measure`` is not called."""
+
+    def __post_init__(self) -> None:
+        _check_block(f"statistic {self.name!r}", self.block)
+        if self.reduce not in ("max", "sum"):
+            raise ValueError(
+                f"statistic {self.name!r} has reduce={self.reduce!r}: choose 'max', or 'sum' for counts; for a least "
+                "value measure the largest of -x, at least 0"
+            )
 
     def zeros(self, rows: int, cols: int, device: torch.device) -> Tensor:
         return torch.zeros(self.grid(rows, cols), dtype=torch.float32, device=device)

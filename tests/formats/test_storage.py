@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import lpq
 from lpq import operations
-from lpq.core import Buffer, Quantizer, Storage
+from lpq.core import Buffer, Quantizer, Stat, Storage
 
 
 class Scaled(Storage):
@@ -115,3 +117,17 @@ def bound(made: Storage) -> Storage:
     quantizer = lpq.quantizer("mxfp8")
     assert quantizer.names == ("data", "scale")
     return made.bind(quantizer, (2, 2), torch.float32)
+
+
+@pytest.mark.parametrize("block", [3, (1, 2, 3), (0, 2), (1, 2.0), (1, -1), [1, 2]], ids=str)
+def test_a_block_is_two_numbers_or_none(block: Any) -> None:
+    for declare in (lambda: Buffer("scale", torch.float32, block=block), lambda: Stat("scale", block=block)):
+        with pytest.raises(ValueError, match=r"'scale' has block=.*: it is \(rows, columns\), each a whole number"):
+            declare()
+    assert Buffer("scale", torch.float32, block=(None, 1)).grid(3, 4) == (1, 4)
+
+
+def test_a_statistic_is_reduced_by_max_or_sum() -> None:
+    with pytest.raises(ValueError, match="reduce='min': choose 'max', or 'sum' for counts; for a least value measure"):
+        Stat("low", reduce="min")  # type: ignore[arg-type]
+    assert Stat("low").reduce == "max"

@@ -133,6 +133,15 @@ class MakesItsSides(Right):
         return replace(self, fine=direction == "row")
 
 
+@dataclass(frozen=True)
+class OneStat(Right):
+    stats = Right.stats[0]  # type: ignore[assignment]
+
+
+class OneBuffer(Rows):
+    layout = Rows.layout[0]  # type: ignore[assignment]
+
+
 WRONG: list[tuple[type[Quantizer], type[Storage], str]] = [
     (WrongDtype, Rows, "WrongDtype.encode returned data as torch.int16; Rows.layout declares torch.int8, block"),
     (WrongShape, Rows, "scale of shape [16] for [16, 40]; Rows.layout declares torch.float32, block (1, None)"),
@@ -147,6 +156,8 @@ WRONG: list[tuple[type[Quantizer], type[Storage], str]] = [
     (Right, DecodesTheTranspose, "DecodesTheTranspose.decode returned [40, 16] for a matrix [16, 40]. Remedy: cut off"),
     (RecallsNothing, Rows, "RecallsNothing.recall returned no 'amax', which stats declares"),
     (NoStats, Rows, "NoStats.measure is never called, since stats declares nothing. Remedy: declare what it returns"),
+    (OneStat, Rows, "which is no tuple of Stat. Remedy: write a tuple, (Stat(…),), with a comma if it is one"),
+    (Right, OneBuffer, "which is no tuple of Buffer. Remedy: write a tuple, (Buffer(…),), with a comma"),
     (Transposes, Rows, "is declared transposable, and Rows has no transposed(). Remedy: define Rows.transposed"),
     (Transposes, TurnsTheDataOnly, "TurnsTheDataOnly.transposed returned scale of shape [16, 40] for [40, 16]"),
     (MakesItsSides, Rows, "MakesItsSides.side('row') makes a new quantizer whenever it is called. Remedy: make it"),
