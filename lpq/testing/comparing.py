@@ -262,7 +262,8 @@ def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
     others."""
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         found, wanted = ([s for size, s in zip(t.shape, t.stride(), strict=True) if size > 1] for t in (one, other))
-        assert not other.numel() or found == wanted, f"{what}: output {i} has strides {found} and must have {wanted}"
+        ask = f"{wanted}: return it contiguous, or a buffer as Storage.fresh allocates it"
+        assert not other.numel() or found == wanted, f"{what}: output {i} has strides {found} and must have {ask}"
 
 
 def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> bool:
