@@ -24,7 +24,7 @@ Base = Annotated[
 ]
 Dtype = Annotated[
     str,
-    typer.Option("--dtype", help=f"The dtype of training: {', '.join(DTYPES)}. Empty: that of the weights."),
+    typer.Option("--dtype", help=f"The dtype to which training casts weights: {', '.join(DTYPES)}. Empty: none."),
 ]
 Leave = Annotated[
     list[str] | None, typer.Option("--leave", metavar="PATTERN", help="Layers that stay in high precision; repeatable.")

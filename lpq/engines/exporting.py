@@ -72,7 +72,7 @@ class Export:
         model: nn.Module | str | Path,
         path: str | Path,
         *,
-        layout: str,
+        layout: str = "compressed-tensors",
         base: str | Path | None = None,
         dtype: torch.dtype | None = None,
         input_amax: Amaxes | None = None,
@@ -92,10 +92,10 @@ class Export:
 
         ``base``: the directory of the model that was trained, whose tokenizer, templates and other small files are
         copied, and whose configuration is taken where the model has none. Without it they are those of the directory
-        from which transformers loaded the model, if that is here. ``dtype``: the dtype in which training computes, to
-        which weights are rounded before they are encoded, and in which all else is written; without it, that in which
-        FSDP2 gathers weights, or that of each tensor. ``input_amax``: the amax of the inputs of layers, by name, for
-        layouts with static scales; without it, what quantizers remember, and with ``{}`` none. ``leave``: names and
+        from which transformers loaded the model, if that is here. ``dtype``: the dtype to which training casts
+        weights before a layer encodes them (autocast does not), and in which all else is written; without it, that in
+        which FSDP2 gathers weights, or that of each tensor. ``input_amax``: the amax of the inputs of layers, by name,
+        for layouts with static scales; without it, what quantizers remember, and with ``{}`` none. ``leave``: names and
         patterns of layers whose weights stay in high precision. ``shard_bytes``: the most bytes of one file.
         """
         ranks, target = ranks_of(process_group), place(path)
@@ -174,7 +174,7 @@ def _planned(
 
 def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"dtype={dtype!r}: it is the dtype of training, {listed([*map(str, DTYPES)])}")
+        raise CheckpointError(f"dtype={dtype!r}: it is one of {listed([*map(str, DTYPES)])}")
     if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise CheckpointError(f"shard_bytes={shard_bytes!r}: it is the most bytes of one file, as {SHARD:_}")
 
@@ -272,9 +272,10 @@ def _values(tensor: Assigned, made: Mapping[str, Tensor]) -> dict[str, list[floa
 def _warn_of_siblings(values: Mapping[str, list[float]]) -> None:
     if differing := [names for names in fused(values) if len({tuple(values[name]) for name in names}) > 1]:
         warn(
-            f"engines fuse {' with '.join(differing[0])} and give them one scale, and theirs differ"
+            f"engines fuse {listed(differing[0])} and give them one scale, and theirs differ"
             f"{f', as in {len(differing) - 1} more places' if differing[1:] else ''}: what is computed then is not "
-            "what was trained. Use a format without a scale of the whole tensor, or give them the same scales",
+            "what was trained. Use a format without a scale of the whole tensor, or give them the same scales: "
+            "lpq.calibrate does, of weights that are not stored quantized",
             CheckpointWarning,
         )
 

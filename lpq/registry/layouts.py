@@ -25,8 +25,8 @@ def decoded_in_bf16(rows: int, cols: int, dtype: str) -> str | None:
         return None
     return (
         f"transformers decodes these weights into bfloat16, and with inputs in {dtype} its first product fails: "
-        "export with dtype=torch.bfloat16 (lpq export --dtype bfloat16), or after model.to(torch.bfloat16), or load "
-        "the files with from_pretrained(…, dtype=torch.bfloat16)"
+        "load the files with from_pretrained(…, dtype=torch.bfloat16), or export with dtype=torch.bfloat16 (lpq export "
+        "--dtype bfloat16), which rounds weights before they are encoded"
     )
 
 

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("mxfp4")
 def test_a_user_exports_a_model(tmp_path: Path) -> None:
     """One call; the directory has what an engine needs, and what was written can be printed."""
     model = lpq.convert(Net(), "fp8-block")
+    assert lpq.export(model, tmp_path / "default").layout == "compressed-tensors"
     done = lpq.export(model, tmp_path / "out", layout="fp8-block")
     assert sorted(path.name for path in done.path.iterdir()) == ["config.json", "model.safetensors"]
     assert "4 layers: FP8 per block, inputs fp8(scaling=block)" in str(done)
@@ -181,11 +182,22 @@ def test_a_weight_is_rounded_first_to_the_dtype_of_training() -> None:
     assert not same(rounded, dict(lpq.export.stream(model, "modelopt")))
 
 
+def test_a_weight_has_the_codes_that_autocast_multiplies() -> None:
+    """Autocast leaves fp32 weights as they are, so no dtype is given; with one, the codes are others."""
+    layer = lpq.convert(nn.Linear(128, 128, bias=False), "x=bf16, w=fp8(scaling=row), dy=bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        multiplied = layer(torch.eye(128)).T
+    for dtype, equal in ((None, True), (torch.bfloat16, False)):
+        found = dict(lpq.export.stream(nn.ModuleDict({"up": layer}), "compressed-tensors", dtype=dtype))
+        decoded = found["up.weight"].float() * found["up.weight_scale"].view(-1, 1)
+        assert torch.equal(decoded.bfloat16(), multiplied) == equal
+
+
 def test_siblings_that_an_engine_fuses_are_told_of(tmp_path: Path) -> None:
     model: Any = Net()
     model.gate_proj, model.up_proj = nn.Linear(128, 128), nn.Linear(128, 128)
     lpq.convert(model, "nvfp4")
-    with pytest.warns(CheckpointWarning, match="engines fuse gate_proj with up_proj and give them one scale"):
+    with pytest.warns(CheckpointWarning, match="engines fuse gate_proj, up_proj and give them one scale"):
         lpq.export(model, tmp_path / "x", layout="modelopt")
     model.up_proj.weight = nn.Parameter(model.gate_proj.weight.detach().clone())
     lpq.export(model, tmp_path / "y", layout="modelopt")
@@ -222,7 +234,7 @@ def test_what_a_layout_has_no_place_for_is_refused_by_name(why: str, tmp_path: P
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dtype": "bfloat16"}, "dtype='bfloat16': it is the dtype of training, torch.float32, torch.bfloat16"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16': it is one of torch.float32, torch.bfloat16"),
         ({"dtype": torch.int8}, "dtype=torch.int8: it is"),
         ({"shard_bytes": 0}, "shard_bytes=0: it is the most bytes of one file, as 5_000_000_000"),
         ({"shard_bytes": "5GB"}, "shard_bytes='5GB': it is"),
@@ -361,7 +373,7 @@ def test_the_command_warns_in_words_alone(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit, match="0"):
         main(["export", str(tmp_path / "run"), str(tmp_path / "x")])
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("lpq: engines fuse k_proj with q_proj and give them one scale")
+    assert line.startswith("lpq: engines fuse k_proj, q_proj and give them one scale")
 
 
 @pytest.mark.parametrize("weights", [None, "quantized"])
