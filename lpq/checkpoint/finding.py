@@ -65,7 +65,7 @@ def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> Found:
     others = ranks.first(lambda: _others(path))
     instead = f"Beside it there is {others}: load {path.parent}, of which the newest whole one is taken"
     if not refused:
-        where = "" if others or ranks.first(path.exists) else ": there is no such folder"
+        where = "" if others else ranks.first(lambda: _instead(path))
         raise NoCheckpoint(f"there is no checkpoint in {path}{where}" + (f". {instead}" if others else ""))
     error = NoCheckpoint if unfinished == len(refused) else CheckpointError
     raise error("\n".join([*refused, instead if others else "No whole checkpoint is left there"]))
@@ -125,6 +125,18 @@ def _candidates(path: Path) -> list[Path]:
         return _newest_first(path)
     beside = [path, path.with_name(path.name + REPLACED), path.with_name(path.name + PARTIAL)]
     return [p for p in beside if p.exists()][:1]
+
+
+def _instead(path: Path) -> str:
+    """The end of the message that there is no checkpoint: what is there in its place."""
+    if not path.exists():
+        return ": there is no such folder"
+    if not (path / "config.json").is_file():
+        return ""
+    return (
+        ", but files of a model, config.json among them: load it with the library that wrote them, convert it, and "
+        "pass the model, as in lpq.export(model, …)"
+    )
 
 
 def _others(path: Path) -> str:

@@ -50,7 +50,8 @@ def memory(shape: Name = "llama-3-8b", recipe: Source = "nvfp4", ranks: Ranks = 
     FSDP2 shards them: each block, then the rest, which stays as it is; what is not quantized is gathered in bf16.
     """
     if shape not in SHAPES:
-        raise OptionError(f"there is no shape {shape!r}: {suggestion(shape, SHAPES)}")
+        other = "lpq.observe.memory counts your model"
+        raise OptionError(f"there is no shape {shape!r}: {suggestion(shape, SHAPES)}; {other}")
     refuse_rules(recipe, "give the recipe of one of its rules")
     made = lpq.recipe(recipe)
     found = {way: counted(SHAPES[shape], made, weights, ranks) for way, weights in WAYS.items()}

@@ -138,6 +138,11 @@ def test_where_there_never_was_one_a_run_may_start(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "nowhere", model(0.0))
     with pytest.raises(NoCheckpoint, match=r"there is no checkpoint in [^:]*$"):
         checkpoint.load(tmp_path, model(0.0))
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "config.json").write_text("{}")
+    with pytest.raises(NoCheckpoint, match=r"config\.json among them: load it with the library that wrote"):
+        checkpoint.load(others, model(0.0))
     (tmp_path / "step-00000010.partial").mkdir()
     with pytest.raises(NoCheckpoint, match="never finished"):
         checkpoint.load(tmp_path, model(0.0))

@@ -43,6 +43,7 @@ def test_a_shape_that_is_not_known_is_refused(lpq: Callable) -> None:
     ended = lpq("memory", "llama-3-7b")
     assert ended.status == 2
     assert "there is no shape 'llama-3-7b': did you mean 'llama-3-70b' or 'llama-3-8b'?" in ended.err
+    assert "lpq.observe.memory counts your model" in ended.err
 
 
 @pytest.mark.parametrize(
