@@ -1,4 +1,4 @@
-"""A weight that is held encoded, and a check whether a weight was changed meanwhile."""
+"""Weights that are encoded already, held or stored so; and a check whether a weight was changed meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
+from lpq.tensor.traced import operand_tensors
 from lpq.torch_private.memory import storage_number
 from lpq.torch_private.tensors import version_of
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lpq.formats import Quantizer
+    from lpq.nn.encoded_inputs import Buffers
+    from lpq.nn.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +38,16 @@ class HeldWeight:
     def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
         """Whether this is still the weight, unchanged and encoded by this quantizer."""
         return self.weight is weight and self.quantizer == quantizer and self.found == as_it_is(weight)
+
+
+def weight_operands(plan: Plan, weight: Tensor, held: HeldWeight | None, col: bool) -> Buffers | None:
+    """The buffers of the operands of a weight that is encoded already; None for another."""
+    if held is not None:
+        return held.row, held.col if col else ()
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    row = operand_tensors(weight, "row", plan.w.side("row").text)
+    return row, operand_tensors(weight, "col", plan.w.side("col").text) if col else ()
 
 
 def as_it_is(weight: Tensor) -> tuple[object, ...]:

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.distributed.expert_rows import combine, dispatch, encoded_rows, own_experts, own_numbers
-from lpq.nn.functional import (
-    check_rows,
-    grouped_linear_of,
-    high_precision,
-    stored_operands,
-    why_not_in_groups,
-)
+from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_static
 from lpq.nn.plan import Plan
 from lpq.nn.quantizer_state import Memory
@@ -116,11 +110,11 @@ class Experts(Remembering):
         if is_transposed(self):
             weight = weight.transpose(-2, -1)
         check_rows(title, rows, weight.shape[2])
-        ends, operands, states = as_offsets(title, ends, len(weight), rows), stored_operands(plan, rows, weight), None
+        ends, states = as_offsets(title, ends, len(weight), rows), None
         if plan.memories:
             own = self.own_groups()
             states = {t: {k: local_part(v)[own] for k, v in kept.items()} for t, kept in self.states(stack).items()}
-        y = grouped_linear_of(title, plan, rows, weight, bias, ends, operands, states=states)
+        y = grouped_linear_of(title, plan, rows, weight, bias, ends, states=states)
         if self.observer is not None:
             self.observer(stack, rows, ends, y)
         return y

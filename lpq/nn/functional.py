@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lpq import recipes, registry
+from lpq.nn.cached_weight import weight_operands
 from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.input_checks import check_transforms
-from lpq.nn.multiply_groups import Buffers, GroupedCall, GroupedMultiplication
+from lpq.nn.multiply_groups import GroupedCall, GroupedMultiplication
 from lpq.nn.plan import Plan
 from lpq.operations.binding import on_device
 from lpq.operations.offsets import as_offsets
@@ -21,11 +22,11 @@ from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes import recipe_sources
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
-from lpq.tensor.traced import operand_tensors
 from lpq.torch_private.compiling import once_when_traced
 
 if TYPE_CHECKING:
     from lpq.nn.accumulation import Accumulate
+    from lpq.nn.cached_weight import HeldWeight
     from lpq.recipes import Recipe, RecipeLike
 
 
@@ -48,16 +49,7 @@ def grouped_linear(
     if plan.memories:
         raise ValueError(f"{title}: {recipe} remembers statistics across steps, and a function has no state")
     ends = as_offsets(title, offs, w.shape[0], x)
-    return grouped_linear_of(title, plan, x, w, bias, ends, stored_operands(plan, x, w))
-
-
-def stored_operands(plan: Plan, x: Tensor, w: Tensor) -> Buffers | None:
-    """The buffers of the operands of a stack that is stored quantized; None for another."""
-    if not isinstance(w, QuantizedTensor):
-        return None
-    row = operand_tensors(w, "row", plan.w.side("row").text)
-    needs = torch.is_grad_enabled() and x.requires_grad
-    return row, operand_tensors(w, "col", plan.w.side("col").text) if needs else ()
+    return grouped_linear_of(title, plan, x, w, bias, ends)
 
 
 @once_when_traced
@@ -83,12 +75,13 @@ def grouped_linear_of(
     weight: Tensor,
     bias: Tensor | None,
     offs: Tensor,
-    operands: Buffers | None,
+    *,
+    held: HeldWeight | None = None,
     accumulate: Accumulate | None = None,
     states: Mapping[str, State] | None = None,
 ) -> Tensor:
-    """``grouped_linear`` by a plan; ``operands`` are the buffers of a weight that is encoded already, ``states`` static
-    statistics of each tensor, with one for each group."""
+    """``grouped_linear`` by a plan; ``held`` is the weight where it is held encoded, ``states`` static statistics of
+    each tensor, with one for each group."""
     _check_tensors(title, x, weight, bias)
     grad, dtype = torch.is_grad_enabled(), x.dtype
     given = row_buffers(title, plan, x) if isinstance(x, QuantizedTensor) else None
@@ -102,6 +95,7 @@ def grouped_linear_of(
     casts = not x.is_meta and torch.is_autocast_enabled(device)
     if casts:
         dtype = torch.get_autocast_dtype(device)
+    operands = weight_operands(plan, weight, held, needs_dx)
     call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate, given, states or {})
     with torch.autocast(device, enabled=False) if casts else nullcontext(), on_device(x.device):
         y: Tensor = multiply(x, weight, bias, offs, seeds, call)

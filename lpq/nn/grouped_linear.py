@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lpq.distributed.expert_rows import own_experts, own_numbers
 from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_accumulation, check_static
-from lpq.nn.linear import Layer, weight_operands
+from lpq.nn.linear import Layer
 from lpq.nn.plan import Plan
 from lpq.operations.offsets import as_offsets
 from lpq.torch_private.tensors import local_part
@@ -104,11 +104,11 @@ class GroupedLinear(Layer):
         if self.accumulate is not None:
             check_accumulation(self, weight)
         self._gathered(remembers=False)
-        col = torch.is_grad_enabled() and input.requires_grad
         plan = self._plan if self._plan is not None else high_precision()
-        operands = weight_operands(plan, weight, held, col)
         states = self._of_own_groups() if plan.memories else None
-        return grouped_linear_of(title, plan, input, weight, bias, ends, operands, self.accumulate, states)
+        return grouped_linear_of(
+            title, plan, input, weight, bias, ends, held=held, accumulate=self.accumulate, states=states
+        )
 
     def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
         """The static statistics of this rank's groups; they are checked once."""

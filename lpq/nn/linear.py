@@ -5,7 +5,6 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -15,7 +14,7 @@ from lpq import recipes, registry
 from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
-from lpq.nn.cached_weight import HeldWeight, as_it_is
+from lpq.nn.cached_weight import HeldWeight, as_it_is, weight_operands
 from lpq.nn.encoded_inputs import input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories, check_static
@@ -32,7 +31,6 @@ from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
-from lpq.tensor.traced import operand_tensors
 from lpq.torch_private.compiling import is_exporting
 from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.tensors import local_part
@@ -47,18 +45,6 @@ if TYPE_CHECKING:
 State = dict[str, Tensor]
 MOST_CALLS = 16
 """The number of bound calls that a layer keeps, one for each kind of pass."""
-
-
-def weight_operands(
-    plan: Plan, weight: Tensor, held: HeldWeight | None, col: bool
-) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
-    """The buffers of the operands of a weight that is encoded already; None for another."""
-    if held is not None:
-        return held.row, held.col if col else ()
-    if not isinstance(weight, QuantizedTensor):
-        return None
-    row = operand_tensors(weight, "row", plan.w.side("row").text)
-    return row, operand_tensors(weight, "col", plan.w.side("col").text) if col else ()
 
 
 class Layer(Saved):

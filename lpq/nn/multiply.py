@@ -42,7 +42,7 @@ class Call(NamedTuple):
     states: Mapping[str, State] = {}
     """The statistics that quantizers remember, by tensor."""
     seeds: Mapping[str, Tensor] = {}
-    weight: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None
+    weight: Buffers | None = None
     """The buffers of the operands of the weight, if it is encoded already."""
     measured: Sequence[Tensor] = ()
     """The statistics that were measured of such a weight."""

@@ -17,6 +17,7 @@ from lpq.formats.groups import Grouped, why_not_row_by_row
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is
+from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward
 from lpq.nn.plan import Plan
 from lpq.operations.derived_operands import rounds_stochastically
@@ -30,8 +31,6 @@ from lpq.operations.operators import can_call_directly
 from lpq.tensor import QuantizedTensor
 
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
-Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""The buffers of the row operand and of the column operand."""
 
 
 class GroupedCall(NamedTuple):
