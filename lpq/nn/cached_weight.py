@@ -58,3 +58,11 @@ def as_it_is(weight: Tensor) -> tuple[object, ...]:
     counted = weight.write_count if isinstance(weight, Gathered) else 0
     memory = storage_number(weight.untyped_storage()), weight.storage_offset(), weight.stride()
     return written, counted, weight.dtype, memory
+
+
+def written_since(tensor: QuantizedTensor, what: str) -> RuntimeError:
+    """The error for a tensor that backward needs as it was in forward; ``what`` it is: a weight, or an input."""
+    return RuntimeError(
+        f"{tensor.whose}{what} of {[*tensor.shape]} that is stored quantized was written to after forward, and "
+        "backward needs it as it was: write to it after backward"
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 from lpq.formats.format import check_there
 from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
-from lpq.nn.cached_weight import as_it_is
+from lpq.nn.cached_weight import as_it_is, written_since
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
@@ -105,10 +105,7 @@ class Multiplication(torch.autograd.Function):
             check_backward(dy)
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
-                raise RuntimeError(
-                    f"{tensor.whose}{what} of {[*tensor.shape]} that is stored quantized was written to after forward, "
-                    "and backward needs it as it was: write to it after backward"
-                )
+                raise written_since(tensor, what)
         plan, shapes, step, states, *_, inputs, _, _, _ = ctx.call
         if inputs:
             inputs.clear()

@@ -16,7 +16,7 @@ from lpq.formats.format import Direction, Quantizer, Storage, check_there
 from lpq.formats.groups import Grouped, why_not_row_by_row
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
-from lpq.nn.cached_weight import as_it_is
+from lpq.nn.cached_weight import as_it_is, written_since
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward
 from lpq.nn.plan import Plan
@@ -107,11 +107,7 @@ class GroupedMultiplication(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(dy)
         if ctx.watched is not None and as_it_is(ctx.watched[0]) != ctx.watched[1]:
-            weight = ctx.watched[0]
-            raise RuntimeError(
-                f"{weight.whose}a weight of {[*weight.shape]} that is stored quantized was written to after forward, "
-                "and backward needs it as it was: write to it after backward"
-            )
+            raise written_since(ctx.watched[0], "a weight")
         plan: Plan = ctx.call.plan
         states = ctx.call.states
         (rows, features), (groups, outputs, _), x_dtype, w_dtype = ctx.shapes
