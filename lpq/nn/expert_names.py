@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lpq.nn.experts import DOWN, UP, holds_experts, is_dense, stacks
+from lpq.nn.experts import DOWN, UP, holds_experts, is_transposed, stacks
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.nn.names import plain_name
 
@@ -98,12 +98,7 @@ def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 def _is_unlike(module: Any) -> bool:
     """Whether its matrices are transposed, interleaved or with biases: engines have no layers for these."""
-    return (
-        is_dense(module)
-        or module.is_transposed
-        or module.has_bias
-        or not (module.is_concatenated or not module.has_gate)
-    )
+    return is_transposed(module) or module.has_bias or (module.has_gate and not module.is_concatenated)
 
 
 def _leaves(module: Any) -> dict[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lpq.nn.experts import Experts, is_dense, stacks
+from lpq.nn.experts import Experts, is_transposed, stacks
 from lpq.nn.grouped_linear import GroupedLinear
 from lpq.operations.group_choice import pays_from, why_decoded
 
@@ -22,9 +22,8 @@ def expert_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
         if isinstance(module, GroupedLinear) and module.recipe is not None:
             yield name, expert_note(module.recipe, [(module.out_features, module.in_features)])
         elif isinstance(module, Experts) and module.recipe is not None:
-            turned = is_dense(module) or bool(getattr(module, "is_transposed", False))
-            shapes = [tuple(weight.shape[1:]) for weight in stacks(module).values()]
-            yield name, expert_note(module.recipe, [(n, k) if turned else (k, n) for k, n in shapes])
+            sizes = [tuple(weight.shape[1:]) for weight in stacks(module).values()]
+            yield name, expert_note(module.recipe, [(n, k) if is_transposed(module) else (k, n) for k, n in sizes])
 
 
 def expert_note(recipe: Recipe, sizes: list[tuple[int, int]]) -> str:
