@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lpq.nn.grouping import first_few
 from lpq.nn.names import plain_name
 from lpq.recipes.globs import matching
 from lpq.recipes.rules import LEAVE
@@ -37,13 +38,13 @@ def warnings_of(
     if report.unmatched and not report.converted:
         yield (
             f"lpq.convert left every layer as it was: none matches {_unmatched(report, names)}; the linear layers of "
-            f"this model are {_some([repr(e.name) if e.name else 'the model itself' for e in linear]) or 'none'}"
+            f"this model are {first_few([repr(e.name) if e.name else 'the model itself' for e in linear]) or 'none'}"
         )
         return
     if not report.converted:
         if wanted or left_out:
             why = [f"{entry.name or 'the model'}: {entry.note}" for entry in report.left]
-            yield f"lpq.convert left every layer as it was: {_some(why, '; ') or 'the model has no parameters'}"
+            yield f"lpq.convert left every layer as it was: {first_few(why, '; ') or 'the model has no parameters'}"
         return
     if report.unmatched:
         yield f"lpq.convert: no layer matches {_unmatched(report, names)}"
@@ -111,7 +112,7 @@ def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
     for pattern in report.unmatched:
         near = nearest(pattern, every)
         shown.append(f"{pattern!r}{f' (did you mean {near!r}?)' if near is not None else ''}")
-    return _some(shown)
+    return first_few(shown)
 
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:
@@ -124,8 +125,3 @@ def nearest(pattern: str, names: Iterable[str]) -> str | None:
             ends.setdefault(".".join(parts[start:]), name)
     close = difflib.get_close_matches(numbered.sub("*", pattern), ends, n=1, cutoff=0.7)
     return ends[close[0]] if close else None
-
-
-def _some(words: Sequence[str], between: str = ", ") -> str:
-    """The first three of them."""
-    return between.join([*words[:3], *(["…"] if words[3:] else [])])

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lpq.nn.grouping import grouped
+from lpq.nn.grouping import first_few, grouped
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.transposed import holds_transposed
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose matrix is read by rows and multiplied by nothing."""
-SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ def largest(parts: Iterable[Part], total: int) -> str:
         for called, members in grouped(names)
     ]
     groups.sort(key=lambda group: -group[0])
-    groups_shown = [f"{called} ({kind}) {size:,} ({percent(size / total)})" for size, called, kind in groups[:SHOWN]]
-    return ", ".join([*groups_shown, *(["…"] if groups[SHOWN:] else [])])
+    return first_few([f"{called} ({kind}) {size:,} ({percent(size / total)})" for size, called, kind in groups])
 
 
 def percent(share: float) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+SHOWN = 3
 Parts = tuple[frozenset[str], ...]
 """A group of names: for each place between two dots, the segments that stand there."""
 
@@ -23,6 +24,11 @@ def grouped(names: Iterable[str], others: Collection[str] = ()) -> list[tuple[st
     beside = [tuple(name.split(".")) for name in others if name not in order]
     found = [(_called(parts, beside), sorted(members, key=order.__getitem__)) for parts, members in groups.items()]
     return sorted(found, key=lambda group: order[group[1][0]])
+
+
+def first_few(words: Sequence[str], between: str = ", ") -> str:
+    """The first three of them."""
+    return between.join([*words[:SHOWN], *(["…"] if words[SHOWN:] else [])])
 
 
 def _merged(groups: Mapping[Parts, list[str]], place: int, numbers: bool) -> dict[Parts, list[str]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.formats.stacks import is_stack
+from lpq.nn.grouping import first_few
 from lpq.nn.linear import Layer
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError
@@ -153,7 +154,7 @@ def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
     if any(_stored(layer.weight) is not None for _, layer, _ in _layers(model)):
         return None
     notes = [f"{name or 'the model'}: {note}" for name, note in weight_notes(model, ranks)]
-    return "; ".join([*notes[:3], *(["…"] if notes[3:] else [])]) or "no linear layer has a recipe"
+    return first_few(notes, "; ") or "no linear layer has a recipe"
 
 
 def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str]]:
