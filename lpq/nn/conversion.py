@@ -121,25 +121,7 @@ def convert(
     }
     check_layers(model, schedules, accumulate)
     check_weights(model, weights, ranks, schedules)
-    converted: list[Entry] = []
-    left: list[Entry] = []
-    for name, schedule in schedules.items():
-        if converted and converted[-1].name and name.startswith(f"{converted[-1].name}."):
-            continue  # inside a module that a plugin took as a whole: what is inside follows it
-        module = model.get_submodule(name)
-        kind = module.kind.rpartition(".")[2] if isinstance(module, Layer) else type(module).__name__
-        made, note = _convert_module(module, name, schedule)
-        if made is not None:
-            converted.append(Entry(name, kind, note))
-            if isinstance(made, Layer):
-                made.place = name
-            if not name:
-                model = made  # which is the whole model
-                break
-            if made is not module:
-                _replace(model, names[name], made)
-        elif next(module.parameters(recurse=False), None) is not None:
-            left.append(Entry(name, kind, without.get(name, note)))
+    model, converted, left = _convert_modules(model, names, schedules, without)
     _close_shortcuts(model)
     every = [plain_name(alias) for aliases in names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
@@ -148,15 +130,7 @@ def convert(
     for words in warnings_of(model, policy, report, names, schedules, without):
         warn(words)
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
-    layers = [module for module in model.modules() if isinstance(module, Layer)]
-    staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
-    stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
-    inputs, compared = Inputs(), Compared.of(model, stages) if weights is None else None
-    for layer in layers:
-        layer.compared = compared
-        layer.accumulate = accumulate
-        layer.share_inputs(inputs)
-        layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None
+    _connect_layers(model, accumulate, compares=weights is None)
     if weights is not None:
         own = {n: m.schedule for n, m in model.named_modules() if isinstance(m, Layer) and m.schedule is not None}
         check_weights(model, weights, ranks, own)  # now also those of layers that a plugin made
@@ -230,6 +204,32 @@ def check_layers(model: nn.Module, schedules: Mapping[str, Schedule], accumulate
             check_names(module, recipe, module.memories() if isinstance(module, Layer) else (), name or "the layer")
 
 
+def _convert_modules(
+    model: nn.Module, names: Mapping[str, list[str]], schedules: Mapping[str, Schedule], without: Mapping[str, str]
+) -> tuple[nn.Module, list[Entry], list[Entry]]:
+    """Convert the modules of a model, except those ``without`` a recipe for these reasons. Return the model, which may
+    be another one, the entries of those that were converted, and those of others with parameters of their own."""
+    converted: list[Entry] = []
+    left: list[Entry] = []
+    for name, schedule in schedules.items():
+        if converted and converted[-1].name and name.startswith(f"{converted[-1].name}."):
+            continue  # inside a module that a plugin took as a whole: what is inside follows it
+        module = model.get_submodule(name)
+        kind = module.kind.rpartition(".")[2] if isinstance(module, Layer) else type(module).__name__
+        made, note = _convert_module(module, name, schedule)
+        if made is not None:
+            converted.append(Entry(name, kind, note))
+            if isinstance(made, Layer):
+                made.place = name
+            if not name:
+                return made, converted, left  # which is the whole model
+            if made is not module:
+                _replace(model, names[name], made)
+        elif next(module.parameters(recurse=False), None) is not None:
+            left.append(Entry(name, kind, without.get(name, note)))
+    return model, converted, left
+
+
 def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[nn.Module | None, str]:
     """The module in low precision, or None; and its recipe, or the reason why it has none."""
     first = next((recipe for _, recipe in schedule.pieces if recipe is not None), None)
@@ -270,6 +270,19 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
     if type(made) is not was and not isinstance(made, Experts):
         note += f"; it is a {type(made).__module__}.{type(made).__qualname__} now"
     return made, note
+
+
+def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares: bool) -> None:
+    """Give the layers of a model what they have in common: the step, the inputs, and whether ranks are compared."""
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
+    stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
+    inputs, compared = Inputs(), Compared.of(model, stages) if compares else None
+    for layer in layers:
+        layer.compared = compared
+        layer.accumulate = accumulate
+        layer.share_inputs(inputs)
+        layer.stages = stages if layer.schedule is not None and len(layer.schedule.pieces) > 1 else None
 
 
 def _replace(model: nn.Module, aliases: list[str], made: nn.Module) -> None:
