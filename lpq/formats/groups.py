@@ -44,12 +44,9 @@ class Grouped(NamedTuple):
         shape = [*self.shape]
         shape[dim] = stop - start
         rows, cols = shape
-        pieces = [
-            b.laid(piece(b, t, group, at, rows, cols, dim))
-            if not side.plain
-            else piece(b, t, group, at, rows, cols, dim)
-            for b, t in zip(side.layout, self.tensors, strict=True)
-        ]
+        pieces = [piece(b, t, group, at, rows, cols, dim) for b, t in zip(side.layout, self.tensors, strict=True)]
+        if not side.plain:
+            pieces = [b.laid(t) for b, t in zip(side.layout, pieces, strict=True)]
         return side.storage.wrap(pieces, side, (rows, cols), self.dtype)
 
 
