@@ -22,7 +22,7 @@ from lpq.formats.stacks import along, matrices, narrowed
 from lpq.operations.operands import DTYPES, as_matrix
 from lpq.registry.warning import warn
 from lpq.tensor.assigning import assign, copy_
-from lpq.tensor.input_checks import check_flattened, check_received, check_shard
+from lpq.tensor.input_checks import GIVE_RANKS, check_flattened, check_received, check_shard
 from lpq.tensor.quantized_tensor import PrecisionWarning, QuantizedTensor, Window
 from lpq.torch_private.dispatch import return_and_correct_aliasing, schema_of
 from lpq.torch_private.operators import canonicalize_dim, pin_memory, to_copy, unsafe_view
@@ -31,7 +31,6 @@ from lpq.torch_private.pytree import tree_leaves, tree_map
 aten = torch.ops.aten
 Handler = Callable[..., Any]
 _HANDLERS: dict[Any, Handler] = {}
-REMEDY = "give lpq.convert(…, ranks=…) the number of ranks, and weights that cannot be cut so stay in high precision"
 
 
 def implements(*functions: Any) -> Callable[[Handler], Handler]:
@@ -288,7 +287,7 @@ def _new_empty(
     if t.dim() > 1 and tuple(size) == (0,):  # FSDP2 makes it, on every rank, where rows are too few for all ranks
         raise ValueError(
             f"{t.whose}shards of {t.shape[0]} rows of a tensor that is stored as {t.quantizer} leave nothing to some "
-            f"ranks: {REMEDY}"
+            f"ranks: {GIVE_RANKS}"
         )
     size = tuple(size)
     if dtype not in (None, t.dtype) or (t.is_stack and (len(size) != 3 or size[1:] != t.matrix_shape[1:])):
@@ -307,7 +306,7 @@ def _new_zeros(
     """A tensor to hold another piece of this one; FSDP2 makes its shards so."""
     is_shard = t.dim() and not t.is_stack and tuple(size[1:]) == tuple(t.shape[1:]) and 0 < size[0] < t.shape[0]
     if is_shard:
-        check_shard(t, size[0], t.matrix_shape[0] // t.shape[0] * size[0], REMEDY)
+        check_shard(t, size[0])
     made = _new_empty(t, size, dtype=dtype, device=device).zero_()
     if is_shard and isinstance(made, QuantizedTensor):
         made.amax_group = "unattached"

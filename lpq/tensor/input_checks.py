@@ -7,6 +7,10 @@ from typing import Any
 from lpq.tensor.quantized_tensor import REMEDY, QuantizedTensor
 from lpq.torch_private.dispatch import schema_of
 
+GIVE_RANKS = (
+    "give lpq.convert(…, ranks=…) the number of ranks, and weights that cannot be cut so stay in high precision"
+)
+
 
 def check_received(func: Any, tensor: QuantizedTensor) -> None:
     """Refuse a tensor to which a collective would write: the broadcast of ZeroRedundancyOptimizer, or the scatter of
@@ -33,8 +37,9 @@ def check_flattened(tensor: QuantizedTensor) -> None:
         )
 
 
-def check_shard(t: QuantizedTensor, rows: int, matrix_rows: int, remedy: str) -> None:
+def check_shard(t: QuantizedTensor, rows: int) -> None:
     """Refuse shards of so many rows that are uneven or no parts of it: all ranks do, from sizes that are global."""
+    matrix_rows = t.matrix_shape[0] // t.shape[0] * rows
     along = [(s.quantizer, 0 if d == "row" else 1) for d, s in t.operands]
     why = next(filter(None, (side.why_no_parts(dim) for side, dim in along)), None)
     cut = next((unit for side, dim in along for unit in side.units(dim) if matrix_rows % unit), None)
@@ -42,5 +47,5 @@ def check_shard(t: QuantizedTensor, rows: int, matrix_rows: int, remedy: str) ->
         why = why or (f"it cuts blocks of {cut}" if cut is not None else "it leaves a smaller one")
         raise ValueError(
             f"{t.whose}a {list(t.shape)} tensor that is stored as {t.quantizer} has no shard of {rows} rows: {why}; "
-            f"{remedy}"
+            f"{GIVE_RANKS}"
         )
