@@ -53,6 +53,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return row_major(tensor).view(-1).view(torch.uint8)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor as bytes where its elements are single bytes: 8-bit floats lack some of torch's operations, and
+    Python's pickle refuses them."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
 class Covering:
     """A named tensor that has one number, or some, for each block of a matrix."""
 

@@ -18,7 +18,7 @@ from torch.nn.functional import grouped_mm
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.groups import Grouped, capacity, unit
-from lpq.formats.layout import Buffer, Covering
+from lpq.formats.layout import Buffer, Covering, bytes_of
 from lpq.formats.random_bits import RandomBits, bytes_at
 from lpq.formats.stacks import matrices
 from lpq.kernels.sections import clear_matrices, clear_rows, pad_ends, there_are_kernels
@@ -157,11 +157,6 @@ def _turned(side: Quantizer, row: Sequence[Tensor], shape: torch.Size, offs: Ten
         return transposed_by(side.storage.wrap(each, side, (size, cols), torch.float32)).tensors()
 
     return [_assembled(b, v, count, 1) for b, v in zip(side.layout, vmapped(one, *given), strict=True)]
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor as bytes where its elements are single bytes: torch lacks some operations for 8-bit floats."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 def spans(side: Quantizer, dim: int) -> bool:

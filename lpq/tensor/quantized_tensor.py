@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer, Storage
+from lpq.formats.layout import bytes_of
 from lpq.formats.stacks import along, is_stack
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import derive_col, derives_col
@@ -334,7 +335,7 @@ class QuantizedTensor(Gathered, Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         sides = {
-            d: (s.quantizer.text, {n: _as_bytes(b) for n, b in s.buffers().items()}, tuple(s.shape), s.dtype)
+            d: (s.quantizer.text, {n: bytes_of(b) for n, b in s.buffers().items()}, tuple(s.shape), s.dtype)
             for d, s in self.operands
         }
         is_param = is_parameter(self)
@@ -361,11 +362,6 @@ class _Group:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def _as_bytes(buffer: Tensor) -> Tensor:
-    """A buffer as Python's pickle can take it: it refuses 8-bit floats, which torch.save would not."""
-    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
 
 
 def rebuild(
