@@ -184,7 +184,7 @@ def multiplicands(
 
 
 def _making(row: str, col: str, exact_row: bool, exact_col: bool, device: torch.device) -> Pair | None:
-    """The pair that makes both operands, each in its exact form if ``exact``; None if there is none."""
+    """The pair that makes both operands, each encoded or in its exact form; None if there is none."""
     ops = _ops((exact_row, exact_col))
     try:
         if any(choose(op, (side,), device).impl is None for op, side in zip(ops, (row, col), strict=True)):
@@ -208,22 +208,10 @@ def _multiplicands(
 ) -> list[Tensor]:
     pair = _making(row, col, exact_row, exact_col, x.device)
     assert pair is not None
-    sides = cast("Quantizer", registry.quantizer(row)), cast("Quantizer", registry.quantizer(col))
     x = x.contiguous()
     at, shape, exact = x.data_ptr(), (x.shape[0], x.shape[1]), (exact_row, exact_col)
-    encode = bind(
-        Encoding(
-            *sides,
-            shape,
-            x.dtype,
-            x.dtype,
-            x.device,
-            exact=exact,
-            aligned=at % ALIGNED_BYTES == 0,
-            apart=True,
-            dispatched=True,
-        )
-    )
+    e = Encoding(registry.quantizer(row), registry.quantizer(col), shape, x.dtype, x.dtype, x.device, exact=exact)
+    encode = pair.bind(e._replace(aligned=at % ALIGNED_BYTES == 0, apart=True, dispatched=True))
     assert encode is not None
     with on_device(x.device):
         of_row, of_col, _ = encode(x, at, (), seed)
