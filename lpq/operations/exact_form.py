@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype
     """The operand of these tensors that its ``Storage.text`` describes to an operator."""
     check_there(tensors[0])
     form, name = form_of(text, len(tensors))
-    quantizer = cast("Quantizer", registry.quantizer(name))
+    quantizer: Quantizer = registry.quantizer(name)
     if form is not None:
         rows, cols = shape
         return Multiplicand.over(tensors, form.constant, quantizer, (rows, cols), dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -227,7 +227,7 @@ def _multiplicands_fake(
     out: list[Tensor] = []
     for form, text, shape in zip(forms, (row, col), ((rows, cols), (cols, rows)), strict=True):
         if form is None:
-            quantizer = cast("Quantizer", registry.quantizer(text))
+            quantizer: Quantizer = registry.quantizer(text)
             out += quantizer.storage.fresh(quantizer, shape, x).tensors()
         else:
             out += [x.new_empty(shape, dtype=torch.bfloat16)]
@@ -304,8 +304,8 @@ class Pair:
 @registry.cached
 def _pair(row: str, col: str, index: int, row_op: str = "tile", col_op: str = "tile") -> Pair | None:
     device = torch.device("cuda", index)
-    first = side_of(cast("Quantizer", registry.quantizer(row)), "row", device, row_op)
-    second = side_of(cast("Quantizer", registry.quantizer(col)), "col", device, col_op)
+    first = side_of(registry.quantizer(row), "row", device, row_op)
+    second = side_of(registry.quantizer(col), "col", device, col_op)
     return None if isinstance(first, str) or isinstance(second, str) else Pair(first, second)
 
 

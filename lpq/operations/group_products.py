@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lpq import registry
 from lpq.formats.format import Quantizer, Storage, check_there
 from lpq.formats.groups import Grouped, bounds, starts, unit
 from lpq.formats.stacks import matrices
@@ -21,7 +22,6 @@ from lpq.operations.groups import without_the_host
 from lpq.operations.multiplying import gemm
 from lpq.operations.offsets import read
 from lpq.operations.operators import can_call_directly, define
-from lpq.operations.sides import quantizer_of
 
 
 def multiply_rows(
@@ -117,14 +117,14 @@ def multiply_columns_reference(
 
 def _grouped(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype, dim: int) -> Grouped:
     rows, cols = shape
-    return Grouped(cast("Quantizer", quantizer_of(text)), tensors, (rows, cols), dtype, dim)
+    return Grouped(registry.quantizer(text), tensors, (rows, cols), dtype, dim)
 
 
 def _rows(
     a: list[Tensor], b: list[Tensor], offs: Tensor, bias: Tensor | None, qa: str, qb: str, shape_a: list[int],
     shape_b: list[int], dtype_a: torch.dtype, dtype_b: torch.dtype, dtype: torch.dtype, fast_accumulate: bool,
 ) -> Tensor:  # fmt: skip
-    side = cast("Quantizer", quantizer_of(qb))
+    side: Quantizer = registry.quantizer(qb)
     stack = side.storage.wrap(b, side, tuple(shape_b), dtype_b)
     return _rows_product(_grouped(a, qa, shape_a, dtype_a, 0), stack, offs, bias, dtype, fast_accumulate)
 

@@ -7,8 +7,6 @@ the rows; its values grow, and rows behind the last one belong to no group.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,6 @@ from lpq.operations.format_calls import encoded_by
 from lpq.operations.offsets import read
 from lpq.operations.operands import State, encode_operands, state_names
 from lpq.operations.operators import can_call_directly, define, layout_hash
-from lpq.operations.sides import quantizer_of
 from lpq.registry.errors import words
 from lpq.registry.warning import warn
 
@@ -168,7 +165,7 @@ def _why_not(quantizer: Quantizer, row: bool, col: bool) -> str | None:
 def _why_no_tiles(text: str, dim: int) -> str | None:
     """The same for one operand. One comparison on a CPU decides: ``torch.vmap`` may not run the format, or the format
     may give a ragged edge other bytes than one that is padded with zeros."""
-    side = cast("Quantizer", quantizer_of(text))
+    side: Quantizer = registry.quantizer(text)
     if side.plain:
         return None
     if (why := side.why_no_parts(dim)) is not None:
@@ -204,7 +201,7 @@ def _encode(
     x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, state: list[Tensor],
     layouts: str = "",
 ) -> list[Tensor]:  # fmt: skip
-    of = cast("Quantizer", quantizer_of(quantizer))
+    of: Quantizer = registry.quantizer(quantizer)
     named = dict(zip(state_names(of), state, strict=True)) if state else None
     made = _encoded(x, offs, of, row, col, seeds, named, dispatched=True)
     return [row_major(t) for t in made]
@@ -214,7 +211,7 @@ def _encode_fake(
     x: Tensor, offs: Tensor, quantizer: str, row: bool, col: bool, seeds: Tensor | None, state: list[Tensor],
     layouts: str = "",
 ) -> list[Tensor]:  # fmt: skip
-    return _empty(x, offs.shape[0], cast("Quantizer", quantizer_of(quantizer)), row, col)
+    return _empty(x, offs.shape[0], registry.quantizer(quantizer), row, col)
 
 
 define(

@@ -95,7 +95,7 @@ def layout_hash(*texts: str) -> str:
 
 @registry.cached
 def _layout_hash(texts: tuple[str, ...]) -> str:
-    sides = [cast("Quantizer", registry.quantizer(text)) for text in texts if text]
+    sides: list[Quantizer] = [registry.quantizer(text) for text in texts if text]
     return f"{crc32(repr([(side.layout, side.stats) for side in sides]).encode()):08x}"
 
 

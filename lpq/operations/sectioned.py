@@ -150,7 +150,7 @@ def why_not(e: InSections) -> str | None:
 def decodable(text: str, direction: Direction, device: torch.device, stack: bool, kernels: object) -> bool:
     """Whether kernels make decoded values of an operand of rows in groups, or of a stack. ``kernels``:
     ``LPQ_KERNELS``."""
-    quantizer = cast("Quantizer", registry.quantizer(text))
+    quantizer: Quantizer = registry.quantizer(text)
     side = side_of(quantizer, direction, device)
     return not isinstance(side, str) and side.decoded is not None and (stack or not _tall(quantizer))
 
