@@ -6,7 +6,6 @@ may allow, would save next to nothing here.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple, cast
 
 import torch
@@ -16,6 +15,7 @@ from lpq.core import Storage
 from lpq.formats.groups import Grouped, unit
 from lpq.kernels import tensor_maps
 from lpq.kernels.cuda import CudaKernel
+from lpq.kernels.tiles import multiprocessors
 from lpq.operations.group_tiles import padded_ends
 from lpq_fp8.quantizer import FP8Quantizer
 
@@ -92,7 +92,7 @@ def grouped_gemm(a: Grouped, b: Storage | Grouped, offs: Tensor, fast_accumulate
     made = offs.new_empty((len(offs), tall, wide) if columns else (tall, wide), dtype=torch.bfloat16)
     device = made.get_device()
     KERNELS[high].launch(
-        device, macros(high, columns, blocks, of_a.dtype == "e5m2", of_b.dtype == "e5m2"), _multiprocessors(device),
+        device, macros(high, columns, blocks, of_a.dtype == "e5m2", of_b.dtype == "e5m2"), multiprocessors(device),
         *tensor_maps.of_matrix(left.lines, high, DEEP), *tensor_maps.of_matrix(right.lines, WIDE, DEEP),
         made.data_ptr(), ends.data_ptr(), *left.scales, *right.scales, len(offs), tall, wide, deep,
     )  # fmt: skip
@@ -103,8 +103,3 @@ def macros(high: int, columns: bool, blocks: int, a_e5m2: bool, b_e5m2: bool) ->
     """The kernel's macros, for tiles of ``high`` rows."""
     switches = {"LPQ_COLUMNS": columns, f"LPQ_BLOCKS={blocks}": blocks, "LPQ_A_E5M2": a_e5m2, "LPQ_B_E5M2": b_e5m2}
     return f"LPQ_TALL={high}", *(macro for macro, wanted in switches.items() if wanted)
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
