@@ -30,6 +30,7 @@ from lpq.kernels.tiles import (
 from lpq.operations.binding import Encode, Encoded, Encoding, unbound
 from lpq.operations.fused_pair import Job, Made, Make
 from lpq.operations.measuring import measure_reference
+from lpq.operations.sides import shared
 from lpq_nvfp4 import search
 from lpq_nvfp4.quantizer import NVFP4Quantizer
 from lpq_nvfp4.reference import GROUP
@@ -64,7 +65,7 @@ def measure(
     dtype = dtype or x.dtype
     if x.numel() == 0 or (row is not None and row.rht):
         return measure_reference(x.to(dtype), row, col)
-    if row is not None and row == col and row.transposable:
+    if shared(row, col):
         col = None
     x = x.contiguous()
     rows, cols = x.shape
@@ -95,19 +96,19 @@ def bind(e: Encoding) -> Encode | None:
     (rows, cols), row, col, index = e.shape, e.row, e.col, e.device.index or 0
     if (col is not None and col.stochastic and e.offset % GROUP) or (row is not None and row.rht):
         return None
-    shared = row is not None and row == col and row.transposable
+    derived = shared(row, col)
     given = e.given or (False,) * 4
-    of_col = 0 if row is None or col is None or shared else 2  # where its statistics begin
-    sides = [(row, given[0]), (None if shared else col, given[of_col])]
+    of_col = 0 if row is None or col is None or derived else 2  # where its statistics begin
+    sides = [(row, given[0]), (None if derived else col, given[of_col])]
     unknown = [side for side, amax_given in sides if side is not None and (e.measure or not amax_given)]
     find = bind_parts(e, any(not side.rht for side in unknown), any(side.rht for side in unknown)) if unknown else None
     job = Job((rows, cols), e.held, e.device, e.offset, e.measure, e.dispatched)
     make_row = bind_operand(row, job) if row is not None else None
-    beside = job._replace(shape=(cols, rows), measure=e.measure and not shared)
+    beside = job._replace(shape=(cols, rows), measure=e.measure and not derived)
     make_col = bind_operand(col, beside) if col is not None else None
     rotated = col is not None and col.rht
     by_block = e.measure or given[1] or given[of_col + 1]
-    macros, shape = _macros(row, col, shared, by_block)
+    macros, shape = _macros(row, col, derived, by_block)
     if col is None and row.block == "1x16" and e.aligned and e.held is e.dtype:
         shape = broadened(rows, cols, e.held, shape)
     count = tiles(rows, cols, shape)
@@ -216,7 +217,7 @@ def _switches(rotated: bool, square: bool, stats: bool) -> tuple[str, ...]:
 
 @cache
 def _macros(
-    row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, shared: bool, stats: bool
+    row: NVFP4Quantizer | None, col: NVFP4Quantizer | None, derived: bool, stats: bool
 ) -> tuple[tuple[str, ...], Shape]:
     """The macros that the source is compiled with, and the shape of its tiles."""
     side = row or col
@@ -224,4 +225,4 @@ def _macros(
     sides = (("LPQ_ROW", row), ("LPQ_COL", col))
     wanted = [f"{name}={2 if side.stochastic else 1}" for name, side in sides if side is not None]
     switches = _switches(col is not None and col.rht, side.block == "16x16", stats)
-    return (*wanted, *(["LPQ_SHARED"] if shared else []), *switches), LOW if col is None else SQUARE
+    return (*wanted, *(["LPQ_SHARED"] if derived else []), *switches), LOW if col is None else SQUARE
