@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,7 @@ from lpq_mxfp8.quantizer import MXFP8Quantizer
 
 def tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
     """How either operand is made."""
-
-    def bind(job: Job) -> Make:
-        return bind_operand(quantizer, job)
-
+    bind = partial(bind_operand, quantizer)
     exact = exact_tile(quantizer, direction)  # which is what it decodes to
     return _side(quantizer, direction, bind, shape=TALL, decoded=(exact.struct, exact.shape))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,7 @@ def tile(quantizer: NVFP4Quantizer, direction: Direction) -> TileSide | None:
     """How an operand is made; none that is rotated is a row operand."""
     if quantizer.rht and direction == "row":
         return None
-
-    def bind(job: Job) -> Make:
-        return bind_operand(quantizer, job)
-
+    bind = partial(bind_operand, quantizer)
     return _side(quantizer, direction, bind, decoded=(_struct(quantizer, direction, True), SQUARE))
 
 
