@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ COUNTS = 2**24
 """Whole numbers below this are exact in fp32."""
 WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a float but for its sign."""
+ByRanks: TypeAlias = "dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]]"
+"""Tensors to reduce together, and a group to do it in, by the ranks of that and the device."""
 Declared = tuple[Stat, int]
 """A statistic, and which dimension of its operand the ranks share out: 0 of a row operand, 1 of a column operand."""
 
@@ -101,9 +103,9 @@ class Reductions:
     device and each of the two."""
 
     def __init__(self) -> None:
-        self._within: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
-        self._across: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
-        self._sums: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]] = {}
+        self._within: ByRanks = {}
+        self._across: ByRanks = {}
+        self._sums: ByRanks = {}
         self._afterwards: list[Callable[[], None]] = []
         self._ranks: dict[ProcessGroup, tuple[int, ...]] = {}
 
@@ -121,10 +123,7 @@ class Reductions:
         self._add(self._within, [value for stat, value in found if stat.reduce == "max"], group)
         self._add(self._sums, [value for stat, value in found if stat.reduce == "sum"], group)
 
-    def _add(
-        self, to: dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]], values: Sequence[Tensor],
-        group: ProcessGroup,
-    ) -> None:  # fmt: skip
+    def _add(self, to: ByRanks, values: Sequence[Tensor], group: ProcessGroup) -> None:
         if not values or group.size() == 1:
             return
         ranks = self._ranks.get(group)
