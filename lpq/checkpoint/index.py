@@ -32,7 +32,7 @@ KNOWN = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},  # where Python 3.13 has them
     "builtins": {"getattr"},  # by which some releases of Python 3.11 pickle members of an Enum
-}  # fmt: skip
+}
 """The names to which DCP's indexes refer. Most are not needed here; any other name is an error that names it."""
 LIMIT = 2**62
 """A number above all sizes and offsets."""

@@ -194,9 +194,7 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Ran
     return _Source(entries(seen, dtype), lambda layers: unquantized(seen.module, layers), seen.module, notes)
 
 
-def _notes(
-    left: Mapping[str, bool], shared: Sequence[str], stacks: Iterable[str], layout: str
-) -> tuple[str, ...]:  # fmt: skip
+def _notes(left: Mapping[str, bool], shared: Sequence[str], stacks: Iterable[str], layout: str) -> tuple[str, ...]:
     """Remarks about what stays in high precision though it is trained quantized, and about experts in this layout."""
     tied = (
         f"the weights of {listed(shared)} belong to other modules as well, and are written once, in high precision: "

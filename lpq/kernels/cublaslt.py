@@ -119,9 +119,7 @@ def bind_scaled(
         return None
     empty, out_of = allocator(device, dispatched=dispatched), fresh((rows, cols), dtype)
 
-    def multiply(
-        left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, out: Tensor | None
-    ) -> Tensor | None:  # fmt: skip
+    def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, out: Tensor | None) -> Tensor | None:
         first, second = left.data_ptr(), right.data_ptr()
         ends = first | second | ALIGNED
         ends &= -ends

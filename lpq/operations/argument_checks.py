@@ -18,9 +18,7 @@ from lpq.registry.showing import brief
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
 
-INTEGERS = (
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64
-)  # fmt: skip
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 def is_seed(seed: object) -> bool:

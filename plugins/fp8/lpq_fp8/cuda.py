@@ -177,9 +177,8 @@ def _lines(e: Encoding, side: FP8Quantizer) -> Encode:
             measured = [empty(*a) for a in amaxes]
         to = [(d.data_ptr(), s.data_ptr()) for d, s in made]
         read = [
-            (k.data_ptr() if k is not None else 0, measured[i].data_ptr() if amaxes else 0)
-            for i, k in enumerate(known)
-        ]  # fmt: skip
+            (k.data_ptr() if k is not None else 0, measured[i].data_ptr() if amaxes else 0) for i, k in enumerate(known)
+        ]
         if not has_row:
             to, read = [none[0], *to], [none[0], *read]
         elif not has_col:

@@ -115,9 +115,7 @@ COMPRESSED_INPUTS = (
 def _compressed(title: str, block: Block, quantizer: str, shape: Shape, whole: bool, **weights: Any) -> Scheme:
     config = {"format": "naive-quantized", "weights": _args(dynamic=False, **weights)}
     scale = _part("weight_scale", shape, whole=whole)
-    return _scheme(
-        "compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=COMPRESSED_INPUTS
-    )  # fmt: skip
+    return _scheme("compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=COMPRESSED_INPUTS)
 
 
 ANY_BLOCK = "fp8(scaling=block, block=128x128, pow2=false)"

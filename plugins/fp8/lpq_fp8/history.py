@@ -33,9 +33,7 @@ def bind(
     def remember(states: Sequence[Mapping[str, Tensor]], stats: Sequence[Mapping[str, Tensor]]) -> None:
         arguments: list[float] = []
         for state, found, how in zip(states, stats, hows, strict=True):
-            arguments += (
-                state["amax_history"].data_ptr(), state["amax"].data_ptr(), found["amax"].data_ptr(), *how
-            )  # fmt: skip
+            arguments += (state["amax_history"].data_ptr(), state["amax"].data_ptr(), found["amax"].data_ptr(), *how)
         arguments += NONE * (-len(quantizers) % MOST)
         for i, launch in launches:
             launch(*arguments[6 * i : 6 * (i + MOST)])

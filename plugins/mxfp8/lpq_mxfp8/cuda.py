@@ -71,7 +71,7 @@ def bind(e: Encoding) -> Encode:
         e.device.index or 0,
         reading(e.held, e.dtype) + macros + covering(shape, e.aligned and divides(rows, cols, shape)),
         tiles(rows, cols, shape),
-    )  # fmt: skip
+    )
 
     def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
         first = make_row(stats[:1] or UNKNOWN, None, None, None) if make_row is not None else NOTHING

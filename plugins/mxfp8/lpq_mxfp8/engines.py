@@ -34,9 +34,7 @@ def _read(quantizer: MXFP8Quantizer, parts: Sequence[Tensor]) -> Sequence[Tensor
     return parts
 
 
-def _scheme(
-    layout: str, scale: str, config: Mapping[str, Any], inputs: Mapping[str, Any], **others: Any
-) -> Scheme:  # fmt: skip
+def _scheme(layout: str, scale: str, config: Mapping[str, Any], inputs: Mapping[str, Any], **others: Any) -> Scheme:
     assert BLOCK == (1, GROUP)
     exponents = Part(name=scale, dtype=torch.uint8, shape=lambda rows, cols: (rows, cols // GROUP), holds="exponents")
     measured = Inputs(serves=_serves, quantizer="mxfp8", config=inputs)
