@@ -24,12 +24,11 @@ from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
 from lpq.operations import remember
 from lpq.operations.binding import on_device
+from lpq.operations.operands import State
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.operators import unsafe_view
 from lpq.torch_private.tensors import has_storage
-
-State = Mapping[str, Tensor]
 
 
 class Call(NamedTuple):

@@ -24,7 +24,7 @@ from lpq.nn.input_checks import check_parallel, check_parallel_input
 from lpq.nn.parallel_multiply import Call, Given, Kept, Multiplication, Operands, Spread
 from lpq.operations.binding import Operand, on_device
 from lpq.operations.derived_operands import derives_col
-from lpq.operations.operands import as_matrix
+from lpq.operations.operands import State, as_matrix
 from lpq.operations.operators import ORDINARY
 from lpq.operations.random_seeds import draw_seeds
 from lpq.recipes.gemms import TENSORS
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 _multiply: Any = Multiplication.apply
 _spread: Any = Spread.apply
-
-State = Mapping[str, Tensor]
 
 
 class _Input(NamedTuple):

@@ -30,10 +30,9 @@ from lpq.operations import remember
 from lpq.operations.binding import Operand, on_device
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.multiplying import gemm
-from lpq.operations.operands import as_matrix
+from lpq.operations.operands import State, as_matrix
 from lpq.torch_private.collectives import all_reduce, arrived, begin_all_reduce, begin_reduce_scatter
 
-State = Mapping[str, Tensor]
 Given = tuple[Operand, Sequence[Tensor]]
 """An operand and its buffers."""
 

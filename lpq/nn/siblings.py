@@ -21,7 +21,7 @@ most ``MOST`` encoded inputs beside those of autograd, and none whose tensor is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,14 +30,12 @@ from torch import Tensor
 
 from lpq.operations.binding import Encoded, Operand
 from lpq.operations.bound import Encoder
+from lpq.operations.operands import State
 from lpq.torch_private import cuda
 from lpq.torch_private.tensors import local_part, version_of
 
 MOST = 2
 """Inputs that are kept. One is too few where the siblings have others between them: low-rank projections, adapters."""
-
-
-State = Mapping[str, Tensor]
 
 
 class StaticValues:
