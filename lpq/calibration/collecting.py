@@ -251,7 +251,7 @@ def _samples_of(batch: Any) -> int:
     return found.shape[0]
 
 
-def _check_errors(facts: Mapping[Any, _Facts]) -> None:
+def _check_errors(facts: Mapping[Place, _Facts]) -> None:
     for place, one in facts.items():
         if one.error is not None:
             who = f"rank {place[0]}: " if len(place) == 1 else f"rank {place}: " if place else ""
@@ -279,7 +279,7 @@ def _heads(facts: Mapping[Place, _Facts]) -> dict[tuple[int, ...], Place]:
     return heads
 
 
-def _check_some(start: Progress, facts: Mapping[Any, _Facts]) -> None:
+def _check_some(start: Progress, facts: Mapping[Place, _Facts]) -> None:
     lacking = [place for place, one in facts.items() if one.samples is None]
     if start.batches == 0 and lacking:
         raise CalibrationError(f"rank {lacking[0][0]} has no batch at all: give each rank one at least")

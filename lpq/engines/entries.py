@@ -16,6 +16,8 @@ from lpq.operations.operands import as_matrix, recall
 from lpq.recipes import Recipe
 from lpq.tensor import QuantizedTensor
 
+Memories = Mapping[str, Mapping[str, Tensor]]
+"""The statistics that quantizers of ``x`` and of ``w`` remember, by the names of their buffers."""
 Pieces = Mapping[str, Tensor]
 """A tensor as it is held: under ``""``, or the buffers of its row operand."""
 
@@ -30,15 +32,12 @@ class Multiplied:
     """The quantizer of the weight."""
     x: Quantizer | None
     """The quantizer of the input; None: it is not encoded."""
-    memories: Mapping[str, Mapping[str, Tensor]]
-    """The statistics remembered across steps of ``x`` and of ``w``, by the names of its buffers."""
+    memories: Memories
     imported: Tensor | None = None
     """The amax of inputs in the files from which the model was imported."""
 
     @classmethod
-    def by(
-        cls, recipe: Recipe, name: str, memories: Mapping[str, Mapping[str, Tensor]], imported: Tensor | None = None
-    ) -> Multiplied:
+    def by(cls, recipe: Recipe, name: str, memories: Memories, imported: Tensor | None = None) -> Multiplied:
         """How the layer of this name multiplies by a recipe."""
         x = None if recipe.x.side("row").plain else recipe.x
         return cls(name, recipe.w, x, memories, imported)

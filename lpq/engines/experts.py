@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lpq.engines.entries import Entry, Multiplied, Pieces, Stored
+from lpq.engines.entries import Entry, Memories, Multiplied, Pieces, Stored
 from lpq.nn.expert_names import Names, stacks_of
 from lpq.nn.remembering import Remembering
 from lpq.recipes import Recipe
 from lpq.registry.showing import listed
 from lpq.torch_private.tensors import local_part
-
-Memories = Mapping[str, Mapping[str, Tensor]]
-"""The statistics that quantizers of ``x`` and of ``w`` remember, by the names of their buffers, of all experts."""
 
 
 class Stack(NamedTuple):
@@ -25,6 +22,7 @@ class Stack(NamedTuple):
     names: Names
     recipe: Recipe
     memories: Memories
+    """Those of all experts."""
 
 
 def stacks(model: nn.Module) -> dict[str, Stack]:

@@ -19,6 +19,7 @@ from lpq.checkpoint.files import place
 from lpq.checkpoint.model import Model
 from lpq.checkpoint.ranks import Ranks
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
+from lpq.engines.entries import Entry
 from lpq.engines.experts import are_fused, left_stacks, notes_of, stacks
 from lpq.engines.layouts import layout_named
 from lpq.engines.models import entries, shared_layers, unquantized
@@ -28,6 +29,7 @@ from lpq.engines.saved import Saved
 from lpq.engines.siblings import fused
 from lpq.engines.writing import Directory, shards
 from lpq.operations.operands import DTYPES
+from lpq.registry import Inputs
 from lpq.registry.showing import listed, number
 from lpq.registry.warning import warn
 
@@ -142,7 +144,7 @@ class Export:
 class _Source:
     """Where tensors come from."""
 
-    entries: Sequence[Any]
+    entries: Sequence[Entry]
     linear: Callable[[set[str]], Iterator[str]]
     model: nn.Module | None
     notes: tuple[str, ...] = ()
@@ -278,7 +280,7 @@ def _warn_of_siblings(values: Mapping[str, list[float]]) -> None:
         )
 
 
-def _title(title: str, inputs: Any) -> str:
+def _title(title: str, inputs: Inputs | None) -> str:
     return f"{title}, inputs {'in high precision' if inputs is None else inputs.quantizer}"
 
 
