@@ -145,18 +145,7 @@ class Named:
             return _join(value, own, taken)
 
         for group, (names, own) in zip(self.whole_state["param_groups"], self.groups(), strict=True):
-            found = next((g for g in data["groups"] if sorted(g["params"]) == sorted(names)), None)
-            if found is None:
-                raise CheckpointError(
-                    f"no group of the saved optimizer has the parameters of one of this optimizer: {listed(names)}. "
-                    "Make the groups as they were when it was saved"
-                )
-            if (kind := found.get("optimizer", self.kind)) != self.kind:
-                raise CheckpointError(
-                    f"the state of {kind} was saved, and this optimizer is {self.kind}, whose state is another: load "
-                    f"into {kind}, or without an optimizer"
-                )
-            options = joined(found["options"], own, None)
+            options = joined(self._saved_group(data, names)["options"], own, None)
             numbered = {key: group[key] for key in NUMBERED if key in group}
             loaded.groups.append({**own, **options, **numbered})
             for number in group["params"]:
@@ -165,12 +154,26 @@ class Named:
                     if self.names[number] in masters and param not in self.masters:
                         state = {key: value for key, value in state.items() if key != MASTER}
                         loaded.dropped += [self.names[number]] if isinstance(local_part(param), QuantizedTensor) else []
-                    own = self.whole_state["state"].get(number)
-                    loaded.state[number] = joined(state, own, param)
+                    loaded.state[number] = joined(state, self.whole_state["state"].get(number), param)
                 if param in self.masters and MASTER not in loaded.state.setdefault(number, {}):
                     loaded.state[number][MASTER] = self.masters[param]
                     loaded.starting.append(param)
         return loaded
+
+    def _saved_group(self, data: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+        """The saved group of these parameters, of an optimizer of this kind."""
+        alike: Iterator[Mapping[str, Any]] = (g for g in data["groups"] if sorted(g["params"]) == sorted(names))
+        if (found := next(alike, None)) is None:
+            raise CheckpointError(
+                f"no group of the saved optimizer has the parameters of one of this optimizer: {listed(names)}. "
+                "Make the groups as they were when it was saved"
+            )
+        if (kind := found.get("optimizer", self.kind)) != self.kind:
+            raise CheckpointError(
+                f"the state of {kind} was saved, and this optimizer is {self.kind}, whose state is another: load "
+                f"into {kind}, or without an optimizer"
+            )
+        return found
 
 
 @dataclass
