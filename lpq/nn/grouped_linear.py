@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lpq.distributed.expert_rows import own_experts, own_numbers
 from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
-from lpq.nn.input_checks import check_accumulation, check_static
+from lpq.nn.input_checks import check_accumulation
 from lpq.nn.linear import Layer
 from lpq.nn.plan import Plan
 from lpq.operations.offsets import as_offsets
@@ -112,9 +112,7 @@ class GroupedLinear(Layer):
 
     def _of_own_groups(self) -> dict[str, dict[str, Tensor]]:
         """The static statistics of this rank's groups; they are checked once."""
-        if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
-            check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
-            self._static_checked = self._calls[1]
+        self._check_static_parts()
         own = self.own_groups()
         return {tensor: {k: local_part(v)[own] for k, v in state.items()} for tensor, state in self.states().items()}
 

@@ -180,9 +180,7 @@ class Layer(Saved):
         elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
             from lpq.nn.parallel import multiply_parts
 
-            if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
-                check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
-                self._static_checked = self._calls[1]
+            self._check_static_parts()
             inputs = self._inputs if plan.shares and not torch.compiler.is_compiling() else None
             states = self.states()
             static = self._static_input.read(states["x"]) if inputs is not None and "x" in states else ()
@@ -201,6 +199,12 @@ class Layer(Saved):
         with on_device(call.shapes.device):
             y: Tensor = multiply(input, weight, bias, call)
         return y
+
+    def _check_static_parts(self) -> None:
+        """Check the static values, of which this rank may have a part, once for each change of them."""
+        if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
+            check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
+            self._static_checked = self._calls[1]
 
     def _bound(
         self, plan: Plan, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, held: bool,
