@@ -142,7 +142,7 @@ class _Job:
     def judge(self) -> None:
         """Find what each tensor of the model gets; everything that can be wrong."""
         tensors, _ = self.model.state()
-        memories, layers = self.model.memories(), dict(self.model.layers())
+        memories = self.model.memories()
         plain = [key.removeprefix(PREFIX) for key in tensors if key not in memories]
         other = in_files(self.model.module, [name for name in plain if name not in self.stacks])
         used: set[str] = set()
@@ -156,7 +156,7 @@ class _Job:
                 used |= own
                 filled.add(id(tensor))
             elif name.endswith(".weight") and layer in self.found:
-                self._judge_layer(self.found[layer], tensor, layers.get(layer))
+                self._judge_layer(self.found[layer], tensor)
                 used |= {f"{layer}.{part.name}" for part in self.found[layer].parts}
                 filled.add(id(tensor))
             elif (stored := name if name in self.files.tensors else other.get(name, name)) in self.files.tensors:
@@ -200,7 +200,7 @@ class _Job:
             self._judge_plain(bias, row)
         return {*biases}
 
-    def _judge_layer(self, entry: Quantized, weight: Tensor, layer: Layer | None) -> None:
+    def _judge_layer(self, entry: Quantized, weight: Tensor) -> None:
         rows, cols = weight.shape
         self.files.check_headers(entry, rows, cols)
         if not self.headers_only:

@@ -52,10 +52,10 @@ class Saved:
                 shape, own, stored = self._shape(name), self._saved[name][1], None
             kept = dtype if dtype is not None and own.is_floating_point else own
             gather, own_name = partial(self._gather, name, stored), name.removeprefix(PREFIX)
-            made += self._entries(Entry(own_name, shape, kept, gather, self._layer(name), stored), name)
+            made += self._entries(Entry(own_name, shape, kept, gather, self._layer(name), stored))
         return made
 
-    def _entries(self, entry: Entry, name: str) -> Iterator[Entry]:
+    def _entries(self, entry: Entry) -> Iterator[Entry]:
         """The tensor, or those of a layer for each expert."""
         plain = replace(entry, layer=None, stored=None)
         stack, of_bias = self.stacks.get(entry.name), self.stacks.get(f"{entry.name.removesuffix('bias')}weight")

@@ -7,8 +7,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from lpq.nn.grouping import first_few
 from lpq.nn.names import plain_name
 from lpq.recipes.globs import matching
@@ -25,7 +23,6 @@ LARGE = 0.1
 
 
 def warnings_of(
-    model: nn.Module,
     policy: Policy,
     report: Report,
     names: Mapping[str, Sequence[str]],

@@ -127,7 +127,7 @@ def convert(
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     covered = coverage(model, {entry.name for entry in converted})
     report = Report(tuple(converted), tuple(left), unmatched, unreached, coverage=covered)
-    for words in warnings_of(model, policy, report, names, schedules, without):
+    for words in warnings_of(policy, report, names, schedules, without):
         warn(words)
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
     _connect_layers(model, accumulate, compares=weights is None)
