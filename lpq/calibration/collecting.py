@@ -167,10 +167,8 @@ def collect(
             error = words(raised)
             continue
         after(progress)
-    if error is not None:
+    if error is not None or axes:
         _check_errors(everywhere(_Facts(None, error), axes))
-    elif axes:
-        _check_errors(everywhere(_Facts(None, None), axes))
     return progress
 
 
