@@ -49,7 +49,7 @@ def _measured(quantizer: Quantizer, method: str, x: Tensor, found: Mapping[str, 
         measured = [found[stat.name] for stat in quantizer.stats]
     except KeyError as error:
         raise _lacking(quantizer, method, error) from None
-    if not is_dynamo_compiling() and (method, x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY:
+    if _is_unchecked(quantizer, method, x):
         _check(quantizer, method, x, _unfit_stats(quantizer, found, x))
     return measured
 
@@ -70,6 +70,7 @@ def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bit
     if not isinstance(made, Storage):
         raise _no_storage(quantizer, method, made)
     made = made.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
+    # As _is_unchecked, without a call: layers encode ordinary matrices so at every step.
     if not is_dynamo_compiling() and (method, x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY:
         _check(quantizer, method, x, _unfit_storage(made, x))
     return made
@@ -82,11 +83,7 @@ def transposed_by(operand: Storage) -> Storage:
     if not isinstance(made, Storage):
         raise _no_storage(quantizer, "transposed", made)
     made = made.bind(quantizer, (cols, rows), operand.dtype)
-    if (
-        not is_dynamo_compiling()
-        and ("transposed", first.dtype, first.device) not in quantizer.checked
-        and type(first) in ORDINARY
-    ):
+    if _is_unchecked(quantizer, "transposed", first):
         _check(quantizer, "transposed", first, _unfit_storage(made, first))
     return made
 
@@ -95,13 +92,14 @@ def decoded_by(operand: Storage) -> Tensor:
     """The matrix in fp32, as the format's ``Storage.decode`` makes it."""
     quantizer, first = operand.quantizer, operand.tensors()[0]
     values = operand.decode()
-    if (
-        not is_dynamo_compiling()
-        and ("decode", first.dtype, first.device) not in quantizer.checked
-        and type(first) in ORDINARY
-    ):
+    if _is_unchecked(quantizer, "decode", first):
         _check(quantizer, "decode", first, _unfit_matrix(operand, values))
     return values
+
+
+def _is_unchecked(quantizer: Quantizer, method: str, x: Tensor) -> bool:
+    """Whether what a method returns for such a tensor is still to be checked."""
+    return not is_dynamo_compiling() and (method, x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY
 
 
 def _check(quantizer: Quantizer, method: str, x: Tensor, fault: Fault | None) -> None:
