@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lpq.operations.operators import can_call_directly, define
+from lpq.operations.operators import can_bypass_dispatcher, define
 
 
 def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
@@ -17,9 +17,8 @@ def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
     the result, it draws in backward, in another order. The operator stays where ``x``, the layer's input, is; and
     ``owner``, the layer's weight, keeps apart the draws of layers that share an input, which would else be merged.
     """
-    with torch.no_grad():
-        if can_call_directly(x):
-            return drawn(x, owner, count)
+    if can_bypass_dispatcher(x):
+        return drawn(x, owner, count)
     return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
 
 

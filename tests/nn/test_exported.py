@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_it_runs_with_weights_that_require_a_gradient(recipe: str, strict: bool)
     for mine, theirs in zip(module.parameters(), model.parameters(), strict=True):
         assert mine.grad is not None
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_saved_and_loaded(recipe: str) -> None:
+    model, x, file = lpq.convert(nn.Sequential(nn.Linear(48, 32)), recipe), torch.randn(24, 48), BytesIO()
+    rows = torch.export.Dim("rows", min=2, max=1000)
+    torch.export.save(torch.export.export(model, (x,), dynamic_shapes=({0: rows},)), file)
+    file.seek(0)
+    module = torch.export.load(file).module()
+    for given in (x, x[:7]):
+        assert torch.equal(seeded(module, given), seeded(model, given))
 
 
 def test_it_encodes_only_what_forward_multiplies() -> None:

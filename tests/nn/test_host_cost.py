@@ -124,9 +124,9 @@ LAUNCHES = {
     ("fp8-row", HOPPER): (2, 24, 12, 38),  # the statistics of two operands are tensors of their own
     ("fp8-block", HOPPER): (2, 18, 6, 41),
     ("mxfp8", HOPPER): (5, 13, 8, 40),
-    ("nvfp4", HOPPER): (12, 31, 14, 65),
+    ("nvfp4", HOPPER): (12, 31, 14, 64),
     ("mxfp8", BLACKWELL): (92, 21, 6, 56),
-    ("nvfp4", BLACKWELL): (158, 41, 9, 72),
+    ("nvfp4", BLACKWELL): (158, 41, 9, 71),
 }
 
 
