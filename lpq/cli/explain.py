@@ -68,8 +68,11 @@ def print_recipe(
         return
     table(
         f"{made.title}  =  {made.text}" if made.name else made.text,
-        ("product", "computes", "left operand", "right operand"),
-        ((gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", *operands.values()) for gemm, operands in gemms.items()),
+        ("product", "computes", "operands"),
+        (
+            (gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", " · ".join(operands.values()))
+            for gemm, operands in gemms.items()
+        ),
     )
     show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()], full=full)
     print_text(f"Experts: {expert_note(made, EXPERTS)}")

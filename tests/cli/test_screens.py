@@ -50,6 +50,16 @@ def test_explain_prints_tables(lpq: Callable) -> None:
         assert word in out
 
 
+@pytest.mark.parametrize("recipe", ["fprop=mxfp8, dgrad=nvfp4, wgrad=bf16", "bf16", "nvfp4"])
+def test_explain_breaks_no_quantizer_in_a_narrow_terminal(
+    recipe: str, lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = lpq("explain", recipe, "--device", "cpu").out.split("What runs on")[0].split()
+    gemms = json.loads(lpq("explain", recipe, "--device", "cpu", "--json").out)["gemms"]
+    assert {word for gemm in gemms.values() for text in gemm.values() for word in text.split()} <= set(words)
+
+
 def test_explain_takes_a_column_operand_from_the_row_operand(lpq: Callable) -> None:
     recipe = "x=hybrid(row=mxfp8, col=nvfp4, col_source=row), w=mxfp8(), dy=mxfp8()"
     steps = json.loads(lpq("explain", recipe, "--device", "cpu", "--json").out)["runs"]

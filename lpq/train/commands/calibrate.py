@@ -83,8 +83,8 @@ def calibrate(
     rows = []
     for noise in calibration.layer_noise(job.model, job.held_out, forward=job.forward):
         x, w = (quantizer.side("row") for quantizer in (recipes[noise.layer].x, recipes[noise.layer].w))
-        rows.append((noise.layer, f"{noise.output:.1f}", f"{noise.weight:.1f}", x, w))
-    table("Signal to noise, in dB", ("layer", "output", "weight", "x", "w"), rows)
+        rows.append((noise.layer, f"{noise.output:.1f}", f"{noise.weight:.1f}", f"{x} · {w}"))
+    table("Signal to noise, in dB", ("layer", "output", "weight", "fprop"), rows)
 
 
 def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
