@@ -121,6 +121,34 @@ def _trained(rank: int) -> None:
         assert torch.allclose(gradient / RANKS, one.grad, atol=1e-5), name
 
 
+def _sharded(rank: int, divided: bool) -> None:
+    """Experts over ``ep`` and ``dp``, all else over all ranks: gradients are those of one process, if those of experts
+    are divided by all ranks."""
+    alone = lpq.convert(made(mixtral).float(), "mxfp8")
+    model = copy.deepcopy(alone)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        parallelize_module(experts, mesh["ep"], ExpertParallel())
+        fully_shard(experts, mesh=mesh["dp"])
+        if divided:
+            experts.set_gradient_divide_factor(RANKS)
+            experts.set_force_sum_reduction_for_comms(True)
+        fully_shard(layer)
+    fully_shard(model)
+    words = torch.randint(WORDS, (RANKS, 12), generator=torch.Generator().manual_seed(3))
+    alone(input_ids=words, labels=words).loss.backward()
+    model(input_ids=words[rank : rank + 1], labels=words[rank : rank + 1]).loss.backward()
+    for (name, one), part in zip(alone.named_parameters(), model.parameters(), strict=True):
+        factor = 1 if divided or ".experts." not in name else 2
+        assert torch.allclose(whole(part.grad), factor * one.grad, atol=1e-5, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_model_whose_experts_and_rest_lie_over_other_ranks(divided: bool) -> None:
+    spawn(_sharded, RANKS, divided)
+
+
 def _refused(rank: int) -> None:
     experts = experts_of(made(mixtral))[0]
     parallelize_module(experts, init_device_mesh("cpu", (RANKS,)), ExpertParallel())
