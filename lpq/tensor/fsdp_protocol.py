@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from torch import Tensor
 
@@ -26,6 +28,22 @@ class Gatherer(Protocol):
 
     def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
         """Return the whole parameter, made of what was gathered, and the tensors to free with it; or fill ``out``."""
+
+
+class _WithSignature:
+    """A method whose signature is at hand: FSDP2 reads it at every gather, and Python makes that of a method anew."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        _, *others = inspect.signature(method).parameters.values()
+        self._signature = inspect.Signature(others)
+
+    def __get__(self, tensor: object, owner: type) -> Callable[..., Any]:
+        if tensor is None:
+            return self._method
+        bound: Any = partial(self._method, tensor)
+        bound.__signature__ = self._signature
+        return cast("Callable[..., Any]", bound)
 
 
 class Gathered:
@@ -78,6 +96,7 @@ class Gathered:
             return None
         return "lpq.convert" if getattr(weight, "layer", None) is not None else "fully_shard"
 
+    @_WithSignature
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
@@ -104,7 +123,3 @@ class Gathered:
         """Return the whole parameter, or fill ``out``, which the first call returned. FSDP2 calls it after a gather."""
         with normal_tensors():  # they are kept from gather to gather
             return gather.finish(outputs, out)
-
-
-# FSDP2 reads the signature at every gather, and Python works it out each time unless it is stored here.
-Gathered.fsdp_pre_all_gather.__signature__ = inspect.signature(Gathered.fsdp_pre_all_gather)  # type: ignore[attr-defined]

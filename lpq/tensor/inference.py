@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 
-@contextmanager
-def normal_tensors(wanted: bool = True) -> Iterator[None]:
+def normal_tensors(wanted: bool = True) -> AbstractContextManager[None]:
     """Make tensors inside that also serve training, where inference mode is on."""
-    if not wanted or not torch.is_inference_mode_enabled():
-        yield
-        return
+    return _outside() if wanted and torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
