@@ -72,7 +72,7 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
 def _watching(layers: Mapping[str, Layer], stacks: Mapping[str, Stack], sums: Sums) -> Iterator[None]:
     with ExitStack() as within:
         for name, layer in layers.items():
-            within.callback(layer.register_forward_hook(_hook(name, sums)).remove)
+            within.callback(layer.register_forward_hook(_hook(name, sums), with_kwargs=True).remove)
         for name, stack in stacks.items():
             within.enter_context(watching_products(stack, _adding(name, stack, sums)))
         yield
@@ -94,9 +94,9 @@ def _adding(name: str, stack: Stack, sums: Sums) -> Callable[[Tensor, Tensor, Te
 
 
 def _hook(name: str, sums: Sums) -> Callable[..., None]:
-    def compare(layer: Any, args: tuple[Any, ...], y: Tensor) -> None:
-        weight = _high(layer.weight)
-        _add(sums, name, _high(args[0]), weight.t() if layer.transposed else weight, layer.bias, y)
+    def compare(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
+        x, weight = _high(args[0] if args else kwargs["input"]), _high(layer.weight)
+        _add(sums, name, x, weight.t() if layer.transposed else weight, layer.bias, y)
 
     return compare
 

@@ -98,27 +98,25 @@ def watching(holders: Iterable[Holder], observe: Callable[[Holder], Observe]) ->
 def watching_products(stack: Stack, observe: Callable[[Tensor, Tensor, Tensor], None]) -> Iterator[None]:
     """Have ``observe(rows, ends, y)`` called, inside, with each product of a stack; for models that are not sharded."""
     holder = stack.holder
-    if isinstance(holder, GroupedLinear):
+    with ExitStack() as within:
+        if isinstance(holder, GroupedLinear):
 
-        def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
-            given = dict(zip(("input", "offs"), args, strict=False)) | kwargs
-            observe(given["input"], as_offsets(layer.title, given["offs"], layer.num_groups, given["input"]), y)
+            def note(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
+                observe(*_given(layer, args, kwargs), y)
 
-        hook = holder.register_forward_hook(note, with_kwargs=True)
+            within.callback(holder.register_forward_hook(note, with_kwargs=True).remove)
+        else:
+            before = holder.observer
+
+            def both(key: str, rows: Tensor, ends: Tensor, y: Tensor) -> None:
+                if key == stack.key:
+                    observe(rows, ends, y)
+                if before is not None:
+                    before(key, rows, ends, y)
+
+            holder.observer = both
+            within.callback(setattr, holder, "observer", before)
         yield
-        hook.remove()
-        return
-    before = holder.observer
-
-    def both(key: str, rows: Tensor, ends: Tensor, y: Tensor) -> None:
-        if key == stack.key:
-            observe(rows, ends, y)
-        if before is not None:
-            before(key, rows, ends, y)
-
-    holder.observer = both
-    yield
-    holder.observer = before
 
 
 @contextmanager
@@ -141,12 +139,16 @@ def sending_nothing(model: nn.Module) -> Iterator[None]:
 
 def _hook(observe: Observe) -> Callable[..., None]:
     def take(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("input", "offs"), args, strict=False)) | kwargs
-        own, x = layer.own_groups(), given["input"]
-        ends = as_offsets(layer.title, given["offs"], own.stop - own.start, x)
-        _each(observe, ONLY, own.start, x, ends)
+        _each(observe, ONLY, layer.own_groups().start, *_given(layer, args, kwargs))
 
     return take
+
+
+def _given(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The rows that a layer is called with, and where those of each of its groups end."""
+    given = dict(zip(("input", "offs"), args, strict=False)) | kwargs
+    own = layer.own_groups()
+    return given["input"], as_offsets(layer.title, given["offs"], own.stop - own.start, given["input"])
 
 
 def _observer(observe: Observe, first: int) -> Callable[[str, Tensor, Tensor, Tensor], None]:

@@ -105,6 +105,27 @@ def test_experts_in_stacks_are_calibrated_as_separate_layers(recipe: str, method
         lpq.calibrate(dynamic, data(1), unseen="error")
 
 
+@pytest.mark.parametrize("name", ["GroupedLinear", "Mixtral"])
+def test_a_batch_that_fails_leaves_no_measurement_of_noise_behind(name: str) -> None:
+    if name == "Mixtral":
+        transformers: Any = pytest.importorskip(
+            "transformers", reason="needs transformers, which `make install` brings"
+        )
+        sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    else:
+        model = Model(Stacks)
+    lpq.convert(model, "fp8-current")
+
+    def fail(model: nn.Module, batch: object) -> None:
+        raise ValueError("no forward")
+
+    with pytest.raises(ValueError, match="no forward"):
+        layer_noise(model, [0], forward=fail)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(getattr(module, "observer", None) for module in model.modules())
+
+
 def test_static_stacks_stay_fp32_and_are_saved_copied_and_refused_when_empty() -> None:
     model = lpq.convert(Model(Stacks), "fp8-current")
     with pytest.warns(CalibrationWarning):

@@ -32,6 +32,11 @@ def test_it_is_that_of_the_output_and_of_the_weight() -> None:
     assert net.training
 
 
+def test_an_input_may_be_given_by_name() -> None:
+    net, x = lpq.convert(nn.Linear(64, 48), "fp8-current"), torch.randn(32, 64)
+    assert layer_noise(net, [{"input": x}]) == layer_noise(net, [x])
+
+
 def test_the_noisiest_layer_comes_first_and_exact_ones_last() -> None:
     recipes = {"*q_proj": "nvfp4", "*k_proj": "x=identity, w=identity, dy=identity", "*v_proj": "fp8-current"}
     policy = {"rules": [{"match": match, "recipe": recipe} for match, recipe in recipes.items()]}
