@@ -123,7 +123,7 @@ def _check_model(model: Model, found: Mapping[str, Quantized], stacks: Mapping[s
 
 @dataclass
 class _Job:
-    """A tensor to read, from where and into which one."""
+    """The tensors of a model, each with what it gets from files."""
 
     files: Files
     model: Model
@@ -141,32 +141,18 @@ class _Job:
 
     def judge(self) -> None:
         """Find what each tensor of the model gets; everything that can be wrong."""
-        tensors, _ = self.model.state()
+        state, _ = self.model.state()
         memories = self.model.memories()
-        plain = [key.removeprefix(PREFIX) for key in tensors if key not in memories]
-        other = in_files(self.model.module, [name for name in plain if name not in self.stacks])
+        tensors = {key.removeprefix(PREFIX): tensor for key, tensor in state.items() if key not in memories}
+        other = in_files(self.model.module, [name for name in tensors if name not in self.stacks])
         used: set[str] = set()
         filled: set[int] = set()
-        for key, tensor in tensors.items():
-            name = key.removeprefix(PREFIX)
-            layer = name.removesuffix(".weight")
-            if key in memories:
-                continue
-            if (own := self._judge_experts(name, tensor)) is not None:
+        for name, tensor in tensors.items():
+            own = self._judge_tensor(name, other.get(name, name), tensor)
+            if own is not None:
                 used |= own
                 filled.add(id(tensor))
-            elif name.endswith(".weight") and layer in self.found:
-                self._judge_layer(self.found[layer], tensor)
-                used |= {f"{layer}.{part.name}" for part in self.found[layer].parts}
-                filled.add(id(tensor))
-            elif (stored := name if name in self.files.tensors else other.get(name, name)) in self.files.tensors:
-                self._judge_plain(stored, tensor)
-                used.add(stored)
-                filled.add(id(tensor))
-        lacking = [
-            key.removeprefix(PREFIX) for key, t in tensors.items() if key not in memories and id(t) not in filled
-        ]
-        if lacking:
+        if lacking := [name for name, tensor in tensors.items() if id(tensor) not in filled]:
             raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(lacking)}")
         left = [name for name in self.files.tensors if name not in used]
         if strange := [name for name in left if not CACHE.fullmatch(name)]:
@@ -177,6 +163,21 @@ class _Job:
                 "and an export of this model has none",
                 CheckpointWarning,
             )
+
+    def _judge_tensor(self, name: str, other: str, tensor: Tensor) -> set[str] | None:
+        """The tensors of the files that one of the model gets, which may be called ``other`` there; None if there are
+        none."""
+        if (own := self._judge_experts(name, tensor)) is not None:
+            return own
+        layer = name.removesuffix(".weight")
+        if name.endswith(".weight") and layer in self.found:
+            self._judge_layer(self.found[layer], tensor)
+            return {f"{layer}.{part.name}" for part in self.found[layer].parts}
+        stored = name if name in self.files.tensors else other
+        if stored not in self.files.tensors:
+            return None
+        self._judge_plain(stored, tensor)
+        return {stored}
 
     def _judge_experts(self, name: str, tensor: Tensor) -> set[str] | None:
         """The tensors that a stack of experts, or their biases, gets; None if it is neither."""
