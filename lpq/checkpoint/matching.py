@@ -72,7 +72,7 @@ def match(
         theirs, mine = quantized.get(name), described(tensor)
         if theirs is None and name not in saved:
             found.absent.append(name)
-        elif mine is not None and theirs is None:
+        elif mine is not None and theirs is None:  # encode what was saved in high precision
             shape, dtype = saved[name]
             _check_shape(name, shape, tensor.shape)
             if dtype not in DTYPES:
@@ -82,7 +82,7 @@ def match(
             values = plain_like(name, tensor, dtype)
             found.targets[name] = values
             found.to_encode[name] = tensor, values
-        elif mine is None and masters and name in masters:
+        elif mine is None and masters and name in masters:  # take the master of what was stored quantized
             shape, dtype = saved[masters[name]]
             _check_shape(name, shape, tensor.shape)
             values = plain_like(name, tensor, dtype)
@@ -90,7 +90,7 @@ def match(
             found.to_copy.append((parts(name, tensor)[name], values))
             found.taken.append(name)
             found.written.append(tensor)
-        elif mine is None and theirs is not None and name in decodable:
+        elif mine is None and theirs is not None and name in decodable:  # decode what was stored quantized
             _check_shape(name, theirs["shape"], tensor.shape)
             stored = stored_like(name, tensor, theirs)
             for part, target in parts(name, stored).items():
@@ -99,7 +99,7 @@ def match(
             found.to_copy.append((parts(name, tensor)[name], stored))
             found.taken.append(name)
             found.written.append(tensor)
-        else:
+        else:  # take it bit for bit
             _check_storage(name, theirs, mine)
             for part, target in parts(name, tensor).items():
                 _check(part, target, saved, exact=not cast or mine is not None)
