@@ -84,14 +84,13 @@ def _share(values: dict[str, Tensor], together: Sequence[Target], tensor: str) -
     """Give layers that are encoded alike the largest of their statistics."""
     alike: dict[tuple[str, ...], list[Target]] = {}
     for target in together:
-        leaves = tuple(name.removeprefix(f"{target.name}.") for name in target.names(tensor))
-        alike.setdefault((getattr(target, tensor).text, *leaves), []).append(target)
-    for key, same in alike.items():
-        for leaf in key[1:]:
-            known = [values[f"{t.name}.{leaf}"] for t in same if f"{t.name}.{leaf}" in values]
-            for target in same:
-                if f"{target.name}.{leaf}" in values:
-                    values[f"{target.name}.{leaf}"] = torch.stack(known).amax()
+        own = (name.removeprefix(f"{target.name}.") for name in target.names(tensor))
+        alike.setdefault((getattr(target, tensor).text, *own), []).append(target)
+    for (_, *leaves), same in alike.items():
+        for leaf in leaves:
+            names = [name for target in same if (name := f"{target.name}.{leaf}") in values]
+            known = [values[name] for name in names]
+            values.update((name, torch.stack(known).amax()) for name in names)
 
 
 def _fill_unseen(
