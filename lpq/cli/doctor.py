@@ -87,15 +87,8 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", full: Full = 
         if not chosen and (without := set(registry.formats()) - set(kernels) - set(broken)):
             names = ", ".join(sorted(without))
             print_text(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
-        if (problem := nvrtc_cache.why_unkept()) is not None:
-            where_to = f"Set {nvrtc_cache.CACHE} to a folder that you can write, and nobody else"
-            print_text(
-                f"Compiled CUDA kernels are not kept: {problem}. {where_to}, or each process compiles them anew."
-            )
-        if where.type == "cuda" and (lack := native.lacking()) is not None:
-            print_text(f"CUDA kernels are launched from Python, which takes the host twice as long as from C: {lack}.")
-        for kernel in unused_kernels():
-            print_text(f"Kernel {kernel['impl']} never runs: {kernel['reason']}")
+        for remark in remarks(where):
+            print_text(remark)
         for name, problem in broken.items():
             typer.echo(f"lpq: format {name}: {problem}", err=True)
         for name, problem in unbuilt.items():
@@ -103,6 +96,17 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", full: Full = 
     at_fault = any(s.error or s.broken for found in (*kernels.values(), pairs) for s in found)
     if wrong or broken or unbuilt or at_fault or any(d["broken"] for d in gpus):
         raise typer.Exit(1)
+
+
+def remarks(device: torch.device) -> Iterator[str]:
+    """Sentences on what keeps kernels from being kept, launched fast or run at all."""
+    if (problem := nvrtc_cache.why_unkept()) is not None:
+        remedy = f"Set {nvrtc_cache.CACHE} to a folder that you can write, and nobody else"
+        yield f"Compiled CUDA kernels are not kept: {problem}. {remedy}, or each process compiles them anew."
+    if device.type == "cuda" and (lack := native.lacking()) is not None:
+        yield f"CUDA kernels are launched from Python, which takes the host twice as long as from C: {lack}."
+    for kernel in unused_kernels():
+        yield f"Kernel {kernel['impl']} never runs: {kernel['reason']}"
 
 
 def examine(device: torch.device) -> tuple[dict[str, list[Served]], dict[str, str]]:
