@@ -42,28 +42,27 @@ def encode_groups(
     whether only the decoded values of the row operand, and of the column operand, are wanted (``decoded_at_once``).
     ``state``: the static statistics, with one for each group along their first dimension."""
     of_row, of_col = quantizer.side("row"), quantizer.side("col")
+    (rows, cols), from_x = x.shape, quantizer.col_source == "original"
     first = _plain(of_row, x, 0) if row and of_row.plain else None
-    from_x = quantizer.col_source == "original"
     second = _plain(of_col, x, 1) if col and of_col.plain and from_x else None
     row, col = row and first is None, col and second is None
     if not row and not col:
         return first, second
     decoded = decoded[0] and row, decoded[1] and col
-    if True in decoded and quantizer.col_source == "original":
+    if True in decoded and from_x:
         sides = of_row if row else None, of_col if col else None
         given = sectioned.given_of(quantizer, *sides, state)
         if (made := sectioned.encode(x, offs, *sides, seeds, decoded, given)) is not None:
             return (
-                Grouped(of_row, made[0], (x.shape[0], x.shape[1]), x.dtype, 0, decoded[0]) if row else first,
-                Grouped(of_col, made[1], (x.shape[1], x.shape[0]), x.dtype, 1, decoded[1]) if col else second,
+                Grouped(of_row, made[0], (rows, cols), x.dtype, 0, decoded[0]) if row else first,
+                Grouped(of_col, made[1], (cols, rows), x.dtype, 1, decoded[1]) if col else second,
             )
     if can_call_directly(x):
         out = _encoded(x, offs, quantizer, row, col, seeds, state)
     else:
-        texts = quantizer.text, layout_hash(of_row.text, of_col.text)
+        layouts = layout_hash(of_row.text, of_col.text)
         values = [] if state is None else [state[name] for name in state_names(quantizer)]
-        out = torch.ops.lpq.encode_groups(x, offs, texts[0], row, col, seeds, values, texts[1])
-    rows, cols = x.shape
+        out = torch.ops.lpq.encode_groups(x, offs, quantizer.text, row, col, seeds, values, layouts)
     at = len(of_row.layout) if row else 0
     if row:
         first = Grouped(of_row, out[:at], (rows, cols), x.dtype, 0)
