@@ -193,7 +193,7 @@ def _size(value: Any) -> torch.Size:
         numbers = value.args[0] if value.args else ()
         if len(value.args) <= 1 and type(numbers) is tuple and all(map(_is_number, numbers)):
             return torch.Size(numbers)
-    raise CheckpointError("a size is not as an index has it: do not trust it")
+    _refuse("a size")
 
 
 def _dtype(properties: Any) -> torch.dtype:
@@ -203,4 +203,4 @@ def _dtype(properties: Any) -> torch.dtype:
             dtype = getattr(torch, known.__name__, None)
             if isinstance(dtype, torch.dtype):
                 return dtype
-    raise CheckpointError("a dtype is not as an index has it: do not trust it")
+    _refuse("a dtype")
