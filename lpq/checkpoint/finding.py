@@ -54,11 +54,10 @@ def find(path: Path, ranks: Ranks, *, thorough: bool = True) -> Found:
         reason = manifest if isinstance(manifest, str) else _why_not(candidate, manifest, ranks, thorough)
         if isinstance(manifest, Manifest) and reason is None:
             why = _why(candidate, candidates[number + 1 :])
-            for line in [
-                *(f"{line}; {candidate.name} is loaded in its place" for line in refused),
-                *([why] if why else []),
-            ]:
-                warn(line, CheckpointWarning)
+            for line in refused:
+                warn(f"{line}; {candidate.name} is loaded in its place", CheckpointWarning)
+            if why:
+                warn(why, CheckpointWarning)
             return Found(candidate, manifest.sizes, tuple(refused), why)
         refused.append(f"checkpoint {candidate} is refused: {reason}")
         unfinished += reason == UNFINISHED
