@@ -145,15 +145,12 @@ def collect(
             if not progress.batches:
                 raise CalibrationError("there is no batch: pass some, and a list or a DataLoader if it is used again")
             break
-        start, counted = progress, False
-        for other, one in facts.items():
-            if one.samples is not None and progress.samples < samples and heads[one.team] == other:
-                counted = counted or (one.team == team.ranks and progress.batches >= done)
-                progress = Progress(progress.batches + 1, progress.samples + one.samples)
+        _check_some(progress, facts)
+        progress, number = _advanced(progress, facts, heads, team, samples)
+        counted = number is not None and number >= done
         leads = heads[team.ranks] == place
         own, turns = _turns(facts, team)
         last = batch if batch is not NO_BATCH else last
-        _check_some(start, facts)
         if progress.batches <= done:
             continue  # all of this round are in the statistics
         try:
@@ -275,6 +272,19 @@ def _heads(facts: Mapping[Place, _Facts]) -> dict[tuple[int, ...], Place]:
                 f"{facts[first].samples} samples where rank {place[0]} has {one.samples}: give them the same batches"
             )
     return heads
+
+
+def _advanced(
+    start: Progress, facts: Mapping[Place, _Facts], heads: Mapping[tuple[int, ...], Place], team: Team, samples: int
+) -> tuple[Progress, int | None]:
+    """How far the pass is after a round, and which number the batch of this team has; None if it does not count, as the
+    team has none or there are ``samples`` without it."""
+    progress, number = start, None
+    for place, one in facts.items():
+        if one.samples is not None and progress.samples < samples and heads[one.team] == place:
+            number = progress.batches if one.team == team.ranks else number
+            progress = Progress(progress.batches + 1, progress.samples + one.samples)
+    return progress, number
 
 
 def _check_some(start: Progress, facts: Mapping[Place, _Facts]) -> None:
