@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, UnknownName
 from lpq.engines.checks import check_value
 from lpq.engines.entries import Entry, Pieces, check_fixed
@@ -50,13 +51,30 @@ class Assigned:
         """The tensors that are written, checked: each is there, and none has what engines cannot compute with."""
         if self.scheme is None:
             return {self.entry.name: self.entry.values(pieces)}
-        parts, found = self.parts(), [*self.scheme.write(self.entry.operand(pieces))]
+        operand = self.entry.operand(pieces)
+        parts, found = self.parts(), [*self.scheme.write(operand)]
         if self.inputs is not None and self.inputs.write is not None and self.amax is not None:
             found.append(self.inputs.write(self.amax))
+        _check_written(registry.format_of(type(operand.quantizer)).name, self.scheme, self.shown(), found)
         made = {f"{self.layer}.{part.name}": value for part, value in zip(parts, found, strict=True)}
         for part, (name, value) in zip(parts, made.items(), strict=True):
             check_value(name, part, value)
         return made
+
+
+def _check_written(format: str, scheme: Scheme, wanted: Mapping[str, Shown], found: Sequence[object]) -> None:
+    """Refuse tensors of a scheme that are not as its parts declare them; a file has room for those alone."""
+    given = [Shown(t.dtype, tuple(t.shape)) if isinstance(t, Tensor) else type(t).__name__ for t in found]
+    wrong = [
+        f"writes {name} as {made}, and parts declares {part}"
+        for (name, part), made in zip(wanted.items(), given, strict=False)
+        if made != part
+    ]
+    if len(given) != len(wanted):
+        wrong = [f"writes {number(len(given), 'tensor')}, and parts declares {len(wanted)}"]
+    if wrong:
+        cause = f"its scheme {scheme.title!r} of the layout {scheme.layout!r} {wrong[0]}"
+        raise registry.at_fault(format, cause, "return from write what parts declares, or declare what is returned")
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,9 @@ class Shown:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
     @property
     def bytes(self) -> int:
         """The number of bytes of the tensor."""
