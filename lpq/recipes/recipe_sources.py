@@ -173,8 +173,8 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
         meant = [recipe for p in registry.plugins() if name in p.formats for recipe in p.recipes]
         if meant and not within:
             warn(
-                f"{name!r} is a format and no recipe: operands get {name}() with its default options. Its recipes are "
-                f"{', '.join(meant)}; for the bare format write {name}()",
+                f"{name!r} is a format and no recipe: operands get {name}() with its default options. Recipes of its "
+                f"plugin: {', '.join(meant)}; for the bare format write {name}()",
                 RecipeWarning,
             )
         return made
