@@ -168,8 +168,8 @@ class MasterWeights(Optimizer):
             if not self._fresh(weight):
                 raise RuntimeError(
                     f"{_whose(weight)}a {list(weight.shape)} weight was written to since its master was made, and the "
-                    "step would undo that: make MasterWeights after loading weights, load its state too, or call "
-                    "take(weight), or seen(weight) where it is again what it was"
+                    "step would undo that: make MasterWeights after loading weights, load its state after them, or "
+                    "call take(weight), or seen(weight) where it is again what it was"
                 )
         self._share_options()
         with self._filled():

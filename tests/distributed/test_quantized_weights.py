@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
@@ -250,7 +251,7 @@ def _continued(rank: int) -> None:
 
 
 def _by_torchs_own_functions(rank: int, folder: str) -> None:
-    """``get_state_dict`` and ``set_state_dict``, DCP between them: to ask changes nothing, and the run goes on."""
+    """``get_state_dict`` and ``set_model_state_dict``, DCP between them: to ask changes nothing, and the run goes on."""
     way = Way(W8.format("nvfp4(block=16x16)"), masters=True)
 
     def everything(net: nn.Module, optimizer: Any) -> list[dict[str, Tensor]]:
@@ -292,6 +293,14 @@ def _by_torchs_own_functions(rank: int, folder: str) -> None:
             assert [step(other, its, number, way) for number in (2, 3)] == uninterrupted, (used, by_dcp)
             pairs = zip(everything(net, optimizer), everything(other, its), strict=True)
             assert all(same(a, b) for a, b in pairs), (used, by_dcp)
+
+    model_state, state = get_state_dict(net, optimizer)
+    set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=state)  # in the other order
+    with pytest.raises(RuntimeError, match=r"^0\.up\.weight: .* load its state after them"):
+        step(net, optimizer, 4, way)
+    for weight in optimizer.masters:
+        optimizer.seen(weight)
+    assert step(net, optimizer, 4, way) == step(other, its, 4, way)
 
 
 def _without_masters_in_the_state(rank: int) -> None:
