@@ -14,7 +14,7 @@ from lpq.operations.operators import ORDINARY
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.quantized_tensor import REMEDY
 from lpq.torch_private.compiling import once_when_traced
-from lpq.torch_private.dispatch import transforms
+from lpq.torch_private.dispatch import jit_traces, transforms
 from lpq.torch_private.distributed import active_replica
 from lpq.torch_private.tensors import base_of, has_storage, local_part
 
@@ -69,8 +69,15 @@ def _check_tensors(layer: Saved, input: Tensor, weight: Tensor) -> None:
 
 
 def check_transforms(title: str) -> None:
-    """Refuse a layer inside of a transform of ``torch.func``; ``title`` names the layer."""
-    if not torch.compiler.is_dynamo_compiling() and transforms():
+    """Refuse a layer inside of a transform of ``torch.func``, or of ``torch.jit.trace``; ``title`` names the layer."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if jit_traces():
+        raise RuntimeError(
+            f"{title}: torch.jit.trace records neither the kernels nor the sizes of a layer with a recipe: use "
+            "torch.export.export, or give the layer none (layer.recipe = None)"
+        )
+    if transforms():
         raise RuntimeError(
             f"{title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: use "
             "torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"

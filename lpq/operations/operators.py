@@ -14,7 +14,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.formats.layout import row_major
 from lpq.torch_private.compiling import once_when_traced
-from lpq.torch_private.dispatch import PRE_DISPATCH, autocasts, has_key, modes, schema_of, transforms
+from lpq.torch_private.dispatch import PRE_DISPATCH, autocasts, has_key, jit_traces, modes, schema_of, transforms
 from lpq.torch_private.memory import storage_number
 from lpq.torch_private.operators import OF_EACH
 
@@ -82,6 +82,7 @@ def can_bypass_dispatcher(x: Tensor) -> bool:
         and not transforms()
         and not modes()
         and not has_key(PRE_DISPATCH)
+        and not jit_traces()
         and not autocasts()
     )
 

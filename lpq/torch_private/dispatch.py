@@ -16,6 +16,7 @@ __all__ = [
     "TorchDispatchMode",
     "autocasts",
     "has_key",
+    "jit_traces",
     "modes",
     "return_and_correct_aliasing",
     "schema_of",
@@ -33,6 +34,9 @@ modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether this runs inside of a transform of ``torch.func``."""
+
+jit_traces: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` records the operators that run in this thread."""
 
 autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on for any kind of device."""

@@ -251,7 +251,7 @@ def _continued(rank: int) -> None:
 
 
 def _by_torchs_own_functions(rank: int, folder: str) -> None:
-    """``get_state_dict`` and ``set_model_state_dict``, DCP between them: to ask changes nothing, and the run goes on."""
+    """``get_state_dict`` and what sets it, with DCP between them: to ask changes nothing, and the run goes on."""
     way = Way(W8.format("nvfp4(block=16x16)"), masters=True)
 
     def everything(net: nn.Module, optimizer: Any) -> list[dict[str, Tensor]]:

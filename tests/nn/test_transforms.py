@@ -53,6 +53,23 @@ def test_many_gradients_at_once_are_refused_in_words(stored: Any) -> None:
         assert torch.autograd.grad(y, x, dy[0])[0].any()
 
 
+def test_a_trace_by_torch_jit_is_refused_in_words() -> None:
+    """It would record what kernels return, and not that they ran; also where a pass of this kind ran before."""
+
+    class Experts(lpq.nn.GroupedLinear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x, [16, 16])
+
+    model, x = lpq.convert(nn.Sequential(nn.Linear(48, 32)), "mxfp8"), torch.randn(32, 48)
+    for layer in (model, Experts(2, 48, 32, recipe="mxfp8")):
+        y = layer(x)
+        with pytest.raises(RuntimeError, match=r"Linear.*torch\.jit\.trace records neither .*torch\.export"):
+            torch.jit.trace(layer, (x,), check_trace=False)
+        assert torch.equal(layer(x), y)
+    model[0].recipe = None
+    assert torch.equal(torch.jit.trace(model, (x,))(x[:3]), model(x[:3]))
+
+
 def _trained(model: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
     model.zero_grad()
     model(x).square().sum().backward()

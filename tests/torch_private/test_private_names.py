@@ -136,6 +136,10 @@ def test_what_is_at_work_is_seen() -> None:
 
 
 def test_the_key_of_an_early_tracer_is_told_from_others() -> None:
+    assert not dispatch.jit_traces()
+    traced: list[bool] = []
+    torch.jit.trace(lambda x: (traced.append(dispatch.jit_traces()), x + 1)[1], (torch.zeros(2),), check_trace=False)
+    assert traced == [True]
     assert not dispatch.has_key(dispatch.PRE_DISPATCH)
     with torch._C._IncludeDispatchKeyGuard(dispatch.PRE_DISPATCH):
         assert dispatch.has_key(dispatch.PRE_DISPATCH)
