@@ -133,6 +133,8 @@ class QuantizedTensor(Gathered, Tensor):
             )
         self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
         self.window, self.writes, self.place, self.owner = None, Writes(), "", None
+        # As attributes, which a compiler's guards read many of in each step, and not by a function of Python.
+        vars(self).update((f"{d}_{name}", buffer) for d, s in self.operands for name, buffer in s.buffers().items())
         return self
 
     @classmethod
@@ -301,14 +303,6 @@ class QuantizedTensor(Gathered, Tensor):
             context = self.quantizer, sides, self.dtype, _Group(self.amax_group)
             flat = self._flat = self.stored, self.amax_group, (names, context)
         return flat[2]
-
-    def __getattr__(self, name: str) -> Tensor:
-        direction, _, buffer = name.partition("_")
-        if direction in ("row", "col") and buffer and "stored" in self.__dict__:
-            storage = self.stored[direction == "col"]
-            if storage is not None:
-                return cast("Tensor", getattr(storage, buffer))
-        raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
 
     @staticmethod
     def __tensor_unflatten__(
