@@ -133,8 +133,11 @@ class QuantizedTensor(Gathered, Tensor):
             )
         self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
         self.window, self.writes, self.place, self.owner = None, Writes(), "", None
-        # As attributes, which a compiler's guards read many of in each step, and not by a function of Python.
-        vars(self).update((f"{d}_{name}", buffer) for d, s in self.operands for name, buffer in s.buffers().items())
+        # As attributes, which a compiler's guards read many of in each step, and not by a function of Python. No method
+        # is called before: a compiler that traces it would ask for them.
+        for direction, storage in (("row", row), ("col", col)):
+            if storage is not None:
+                vars(self).update((f"{direction}_{name}", buffer) for name, buffer in storage.buffers().items())
         return self
 
     @classmethod
