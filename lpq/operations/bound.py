@@ -179,7 +179,9 @@ def _in_two_parts(wanted: Wanted) -> Encoder:
         # Equal operators are merged, those that are given other seeds are not.
         of_row = seed if wanted.draws or (row is not None and row.stochastic) else None
         made, _, measured = quantize(as_matrix(x), None, row, None, of_row, measure=both)
-        kept = (x, *measured) if not col.stochastic or seed is None else (x, *measured, seed)
+        # Else backward would read what a later write to x leaves, if that is traced too. Inductor takes the copy away.
+        same = x.clone()
+        kept = (same, *measured) if not col.stochastic or seed is None else (same, *measured, seed)
         return () if made is None else made.tensors(), kept, ()
 
     def later(kept: Sequence[Tensor]) -> Sequence[Tensor]:

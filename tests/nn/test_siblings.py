@@ -118,6 +118,23 @@ def test_a_write_between_two_layers_is_noticed() -> None:
         assert same(numbers(together), numbers(apart))
 
 
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "x=mxfp8, w=mxfp8, dy=nvfp4(stochastic=true)"])
+def test_a_write_between_two_layers_is_noticed_when_compiled(recipe: str) -> None:
+    """A compiler makes the column operand later, of what the input was when the first layer got it."""
+
+    def compiled(model: nn.Module, x: Tensor) -> Tensor:
+        torch._dynamo.reset()
+        y: Tensor = torch.compile(model, fullgraph=True, backend="aot_eager")(x * 2)
+        return y
+
+    models = [three(recipe) for _ in range(3)]
+    for model in models[:2]:
+        model.between = lambda x: x.mul_(2)
+    eager, written, unwritten = (numbers(m, run) for m, run in zip(models, (plainly, compiled, compiled), strict=True))
+    assert same(eager, written)
+    assert not same(written, unwritten)
+
+
 def test_a_write_that_autograd_does_not_count_is_not() -> None:
     """Which shows, too, that the test above would fail if writes were not looked at."""
 
