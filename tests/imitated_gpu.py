@@ -110,7 +110,7 @@ def imitated_gpu() -> Iterator[Gpu]:
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return gpu.product(x.shape[0], weight.shape[0], torch.bfloat16)
 
-    def scaled(a: Tensor, b: Tensor, *how: Any) -> Tensor:
+    def scaled(a: Tensor, b: Tensor, *how: Any, out: Tensor | None = None) -> Tensor:
         _, _, _, _, dtype, _ = how
         return gpu.product(a.shape[0], b.shape[1], dtype)
 

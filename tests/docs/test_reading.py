@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
+from pkgutil import resolve_name
+from typing import Any
 
+import pytest
+import torch
+from imitated_gpu import imitated_gpu
 from snippets import ROOT
 
 import lpq
+from lpq.kernels.cuda import CudaKernel
 
 PAGE = (ROOT / "docs" / "reading.md").read_text()
 
 
 def test_the_files_that_it_names_are_there() -> None:
-    named = re.findall(r"`((?:lpq|plugins)/[\w/.]+)`", PAGE)
-    assert len(named) > 15
+    named = re.findall(r"`((?:lpq|plugins|csrc)/[\w/.]+)`", PAGE)
+    assert len(named) > 20
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
@@ -34,6 +40,34 @@ def test_it_has_the_tensors_that_its_recipe_keeps() -> None:
     saved = " ".join(PAGE.split()).partition("**Backward.**")[0]
     assert "The column operand of `x` is saved for backward" in saved
     assert "`w.save=weight`: the weight is saved with its amax" in saved
+
+
+@pytest.mark.parametrize(
+    ("bias", "product"), [(False, "lpq.kernels.cublaslt._Plan.run_scaled"), (True, "lpq_fp8.gemm.scaled_matmul")]
+)
+def test_it_has_the_kernels_that_its_recipe_runs(bias: bool, product: str) -> None:
+    """On Hopper, with kernels that do nothing."""
+    assert "Without a bias it is a call of cuBLASLt" in " ".join(PAGE.split())
+    sources: list[str] = []
+    products: list[str] = []
+    with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
+        bind, multiply = CudaKernel.bind, resolve_name(product)
+
+        def bound(kernel: CudaKernel, *how: Any) -> Any:
+            sources.append(kernel.source.name)
+            return bind(kernel, *how)
+
+        def multiplied(*args: Any, **how: Any) -> Any:
+            products.append(product)
+            return multiply(*args, **how)
+
+        patch.setattr(CudaKernel, "bind", bound)
+        patch.setattr(product, multiplied)
+        layer = lpq.nn.Linear(256, 256, bias=bias, dtype=torch.bfloat16, recipe="fp8-current")
+        layer(torch.zeros(256, 256, dtype=torch.bfloat16))
+    assert products == [product]
+    assert "square.cu" in sources
+    assert "`csrc/fp8/square.cu`" in PAGE
 
 
 def test_its_files_are_about_as_long_as_it_says() -> None:
