@@ -106,7 +106,10 @@ def through_operators(wanted: Wanted) -> Encoder:
     # Dynamo of torch 2.11 cannot trace a comparison of tuples of these.
     exact = wanted.exact if forms[0] is not None or forms[1] is not None else (False, False)
 
+    is_view = wanted.later and col and quantizer.side("col").plain
+
     def encode(x: Tensor, state: Known, seed: Tensor | None) -> Encoded:
+        x = x.clone() if is_view else x  # as in ``_in_two_parts``
         made = encode_operands(quantizer, as_matrix(x), row=row, col=col, state=state, seed=seed, exact=exact)
         first, second = made.row, made.col
         return [] if first is None else first.tensors(), [] if second is None else second.tensors(), made.measured

@@ -187,3 +187,32 @@ def test_operands_that_are_made_again_have_the_same_bits(recipes: tuple[str, str
     compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
     expected = steps(eager, eager)
     assert all(torch.equal(a, b) for a, b in zip(expected, steps(compiled, again), strict=True))
+
+
+class Rewriting(nn.Module):
+    """Uses its input as scratch memory once it is multiplied. Without a compiler PyTorch refuses that where the layer
+    keeps the input itself."""
+
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = lpq.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16, recipe=recipe)
+        self.writes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        y: Tensor = self.layer(x)
+        if self.writes:
+            x.mul_(3)
+        return y
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8-fwd-bf16-bwd", "x=mxfp8, w=mxfp8, dy=mxfp8, x.save=input"])
+def test_a_write_to_the_input_after_its_layer_changes_no_gradient(recipe: str) -> None:
+    writing, plain = Rewriting(recipe), Rewriting(recipe)
+    plain.writes = False
+    with pytest.raises(RuntimeError, match=r"inplace"):
+        steps(writing, writing)
+    writing.zero_grad()
+    compiled = torch.compile(writing, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(steps(plain, plain), steps(compiled, writing), strict=True))
