@@ -44,7 +44,8 @@ def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
 
 
 def derive_col_into(quantizer: Quantizer, row: Storage, out: Sequence[Tensor]) -> None:
-    """Write the buffers of that column operand over ``out``, which ``Storage.empty`` allocated or lies likewise."""
+    """Write the buffers of the column operand that ``derive_col`` makes over ``out``, which lie in memory as
+    ``Storage.empty`` allocates them."""
     turn = None
     if quantizer.col_source == "original" and not is_stack(row.shape) and all(row.shape):
         turn = _bound(operand_like(row), row.device, kernels_allowed())
