@@ -96,7 +96,7 @@ def grouped_linear_of(
     if casts:
         dtype = torch.get_autocast_dtype(device)
     operands = weight_operands(plan, weight, held, needs_dx)
-    call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate, given, states or {})
+    call = GroupedCall(plan, dtype, needs_dx, needs_dw, operands, accumulate, given, states or {}, title)
     with torch.autocast(device, enabled=False) if casts else nullcontext(), on_device(x.device):
         y: Tensor = multiply(x, weight, bias, offs, seeds, call)
     return y

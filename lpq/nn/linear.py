@@ -190,7 +190,8 @@ class Layer(Saved):
             inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
             shapes = self._shapes(input, weight, dtype, held is not None, given is not None)
             shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
-            call = Call(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self))
+            title = "" if torch.compiler.is_compiling() else self.title
+            call = Call(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self), title=title)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gathering is not None or self.accumulate:
             call = self._with_all(call, first, weight, held)
         if given is not None:
@@ -237,7 +238,8 @@ class Layer(Saved):
                 calls.pop(oldest, None)
             with on_device(shapes.device):
                 inputs = self._inputs if plan.shares else None
-                call = calls[key] = Call(plan, shapes, bind_few(plan, shapes), inputs=inputs, layer=id(self))
+                step = bind_few(plan, shapes)
+                call = calls[key] = Call(plan, shapes, step, inputs=inputs, layer=id(self), title=self.title)
         return call
 
     def _shapes(self, input: Tensor, weight: Tensor, dtype: torch.dtype, held: bool, given: bool) -> Shapes:
@@ -269,7 +271,7 @@ class Layer(Saved):
         operands = weight_operands(plan, weight, held, shapes.needs_dx)
         static = self._static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
         own = states, seeds, operands, measured, self.accumulate
-        return Call(plan, shapes, step, *own, call.inputs, static, layer=call.layer)
+        return Call(plan, shapes, step, *own, call.inputs, static, layer=call.layer, title=call.title)
 
     # ------------------------------------------------------------------------------ being sharded
 

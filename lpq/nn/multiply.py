@@ -19,7 +19,7 @@ from lpq.nn import recomputed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is, written_since
 from lpq.nn.encoded_inputs import Buffers
-from lpq.nn.input_checks import check_backward
+from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
 from lpq.operations import remember
@@ -54,6 +54,8 @@ class Call(NamedTuple):
     """The buffers of the operands of the input, if it is encoded already."""
     layer: int = 0
     """``id(layer)``, by which ``inputs`` find that it runs again."""
+    title: str = ""
+    """The layer's name in messages; none where a compiler traces, which would compile each layer anew."""
 
 
 class Multiplication(torch.autograd.Function):
@@ -61,7 +63,7 @@ class Multiplication(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, layer = call
+        plan, shapes, step, states, seeds, encoded, w_stats, accumulate, inputs, static, given, layer, _ = call
         if step is None:
             step = through_dispatcher(plan, shapes)
         x_stats: Sequence[Tensor] = ()
@@ -105,7 +107,7 @@ class Multiplication(torch.autograd.Function):
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
                 raise written_since(tensor, what)
-        plan, shapes, step, states, *_, inputs, _, _, _ = ctx.call
+        plan, shapes, step, states, *_, inputs, _, _, _, title = ctx.call
         if inputs:
             inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
@@ -117,6 +119,7 @@ class Multiplication(torch.autograd.Function):
             shapes = shapes._replace(needs_dx=needs_dx, needs_dw=needs_dw, summed=summed)
             step = None if step is None else bind_few(plan, shapes)
         if step is None or not can_bypass_dispatcher(dy):
+            check_gradient(title, dy)
             step = through_dispatcher(plan, shapes)
         elif not has_storage(dy):
             check_backward(dy)

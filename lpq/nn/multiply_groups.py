@@ -18,7 +18,7 @@ from lpq.kernels.table import kernels_allowed
 from lpq.nn.accumulation import Accumulate, is_summed, sum_in_place
 from lpq.nn.cached_weight import as_it_is, written_since
 from lpq.nn.encoded_inputs import Buffers
-from lpq.nn.input_checks import check_backward
+from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.plan import Plan
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoded_stacks import encode_stack
@@ -48,6 +48,8 @@ class GroupedCall(NamedTuple):
     """The buffers of the row operand of the rows, if these are encoded already: the column operand is made of it."""
     states: Mapping[str, State] = {}
     """Static statistics of each tensor, with one for each group."""
+    title: str = ""
+    """The layer's name in messages."""
 
 
 class GroupedMultiplication(torch.autograd.Function):
@@ -57,7 +59,7 @@ class GroupedMultiplication(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, seeds: Tensor | None, call: GroupedCall
     ) -> Tensor:
-        plan, dtype, needs_dx, needs_dw, encoded, accumulate, given, states = call
+        plan, dtype, needs_dx, needs_dw, encoded, accumulate, given, states, _ = call
         fprop, dgrad, wgrad = _decoded(plan, x, weight)
         keeps_input = plan.keeps_input and needs_dw and given is None
         # Decoding the weight's column operand takes backward as long as making it anew of the weight, which is there.
@@ -106,6 +108,7 @@ class GroupedMultiplication(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(dy)
+        check_gradient(ctx.call.title, dy, ctx.encoded_gradient)
         if ctx.watched is not None and as_it_is(ctx.watched[0]) != ctx.watched[1]:
             raise written_since(ctx.watched[0], "a weight")
         plan: Plan = ctx.call.plan
@@ -169,7 +172,6 @@ def _arrived(
     quantizer: Quantizer, dy: QuantizedTensor, offs: Tensor, row: bool, col: bool, seeds: Tensor | None
 ) -> tuple[Grouped | None, Grouped | None]:
     """The operands of gradients that arrived encoded, by the quantizer ``encoded_gradient`` of the pass."""
-    assert dy.quantizer == quantizer
     made = Grouped(quantizer.side("row"), dy.operand("row").tensors(), (dy.shape[0], dy.shape[1]), dy.dtype, 0)
     return made if row else None, derive_columns(quantizer, made, offs, seeds) if col else None
 

@@ -109,6 +109,11 @@ class _Pass(NamedTuple):
     static: Sequence[float]
     """The values of the state of x, which no step moves; ranks and layers that share an input have the same ones."""
 
+    @property
+    def title(self) -> str:
+        """The layer's name in messages; none where a compiler traces, which would compile each layer anew."""
+        return "" if torch.compiler.is_compiling() else self.layer.title
+
     def part(self, tensor: str, cut: Cut | None) -> Part:
         """How x, w or dy is encoded."""
         row, col = {"x": (True, self.needs_dw), "w": (True, self.needs_dx), "dy": (self.needs_dx, self.needs_dw)}[
@@ -188,7 +193,7 @@ def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias:
     assert made is not None
     call = Call(
         way.plan, way.group, way.dtype, of_dy, cut, sums_dx=shared is None, states=way.states, shared=made.shared,
-        inputs=shared,
+        inputs=shared, title=way.title,
     )  # fmt: skip
     operands = Operands(made.row, made.kept, w_row, w_col, made.stats, w_stats, seeds.get("dy"), y)
     y = _multiply(made.tensor, weight.to_local(), own, call, operands)
@@ -223,7 +228,9 @@ def _rows(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Te
         x_stats, w_stats, seeds = _measured(way, of_w, weight, of_x, x)
         w_row, w_col, w_stats = _encoded_weight(way, of_w, weight, w_stats, seeds)
         encoded = _encoded_input(way, of_x, x, x_stats, seeds.get("x"))
-    call = Call(way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), states=way.states)
+    call = Call(
+        way.plan, way.group, way.dtype, of_dy, None, cut, high, into.is_replicate(), states=way.states, title=way.title
+    )
     operands = Operands(_given(encoded.finish()), encoded.kept, w_row, w_col, encoded.stats, w_stats, seeds.get("dy"))
     y: Tensor = _multiply(x, weight.to_local(), None, call, operands).view(shape)
     if bias is not None:  # once, and not on each rank before they are summed

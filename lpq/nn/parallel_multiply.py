@@ -24,7 +24,7 @@ from lpq.distributed.cuts import (
 )
 from lpq.formats import Storage
 from lpq.nn import recomputed
-from lpq.nn.input_checks import check_backward
+from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.plan import Plan
 from lpq.operations import remember
 from lpq.operations.binding import Operand, on_device
@@ -77,6 +77,8 @@ class Call(NamedTuple):
     shared: Kept | None = None
     inputs: Shared | None = None
     """The inputs that are dropped when a gradient comes."""
+    title: str = ""
+    """The layer's name in messages; none where a compiler traces."""
 
 
 class Operands(NamedTuple):
@@ -127,6 +129,7 @@ class Multiplication(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(dy)
+        check_gradient(ctx.call.title, dy)
         if ctx.call.inputs is not None:
             ctx.call.inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

@@ -302,6 +302,14 @@ def _refuses(rank: int) -> None:
     ):  # fmt: skip
         with pytest.raises(error, match=f"layer 0, .*{words}"):
             parallelize_module(lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8"), mesh, {"0": style})(plain)
+    y = parallelize_module(lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8"), mesh, {"0": columns})(
+        torch.ones(64, 64)
+    )
+    y.register_hook(lpq.quantizer("mxfp8").quantize)
+    with pytest.raises(
+        TypeError, match=r"layer 0, .*: the gradient of its output, \[64, 32\], arrived encoded as mxfp8"
+    ):
+        y.sum().backward()
 
 
 def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer() -> None:
