@@ -18,20 +18,20 @@ pytestmark = [
 SIZE = 128
 
 
-class Two(nn.Module):
-    """Two layers that are given the same tensor."""
+class Three(nn.Module):
+    """Three layers that are given the same tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.q, self.k, self.v = (nn.Linear(SIZE, SIZE) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.q(x), self.k(x)])
+        return torch.cat([self.q(x), self.k(x), self.v(x)])
 
 
 def made() -> Any:
     torch.manual_seed(1)
-    return lpq.convert(Two(), "mxfp8").cuda()
+    return lpq.convert(Three(), "mxfp8").cuda()
 
 
 def test_a_graph_encodes_what_it_is_given() -> None:
@@ -62,7 +62,10 @@ def test_a_stream_takes_nothing_of_another() -> None:
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             model.k(x)
-        assert len(inputs) == 2
+        of_q, of_k = inputs
+        assert of_q.by == {id(model.q)}
+        assert of_k.by == {id(model.k)}
         torch.cuda.synchronize()
-        model.k(x)
-        assert len(inputs) == 2
+        model.v(x)
+        assert [*inputs] == [of_q, of_k]
+        assert of_q.by == {id(model.q), id(model.v)}, "on the first layer's stream its operands are taken"
