@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 WORKERS = $(shell $(BIN)/python -c 'import os; n = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)); print(n + (n + 1) // 2)')
 # Without them, as many as there are processors.
 FEW_WORKERS = $(shell $(BIN)/python -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
+# As many, and at most ten: each takes about 1 GiB of the GPU's memory for itself.
+GPU_WORKERS = $(shell n=$(FEW_WORKERS); echo $$((n < 10 ? n : 10)))
 # A thread for each process, which keeps what it compiled of Python's sources for the many that come after it.
 LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 READY := $(VENV)/.ready
@@ -42,7 +44,7 @@ $(READY_FOR_CUDA): $(READY)
 	touch $@
 
 test-gpu: $(READY_FOR_CUDA)  ## run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(LEAN) $(BIN)/python -m pytest --numprocesses $(GPU_WORKERS) --dist worksteal -m gpu $(ARGS)
 
 test-sanitized: $(READY_FOR_CUDA)  ## run every CUDA kernel on small matrices under compute-sanitizer (ARGS="--list")
 	$(BIN)/python tests/gpu/sanitized.py $(ARGS)

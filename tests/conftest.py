@@ -11,10 +11,12 @@ import gc
 import os
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import costly
 import pytest
+from commit import commit
 from hypothesis import settings
 
 from lpq import registry
@@ -78,6 +80,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     costly.mark(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """Say at the very end which commit was tested: a log of GPU tests is read on another machine."""
+    yield
+    terminalreporter.write_line(f"tested commit: {commit(Path(__file__).parents[1])}")
 
 
 @pytest.hookimpl(wrapper=True)
