@@ -1,12 +1,16 @@
-"""The cost of a weight's gathers to the host: Python calls of lpq, and not time, with a GPU that does nothing.
+"""The cost of gathered weights to the host: Python calls of lpq and operators that torch dispatches, and not time, with
+a GPU that does nothing; and the memory that is held once weights are sharded again.
 
-A change that adds a call to the way from FSDP2's hooks to a gathered operand fails here, and so does one that adds a
-call to what is done for a weight after a step. If it is worth its cost, raise the number and say why.
+FSDP2 gathers the weights of a unit together. So there is a cost of each unit and one of each weight in it, and both
+count here. A change that adds a call or an operator to the way from FSDP2's hooks to a gathered operand fails, and so
+does one that adds to what is done for a weight after an optimizer's step. If it is worth its cost, raise the number and
+say why.
 """
 
 from __future__ import annotations
 
 import gc
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,56 +18,100 @@ from imitated_gpu import calls_of, imitated_gpu
 from ranks import fully_shard, spawn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity, profile
 
 import lpq
 from lpq.distributed import gathered_operand
 
-SIZE, FEW, MORE, WARM = 256, 2, 5, 3
-CALLS = {
-    # recipe: the calls of one weight in a step: its gathers in forward and backward, what follows them, its layer
-    # (``tests/nn/test_host_cost.py``), and its measurement after the optimizer's step.
+SIZE, FEW, MORE, WARM = 256, 1, 3, 3
+"""The rows of a weight, the units of two models, and the steps before the one that is counted."""
+
+
+class Cost(NamedTuple):
+    """What one step costs: gathers in forward and backward, what follows them, the layers' own calls
+    (``tests/nn/test_host_cost.py``), the optimizer's step, and the measurement after it."""
+
+    calls: float
+    operators: float
+
+
+COSTS = {
+    # recipe: a unit of one weight; each weight of larger units; what such a unit costs beside.
     # As torch 2.13 counts them; where there are fewer, lower the number.
-    "fp8-current": 187,
-    "fp8-delayed": 222,
-    "fp8-row": 186,
-    "mxfp8": 161,
-    "nvfp4": 229,
+    "fp8-current": (Cost(187, 120), Cost(187, 40), Cost(0, 80)),
+    "fp8-delayed": (Cost(222, 166), Cost(222, 86), Cost(0, 80)),
+    "fp8-row": (Cost(186, 131), Cost(186, 51), Cost(0, 80)),
+    "mxfp8": (Cost(161, 144), Cost(161, 64), Cost(0, 80)),
+    "nvfp4": (Cost(229, 154), Cost(229, 74), Cost(0, 80)),
 }
+HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 12}
+"""The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""
 
 
-def calls(recipe: str, layers: int) -> int:
-    """How many functions of lpq are called in one step of so many layers."""
-    gc.collect()  # each step asks all models that are alive
-    model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(layers)))
-    lpq.convert(model, recipe, weights="high_precision")
+class Unit(nn.Sequential):
+    """So many layers, whose weights FSDP2 gathers together."""
+
+    def __init__(self, weights: int) -> None:
+        super().__init__(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(weights)))
+
+
+def model_of(recipe: str, units: int, weights: int, gathered: str | None = "high_precision") -> nn.Sequential:
+    """Units of so many weights, sharded."""
+    model = nn.Sequential(*(Unit(weights) for _ in range(units)))
+    lpq.convert(model, recipe, weights=gathered)  # type: ignore[arg-type]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for layer in model:
-        fully_shard(layer, mp_policy=policy)
+    for unit in model:
+        fully_shard(unit, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-    x = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16)
+    return model
 
-    def step() -> None:
-        model(x).backward(dy)
-        optimizer.step()
-        optimizer.zero_grad()
 
+class Steps:
+    """Steps of training such a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        self.x = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16, requires_grad=True)
+        self.dy = torch.zeros(SIZE, SIZE, dtype=torch.bfloat16)
+
+    def __call__(self) -> None:
+        self.model(self.x).backward(self.dy)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def cost_of_all(recipe: str, units: int, weights: int, gathered: str | None) -> Cost:
+    """The cost of one step of a whole model."""
+    gc.collect()  # each step asks all models that are alive
+    step = Steps(model_of(recipe, units, weights, gathered))
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(WARM):  # what is looked up once is looked up before
             step()
-        return calls_of(step)
+        calls = calls_of(step)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            step()
+    return Cost(calls, sum(e.name.startswith(("aten::", "lpq::")) for e in seen.events()))
 
 
-def each(recipe: str) -> float:
-    """How many of these belong to each layer."""
-    return (calls(recipe, MORE) - calls(recipe, FEW)) / (MORE - FEW)
+def cost(recipe: str, weights: int, gathered: str | None = "high_precision") -> Cost:
+    """The cost of one unit of so many weights."""
+    few, more = (cost_of_all(recipe, units, weights, gathered) for units in (FEW, MORE))
+    return Cost(*((b - a) / (MORE - FEW) for a, b in zip(few, more, strict=True)))
+
+
+def costs(recipe: str, gathered: str | None = "high_precision") -> tuple[Cost, Cost, Cost]:
+    """The cost of a unit of one weight, of each weight of a larger one, and of such a unit beside its weights."""
+    one, three, seven = (cost(recipe, weights, gathered) for weights in (1, 3, 7))
+    weight = Cost(*((b - a) / 4 for a, b in zip(three, seven, strict=True)))
+    return one, weight, Cost(*(a - 3 * b for a, b in zip(three, weight, strict=True)))
 
 
 def _counted(rank: int, recipe: str) -> None:
     with imitated_gpu():
-        found = each(recipe)
-        assert 0.95 * CALLS[recipe] < found <= CALLS[recipe], found
+        found = costs(recipe)
+    for now, most in zip(found, COSTS[recipe], strict=True):
+        assert all(a <= b for a, b in zip(now, most, strict=True)), found
+        assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
 
 
 def _dearer(rank: int) -> None:
@@ -74,15 +122,50 @@ def _dearer(rank: int) -> None:
         return as_bytes(tensor)
 
     with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
-        usual = each("mxfp8")
+        usual = cost("mxfp8", 3)
         patch.setattr(gathered_operand, "as_bytes", twice)
-        assert each("mxfp8") > usual
+        dearer = cost("mxfp8", 3)
+    assert dearer.calls > usual.calls
+    assert dearer.operators > usual.operators
 
 
-@pytest.mark.parametrize("recipe", CALLS)
-def test_no_call_is_added(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", COSTS)
+def test_no_call_and_no_operator_is_added(recipe: str) -> None:
     spawn(_counted, 2, recipe)
 
 
 def test_what_is_added_is_noticed() -> None:
     spawn(_dearer, 2)
+
+
+# -------------------------------------------------------------------------- the memory of what was gathered
+
+
+def _held() -> int:
+    """The bytes of all memory that tensors of this process hold."""
+    gc.collect()
+    found = [t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+WEIGHTS = 3
+
+
+def _freed(rank: int, recipe: str) -> None:
+    with imitated_gpu():
+        Steps(model_of(recipe, 1, 1))()  # what is made once in a process is made before
+        step = Steps(model_of(recipe, 1, WEIGHTS))
+        before = _held()
+        for _ in range(WARM):
+            step()
+        after = _held()
+        step.model[0].unshard()
+        during = _held()
+        step.model[0].reshard()
+    assert during - after > WEIGHTS * SIZE * SIZE // 4, "nothing is seen of what is gathered"
+    assert after - before <= WEIGHTS * HELD[recipe], (after - before) / WEIGHTS
+
+
+@pytest.mark.parametrize("recipe", COSTS)
+def test_memory_is_freed(recipe: str) -> None:
+    spawn(_freed, 2, recipe)
