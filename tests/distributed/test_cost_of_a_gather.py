@@ -44,7 +44,7 @@ COSTS = {
     "mxfp8": (Cost(161, 144), Cost(161, 64), Cost(0, 80)),
     "nvfp4": (Cost(229, 154), Cost(229, 74), Cost(0, 80)),
 }
-HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 12}
+HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""
 
 
