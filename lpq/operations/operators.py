@@ -46,16 +46,23 @@ def define(schema: str, body: Callable[..., Any], fake: Callable[..., Any], **op
     """Give an operator its body on every device, and its results for fake tensors."""
     name = schema[: schema.index("(")]
     LIBRARY.define(schema, **options)  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, _by_itself(body), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    arguments = schema_of(getattr(torch.ops.lpq, name).default).arguments
+    lists = [i for i, a in enumerate(arguments[1:]) if isinstance(a.type, torch.ListType)]
+    LIBRARY.impl(name, _by_itself(body, lists), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"lpq::{name}", fake, lib=LIBRARY)
 
 
-def _by_itself(body: Callable[..., Any]) -> Callable[..., Any]:
+def _by_itself(body: Callable[..., Any], lists: Sequence[int]) -> Callable[..., Any]:
     """Run a body without autocast, which would round the operands of a reference's matmul, and without autograd, which
-    would record the operations inside, and with which not every body can run."""
+    would record the operations inside, and with which not every body can run.
+
+    ``lists``: the arguments after the first that are lists. A package of AOTInductor passes None for an empty one."""
 
     @wraps(body)
     def run(first: Tensor | list[Tensor], *args: Any) -> Any:
+        for i in lists:
+            if i < len(args) and args[i] is None:
+                args = (*args[:i], [], *args[i + 1 :])
         device = (first if isinstance(first, Tensor) else first[0]).device.type
         with torch.no_grad():
             if device == "meta" or not torch.is_autocast_enabled(device):

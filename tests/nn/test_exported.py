@@ -67,6 +67,17 @@ def test_it_is_saved_and_loaded(recipe: str) -> None:
         assert torch.equal(seeded(module, given), seeded(model, given))
 
 
+@pytest.mark.slow
+@pytest.mark.starts
+def test_a_package_of_aotinductor_runs(tmp_path: Path) -> None:
+    """Its runtime, which is no Python, passes None for the empty list of statistics."""
+    model, x = lpq.convert(nn.Sequential(nn.Linear(48, 32)), "mxfp8").eval(), torch.randn(24, 48)
+    with torch.no_grad():
+        made = torch.export.export(model, (x,))
+        path = torch._inductor.aoti_compile_and_package(made, package_path=str(tmp_path / "model.pt2"))
+        assert torch.equal(torch._inductor.aoti_load_package(path)(x), model(x))
+
+
 def test_it_encodes_only_what_forward_multiplies() -> None:
     """An inference graph has nothing of backward: of each tensor its row operand."""
     x = torch.randn(24, 48)
