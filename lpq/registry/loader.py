@@ -6,6 +6,7 @@ whatever goes wrong in there becomes a ``PluginError``, so that no plugin can br
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module, metadata
@@ -17,7 +18,7 @@ import pluggy
 from lpq.registry import hookspecs
 from lpq.registry.errors import ImportStringError, PluginError, suggestion, words
 from lpq.registry.grammar import NAME
-from lpq.registry.showing import pip
+from lpq.registry.showing import brief, pip
 from lpq.registry.specs import API_VERSION, BACKENDS, OPERATIONS, FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
 GROUP = "lpq.plugins"
@@ -88,6 +89,8 @@ class Source:
             if package != self.module.partition(".")[0]:
                 cause = f"{what} needs the module {error.name}, which is not installed"
                 return self.error(cause, pip("install", [package], "install what brings that module"))
+        if isinstance(error, ImportStringError):  # it says what cannot be imported
+            return self.error(str(error), self.other_version)
         return self.error(f"importing {what} raised {words(error)}", self.other_version)
 
 
@@ -99,9 +102,27 @@ def installed() -> dict[str, list[Source]]:
     found: dict[str, list[Source]] = {}
     for entry in metadata.entry_points(group=GROUP):
         assert entry.dist is not None, "an entry point that was discovered belongs to a distribution"
-        source = Source(entry.name, entry.dist.name, entry.dist.version, entry.module, entry.load)
+        module = entry.value.partition(":")[0].strip()
+        source = Source(entry.name, *_origin(entry.dist), module, functools.partial(_imported, entry))
         found.setdefault(entry.name, []).append(source)
     return found
+
+
+def _origin(distribution: metadata.Distribution) -> tuple[str, str]:
+    """Name and version of a distribution, in words where its metadata is lost: its plugin may work all the same."""
+    try:
+        told = distribution.metadata
+        name, version = (told[key] or "" for key in ("Name", "Version"))
+    except Exception:  # some versions of Python raise where there is no metadata
+        name = version = ""
+    return name or f"a distribution without metadata in {distribution.locate_file('')}", version
+
+
+def _imported(entry: metadata.EntryPoint) -> object:
+    """Import what an entry point names. Python takes any text for one, and its own error is of its insides."""
+    if entry.pattern.match(entry.value) is None:
+        raise ImportStringError(f"its entry point is {brief(entry.value)}: it must name a module, as 'package.module'")
+    return entry.load()
 
 
 def owns(plugin: str, name: str, kind: Kind) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from collections.abc import Callable
 
@@ -262,6 +263,36 @@ def test_errors_can_be_pickled(site) -> None:
         again = pickle.loads(pickle.dumps(caught.value))
         assert type(again) is type(caught.value)
         assert str(again) == str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["acme-formats", "", "acme_plugin:register()"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_entry_point_that_names_no_module(site, value: str, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As somebody writes it who takes the name of the distribution for the module's."""
+    site.install("acme-formats", "1.2", {"acme": value}, {"acme_plugin": site.format("acme")})
+    if hidden:
+        monkeypatch.setenv("LPQ_LOAD_PLUGINS", "")
+    registry.refresh()
+    assert list(registry.formats()) == ["base"]
+    cause = r"LPQ_LOAD_PLUGINS= leaves it out" if hidden else f"its entry point is {value!r}: it must name a module"
+    with pytest.raises(PluginError, match=rf"^plugin acme \(acme-formats 1\.2\).*: {re.escape(cause)}"):
+        registry.format("acme")
+
+
+@pytest.mark.parametrize("text", [None, "Metadata-Version: 2.1\n"])
+def test_a_distribution_without_metadata(site, text: str | None) -> None:
+    """As an interrupted install leaves it. What its plugins bring is there, and their errors say where it lies."""
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin", "acme_b": "no_such_plugin"})
+    site.install("acme-more", "1", {}, {"acme_plugin": site.format("acme")})
+    found = site.path / "acme_formats-1.2.dist-info" / "METADATA"
+    found.unlink()
+    if text is not None:
+        found.write_text(text)
+    registry.refresh()
+    assert list(registry.formats()) == ["base", "acme"]
+    where = re.escape(f"plugin acme_b (a distribution without metadata in {site.path})")
+    with pytest.raises(PluginError, match=rf"{where}.*Remedy: install another version of what brings it"):
+        registry.recipe_spec("acme_b")
 
 
 def test_two_distributions_with_one_name_clash_before_any_import(site) -> None:
