@@ -57,7 +57,7 @@ def _multiplied_exactly(a: str, b: str, device: torch.device) -> bool:
 
 def why_not(a: Quantizer, b: Quantizer) -> str | None:
     """Why two formats cannot be multiplied so: both need an exact form, in the same basis. None if they can."""
-    if a.rotation != b.rotation:
+    if a.basis != b.basis:
         return f"{a} and {b} are stored in different bases, and what undoing a rotation gives is not exact in bf16"
     device = torch.device("cuda", torch.cuda.current_device())
     for quantizer in (a, b):

@@ -23,6 +23,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, row_major
 from lpq.formats.options import Options
+from lpq.formats.rotation import basis_of
 
 if TYPE_CHECKING:
     from lpq.formats.random_bits import RandomBits
@@ -63,6 +64,12 @@ class Quantizer(Options):
     @property
     def rotation(self) -> str | None:
         """The name of the rotated basis in which the matrix is stored; columns that it mixes are in one block."""
+        return None
+
+    @property
+    def rotation_options(self) -> tuple[str, ...] | None:
+        """The names of the options that change the rotation. None: any may, and operands with other options are decoded
+        before they are multiplied."""
         return None
 
     @property
@@ -160,6 +167,11 @@ class Quantizer(Options):
         return {"row_": row, "col_": col}
 
     @cached_property
+    def basis(self) -> str | None:
+        """The rotation as it is compared; operands of one basis are multiplied without undoing it."""
+        return basis_of(self, self.rotation, self.rotation_options) if self.rotation is not None else None
+
+    @cached_property
     def storage(self) -> type[Storage]:
         """The storage class of the format."""
         storage: type[Storage] = registry.storage_class(registry.format_of(type(self)).name)
@@ -214,7 +226,7 @@ class Quantizer(Options):
         for direction in get_args(Direction):
             side = self.side(direction)
             _check_declared(side, stats=(Stat, side.stats), layout=(Buffer, side.layout))
-            _ = side.layout, side.names, side.stats, side.state, side.transposable, side._uncut
+            _ = side.layout, side.names, side.stats, side.state, side.transposable, side._uncut, side.basis
             _check_side(self, side, direction)
         return self
 
@@ -281,7 +293,7 @@ class Storage:
     def decode_rotated(self) -> Tensor:
         """Decode as ``decode`` does, but stay in the rotated basis that ``quantizer.rotation`` names, padding included.
 
-        The product of two matrices in one basis is that of the decoded ones.
+        The product of two matrices in one basis (``quantizer.basis``) is that of the decoded ones.
         """
         return self.decode()
 

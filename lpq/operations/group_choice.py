@@ -43,7 +43,7 @@ def decoded_at_once(a: OfProduct, b: OfProduct, rows: int, weight: Sequence[int]
     groups, outputs, features = weight
     if device.type != "cuda" or 0 in (rows, groups) or outputs % ALIGNED or features % ALIGNED:
         return False
-    if a.side.rotation != b.side.rotation or (a.side.plain and b.side.plain):
+    if a.side.basis != b.side.basis or (a.side.plain and b.side.plain):
         return False
     columns, allowed = not b.stack, kernels_allowed()  # groups of columns must begin at the same places
     if columns and (a.side.plain or b.side.plain or unit(a.side, 1) != unit(b.side, 1)):

@@ -289,7 +289,7 @@ def multiply_rows(a: Grouped, b: Storage, offs: Tensor) -> Tensor:
         common = torch.promote_types(a.tensors[0].dtype, b.tensors()[0].dtype)
         left, right = dense(a, offs, common, rotated=False), decode(b, common)
     else:
-        rotated = a.quantizer.rotation == b.quantizer.rotation and a.quantizer.rotation is not None
+        rotated = a.quantizer.basis == b.quantizer.basis and a.quantizer.basis is not None
         left, right = dense(a, offs, torch.bfloat16, rotated=rotated), _stack_in_bf16(b, rotated)
     return grouped_mm(left, right.transpose(-2, -1), offs=offs)
 

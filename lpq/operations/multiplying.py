@@ -71,7 +71,7 @@ def gemm_reference(
     a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
 ) -> Tensor:
     """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32 whatever ``fast_accumulate`` allows."""
-    if a.quantizer.rotation == b.quantizer.rotation:  # a rotation of both drops out of the product
+    if a.quantizer.basis == b.quantizer.basis:  # a rotation of both drops out of the product
         left, right = a.decode_rotated(), b.decode_rotated()
     else:
         left, right = a.decode(), b.decode()

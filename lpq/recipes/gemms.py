@@ -204,14 +204,20 @@ def explicit(quantizer: Quantizer) -> str:
 
 def _check_bases(gemm: str, product: tuple[Quantizer, Quantizer]) -> None:
     """Refuse to multiply a rotated matrix by one that is not rotated alike: only equal rotations cancel."""
-    if product[0].rotation == product[1].rotation:
+    if product[0].basis == product[1].basis:
         return
     a, b = (operand for operand in OPERANDS if operand.gemm == gemm)
     first, second = (
-        f"{o.tensor}.{o.side} = {q} is {f'rotated by {q.rotation}' if q.rotation else 'not rotated'}"
+        f"{o.tensor}.{o.side} = {q} is {f'rotated by {q.basis}' if q.basis else 'not rotated'}"
         for o, q in zip((a, b), product, strict=True)
     )
     raise RecipeError(
         f"{gemm} cannot multiply its operands: {first}, {second}. "
-        f"Give both the same rotation or neither, by another quantizer for {a} or {b}."
+        f"Give both the same rotation or neither, by another quantizer for {a} or {b}{_unless(product)}."
     )
+
+
+def _unless(product: tuple[Quantizer, Quantizer]) -> str:
+    """The other remedy, where one name is the rotation of both."""
+    same = product[0].rotation == product[1].rotation and type(product[0]) is type(product[1])
+    return "; or let rotation_options of the format name the options that change its rotation" if same else ""

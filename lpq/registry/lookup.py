@@ -98,7 +98,12 @@ def provider_of(kernel: KernelSpec) -> PluginInfo | None:
 
 def at_fault(name: str, cause: str, remedy: str) -> PluginError:
     """The error of the plugin that brings this format, for a mistake of its that shows when the format is used."""
-    return _at_fault(default().provider(name, "formats"), cause, remedy)
+    return _at_fault(plugin_of(name), cause, remedy)
+
+
+def plugin_of(name: str) -> PluginInfo:
+    """The plugin that brings this format."""
+    return default().provider(name, "formats")
 
 
 def _at_fault(plugin: PluginInfo, cause: str, remedy: str) -> PluginError:

@@ -86,5 +86,5 @@ def rotated(quantizer: Quantizer) -> bool:
 def recipe_of(quantizer: Quantizer) -> Recipe:
     """This quantizer for all tensors. Where only one direction is rotated, the weight goes by the other."""
     row, col = quantizer.side("row"), quantizer.side("col")
-    weight = quantizer if row.rotation == col.rotation else row
+    weight = quantizer if row.basis == col.basis else row
     return recipe({"x": quantizer, "w": weight, "dy": quantizer})

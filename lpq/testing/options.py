@@ -62,6 +62,15 @@ def nearby(name: str) -> Iterator[Quantizer]:
                 yield registry.quantizer(name, **{option: value})
 
 
+def with_other_numbers(quantizer: Quantizer) -> Iterator[Quantizer]:
+    """The quantizers that differ from this one in an option that is a number, as far as the format takes them."""
+    for field in dataclasses.fields(quantizer):  # type: ignore[arg-type]
+        number = getattr(quantizer, field.name)
+        for other in (2 * number, number + 1) if type(number) in (int, float) else ():
+            with contextlib.suppress(Exception):
+                yield dataclasses.replace(quantizer, **{field.name: other}).ready()  # type: ignore[type-var]
+
+
 def _options(name: str) -> dict[str, list[Any]]:
     """The options of a format with the values of each, the default first."""
     cls = registry.quantizer_class(name)

@@ -59,6 +59,8 @@ class NVFP4Quantizer(Quantizer):
     def rotation(self) -> str | None:
         return rotation.NAME if self.rht else None
 
+    rotation_options = ()
+
     def side(self, direction: Direction) -> NVFP4Quantizer:
         return self._unrotated if direction == "row" else self
 

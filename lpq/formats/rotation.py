@@ -1,0 +1,28 @@
+"""Rotated bases: when the rotations of two operands are the same, so that their product is that of the decoded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from lpq import registry
+from lpq.formats.options import Options
+
+NEUTRAL = ("static", "stochastic", "search")
+"""Options that the core gives a meaning: none of them changes a basis."""
+
+
+def basis_of(quantizer: Options, rotation: str, changing: Sequence[str] | None) -> str:
+    """The rotation of a quantizer as it is compared: ``plugin:name``, with the values of the options that change it.
+
+    A name is its plugin's alone: another plugin may call another rotation so. Options of which the format does not say
+    otherwise change it, for the product of two bases is garbage, and undoing a rotation costs time only.
+    """
+    format, known = registry.format_of(type(quantizer)).name, [f.name for f in fields(quantizer)]  # type: ignore[arg-type]
+    if unknown := [name for name in changing or () if name not in known]:
+        cause = f"{quantizer} has rotation_options={changing!r}, and no option {unknown[0]!r}"
+        raise registry.at_fault(format, cause, f"name the options that change the rotation, of {known}")
+    names = [name for name in known if name not in NEUTRAL] if changing is None else changing
+    values = ", ".join(f"{name}={getattr(quantizer, name)}" for name in names)
+    named = f"{registry.plugin_of(format).name}:{rotation}"
+    return f"{named}({values})" if values else named

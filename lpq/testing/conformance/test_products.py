@@ -1,0 +1,60 @@
+"""Products of any two operands: what is left out of one, such as a rotation of both, leaves the product as it is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from lpq import registry
+from lpq.formats import Quantizer
+from lpq.operations import gemm
+from lpq.registry.errors import OptionError
+from lpq.testing.expect import relative_error
+from lpq.testing.operands import encode, normal, sides
+from lpq.testing.options import Family, nearby, with_other_numbers
+
+SHAPES = (33, 40), (17, 40)
+"""Sizes of two operands. No format has blocks of 40 columns, and a rotation mixes padding into the last of them."""
+
+
+def test_products_are_those_of_decoded_operands(family: Family) -> None:
+    """Any two operands, of all options of this format and of the others of its plugin, multiply to what decoding them
+    first gives, up to the order of sums.
+
+    A format fails whose rotation depends on an option that ``rotation_options`` does not name.
+    """
+    found = dict.fromkeys(side for quantizer in _multiplied(family) for side in sides(quantizer))
+    made = {side: [encode(side, normal(*shape, seed=seed)) for seed, shape in enumerate(SHAPES)] for side in found}
+    decoded = {side: [operand.decode().double() for operand in operands] for side, operands in made.items()}
+    for a, b in itertools.product(made, repeat=2):
+        first, second = made[a][0], made[b][1]
+        wanted = decoded[a][0] @ decoded[b][1].t()
+        kept = torch.finfo(first.tensors()[0].dtype).eps if a.plain and b.plain else 0
+        error, allowed = relative_error(gemm(first, second, dtype=torch.float32), wanted), max(4 * kept, 1e-5)
+        assert error <= allowed, (
+            f"the product of {a} and {b} is off by {error:.1e} of the product of the decoded operands; below "
+            f"{allowed:.1e} is the order of sums: {_remedy(a, b)}"
+        )
+
+
+def _remedy(a: Quantizer, b: Quantizer) -> str:
+    if a.basis is not None and a.basis == b.basis and a != b:
+        return f"their bases are not the same, {a.basis}: let rotation_options name each option that changes it"
+    return "let decode_rotated say the same as decode, in the basis that rotation names"
+
+
+def _multiplied(family: Family) -> Iterator[Quantizer]:
+    """The quantizers of a format, and some of each other format of its plugin. Of rotated ones also those with other
+    numbers among the options."""
+    own = registry.format_of(type(family.default)).name
+    yield from family.quantizers
+    for side in (side for quantizer in family.quantizers for side in sides(quantizer) if side.basis is not None):
+        yield from with_other_numbers(side)
+    for other in registry.plugin_of(own).formats:
+        if other != own:
+            try:
+                yield from nearby(other)
+            except OptionError:  # it has options without a default
+                continue
