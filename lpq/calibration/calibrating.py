@@ -17,11 +17,12 @@ from lpq.calibration.collecting import MAGNITUDES, Forward, Pass, Progress, coll
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.freezing import Unseen, clipped, freeze, frozen_values
 from lpq.calibration.parallel import Team
-from lpq.calibration.reducing import Axes, axes_of, reduce
+from lpq.calibration.reducing import Axes, Together, reduce
 from lpq.calibration.saved import Saved
 from lpq.calibration.statistics import Statistics
 from lpq.calibration.targets import Target, searches, targets
-from lpq.checkpoint.model import Model
+from lpq.checkpoint.files import place
+from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
 from lpq.nn import Layer
 from lpq.nn.experts import Experts
@@ -86,7 +87,8 @@ def calibrate(
     """Make the scales of inputs and weights static, in place, from what goes through ``model``; return a record.
 
     ``model`` was converted by ``lpq.convert`` and may be sharded; then all ranks call this, each with ``batches`` of
-    its own, or those that share out layers by tensor parallelism with the same ones. Its layers get static recipes, for
+    its own, or those that share out layers by tensor parallelism with the same ones. If ranks do not share the model,
+    rank 0 calls it alone, or all with ``process_group=torch.distributed.group.WORLD``. Its layers get static recipes, for
     training, evaluation and ``lpq.export``. The result is the same to the bit however weights are sharded and
     whichever rank has which batch. It runs in evaluation, without gradients, under the recipes that the model has, but
     for scales that are static already.
@@ -102,22 +104,21 @@ def calibrate(
     in which statistics are kept, every so many rounds (``every``); a call that finds it goes on from there, with the
     same batches on any number of ranks that they are dealt out to in turn. ``progress``: show a bar, in a terminal.
     """
-    _check(method, samples, percentile, unseen, every, batches)
-    _check_forms(siblings, forward)
-    search = method if method in SEARCHING else None
-    axes = axes_of(process_group)
-    chosen = targets(model, search)
-    searched = tuple(target.name for target in chosen if search is not None and searches(target))
-    _check_targets(chosen, siblings)
-    if search is not None and not searched:
-        raise CalibrationError(
-            f"method={method!r} searches scales of blocks of weights, and here there are none: that is for formats "
-            'with an option search, and weights that are not stored quantized. Use method="max"'
-        )
-    team = Team(model)
+    ranks = Together.of(process_group, is_shared(model), "calibrates")
+
+    def prepare() -> tuple[list[Target], tuple[str, ...], Team, Path | None]:
+        _check(method, samples, percentile, unseen, every, batches)
+        _check_forms(siblings, forward)
+        search = method if method in SEARCHING else None
+        chosen = targets(model, search)
+        _check_targets(chosen, siblings)
+        return chosen, _searched(chosen, search), Team(model), place(state, "state") if state is not None else None
+
+    chosen, searched, team, file = ranks.each(prepare)
+    axes = ranks.axes()
     counts = len(team.ranks) if method == "percentile" and any(t.layer not in team.layers for t in chosen) else 1
     settings = {"method": method, "percentile": percentile, "samples": samples, "ranks that share layers": counts}
-    saved = Saved(state, settings, axes)
+    saved = Saved(file, settings, axes)
     run = partial(collect, model, chosen, batches, samples=samples, forward=forward, axes=axes, team=team)
     bar = partial(_bar, samples, shown=progress and all(axis.rank == 0 for axis in axes.values()))
     with _as_collected(model, chosen), team.whole():
@@ -139,6 +140,17 @@ def calibrate(
     with_recipe = [(plain_name(n), m) for n, m in Model(model).module.named_modules() if _recipe_of(m) is not None]
     left = tuple(name for name, layer in with_recipe if id(layer) not in frozen)
     return Calibrated(method, seen.samples, seen.batches, values, names, searched, left)
+
+
+def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
+    """The layers in which scales of blocks of the weight are searched; an error if that is wanted and there are none."""
+    searched = tuple(target.name for target in chosen if search is not None and searches(target))
+    if search is not None and not searched:
+        raise CalibrationError(
+            f"method={search!r} searches scales of blocks of weights, and here there are none: that is for formats "
+            'with an option search, and weights that are not stored quantized. Use method="max"'
+        )
+    return searched
 
 
 def _recipe_of(module: nn.Module) -> Recipe | None:

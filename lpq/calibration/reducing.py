@@ -63,11 +63,15 @@ class Ranks:
         return packed
 
 
-def axes_of(group: dist.ProcessGroup | None = None) -> dict[str, Axis]:
-    """All ranks of a group, or of the default one, as one axis; none where there is but one process."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return {}
-    return {"ranks": Ranks(group)}
+class Together(agree.Ranks):
+    """The ranks that calibrate one model; an error on any of them is a ``CalibrationError`` on all."""
+
+    def as_error(self, raised: BaseException) -> CalibrationError:
+        return raised if isinstance(raised, CalibrationError) else CalibrationError(agree.message(raised))
+
+    def axes(self) -> dict[str, Axis]:
+        """All of them as one axis; none where there is but one process."""
+        return {"ranks": Ranks(self.group)} if self.many else {}
 
 
 def everywhere(facts: Any, axes: Axes) -> dict[Place, Any]:

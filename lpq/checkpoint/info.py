@@ -86,7 +86,7 @@ def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) ->
     the sizes of their files.
     """
     ranks = ranks_of(process_group)
-    found = find(place(path), ranks, thorough=False)
+    found = find(ranks.each(lambda: place(path)), ranks, thorough=False)
     return ranks.each(lambda: read(found)[0])
 
 

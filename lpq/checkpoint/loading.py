@@ -49,12 +49,13 @@ def load(
     not have was frozen, and they take what it decodes to. Masters that have no place are left out, with a warning
     unless the checkpoint is loaded without an optimizer.
     """
-    ranks, path = ranks_of(process_group), place(path)
-    with ranks.saying(f"{path} cannot be loaded"):
+    ranks = ranks_of(process_group)
+    source = ranks.each(lambda: place(path))
+    with ranks.saying(f"{source} cannot be loaded"):
         # These are compared first, as reading takes long.
         kinds = ranks.each(lambda: tuple(map(kind, given_optimizers(optimizer))))
-        check_alike(ranks.all(lambda: Facts(str(path), Model(model).meshes(), kinds)), ranks)
-    found = find(path, ranks)
+        check_alike(ranks.all(lambda: Facts(str(source), Model(model).meshes(), kinds)), ranks)
+    found = find(source, ranks)
     what = f"checkpoint {found.path} cannot be loaded"
     seen = Model(model)
     with ranks.saying(what), seen.recipes_stay_on_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -251,6 +252,12 @@ class Model:
         """Start these memories anew."""
         for memory in memories.values():
             memory.zero_()
+
+
+def is_shared(model: object) -> bool:
+    """Whether ranks share a model: its parameters lie over a mesh, or it has replicas. A path is not shared. What is
+    neither counts as shared: all ranks hear of the error."""
+    return not isinstance(model, str | Path) if not isinstance(model, nn.Module) else bool(Model(model).meshes())
 
 
 def is_extra(name: str) -> bool:

@@ -19,7 +19,7 @@ from lpq.checkpoint.files import PARTIAL, place
 from lpq.checkpoint.finding import step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA, is_ours
-from lpq.checkpoint.model import PREFIX, Model
+from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Named, Optimizers, given_optimizers, split
 from lpq.checkpoint.ranks import Ranks, quiet
 from lpq.checkpoint.tensors import parts
@@ -40,13 +40,15 @@ def save(
 ) -> Path:
     """Save the model, its policy and its optimizer (or several) as ``directory/step-00000100``; return that path.
 
-    All ranks call it, or those of ``process_group``, over which the model then lies. Without ``step``, ``directory``
+    All ranks call it, or those of ``process_group``, over which the model then lies. If ranks do not share the model
+    (no DTensor and no ``DistributedDataParallel`` does), rank 0 calls it alone. Without ``step``, ``directory``
     itself is the checkpoint. ``extra`` is whatever else the run needs (a scheduler's state, the position in the data):
     the first rank's is kept, if ``torch.load(…, weights_only=True)`` can read it. ``keep``: of this run only so many
     whole checkpoints stay, up to this one; the others are removed. A checkpoint in the same place is replaced once the
     new one is whole. While another job saves it, it is refused.
     """
-    ranks, target = ranks_of(process_group), _target(place(directory, "directory"), step, keep)
+    ranks = ranks_of(process_group, is_shared(model), "saves")
+    target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
     with ranks.saying(failing(target)), quiet():
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         try:
@@ -73,15 +75,16 @@ def save_async(
     talk over gloo, in a group of their own, so that it does not matter over what, and when, training talks. A
     ``process_group`` is that group: one with gloo, over which nothing else talks meanwhile.
     """
-    ranks, target = ranks_of(process_group), _target(place(directory, "directory"), step, keep)
+    ranks = ranks_of(process_group, is_shared(model), "saves")
+    target = ranks.each(lambda: _target(place(directory, "directory"), step, keep))
     with ranks.saying(failing(target)), quiet():
         ranks.all(lambda: _check_talk(Model(model), ranks))
         state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
         group = None
         try:
             ranks.all(lambda: writer.copy(state))
-            if ranks.many and ranks.group is None:
-                group = dist.new_group(backend="gloo")
+            if ranks.group is None and dist.is_initialized():
+                group = dist.new_group(ranks.names, backend="gloo", use_local_synchronization=not ranks.many)
             future = dcp.async_save(state, storage_writer=writer, process_group=ranks.group or group)
         except BaseException:
             writer.release()
@@ -93,9 +96,9 @@ def save_async(
 def _target(directory: Path, step: int | None, keep: int | None) -> Path:
     """The path that the checkpoint will have."""
     if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"a step is a whole number from 0 on, not {step!r}")
+        raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
     if keep is not None and (step is None or type(keep) is not int or keep < 1):
-        raise ValueError(f"keep={keep!r}: it is how many checkpoints of a run stay, at least 1, and needs step=")
+        raise CheckpointError(f"keep={keep!r}: it is how many checkpoints of a run stay, at least 1, and needs step=")
     return directory / step_name(step) if step is not None else directory
 
 
@@ -189,5 +192,5 @@ def _check_talk(model: Model, ranks: Ranks) -> None:
     remedy = 'pass one that is for this alone, dist.new_group(ranks, backend="gloo")'
     if torch.device("cpu") not in device_types(ranks.group):
         raise CheckpointError(f"save_async talks on the CPU, and process_group has no backend for it: {remedy}")
-    if any(group is ranks.group for group in model.groups("cpu")):
+    if ranks.group is dist.group.WORLD or any(group is ranks.group for group in model.groups("cpu")):
         raise CheckpointError(f"training talks over process_group, and would while it is written: {remedy}")

@@ -24,7 +24,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.files import place
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
-from lpq.checkpoint.model import PREFIX, Model, is_extra
+from lpq.checkpoint.model import PREFIX, Model, is_extra, is_shared
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
 from lpq.registry.errors import words
@@ -33,13 +33,15 @@ from lpq.registry.errors import words
 def export_file(
     path: str | Path, model: nn.Module, *, decode: bool = False, process_group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Write the whole model into one file, on the first rank; all ranks call it, or those of ``process_group``.
+    """Write the whole model into one file, on the first rank; all ranks call it, or those of ``process_group``. If
+    ranks do not share the model, rank 0 calls it alone.
 
     ``decode``: for models without lpq, which load ``torch.load(path, weights_only=True)["model"]`` as any state dict:
     with quantized weights as tensors of their own dtype and without what quantizers remember. Otherwise the file has
     all tensors bit for bit. The first rank has the whole model in the CPU's memory on the way.
     """
-    ranks, target = ranks_of(process_group), place(path)
+    ranks = ranks_of(process_group, is_shared(model), "exports")
+    target = ranks.each(lambda: place(path))
     with ranks.saying(f"nothing is exported to {target}"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
@@ -62,7 +64,8 @@ def import_file(path: str | Path, model: nn.Module, *, process_group: dist.Proce
     values of a quantized one, cast to its own dtype as ``load_state_dict`` does it. The policy is not compared. A file
     that was changed after it was saved is refused.
     """
-    ranks, source = ranks_of(process_group), place(path)
+    ranks = ranks_of(process_group)
+    source = ranks.each(lambda: place(path))
     with ranks.saying(f"{source} cannot be imported"):
         check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
         seen = Model(model)

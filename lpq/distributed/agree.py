@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,7 +27,7 @@ def exchange(mine: T, groups: Iterable[ProcessGroup]) -> dict[int, T]:
     own."""
     import torch.distributed as dist
 
-    known = {dist.get_rank() if dist.is_available() and dist.is_initialized() else 0: mine}
+    known = {_here(): mine}
     for group in groups:
         found: list[dict[int, T]] = [{} for _ in range(group.size())]
         dist.all_gather_object(found, known, group=group)
@@ -54,12 +54,12 @@ def together(parameters: Iterable[Tensor], what: str) -> Iterator[None]:
 
 
 class Ranks:
-    """All processes of a group, or of the default one; this one alone where there is none."""
+    """All processes of a group, or of the default one; this one alone where there is none, or with ``alone``."""
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
         import torch.distributed as dist
 
-        self.many = dist.is_available() and dist.is_initialized()
+        self.many = dist.is_available() and dist.is_initialized() and not alone
         if group is not None and not (self.many and isinstance(group, dist.ProcessGroup)):
             raise self.as_error(
                 LpqError(
@@ -70,9 +70,30 @@ class Ranks:
         self.group = group
         self.rank = dist.get_rank(group) if self.many else 0
         """The place of this process among them."""
-        self.names = dist.get_process_group_ranks(group or dist.group.WORLD) if self.many else [0]
+        self.names = dist.get_process_group_ranks(group or dist.group.WORLD) if self.many else [_here()]
         """Their ranks among all processes, which messages use."""
         self.size = len(self.names)
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None, shared: bool, does: str | None = None) -> Self:
+        """The ranks of a group; without one all ranks, where they share the model, and this one alone where not: others
+        may never come.
+
+        ``does``: the action in words, if one rank alone may do it on a model that is not shared. It is rank 0, for if
+        all did, they would write one file, or derive different values of different data, without a word.
+        """
+        ranks = cls(group)
+        if group is not None or shared or not ranks.many:
+            return ranks
+        if does is not None and ranks.rank:
+            raise ranks.as_error(
+                LpqError(
+                    f"rank 0 alone {does} a model that no DTensor and no DistributedDataParallel shares out between "
+                    f"ranks, and this is rank {ranks.rank}: call it under `if rank == 0:`; or, where all ranks call "
+                    "it, pass process_group=torch.distributed.group.WORLD"
+                )
+            )
+        return cls(alone=True)
 
     def as_error(self, raised: BaseException) -> Exception:
         """The error to raise on all ranks for this one: it can travel, since it is made from a message alone."""
@@ -121,7 +142,14 @@ class Ranks:
         import torch.distributed as dist
 
         group = self.group or dist.group.WORLD
-        return [group] if group is not None else []
+        return [group] if self.many and group is not None else []
+
+
+def _here() -> int:
+    """The rank of this process among all."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def message(raised: BaseException) -> str:

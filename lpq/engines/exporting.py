@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lpq.checkpoint.agreeing import check_one_model
+from lpq.checkpoint.agreeing import Meshes, check_one_model
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.files import place
-from lpq.checkpoint.model import Model
+from lpq.checkpoint.model import Model, is_shared
 from lpq.checkpoint.ranks import Ranks
 from lpq.engines.beside import DTYPE, as_json, base_of, beside, configuration
 from lpq.engines.entries import Entry
@@ -86,7 +86,8 @@ class Export:
 
         ``model`` is a model that ``lpq.convert`` converted, however its weights are stored and sharded; then all ranks
         call this, or those of ``process_group``, and none of them holds more than its shards and one layer. Or it is
-        the directory of a checkpoint of ``lpq.checkpoint.save``.
+        the directory of a checkpoint of ``lpq.checkpoint.save``. Such a directory, or a model that ranks do not share,
+        is exported by rank 0 alone.
 
         Weights have the codes that the layers multiply, bit for bit: those that are stored quantized as they are, those
         in high precision encoded once as their recipe does it in forward. ``layout`` is ``"compressed-tensors"``,
@@ -100,7 +101,8 @@ class Export:
         for layouts with static scales; without it, what quantizers remember, and with ``{}`` none. ``leave``: names and
         patterns of layers whose weights stay in high precision. ``shard_bytes``: the most bytes of one file.
         """
-        ranks, target = ranks_of(process_group), place(path)
+        ranks = ranks_of(process_group, is_shared(model), "exports")
+        target = ranks.each(lambda: place(path))
 
         def begin() -> Directory:
             small = beside(source.model, base_of(source.model, base)) | {n: as_json(data) for n, data in config.items()}
@@ -132,9 +134,10 @@ class Export:
 
         It is for refitting an engine while training goes on. Weights that are stored quantized, sharded or not, are
         gathered as they are, one at a time: there is no copy in high precision. All ranks go through it together, or
-        those of ``process_group``, and each gets all tensors, on its device. The arguments are those of ``lpq.export``.
+        those of ``process_group``, and each gets all tensors, on its device. Where ranks do not share the model, each
+        goes through its own. The arguments are those of ``lpq.export``.
         """
-        ranks = ranks_of(process_group)
+        ranks = ranks_of(process_group, is_shared(model))
         with ranks.saying("the model cannot be streamed"):
             plan, _ = _planned(model, layout, dtype, input_amax, leave, SHARD, ranks)
         return _streamed(plan)
@@ -207,10 +210,13 @@ def _notes(left: Mapping[str, bool], shared: Sequence[str], stacks: Iterable[str
 
 
 def _check_ranks(model: nn.Module | str | Path, ranks: Ranks) -> None:
-    if isinstance(model, nn.Module):
-        check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
-    elif not isinstance(model, str | Path):
-        raise CheckpointError(f"a model, or the directory of a checkpoint, is exported, and no {type(model).__name__}")
+    def meshes() -> Meshes:
+        if not isinstance(model, nn.Module | str | Path):
+            kind = type(model).__name__
+            raise CheckpointError(f"a model, or the directory of a checkpoint, is exported, and no {kind}")
+        return Model(model).meshes() if isinstance(model, nn.Module) else Meshes()
+
+    check_one_model(ranks.all(meshes), ranks)
 
 
 def _config(

@@ -62,7 +62,7 @@ def _the_same(rank: int, recipe: str, method: Any) -> None:
     y = expected(x)
     for ranks, weights in laid_out(FSDP, method):
         net = sharded(recipe, ranks, weights)
-        made = lpq.calibrate(net, data(BATCHES)[rank::4], method=method)
+        made = lpq.calibrate(net, data(BATCHES)[rank::4], method=method, process_group=dist.group.WORLD)
         assert (made.samples, made.batches) == (4 * BATCHES, BATCHES)
         assert same(statics(net), static), (ranks, weights)
         assert same(exported(net), codes), (ranks, weights)
@@ -149,21 +149,22 @@ def _a_state_goes_on_in_another_layout(rank: int, folder: str) -> None:
 
 
 def _what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
+    everyone = dist.group.WORLD  # the model is whole on each
     net = lpq.convert(model(experts=1), "fp8-current")
     bad: list[Any] = data(2)[rank % 2 :: 2]
     if rank == 2:
         bad = [torch.randn(2, 3, 65)]
     with pytest.raises(CalibrationError, match=r"rank 2: .*normalized_shape"):
-        lpq.calibrate(net, bad)
+        lpq.calibrate(net, bad, process_group=everyone)
     with pytest.raises(CalibrationError, match="rank 1 has no batch at all"):
-        lpq.calibrate(net, [] if rank == 1 else data(1))
+        lpq.calibrate(net, [] if rank == 1 else data(1), process_group=everyone)
     other = lpq.convert(model(experts=2 if rank == 3 else 1), "fp8-current")
     with pytest.raises(CalibrationError, match=r"rank 3 has 0\.experts\.1\.w1\.x_.*which rank 0 lacks"):
-        lpq.calibrate(other, data(1))
+        lpq.calibrate(other, data(1), process_group=everyone)
     assert not statics(net)
     stored: Any = lpq.convert(model(experts=1), "fp8-current", weights="quantized", ranks=4)
     codes = {n: m.weight.row.data.clone() for n, m in layers(stored).items() if isinstance(m.weight, QuantizedTensor)}
-    lpq.calibrate(stored, data(4)[rank::4])
+    lpq.calibrate(stored, data(4)[rank::4], process_group=everyone)
     assert codes
     for name, layer in layers(stored).items():
         assert torch.equal(layer.weight.row.data.view(torch.uint8), codes[name].view(torch.uint8)), "as they were"

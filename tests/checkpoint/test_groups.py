@@ -132,8 +132,9 @@ def _within_the_pair(rank: int, folder: Path, group: dist.ProcessGroup, mesh: De
 
 
 def _all(rank: int, folder: Path) -> None:
-    checkpoint.save(folder / "whole", Net(1, 64, SMALL))
-    checkpoint.export_file(folder / "whole.pt", Net(1, 64, SMALL))
+    everyone = dist.group.WORLD
+    checkpoint.save(folder / "whole", Net(1, 64, SMALL), process_group=everyone)
+    checkpoint.export_file(folder / "whole.pt", Net(1, 64, SMALL), process_group=everyone)
     groups = [dist.new_group(ranks) for ranks in (ALONE, PAIR)]
     writers = [dist.new_group(ranks, backend="gloo") for ranks in (ALONE, PAIR)]
     lone = dist.new_group([1])

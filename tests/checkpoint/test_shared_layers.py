@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import spawn
 from torch import nn
 
@@ -40,7 +41,7 @@ def _largest_of_all(rank: int, folder: Path) -> None:
     net, other = twice("fp8-delayed"), twice("fp8-delayed")
     for memory in net[0].memories().values():
         memory.fill_(1.0 + rank)
-    checkpoint.save(folder, net)
+    checkpoint.save(folder, net, process_group=dist.group.WORLD)
     checkpoint.load(folder, other)
     assert all(memory.unique().tolist() == [2.0] for memory in other[0].memories().values())
 

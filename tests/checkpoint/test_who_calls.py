@@ -1,0 +1,113 @@
+"""Which ranks act together: those that share the model. Bad arguments on one of them are an error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import Net, model_differences, shard
+from ranks import spawn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import lpq
+from lpq import checkpoint
+from lpq.registry.errors import LpqError
+
+SMALL = {"tensor": "fp8", "mx": "mxfp8"}
+
+
+def _all_say(function: Callable[[], object], words: str) -> None:
+    with pytest.raises(LpqError, match=words) as raised:
+        function()
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, str(raised.value))
+    assert len(set(found)) == 1, found
+
+
+def _layers() -> Any:
+    torch.manual_seed(0)
+    return lpq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "fp8-current")
+
+
+def _actions(folder: Path) -> dict[str, Callable[..., object]]:
+    """Each action on a model that no rank shares with another."""
+    net, layers = Net(1, 64, SMALL), _layers()
+    return {
+        "save": lambda **group: checkpoint.save(folder / "saved", net, **group),
+        "save_async": lambda **group: checkpoint.save_async(folder / "later", net, **group).wait(),
+        "export_file": lambda **group: checkpoint.export_file(folder / "one.pt", net, **group),
+        "export": lambda **group: lpq.export(layers, folder / "files", layout="compressed-tensors", **group),
+        "export of a path": lambda **group: lpq.export(folder / "layers", folder / "again", **group),
+        "calibrate": lambda **group: lpq.calibrate(_layers(), [torch.ones(2, 64)], **group),
+    }
+
+
+def _rank_0_alone(rank: int, folder: Path) -> None:
+    """It waits for none of the others. They are refused, as they may hold the same model or another one."""
+    if rank == 0:
+        checkpoint.save(folder / "layers", _layers())
+        for act in _actions(folder).values():
+            act()
+    dist.barrier()  # which rank 0 would not reach
+    fresh = Net(2, 64, SMALL)
+    for name in ("saved", "later"):
+        checkpoint.load(folder / name, fresh)
+        assert model_differences(fresh, Net(1, 64, SMALL)) == {}
+    assert (folder / "one.pt").exists()
+    assert (folder / "files").exists()
+    assert (folder / "again").exists()
+    if rank:
+        for act in _actions(folder / "none").values():
+            with pytest.raises(LpqError, match=r"rank 0 alone \w+ a model .*this is rank 1: call it under `if rank"):
+                act()
+    assert not (folder / "none").exists()
+
+
+def _a_group_acts_together(rank: int, folder: Path) -> None:
+    """Its ranks have the same files, and scales that cover the inputs of all of them."""
+    group = dist.group.WORLD
+    checkpoint.save(folder / "layers", _layers(), process_group=group)
+    for name, act in _actions(folder).items():
+        if name != "save_async":  # it would talk over the group of the test
+            act(process_group=group)
+    layers = _layers()
+    lpq.calibrate(layers, [torch.full((2, 64), 1.0 + rank)], process_group=group)
+    assert layers[0].static_values()["x_amax"] == 2
+    streamed = dict(lpq.export.stream(_layers(), "compressed-tensors")) if rank == 0 else {}  # each its own
+    assert rank or streamed
+
+
+def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
+    net: Any = shard(Net(1, 64, SMALL), init_device_mesh("cpu", (2,)))
+    layers: Any = shard(_layers(), init_device_mesh("cpu", (2,)))
+    batches = [torch.ones(2, 64)]
+    bad = rank == 1
+    path: Any = 3 if bad else folder / "net"
+    for function, words in (
+        (lambda: checkpoint.save(folder, net, step=-1 if bad else 1), "rank 1: a step is a whole number"),
+        (lambda: checkpoint.save(folder, net, step=1, keep=0 if bad else 1), "rank 1: keep=0: it is how many"),
+        (lambda: checkpoint.save_async(folder, net, step="1" if bad else 1), "rank 1: a step is a whole number"),
+        (lambda: checkpoint.save(path, net), "rank 1: directory is of type int"),
+        (lambda: checkpoint.load(path, net), "rank 1: path is of type int"),
+        (lambda: checkpoint.info(path), "rank 1: path is of type int"),
+        (lambda: checkpoint.export_file(path, net), "rank 1: path is of type int"),
+        (lambda: checkpoint.import_file(path, net), "rank 1: path is of type int"),
+        (lambda: checkpoint.save(folder / "y", 3 if bad else net), "rank 1: model is to be a torch.nn.Module, not int"),
+        (lambda: lpq.export(layers, path), "rank 1: path is of type int"),
+        (lambda: lpq.export(3 if bad else layers, folder / "x"), "rank 1: a model, or the directory .* no int"),
+        (lambda: lpq.calibrate(layers, batches, samples=0 if bad else 1), "rank 1: samples=0: it is a whole"),
+        (lambda: lpq.calibrate(layers, batches, state=path), "rank 1: state is of type int"),
+        (lambda: lpq.calibrate(layers, batches, siblings=[("a", "b")] if bad else [("0", "1")]), r"rank 1: siblings"),
+    ):
+        _all_say(function, words)
+    assert not [*folder.iterdir()]
+
+
+@pytest.mark.parametrize("check", [_rank_0_alone, _a_group_acts_together, _bad_arguments_of_one_rank])
+def test_two_ranks(check: Callable[[int, Path], None], tmp_path: Path) -> None:
+    spawn(check, 2, tmp_path)
