@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,9 @@ import torch
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.reducing import Axes, everywhere, reduce
 from lpq.calibration.statistics import Statistics
+from lpq.checkpoint.claim import whole_file
+from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.files import place
 
 VERSION = 1
 
@@ -21,7 +23,7 @@ class Saved:
     """A file with the statistics of all ranks together. Where there is none yet, nothing was collected."""
 
     def __init__(self, path: str | Path | None, settings: Mapping[str, Any], axes: Axes) -> None:
-        self._path, self._axes = Path(path) if path is not None else None, axes
+        self._path, self._axes = place(path, "state") if path is not None else None, axes
         self._first = all(axis.rank == 0 for axis in axes.values())
         self._passes: dict[str, dict[str, Any]] = {}
         self._settings = dict(settings)
@@ -79,11 +81,10 @@ class Saved:
         self._passes[name] = {"statistics": state, "batches": batches}
         if self._first:
             made = {"version": VERSION, "settings": self._settings, "passes": self._passes}
-            part = self._path.with_name(f"{self._path.name}.part")
             try:
-                torch.save(made, part)
-                os.replace(part, self._path)
-            except (OSError, RuntimeError) as wrong:
+                with whole_file(self._path) as path:
+                    torch.save(made, path)
+            except (CheckpointError, OSError, RuntimeError) as wrong:
                 error = f"{self._path} cannot be written: {wrong}"
         first = next(iter(everywhere(error, self._axes).values()))
         if first is not None:

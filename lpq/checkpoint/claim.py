@@ -1,8 +1,9 @@
-"""The right to write a checkpoint, which one job has at a time: a lock on a file in the unfinished directory.
+"""Writing what is whole or does not count: in an unfinished directory beside its place, which one job has at a time.
 
-The system releases a lock when its process ends, however it ends. So files that a killed process left behind
-can be distinguished from those that another process is writing. Not on a file system without locks (``flock``): there
-all count as left behind.
+The directory is lpq's by a lock on a file in it. The system releases a lock when its process ends, however it ends. So
+files that a killed process left behind can be distinguished from those that another process is writing, and a
+directory without the file is somebody else's. Not on a file system without locks (``flock``): there all count as left
+behind.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import os
 import shutil
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint import files
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
+from lpq.checkpoint.files import PARTIAL
+from lpq.registry.showing import listed
+from lpq.registry.warning import warn
 
 try:
     import fcntl
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
-LOCK = "lock"
+LOCK = "lpq.lock"
 """The file with the lock. Its first line names the job that writes, each other line one that was refused meanwhile."""
 
 
@@ -29,17 +35,26 @@ class Claim:
     """An unfinished directory that belongs to this process until it is released."""
 
     def __init__(self, partial: Path, descriptor: int) -> None:
+        self.partial = partial
+        """The directory to write in."""
         self._lock, self._descriptor = partial / LOCK, descriptor
         self._releasing = threading.Lock()
 
     @classmethod
-    def take(cls, partial: Path) -> Claim:
-        """Make the directory, or empty one that was left behind and take it; refused while another job has it."""
-        if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
-            raise CheckpointError(f"{partial}, where it is written first, is there and is no directory: remove it")
+    def take(cls, target: Path) -> Claim:
+        """Make the directory for what will be ``target``, or empty one that a job of lpq's left behind and take it.
+
+        Refused while another job has it, and where it is somebody else's.
+        """
+        partial = target.with_name(target.name + PARTIAL)
         while True:
-            partial.mkdir(parents=True, exist_ok=True)
             try:
+                partial.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                _check_owner(partial)
+                raise CheckpointError(f"{partial} cannot be made: {error.strerror or error}") from error
+            try:
+                _check_owner(partial)
                 descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             except FileNotFoundError:  # the directory was given its name, or removed, just now
                 continue
@@ -57,38 +72,91 @@ class Claim:
             )
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{_me()}\n".encode())
-        for left in partial.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            elif left.name != LOCK:
-                left.unlink()
+        _empty(partial)
         return cls(partial, descriptor)
+
+    def publish(self, target: Path, last: str) -> None:
+        """Give what was written its name once it is on the disk.
+
+        An empty directory that has the name is filled, the file ``last`` at the end, and stays the directory that it
+        is: a process may stand in it.
+        """
+        if not target.is_dir():
+            files.publish(self.partial, target)
+            (target / LOCK).unlink(missing_ok=True)
+            return
+        if there := sorted(entry.name for entry in target.iterdir()):
+            raise CheckpointError(f"{target} is not empty any more: {listed(there)} came into it meanwhile")
+        for entry in sorted(self.partial.iterdir(), key=lambda entry: entry.name == last):
+            if entry.name != LOCK:
+                entry.replace(target / entry.name)
+        files.flush(target)
 
     def refused(self) -> list[str]:
         """List the jobs that were refused meanwhile."""
         return _lines(self._lock)[1:]
 
     def release(self) -> None:
-        """Release the directory for other jobs."""
+        """Release it for other jobs. What was written and has no name yet was not finished, and is removed."""
         with self._releasing:
-            if self._descriptor >= 0:
-                if fcntl is not None:
-                    with suppress(OSError):
-                        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # processes that were forked have it, too
-                os.close(self._descriptor)
-                self._descriptor = -1
+            if self._descriptor < 0:
+                return
+            if _is_at(self._descriptor, self._lock) and _lines(self._lock)[:1] == [_me()]:
+                try:
+                    _empty(self.partial)
+                    self._lock.unlink()
+                    with suppress(OSError):  # another job took it just now
+                        self.partial.rmdir()
+                except OSError as error:
+                    why = error.strerror or error
+                    warn(f"{self.partial} is not finished, and cannot be removed: {why}", CheckpointWarning)
+            if fcntl is not None:
+                with suppress(OSError):
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # processes that were forked have it, too
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """A place to write a file to, which becomes ``target`` if the code inside succeeds."""
+    target = files.resolved(target)
+    claim = Claim.take(target)
+    try:
+        yield claim.partial / target.name
+        files.publish(claim.partial / target.name, target)
+    finally:
+        claim.release()
 
 
 def left_behind(partial: Path) -> bool:
-    """Whether no process is writing in this directory."""
+    """Whether this is an unfinished directory of lpq's in which no process is writing."""
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR)
     except OSError:
-        return True
+        return False
     try:
         return _locked(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _check_owner(partial: Path) -> None:
+    """Refuse a directory that lpq did not make."""
+    where = f"{partial}, where it is written first, is there and"
+    if partial.is_symlink() or (partial.exists() and not partial.is_dir()):
+        raise CheckpointError(f"{where} is no directory: move it away")
+    if partial.is_dir() and (there := sorted(entry.name for entry in partial.iterdir())) and LOCK not in there:
+        raise CheckpointError(f"{where} holds {listed(there)}, which lpq did not write: move it away")
+
+
+def _empty(partial: Path) -> None:
+    """Remove all but the lock, by which the rest is lpq's."""
+    for entry in partial.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
 
 
 def _locked(descriptor: int) -> bool:

@@ -20,7 +20,17 @@ def place(path: object, named: str = "path") -> Path:
     """The place of a file or a directory that a user gave under this name."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"{named} is of type {type(path).__name__}, and is to name a place on the disk")
-    return Path(path)
+    if not os.fspath(path):
+        raise CheckpointError(f"{named} is empty: give a place on the disk, as '.' for the current directory")
+    return Path(path) if Path(path).name not in ("", "..") else resolved(Path(path))  # names of others are made of its
+
+
+def resolved(path: Path) -> Path:
+    """The place where something is written that is to be at ``path``: where that leads, if it is a link."""
+    found = Path(os.path.realpath(path))
+    if not found.name:
+        raise CheckpointError(f"{found} is the root of a file system: give a directory in it")
+    return found
 
 
 def digest(path: Path) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lpq.checkpoint import files
 from lpq.checkpoint.claim import LOCK
+from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.index import INDEX
 from lpq.registry.showing import listed
+from lpq.registry.warning import warn
 
 MANIFEST = "manifest.json"
 DESCRIPTION = "lpq.json"
 EXTRA = "extra.pt"
-DATA = ".distcp"
-"""The ending of the names of DCP's files."""
 UNFINISHED = "it was never finished (a process ended while it was written)"
 
 
@@ -69,8 +70,33 @@ def is_whole(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a directory is a checkpoint, or what is left of one, and holds nobody else's files alone."""
-    if (path / INDEX).exists() or isinstance(read_manifest(path), Manifest):
-        return True
-    ours = (MANIFEST, DESCRIPTION, EXTRA, LOCK)
-    return all(found.name in ours or found.name.endswith(DATA) for found in path.iterdir())
+    """Whether a directory is a checkpoint of lpq, whole or not: one that has a manifest of lpq's."""
+    return isinstance(read_manifest(path), Manifest)
+
+
+def remove(path: Path, heir: Path | None = None) -> None:
+    """Remove the files that the manifest of a checkpoint lists, and the directory if no other is in it.
+
+    The manifest goes last: if this ends half-way, the rest is a checkpoint that is not whole. What else is in it is not
+    lpq's. It moves to the directory ``heir``, which takes this one's place, or stays; a warning names it.
+    """
+    manifest = read_manifest(path)
+    assert isinstance(manifest, Manifest)
+    try:
+        for name in [*(name for name in manifest.files if files.PLAIN.fullmatch(name)), LOCK]:
+            if (path / name).is_symlink() or not (path / name).is_dir():
+                (path / name).unlink(missing_ok=True)
+        others = {entry.name: path for entry in path.iterdir() if entry.name != MANIFEST}
+        for name in others:
+            if heir is not None and not os.path.lexists(heir / name):
+                (path / name).rename(heir / name)
+                others[name] = heir
+        (path / MANIFEST).unlink()
+        if path not in others.values():
+            path.rmdir()
+    except OSError as error:
+        warn(f"{path} is to be removed, and cannot be: {error.strerror or error}", CheckpointWarning)
+        return
+    if others:
+        left = listed([str(where / name) for name, where in sorted(others.items())])
+        warn(f"{path} was removed but for what lpq did not write: {left}", CheckpointWarning)

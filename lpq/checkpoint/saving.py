@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -15,8 +16,8 @@ from lpq.checkpoint.agreeing import Facts, check_alike, check_tensors, digest
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
 from lpq.checkpoint.claim import Claim
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, shown
-from lpq.checkpoint.files import PARTIAL, place
-from lpq.checkpoint.finding import step_name
+from lpq.checkpoint.files import PARTIAL, place, resolved
+from lpq.checkpoint.finding import REPLACED, step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA, is_ours
 from lpq.checkpoint.model import PREFIX, Model, is_shared
@@ -134,8 +135,9 @@ def _prepare(
     for name in found[0].memories:  # ranks may have had other inputs; as after a step, the largest statistics count
         combined = torch.stack([facts.memories[name] for facts in found]).amax(0)
         state["model"][name.removeprefix(PREFIX)] = combined
-    claim = ranks.each(lambda: _begin(target, step) if ranks.rank == 0 else None)
-    return state, Writer(target, small, keep, claim)
+    where = resolved(target)
+    claim = ranks.each(lambda: _begin(where, step) if ranks.rank == 0 else None)
+    return state, Writer(where, small, keep, claim)
 
 
 def _collected(
@@ -170,17 +172,28 @@ def _collected(
 def _begin(target: Path, step: int | None) -> Claim:
     """Take the right to write the checkpoint."""
     _check_place(target, step)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    return Claim.take(target.with_name(target.name + PARTIAL))
+    return Claim.take(target)
 
 
 def _check_place(target: Path, step: int | None) -> None:
     """Make sure that the checkpoint replaces nothing, or another checkpoint."""
+    if target.name.endswith(PARTIAL):
+        raise CheckpointError(f"{target} has the name of an unfinished one, which load refuses: give another name")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file, and a checkpoint is a directory: give another path")
-    if target.exists() and not is_ours(target):
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not is_ours(target):
         remedy = "give step= to save one in it, or another directory" if step is None else "give another directory"
         raise CheckpointError(f"{target} is there, and is no checkpoint that could be replaced: {remedy}")
+    aside = target.with_name(target.name + REPLACED)
+    if os.path.lexists(aside) and not is_ours(aside):
+        raise CheckpointError(f"{aside}, where the one that it replaces is kept meanwhile, is not lpq's: move it away")
+    if target.samefile(os.curdir):
+        raise CheckpointError(
+            f"{target} is the current directory, and the checkpoint in it would be replaced as a whole: give step=, or "
+            "save from another directory"
+        )
 
 
 def _check_talk(model: Model, ranks: Ranks) -> None:

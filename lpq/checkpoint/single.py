@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lpq.checkpoint import files
 from lpq.checkpoint.agreeing import check_one_model
 from lpq.checkpoint.background import ranks_of
+from lpq.checkpoint.claim import whole_file
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.files import place
@@ -94,11 +94,9 @@ def _collected(model: nn.Module, decode: bool) -> tuple[Description, list[tuple[
 
 
 def _write(target: Path, tensors: dict[str, Tensor], other: dict[str, Any], description: Description) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(target.name + files.PARTIAL)
     model = {name.removeprefix(PREFIX): value for name, value in {**tensors, **other}.items()}
-    torch.save({"model": model, "lpq": description.data()}, temporary)
-    files.publish(temporary, target)
+    with whole_file(target) as path:
+        torch.save({"model": model, "lpq": description.data()}, path)
 
 
 def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:

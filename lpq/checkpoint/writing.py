@@ -7,7 +7,6 @@ inside DCP's exchange of errors: whatever fails on any rank, no rank waits and n
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,8 +24,9 @@ from lpq.checkpoint.errors import CheckpointWarning
 from lpq.checkpoint.files import PARTIAL
 from lpq.checkpoint.finding import REPLACED, STEP, manifests_in, steps_in
 from lpq.checkpoint.index import INDEX
-from lpq.checkpoint.manifest import MANIFEST, is_ours, is_whole
+from lpq.checkpoint.manifest import MANIFEST, is_ours, is_whole, remove
 from lpq.checkpoint.ranks import as_checkpoint_error
+from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
 
@@ -92,14 +92,22 @@ class Writer(FileSystemWriter):
         return json.dumps({"files": entries, "written": max(time.time_ns(), last + 1)}, indent=1).encode()
 
     def _publish(self) -> None:
-        refused = self._claim.refused() if self._claim is not None else []
+        assert self._claim is not None
+        refused = self._claim.refused()
         replaced = self.target.with_name(self.target.name + REPLACED)
-        if self.target.exists():
-            _remove(replaced)
+        aside = is_ours(self.target)
+        if aside:
+            if is_ours(replaced):
+                remove(replaced, self.target)
             files.publish(self.target, replaced)  # a process that ends now leaves this one, which is whole
-        files.publish(self._partial, self.target)
-        (self.target / LOCK).unlink(missing_ok=True)
-        _remove(replaced)
+        try:
+            self._claim.publish(self.target, MANIFEST)
+        except BaseException:
+            if aside:
+                files.publish(replaced, self.target)
+            raise
+        if is_ours(replaced):
+            remove(replaced, self.target)
         if self._keep is not None:
             self._tidy(self._keep)
         if refused:
@@ -112,17 +120,40 @@ class Writer(FileSystemWriter):
     def _tidy(self, keep: int) -> None:
         """Remove all checkpoints of the run but the last whole ones up to this one: it did not go on from the others.
 
-        One counts as whole if its files have their sizes. Files that another job is writing, and those of no
-        checkpoint, stay.
+        One counts as whole if its files have their sizes. Whole ones of later steps stay until the second save after the
+        run went back, and the first names them. Files that another job is writing stay, and so does, with a warning, what
+        has the name of a checkpoint and was not written by lpq.
         """
         found = steps_in(self.target.parent)
         match = STEP.fullmatch(self.target.name)
         assert match is not None
-        upto = [path for step, ending, path in found if not ending and step <= int(match[1])]
+        ours = {path: manifest for path, manifest in manifests_in(self.target.parent).items() if not path.is_symlink()}
+        upto = [path for step, ending, path in found if path in ours and not ending and step <= int(match[1])]
         whole = [path for path in upto if path == self.target or is_whole(path)]
-        for _, ending, path in reversed(found):
-            if path not in whole[:keep] and (left_behind(path) if ending == PARTIAL else is_ours(path)):
-                _remove(path)
+        before = max((ours[path].written for path in upto if path != self.target), default=0)
+        later, others = [], []
+        for step, ending, path in reversed(found):
+            if ending == PARTIAL and (path / LOCK).exists():
+                if left_behind(path):
+                    Claim.take(path.with_name(path.name.removesuffix(PARTIAL))).release()
+            elif path not in ours:
+                others.append(path.name)
+            elif step > int(match[1]) and ours[path].written >= before and is_whole(path):
+                later.append(path.name)
+            elif path not in whole[:keep]:
+                remove(path)
+        where = self.target.parent
+        if later:
+            warn(
+                f"the run went back to {self.target.name}, and keep={keep} will remove what is of later steps at the "
+                f"next save: {listed(later)} in {where}. Move away what is to stay",
+                CheckpointWarning,
+            )
+        if others:
+            warn(
+                f"keep={keep} leaves in {where} what is a link, or has no {MANIFEST} of lpq's: {listed(others)}",
+                CheckpointWarning,
+            )
 
 
 class _Written(list[WriteResult]):
@@ -131,12 +162,3 @@ class _Written(list[WriteResult]):
     def __init__(self, results: list[WriteResult], entries: dict[str, dict[str, Any]]) -> None:
         super().__init__(results)
         self.entries = entries
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint, its manifest first: if that ends half-way, the rest counts as no checkpoint."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +9,10 @@ from pathlib import Path
 from torch import Tensor
 
 from lpq.checkpoint import files
-from lpq.checkpoint.claim import LOCK, Claim
+from lpq.checkpoint.claim import Claim
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.files import PARTIAL
 from lpq.engines.beside import as_json
-from lpq.engines.names import INDEX, shard_name
+from lpq.engines.names import CONFIG, INDEX, shard_name
 from lpq.engines.plan import Assigned, Plan
 from lpq.engines.tensorfile import Shown, Writer
 
@@ -38,14 +36,11 @@ class Directory:
 
     def __init__(self, target: Path, split: list[list[Assigned]], small: Mapping[str, bytes]) -> None:
         """``small``: files beside the tensors."""
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        self._target = files.resolved(target)
+        if self._target.exists() and not (self._target.is_dir() and not any(self._target.iterdir())):
             raise CheckpointError(f"{target} is there already: give another directory, or remove it")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{target.parent} cannot be made: {error.strerror or error}") from error
-        self._target, self._partial = target, target.with_name(target.name + PARTIAL)
-        self._claim = Claim.take(self._partial)
+        self._claim = Claim.take(self._target)
+        self._partial = self._claim.partial
         names = [shard_name(number, len(split)) for number in range(1, len(split) + 1)]
         self._shown: dict[str, dict[str, Shown]] = {
             name: {key: shown for tensor in shard for key, shown in tensor.shown().items()}
@@ -69,8 +64,7 @@ class Directory:
         self._close()
         for name, data in self._small.items():
             files.write(self._partial / name, data)
-        (self._partial / LOCK).unlink(missing_ok=True)
-        files.publish(self._partial, self._target)
+        self._claim.publish(self._target, CONFIG)
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
@@ -80,7 +74,6 @@ class Directory:
         except BaseException:
             if self._open is not None:
                 self._open[1].__exit__(RuntimeError)
-            shutil.rmtree(self._partial, ignore_errors=True)
             raise
         finally:
             self._claim.release()
