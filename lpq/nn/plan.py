@@ -169,6 +169,7 @@ def _step(
     of_x = Wanted(plan.x, (rows, features), x_dtype, device, True, needs_dw, "x" in states, forward, later, not draws)
     x = None if given else _encoder(encoder, of_x, plan.keeps_input)
     wanted = Wanted(plan.w, (outputs, features), w_dtype, device, True, needs_dx, "w" in states, forward, later, draws)
+    wanted = wanted._replace(at_hand=True)
     w = None if encoded else _encoder(encoder, wanted, plan.keeps_weight)
     also = needs_dx and dgrad, needs_dw and wgrad
     dy = encoder(Wanted(plan.dy, (rows, outputs), dtype, device, needs_dx, needs_dw, "dy" in states, also))

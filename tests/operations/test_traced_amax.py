@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as autograd_config
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
@@ -115,3 +117,20 @@ def test_a_format_measures_blocks_itself(text: str) -> None:
         torch.compile(encoded, backend=record, fullgraph=True)(x)
     assert [n.name for n in graphs[0].nodes if n.op != "placeholder" and "amax" in n.name] == []
     assert any("quantize" in n.name for n in graphs[0].nodes)
+
+
+def test_a_weight_is_measured_by_its_kernel() -> None:
+    """No pass of the graph makes a weight: measuring it in one would read it once more, in two launches."""
+    torch._dynamo.reset()
+    layer = lpq.convert(torch.nn.Linear(32, 64, bias=False), "fp8-current")
+    graphs: list[torch.fx.Graph] = []
+
+    def record(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    compiled: Any = torch.compile(layer, backend=aot_autograd(fw_compiler=record), fullgraph=True, dynamic=False)
+    x = torch.randn(16, 32, requires_grad=True)
+    compiled(x).sum().backward()
+    whole = [sum(n.target is torch.ops.aten.amax.default and len(n.args) == 1 for n in g.nodes) for g in graphs]
+    assert whole == [1, 1], "of the input in forward, of the gradient in backward"
