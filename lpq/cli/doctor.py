@@ -25,11 +25,11 @@ from lpq.cli.kernels import (
 from lpq.cli.listing import broken_recipes, described, fault
 from lpq.cli.output import Json, as_json, print_text, table
 from lpq.cli.overview import show_meanings, show_overview
-from lpq.kernels import KernelError, native, nvrtc_cache
+from lpq.kernels import KernelError, code_cache, native, nvrtc_cache
 from lpq.kernels.table import ENVIRONMENT
 from lpq.registry.errors import OptionError, suggestion, words
 
-VARIABLES = (ENVIRONMENT, "LPQ_LOAD_PLUGINS", nvrtc_cache.CACHE)
+VARIABLES = (ENVIRONMENT, "LPQ_LOAD_PLUGINS", code_cache.CACHE)
 Device = Annotated[str, typer.Option(help="Where kernels would run: cpu, cuda, cuda:N, or auto.")]
 Quantizers = Annotated[
     list[str] | None,
@@ -72,7 +72,7 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", full: Full = 
                 "broken_formats": broken,
                 "broken_recipes": unbuilt,
                 "unused_kernels": unused_kernels(),
-                "kernel_cache": {"folder": str(nvrtc_cache.cache_dir() or ""), "problem": nvrtc_cache.why_unkept()},
+                "kernel_cache": {"folder": str(code_cache.cache_dir() or ""), "problem": code_cache.why_unkept()},
             }
         )
     else:
@@ -100,8 +100,8 @@ def doctor(quantizers: Quantizers = None, device: Device = "auto", full: Full = 
 
 def remarks(device: torch.device) -> Iterator[str]:
     """Sentences on what keeps kernels from being kept, launched fast or run at all."""
-    if (problem := nvrtc_cache.why_unkept()) is not None:
-        remedy = f"Set {nvrtc_cache.CACHE} to a folder that you can write, and nobody else"
+    if (problem := code_cache.why_unkept()) is not None:
+        remedy = f"Set {code_cache.CACHE} to a folder that you can write, and nobody else"
         yield f"Compiled CUDA kernels are not kept: {problem}. {remedy}, or each process compiles them anew."
     if device.type == "cuda" and (lack := native.lacking()) is not None:
         yield f"CUDA kernels are launched from Python, which takes the host twice as long as from C: {lack}."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
@@ -17,13 +16,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lpq.kernels import trusted
-from lpq.kernels.nvrtc_cache import cache_dir, csrc
+from lpq.kernels import code_cache
+from lpq.kernels.nvrtc_cache import csrc
 
 NAME = "lpq_calls"
 OPTIONS = ("-O2", "-shared", "-fPIC", "-std=c11")
@@ -63,40 +60,27 @@ def _made() -> tuple[Any | None, str | None]:
     if why is not None or compiler is None:
         return None, why
     how = (source.read_bytes(), sys.version, sysconfig.get_platform(), compiler, OPTIONS)
-    name = f"{hashlib.sha256(repr(how).encode()).hexdigest()}.so"
-    folder = cache_dir()
+    name = f"{code_cache.DIGEST(repr(how).encode()).hexdigest()}.so"
     try:
-        if folder is None or trusted.fault(folder) is not None or not _writable(folder):
-            with tempfile.TemporaryDirectory() as own:
-                return _load(_compiled(compiler, headers, source, Path(own, name))), None
-        place = folder / name
-        if not place.is_file():
-            _compiled(compiler, headers, source, place)
-        trusted.read(place)
-        return _load(place), None
-    except (OSError, ImportError, subprocess.SubprocessError, trusted.Untrusted) as error:
+        code, place = code_cache.compiled(name, lambda: _compiled(compiler, headers, source))
+        if place is not None:
+            return _load(place), None
+        with tempfile.TemporaryDirectory() as own:
+            place = Path(own, name)
+            place.write_bytes(code)
+            return _load(place), None
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
         return None, f"{source.name} could not be compiled and loaded: {error}"
 
 
-def _writable(folder: Path) -> bool:
-    with suppress(OSError):
-        trusted.make(folder)
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
-def _compiled(compiler: str, headers: str, source: Path, place: Path) -> Path:
-    """Compile to a file beside its place, and rename that, so that nobody loads half of it."""
-    part = place.with_name(f"{uuid.uuid4().hex}.part")
-    command = [compiler, *OPTIONS, f"-I{headers}", str(source), "-o", str(part)]
-    try:
+def _compiled(compiler: str, headers: str, source: Path) -> bytes:
+    with tempfile.TemporaryDirectory() as own:
+        out = Path(own, "out")
+        command = [compiler, *OPTIONS, f"-I{headers}", str(source), "-o", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         if done.returncode:
             raise OSError(f"{' '.join(command)}\n{done.stderr}")
-        part.chmod(0o755)
-        os.replace(part, place)
-    finally:
-        part.unlink(missing_ok=True)
-    return place
+        return out.read_bytes()
 
 
 def _load(place: Path) -> Any:

@@ -1,28 +1,21 @@
-"""Machine code from CUDA C++ sources: compiled at first use by NVRTC, then read from a cache on disk.
+"""Machine code from CUDA C++ sources: compiled at first use by NVRTC, then read from the cache (``code_cache``).
 
-A file of the cache is named after everything that its code depends on: the source and the headers that it includes,
-the macros, the options, the architecture and the version of the compiler. A header is included by its name, or by a
-macro that comes with the request; one that only a ``#define`` names is refused, for it could change unseen. A file is
-written beside its place and renamed, so that processes which compile the same source at once never read half a file,
-and it begins with a digest, so that a damaged file is compiled anew. Where the cache cannot be written
-(``LPQ_CACHE_DIR``, by default ``~/.cache/lpq``), or others could write to it (``lpq.kernels.trusted``), each process
-compiles for itself, with a warning. ``cuda-core`` is imported when something is compiled, not before.
+Its name there has everything that it depends on: the source and the headers that it includes, the macros, the options,
+the architecture and the version of the compiler. A header is included by its name, or by a macro that comes with the
+request; one that only a ``#define`` names is refused, for it could change unseen. ``cuda-core`` is imported when
+something is compiled, not before.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
 import re
-import uuid
-from contextlib import suppress
 from pathlib import Path
 
-from lpq.kernels import trusted
+from lpq.kernels import code_cache
 from lpq.kernels.errors import KernelError
-from lpq.registry.warning import warn
 
-CACHE = "LPQ_CACHE_DIR"
 OPTIONS = {"std": "c++17", "fma": False}
 """How every source is compiled. fp32 is IEEE's: no product is fused with a sum, nothing is flushed to zero."""
 INCLUDE = re.compile(rb'^[ \t]*(?:#|%:)[ \t]*include[ \t]*("[^"\n]+"|<[^>\n]+>|\w+)', re.MULTILINE)
@@ -34,12 +27,6 @@ COMMENT = re.compile(
     re.DOTALL,
 )
 """An include or a literal, which may hold the signs of a comment, as the first group; or a comment."""
-DIGEST = hashlib.sha256
-DIGEST_SIZE = DIGEST().digest_size
-
-
-class KernelCacheWarning(UserWarning):
-    """Compiled kernels cannot be kept."""
 
 
 def csrc() -> Path:
@@ -57,48 +44,14 @@ def headers() -> Path:
 def cubin(source: Path, macros: tuple[str, ...], architecture: str) -> bytes:
     """The machine code of a source for an architecture such as ``sm_90a``; a macro is ``NAME=VALUE``."""
     name = f"{key(source, macros, architecture)}.cubin"
-    folder = cache_dir()
-    if folder is None:
-        _cannot_keep("without a home folder")
-    elif why := trusted.fault(folder):
-        _cannot_keep(f"in {folder} ({why})")
-    else:
-        code = _read(folder / name)
-        if code is None:
-            code = compile_source(source, macros, architecture)
-            _write(folder / name, code)
-        return code
-    return compile_source(source, macros, architecture)
-
-
-def cache_dir() -> Path | None:
-    """The folder of compiled kernels; None where no variable names one and this user has no home."""
-    if chosen := os.environ.get(CACHE):
-        return Path(chosen)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpq"
-    except RuntimeError:  # no HOME, and no entry of this user in the system
-        return None
-
-
-def why_unkept() -> str | None:
-    """Why compiled kernels cannot be kept here; None: they can. It makes no folder."""
-    folder = cache_dir()
-    if folder is None:
-        return "this user has no home folder"
-    try:
-        nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    except OSError as error:  # as where a folder above it may not be entered
-        return f"{folder} cannot be reached ({error.strerror or error})"
-    if not nearest.is_dir():
-        return f"{nearest} is no folder"
-    return trusted.fault(folder) if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} cannot be written"
+    code, _ = code_cache.compiled(name, lambda: compile_source(source, macros, architecture))
+    return code
 
 
 def key(source: Path, macros: tuple[str, ...], architecture: str) -> str:
     """The cache's name for a compiled source. Sources share it if their texts, and those of their headers, are
     equal."""
-    digest = DIGEST(repr((OPTIONS, sorted(macros), architecture, compiler_version())).encode())
+    digest = code_cache.DIGEST(repr((OPTIONS, sorted(macros), architecture, compiler_version())).encode())
     for path, text in _with_includes(source, macros).items():
         digest.update(f"{path.name}\0{len(text)}\0".encode())
         digest.update(text)
@@ -115,7 +68,7 @@ def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
     texts = {}
     for path in found:  # grows while it is walked
         texts[path] = _text(path)
-        for match in INCLUDE.findall(_directives(texts[path])):
+        for match in _directives(texts[path])[0]:
             name = os.fsdecode(match)
             name = handed.get(name, name)
             if name[0] not in '"<':
@@ -127,7 +80,7 @@ def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
                     seen.add(header.resolve())
                     found.append(header)
     for path, text in texts.items():
-        for name in unknown.intersection(map(os.fsdecode, DEFINE.findall(_directives(text)))):
+        for name in unknown.intersection(map(os.fsdecode, _directives(text)[1])):
             raise KernelError(
                 f"{path} defines {name}, by which {source} includes a header: include it by its name, or hand {name} "
                 f"over with the macros of the launch"
@@ -135,9 +88,14 @@ def _with_includes(source: Path, macros: tuple[str, ...]) -> dict[Path, bytes]:
     return texts
 
 
-def _directives(text: bytes) -> bytes:
-    """A source as its directives are read: lines that go on are joined, and a comment is a space."""
-    return COMMENT.sub(lambda found: found[1] or b" ", CONTINUED.sub(b"", text))
+@functools.lru_cache(256)
+def _directives(text: bytes) -> tuple[list[bytes], list[bytes]]:
+    """Read the includes and the definitions of a source. Many sources share a header, which is searched once.
+
+    Lines that go on are joined, and a comment is a space.
+    """
+    plain = COMMENT.sub(lambda found: found[1] or b" ", CONTINUED.sub(b"", text))
+    return INCLUDE.findall(plain), DEFINE.findall(plain)
 
 
 def _text(path: Path) -> bytes:
@@ -189,41 +147,3 @@ def compile_source(source: Path, macros: tuple[str, ...], architecture: str) -> 
 def _macro(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     return name, value or "1"
-
-
-def _read(place: Path) -> bytes | None:
-    """The code in a file of the cache; None if there is none, if it is damaged, or if others can have written it."""
-    try:
-        content = trusted.read(place)
-    except OSError:
-        return None
-    except trusted.Untrusted as why:
-        _warn(f"a kernel that was kept is compiled anew: {why}, and code of others is not run.")
-        return None
-    digest, code = content[:DIGEST_SIZE], content[DIGEST_SIZE:]
-    return code if code and DIGEST(code).digest() == digest else None
-
-
-def _write(place: Path, code: bytes) -> None:
-    written = place.with_name(f"{uuid.uuid4().hex}.part")
-    try:
-        trusted.make(place.parent)
-        written.touch(0o644, exist_ok=False)  # other users may read it, if the umask lets them
-        with written.open("wb") as file:
-            file.write(DIGEST(code).digest() + code)
-        os.replace(written, place)
-    except OSError as error:
-        with suppress(OSError):
-            written.unlink()
-        _cannot_keep(f"in {place.parent} ({error.strerror or error})")
-
-
-def _cannot_keep(why: str) -> None:
-    _warn(
-        f"compiled kernels cannot be kept {why}: every process compiles them again, a fraction of a second each. "
-        f"Set {CACHE} to a folder that you can write, and nobody else."
-    )
-
-
-def _warn(what: str) -> None:
-    warn(what, KernelCacheWarning)  # Python shows the same text from the same place once

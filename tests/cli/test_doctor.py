@@ -14,7 +14,7 @@ import torch
 
 from lpq import registry
 from lpq.cli.kernels import OPTIONAL, Rejected, Served
-from lpq.kernels import nvrtc_cache
+from lpq.kernels import code_cache
 from lpq.kernels import table as kernel_table
 
 KERNELS = """
@@ -307,7 +307,7 @@ def test_a_folder_in_which_compiled_kernels_cannot_be_kept_is_told(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", closed)
-    assert nvrtc_cache.why_unkept() == f"{tmp_path}/file/cache cannot be reached (Permission denied)"
+    assert code_cache.why_unkept() == f"{tmp_path}/file/cache cannot be reached (Permission denied)"
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
+import forking
 import pytest
 
 from lpq.kernels import native
+from lpq.kernels.code_cache import KernelCacheWarning
 from lpq.kernels.cuda import SLOTS, _places
 
 pytestmark = pytest.mark.starts
@@ -163,8 +166,42 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, 
     native._made.cache_clear()
     assert native.calls() is None
     assert "no such luck" in str(native.why_not())
-    assert not list((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "cache").exists()
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     native._made.cache_clear()
     assert native.why_not() == "there is no C compiler"
+    native._made.cache_clear()
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda library: b"",
+    "cut off behind a page": lambda library: library[:4096],
+    "cut off before the last page": lambda library: library[:-4096],
+    "zeros inside": lambda library: library[:4096] + bytes(4096) + library[8192:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_library_that_is_damaged_is_made_anew(
+    damage: str, calls: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As a full disk or a power failure leaves it: to load it would end each process of the user, by a signal."""
+    (good,) = Path(os.environ["LPQ_CACHE_DIR"]).iterdir()
+    damaged = tmp_path / good.name
+    damaged.write_bytes(DAMAGES[damage](good.read_bytes()))
+    monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path))
+    ended = forking.python("from lpq.kernels import native; native._made.cache_clear(); print(native.why_not())")
+    assert (ended.status, ended.out) == (0, "None\n")
+    assert damaged.read_bytes() == good.read_bytes()
+
+
+def test_a_library_that_cannot_be_kept_is_made_for_this_process(
+    calls: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LPQ_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    native._made.cache_clear()
+    with pytest.warns(KernelCacheWarning, match="can be written by others"):
+        assert native.calls() is not None
+    assert not list(tmp_path.iterdir())
     native._made.cache_clear()

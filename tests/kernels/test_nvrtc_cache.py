@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lpq.kernels import KernelError, nvrtc_cache
-from lpq.kernels.nvrtc_cache import KernelCacheWarning
+from lpq.kernels import KernelError, code_cache, nvrtc_cache
+from lpq.kernels.code_cache import KernelCacheWarning
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
 
 def kept() -> list[Path]:
     """The files of the cache."""
-    folder = nvrtc_cache.cache_dir()
+    folder = code_cache.cache_dir()
     assert folder is not None
     return list(folder.iterdir())
 
@@ -139,6 +139,18 @@ def test_nobody_sees_a_file_that_is_half_written(
     assert [path.suffix for path in kept()] == [".cubin"]
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the power fails in between there is no file, and not an empty one."""
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(f"{os.fstat(file).st_size} bytes"), fsync(file)))
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("renamed"), replace(*names)))
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == b"code 1"
+    assert done == [f"{len(b'code 1') + code_cache.DIGEST_SIZE} bytes", "renamed"]
+
+
 def test_a_full_disk_leaves_no_half_file(source: Path, compiled: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -184,7 +196,7 @@ def test_many_writers_leave_a_whole_file(source: Path, compiled: list[object]) -
         codes = list(pool.map(lambda _: nvrtc_cache.cubin(source, (), "sm_90a"), range(64)))
     (file,) = kept()
     assert all(code.startswith(b"code ") for code in codes)
-    assert nvrtc_cache.cubin(source, (), "sm_90a") == file.read_bytes()[nvrtc_cache.DIGEST_SIZE :]
+    assert nvrtc_cache.cubin(source, (), "sm_90a") == file.read_bytes()[: -code_cache.DIGEST_SIZE]
 
 
 def test_a_header_that_a_macro_names_belongs_to_the_key(source: Path, tmp_path: Path) -> None:

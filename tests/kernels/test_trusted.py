@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lpq.kernels import nvrtc_cache, trusted
-from lpq.kernels.nvrtc_cache import KernelCacheWarning
+from lpq.kernels import code_cache, nvrtc_cache, trusted
+from lpq.kernels.code_cache import KernelCacheWarning
 
 ANOTHER = 4711
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
@@ -90,7 +90,7 @@ def test_a_folder_that_others_can_write_is_left_alone(
     with pytest.warns(KernelCacheWarning, match=rf"cannot be kept in .*\({folder} (belongs|can be).* LPQ_CACHE_DIR to"):
         assert cubin() == b"code 2"
     assert [p.read_bytes() for p in (tmp_path / "cache" / "lpq").iterdir()] == before
-    assert str(folder) in str(nvrtc_cache.why_unkept())
+    assert str(folder) in str(code_cache.why_unkept())
 
 
 def test_a_sticky_folder_is_no_place_for_files_and_one_for_folders(cubin: Callable[[], bytes], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lpq
-from lpq.kernels.nvrtc_cache import KernelCacheWarning
+from lpq.kernels.code_cache import KernelCacheWarning
 from lpq.registry import warning
 from lpq.registry.warning import warn
 from lpq.tensor import PrecisionWarning
