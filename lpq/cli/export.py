@@ -11,6 +11,7 @@ from lpq.cli.runs import checkpoint_in
 from lpq.registry.errors import OptionError, suggestion
 
 DTYPES = ("bfloat16", "float16", "float32")
+SIBLINGS = ("alike", "any")
 
 Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of lpq, or the directory of a run.")]
 Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write: a new directory, or an empty one.")]
@@ -29,7 +30,10 @@ Dtype = Annotated[
 Leave = Annotated[
     list[str] | None, typer.Option("--leave", metavar="PATTERN", help="Layers that stay in high precision; repeatable.")
 ]
-
+Siblings = Annotated[
+    str,
+    typer.Option("--siblings", help="How layers that engines fuse, as q_proj, k_proj and v_proj, may lie: alike, any."),
+]
 Full = Annotated[bool, typer.Option("--full", help="Name every layer, and how the files hold it.")]
 
 
@@ -40,18 +44,24 @@ def export(
     base: Base = None,
     dtype: Dtype = "",
     leave: Leave = None,
+    siblings: Siblings = "alike",
     full: Full = False,
 ) -> None:
     """Write a checkpoint of lpq for inference engines, with the codes of training, and show what was written."""
     if dtype and dtype not in DTYPES:
         raise OptionError(f"there is no dtype {dtype!r} here: {suggestion(dtype, DTYPES)}")
+    if siblings not in SIBLINGS:
+        raise OptionError(f"there is no siblings={siblings!r}: {suggestion(siblings, SIBLINGS)}")
     import torch  # `lpq export --help` can do without
 
     import lpq
     from lpq.cli.output import table
 
     chosen = getattr(torch, dtype) if dtype else None
-    made = lpq.export(checkpoint_in(checkpoint), directory, layout=layout, base=base, dtype=chosen, leave=leave or ())
+    made = lpq.export(
+        checkpoint_in(checkpoint), directory, layout=layout, base=base, dtype=chosen, leave=leave or (),
+        siblings=siblings,  # type: ignore[arg-type]  # which is one of these
+    )  # fmt: skip
     typer.echo(made)
     if full:
         layers = {name: title for title, names in made.layers.items() for name in names}

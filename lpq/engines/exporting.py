@@ -26,10 +26,9 @@ from lpq.engines.models import entries, shared_layers, unquantized
 from lpq.engines.names import CONFIG
 from lpq.engines.plan import Assigned, Plan, planned
 from lpq.engines.saved import Saved
-from lpq.engines.siblings import fused
+from lpq.engines.siblings import Siblings, fused
 from lpq.engines.writing import Directory, shards
 from lpq.operations.operands import DTYPES
-from lpq.registry import Inputs
 from lpq.registry.showing import listed, number
 from lpq.registry.warning import warn
 
@@ -79,6 +78,7 @@ class Export:
         dtype: torch.dtype | None = None,
         input_amax: Amaxes | None = None,
         leave: Sequence[str] = (),
+        siblings: Siblings = "alike",
         shard_bytes: int = SHARD,
         process_group: dist.ProcessGroup | None = None,
     ) -> Exported:
@@ -99,7 +99,9 @@ class Export:
         weights before a layer encodes them (autocast does not), and in which all else is written; without it, that in
         which FSDP2 gathers weights, or that of each tensor. ``input_amax``: the amax of the inputs of layers, by name,
         for layouts with static scales; without it, what quantizers remember, and with ``{}`` none. ``leave``: names and
-        patterns of layers whose weights stay in high precision. ``shard_bytes``: the most bytes of one file.
+        patterns of layers whose weights stay in high precision. ``siblings``: layers that engines fuse, as ``q_proj``,
+        ``k_proj`` and ``v_proj``, must lie ``"alike"``; with ``"any"`` they need not, for engines that fuse none.
+        ``shard_bytes``: the most bytes of one file.
         """
         ranks = ranks_of(process_group, is_shared(model), "exports")
         target = ranks.each(lambda: place(path))
@@ -109,15 +111,15 @@ class Export:
             return Directory(target, shards(plan, shard_bytes), small)
 
         with ranks.saying(f"nothing is exported to {target}"):
-            plan, source = _planned(model, layout, dtype, input_amax, leave, shard_bytes, ranks)
+            plan, source = _planned(model, layout, dtype, input_amax, leave, siblings, shard_bytes, ranks)
             config = ranks.first(lambda: _config(source.model, base, plan, dtype))
             written = config[CONFIG]
             lacking = [NO_MODEL] if not written.get("architectures") else []
             remarks = plan.remarks(next((str(written[key]) for key in DTYPE if written.get(key)), None))
             directory = ranks.each(lambda: begin() if ranks.rank == 0 else None)
             with directory.discarded_on_error() if directory is not None else nullcontext():
-                _write(plan, directory, ranks)
-        layers = {_title(group.scheme.title, group.inputs): group.layers for group in plan.groups}
+                _write(plan, directory, ranks, siblings)
+        layers = {group.title: group.layers for group in plan.groups}
         return Exported(target, layout, layers, plan.left, (*plan.notes, *source.notes, *lacking, *remarks))
 
     def stream(
@@ -128,6 +130,7 @@ class Export:
         dtype: torch.dtype | None = None,
         input_amax: Amaxes | None = None,
         leave: Sequence[str] = (),
+        siblings: Siblings = "alike",
         process_group: dist.ProcessGroup | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a model as an engine of this layout names and reads them, one after the other.
@@ -139,7 +142,7 @@ class Export:
         """
         ranks = ranks_of(process_group, is_shared(model))
         with ranks.saying("the model cannot be streamed"):
-            plan, _ = _planned(model, layout, dtype, input_amax, leave, SHARD, ranks)
+            plan, _ = _planned(model, layout, dtype, input_amax, leave, siblings, SHARD, ranks)
         return _streamed(plan)
 
 
@@ -160,6 +163,7 @@ def _planned(
     dtype: torch.dtype | None,
     input_amax: Amaxes | None,
     leave: Sequence[str],
+    siblings: Siblings,
     shard_bytes: int,
     ranks: Ranks,
 ) -> tuple[Plan, _Source]:
@@ -168,7 +172,7 @@ def _planned(
     def prepare() -> tuple[Plan, _Source]:
         _check_options(dtype, shard_bytes)
         source = _source(model, dtype, ranks, layout)
-        return planned(source.entries, layout, source.linear, input_amax, leave), source
+        return planned(source.entries, layout, source.linear, input_amax, leave, siblings), source
 
     _check_ranks(model, ranks)
     plan, source = ranks.each(prepare)
@@ -231,7 +235,7 @@ def _config(
     return found
 
 
-def _write(plan: Plan, directory: Directory | None, ranks: Ranks) -> None:
+def _write(plan: Plan, directory: Directory | None, ranks: Ranks, siblings: Siblings) -> None:
     """Gather each tensor on all ranks, and write it on the first, which goes on gathering where that fails: else the
     others would wait for it."""
     failed: list[Exception] = []
@@ -254,7 +258,8 @@ def _write(plan: Plan, directory: Directory | None, ranks: Ranks) -> None:
             raise failed[0]
         if directory is not None:
             directory.publish()
-            _warn_of_siblings(values)
+            if siblings == "alike":
+                _warn_of_siblings(values)
 
     ranks.first(publish)
 
@@ -284,10 +289,6 @@ def _warn_of_siblings(values: Mapping[str, list[float]]) -> None:
             "lpq.calibrate does, of weights that are not stored quantized",
             CheckpointWarning,
         )
-
-
-def _title(title: str, inputs: Inputs | None) -> str:
-    return f"{title}, inputs {'in high precision' if inputs is None else inputs.quantizer}"
 
 
 export = Export()

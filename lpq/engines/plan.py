@@ -14,6 +14,7 @@ from lpq.checkpoint.errors import CheckpointError, UnknownName
 from lpq.engines.checks import check_value
 from lpq.engines.entries import Entry, Pieces, check_fixed
 from lpq.engines.layouts import layout_named, parts_of, schemes_for
+from lpq.engines.siblings import Siblings, check_alike
 from lpq.engines.tensorfile import Shown
 from lpq.registry import Group, Inputs, Part, Scheme
 from lpq.registry.showing import brief, listed, number
@@ -111,6 +112,7 @@ def planned(
     linear: Callable[[set[str]], Iterable[str]],
     input_amax: Mapping[str, Tensor | float] | None,
     leave: Sequence[str],
+    siblings: Siblings,
 ) -> Plan:
     """Find the place of each tensor. ``linear``: the layers that an engine takes for linear ones, but for a set."""
     made = layout_named(layout)
@@ -130,6 +132,7 @@ def planned(
     layers = {layer for group in groups for layer in group.layers}
     apart = [t.layer for t in found if t.entry.layer is not None and t.scheme is None]  # which a name of none has yet
     left = tuple(dict.fromkeys([*linear(layers), *apart]))
+    check_alike(groups, left, siblings)
     high = {t.layer: t.entry.layer.x for t in found if t.scheme is not None and t.inputs is None and t.entry.layer}
     changed = [layer for layer, x in high.items() if x is not None]
     notes = [_note(changed)] if changed else []

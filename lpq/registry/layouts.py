@@ -111,6 +111,11 @@ class Group:
         """Their part of the layout's JSON."""
         return {**self.scheme.config, **(self.inputs.config if self.inputs is not None else {})}
 
+    @property
+    def title(self) -> str:
+        """The way in which they lie, in reports."""
+        return f"{self.scheme.title}, inputs {'in high precision' if self.inputs is None else self.inputs.quantizer}"
+
 
 Described = Callable[[str], tuple[Scheme, Inputs | None] | None]
 """How a layer of this name lies in files; None: in high precision."""

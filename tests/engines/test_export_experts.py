@@ -117,11 +117,13 @@ def test_calibrated_experts_are_imported_with_their_scales(tmp_path: Path) -> No
 
 def test_experts_that_are_left_are_ignored_by_name(tmp_path: Path) -> None:
     model = lpq.convert(Model(), "mxfp8")
-    lpq.export(model, tmp_path / "x", layout=LAYOUT, leave=["experts.1.*"])
+    lpq.export(model, tmp_path / "x", layout=LAYOUT, leave=["experts.1.*"], siblings="any")
     assert tiny.config(tmp_path / "x")["ignore"] == ["router", "experts.1.up_proj", "experts.1.down_proj"]
     assert torch.equal(tensors(tmp_path / "x")["experts.1.up_proj.weight"], model.experts.up_proj.weight[1])
     lpq.convert(model, {"rules": [{"match": "*down_proj", "recipe": "mxfp8"}]})
-    lpq.export(model, tmp_path / "y", layout=LAYOUT)
+    with pytest.raises(CheckpointError, match=r"experts\.up_proj in high precision"):
+        lpq.export(model, tmp_path / "y", layout=LAYOUT)
+    lpq.export(model, tmp_path / "y", layout=LAYOUT, siblings="any")
     assert tiny.config(tmp_path / "y")["ignore"] == ["experts.up_proj", "router"]
     assert torch.equal(tensors(tmp_path / "y")["experts.up_proj.weight"], model.experts.up_proj.weight)
 
