@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 from functools import cached_property
+from types import NoneType
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from lpq import registry
 from lpq.registry.errors import OptionError
+
+VALUES = (bool, int, float, str, NoneType)
+"""The types of what an option may be, but for other quantizers: their values are equal where their texts are."""
+KINDS = "true or false, a number that is not NaN, a word, none or a quantizer"
 
 
 class Options:
@@ -29,6 +34,9 @@ class Options:
             value, hint = getattr(self, field.name), hints[field.name]
             if not _fits(value, hint):
                 raise OptionError.invalid(type(self).__name__, field.name, value, _words(hint))
+            if not (isinstance(value, Options) or (type(value) in VALUES and value == value)):
+                name = f"{type(self).__name__}: option {field.name!r}"
+                raise OptionError(f"{name} is {value!r}; by options quantizers are told apart, so it must be {KINDS}")
             if type(value) in (int, float) and (hint is float or float in get_args(hint)):
                 object.__setattr__(self, field.name, float(value) + 0.0)  # 3 and 3.0, or 0.0 and -0.0, are one text
 

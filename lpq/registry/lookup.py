@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from typing import Any, Literal
 
+from lpq.registry import equality
 from lpq.registry.errors import PluginError
 from lpq.registry.layouts import Layout, Scheme
 from lpq.registry.loader import PluginInfo
@@ -119,6 +120,10 @@ def quantizer_class(name: str) -> Any:
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # a constant that has a hash
         cause = f"format {name} has quantizer={string!r}, which is a dataclass that is not frozen"
         raise _at_fault(plugin, cause, f"declare {found.__qualname__} with @dataclass(frozen=True)")
+    if (fault := equality.fault(found)) is not None:
+        cause = f"a quantizer of format {name}, {found.__qualname__}, {fault}"
+        remedy = "let the dataclass make __eq__ and __hash__ of all options, without eq=False and field(compare=False)"
+        raise _at_fault(plugin, cause, remedy)
     return found
 
 

@@ -200,7 +200,7 @@ OWN_FAULTS = {
     ),
     "an option that cannot be hashed": (
         ('per: Literal["row", "tensor"] = "row"', "per: list = field(default_factory=list)"),
-        "plugin log4 (lpq-log4 1.0) is at fault: it raised TypeError: ",
+        "option 'per' is []; by options quantizers are told apart, so it must be",
     ),
 }
 

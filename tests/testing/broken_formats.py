@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -232,6 +232,50 @@ class Picky(Int8):
         super().__post_init__()
         if self.wide and self.mode == "b":
             raise OptionError("wide goes with mode a only")
+
+
+@dataclass(frozen=True)
+class LeavesOneOut(Int8):
+    """An option that ``==`` leaves out: what was made for one quantizer is taken for another."""
+
+    half: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class IsItself(Int8):
+    """Equal to itself alone."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class ComparesLetters(Int8):
+    """Its own ``==`` takes words for the same that differ in case."""
+
+    mode: str = "a"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ComparesLetters) and self.mode.lower() == other.mode.lower()
+
+    __hash__ = Int8.__hash__
+
+
+class Word(str):
+    """A word that is equal to others."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = str.__hash__
+
+
+@dataclass(frozen=True)
+class TakesWords(Int8):
+    mode: str = "a"
+    step: float = 1.0
 
 
 def right_kernel(operand: Storage, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,35 @@
+"""Whether quantizers are told apart by their options: plans, compiled graphs and kernels are kept for equal ones."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from lpq.registry.errors import words
+from lpq.registry.registry import cached
+
+
+@cached
+def fault(cls: type) -> str | None:
+    """The mistake in ``==`` or ``hash`` of a quantizer class; None if they are those of its options.
+
+    It is asked of quantizers whose options are bare objects, which nothing but ``==`` and ``hash`` can be done to.
+    """
+    same = {field.name: object() for field in fields(cls)}
+    try:
+        if made(cls, same) != made(cls, same) or hash(made(cls, same)) != hash(made(cls, same)):
+            return "is not equal to a copy of itself"
+        for name in same:
+            if made(cls, same) == made(cls, same | {name: object()}):
+                return f"is equal to one with another {name}"
+    except Exception as error:
+        return f"compares by more than its options: == raised {words(error)}"
+    return None
+
+
+def made(cls: type, options: dict[str, object]) -> Any:
+    """A quantizer with these options, which are not checked."""
+    quantizer: Any = object.__new__(cls)
+    for name, value in options.items():
+        object.__setattr__(quantizer, name, value)
+    return quantizer
