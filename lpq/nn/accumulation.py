@@ -6,19 +6,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lpq.torch_private import autograd
+from lpq.nn.wanted import computes
 
 Accumulate = Literal["grad", "main_grad"]
 
 
 def is_summed(node: Any) -> bool:
     """Whether this backward adds the gradient of the weight itself, in place of autograd's node."""
-    try:
-        return autograd.will_execute(node)
-    except RuntimeError as error:  # raised where torch.autograd.grad is to return the gradient
-        if "autograd.grad()" in str(error):
-            return False
-        raise
+    return computes(node, returned=False)
 
 
 def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:

@@ -22,11 +22,13 @@ from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.plan import Plan, Shapes, Step, bind_few, through_dispatcher
 from lpq.nn.siblings import Inputs
+from lpq.nn.wanted import asked, refuse_parts
 from lpq.operations import remember
 from lpq.operations.binding import on_device
 from lpq.operations.operands import State
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.autograd import runs_whole
 from lpq.torch_private.operators import unsafe_view
 from lpq.torch_private.tensors import has_storage
 
@@ -86,6 +88,7 @@ class Multiplication(torch.autograd.Function):
         seen = recomputed.seen(states) if states else None
         ctx.save_for_backward(*x_col, *w_col, *x_stats, *w_stats, *rest, *(() if seen is None else (seen,)))
         ctx.seen = None if seen is None else seen.tolist()
+        ctx.moves = bool(plan.moving)
         ctx.call, ctx.counts = call, (len(x_col), len(w_col), len(x_stats), len(w_stats))
         if bias is not None:
             ctx.bias = bias.dtype
@@ -107,10 +110,15 @@ class Multiplication(torch.autograd.Function):
         for what, tensor, found in ctx.watched:
             if as_it_is(tensor) != found:
                 raise written_since(tensor, what)
-        plan, shapes, step, states, *_, inputs, _, _, _, title = ctx.call
+        plan, shapes, step, *_, inputs, _, _, _, title = ctx.call
         if inputs:
             inputs.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        if step is None or not runs_whole():
+            needs_dx, needs_dw, needs_db = asked(ctx)
+        moves, makes_dx = ctx.moves and (needs_dw or not ctx.needs_input_grad[1]), needs_dx
+        if moves:
+            needs_dx = ctx.needs_input_grad[0]  # states take the statistics of all operands
         sum_so_far = None
         if needs_dw and ctx.call.accumulate is not None and is_summed(ctx.next_functions[1][0]):
             sum_so_far = sum_in_place(ctx.weight, ctx.call.accumulate)
@@ -123,10 +131,12 @@ class Multiplication(torch.autograd.Function):
             step = through_dispatcher(plan, shapes)
         elif not has_storage(dy):
             check_backward(dy)
+        if needs_dx and not makes_dx:
+            step = step._replace(dgrad=None)
         dx = dw = db = None
         if needs_dx or needs_dw:
             with on_device(shapes.device):
-                dx, dw = _gradients(ctx, dy, plan, step, states, sum_so_far)
+                dx, dw = _gradients(ctx, dy, shapes, step, moves, sum_so_far)
         if needs_db:
             db = dy.reshape(-1, shapes.outputs).sum(0).to(ctx.bias)
         return dx, dw, db, None
@@ -139,17 +149,18 @@ def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[tuple[str, Q
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, plan: Plan, step: Step, states: Mapping[str, State], sum_so_far: Tensor | None
+    ctx: Any, dy: Tensor, shapes: Shapes, step: Step, moves: bool, sum_so_far: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     saved = ctx.saved_tensors
     if ctx.seen is not None:
-        recomputed.compare(ctx.seen, saved[-1])
+        recomputed.compare(ctx.call.title, ctx.seen, saved[-1])
     call: Call = ctx.call
+    plan, states = call.plan, call.states
     first, second, third, fourth = ctx.counts
     second += first
     third += second
     fourth += third
-    seed = saved[fourth] if call.plan.stochastic else None
+    seed = saved[fourth] if plan.stochastic else None
     dy_row, dy_col, dy_stats = step.dy.encode(dy, states.get("dy"), seed)
     dx = dw = None
     if step.dgrad is not None:
@@ -165,14 +176,19 @@ def _gradients(
         if sum_so_far is not None:
             sum_so_far.add_(dw)
             dw = None
-    if step.remember is not None and (fourth > third or "w" not in call.plan.moving):
+    if not moves:
+        return dx, dw
+    if torch.compiler.is_compiling():
+        refuse_parts(states)
+    else:
+        ctx.moves = False
+    if step.remember is not None and (fourth > third or "w" not in plan.moving):
         step.remember(states, {"dy": dy_stats, "x": saved[second:third], "w": saved[third:fourth]})
-    elif states:
-        wants_dx, wants_dw = step.dgrad is not None, step.wgrad is not None
+    else:
         if "dy" in states:
-            remember(plan.dy, states["dy"], list(dy_stats), row=wants_dx, col=wants_dw)
+            remember(plan.dy, states["dy"], list(dy_stats), row=shapes.needs_dx, col=shapes.needs_dw)
         if "x" in states:
-            remember(plan.x, states["x"], list(saved[second:third]), col=wants_dw)
+            remember(plan.x, states["x"], list(saved[second:third]), col=shapes.needs_dw)
         if "w" in states and fourth > third:
-            remember(plan.w, states["w"], list(saved[third:fourth]), col=wants_dx)
+            remember(plan.w, states["w"], list(saved[third:fourth]), col=shapes.needs_dx)
     return dx, dw

@@ -20,6 +20,7 @@ from lpq.nn.cached_weight import as_it_is, written_since
 from lpq.nn.encoded_inputs import Buffers
 from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.plan import Plan
+from lpq.nn.wanted import asked
 from lpq.operations.derived_operands import rounds_stochastically
 from lpq.operations.encoded_stacks import encode_stack
 from lpq.operations.group_choice import OfProduct, decoded_at_once
@@ -116,7 +117,7 @@ class GroupedMultiplication(torch.autograd.Function):
         (rows, features), (groups, outputs, _), x_dtype, w_dtype = ctx.shapes
         offs, *saved = ctx.saved_tensors
         seeds, saved = (saved[0], saved[1:]) if plan.stochastic else (None, saved)  # torch 2.11 traces it as a tuple
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        needs_dx, needs_dw, needs_db = asked(ctx)
         dx = dw = db = None
         dgrad, wgrad, x_decoded = ctx.decoded
         if not can_call_directly(dy):  # yet both operands of a product are decoded, or neither is

@@ -26,6 +26,7 @@ from lpq.formats import Storage
 from lpq.nn import recomputed
 from lpq.nn.input_checks import check_backward, check_gradient
 from lpq.nn.plan import Plan
+from lpq.nn.wanted import asked, refuse_parts
 from lpq.operations import remember
 from lpq.operations.binding import Operand, on_device
 from lpq.operations.derived_operands import derive_col, derives_col
@@ -118,6 +119,7 @@ class Multiplication(torch.autograd.Function):
             () if seed is None else (seed,), () if seen is None else (seen,),
         )  # fmt: skip
         ctx.save_for_backward(*(tensor for tensors in saved for tensor in tensors))
+        ctx.moves = bool(call.plan.moving)
         ctx.counts = [len(tensors) for tensors in saved]
         ctx.seen = None if seen is None else seen.tolist()
         ctx.of_x, ctx.of_w = kept[0] if kept else None, w_col[0] if w_col else None
@@ -132,7 +134,7 @@ class Multiplication(torch.autograd.Function):
         check_gradient(ctx.call.title, dy)
         if ctx.call.inputs is not None:
             ctx.call.inputs.clear()
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        needs_dx, needs_dw, needs_db = asked(ctx)
         dx = dw = None
         if needs_dx or needs_dw:
             with on_device(dy.device):
@@ -150,8 +152,10 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
         saved = saved[count:]
     kept, w_col, x_stats, w_stats, seed, seen = taken
     if ctx.seen is not None:
-        recomputed.compare(ctx.seen, seen[0])
-    part, cut = call.dy._replace(row=needs_dx, col=needs_dw), call.gathers_dy
+        recomputed.compare(call.title, ctx.seen, seen[0])
+    static_dx, static_dw = ctx.needs_input_grad[:2]
+    moves = ctx.moves and (needs_dw or not static_dw)  # states take the statistics of all operands
+    part, cut = call.dy._replace(row=needs_dx or (moves and static_dx), col=needs_dw), call.gathers_dy
     x_arriving = _column_operand_begun(call, ctx.of_x.over(kept)) if needs_dw and call.gathers_x is not None else None
     if call.gathers_high:
         assert cut is not None
@@ -182,12 +186,17 @@ def _gradients(ctx: Any, dy: Tensor, needs_dx: bool, needs_dw: bool) -> tuple[Te
         dw = gemm(col, x_col, dtype=w_dtype, fast_accumulate=plan.fast[2] is True)
     if dx is not None:
         dx = (arrived([dx])[0] if call.sums_dx else dx).view(ctx.x_shape)
-    if "dy" in states:
-        remember(plan.dy, states["dy"], encoded.measured, row=needs_dx, col=needs_dw)
-    if "x" in states:
-        remember(plan.x, states["x"], list(x_stats), col=needs_dw)
-    if "w" in states:
-        remember(plan.w, states["w"], list(w_stats), col=needs_dx)
+    if moves:
+        if torch.compiler.is_compiling():
+            refuse_parts(states)
+        else:
+            ctx.moves = False
+        if "dy" in states:
+            remember(plan.dy, states["dy"], encoded.measured, row=static_dx, col=static_dw)
+        if "x" in states:
+            remember(plan.x, states["x"], list(x_stats), col=static_dw)
+        if "w" in states:
+            remember(plan.w, states["w"], list(w_stats), col=static_dx)
     return dx, dw
 
 

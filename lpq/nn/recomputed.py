@@ -53,10 +53,10 @@ def seen(states: States) -> Tensor | None:
     return torch.tensor(_counts(states))
 
 
-def compare(before: list[int], saved: Tensor) -> None:
-    """Refuse backward of a run if its saved tensors were recomputed from other states than it read."""
+def compare(title: str, before: list[int], saved: Tensor) -> None:
+    """Refuse backward of a run of this layer if its saved tensors were recomputed from other states than it read."""
     if saved.tolist() != before:
-        _refuse("a layer with a recipe")
+        _refuse(title)
 
 
 def _counts(states: States) -> list[int]:
@@ -69,5 +69,6 @@ def _refuse(who: str) -> NoReturn:
     raise RuntimeError(
         f"{who}: activation checkpointing runs it again in backward, and what it remembers for delayed scaling has "
         "moved since it ran: it would compute other numbers. That happens where a layer runs several times before "
-        "backward. Leave it out of checkpointing, or give it a recipe that remembers nothing"
+        "backward, or a whole backward runs twice. Leave it out of checkpointing, or give it a recipe that remembers "
+        "nothing"
     )

@@ -14,6 +14,10 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether this backward will run a node. Raises where ``torch.autograd.grad`` returns the gradient that the node
 accumulates."""
 
+runs_whole: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+"""Whether the backward that runs in this thread computes all gradients that it gets to. It does not under
+``torch.autograd.grad`` or with ``inputs=``."""
+
 
 def saves_to_hooks() -> bool:
     """Whether hooks for saved tensors are in force, as activation checkpointing sets them."""

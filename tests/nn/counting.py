@@ -16,20 +16,23 @@ from lpq.operations.bound import Encoder, Wanted
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
-    """The products that layers make from now on."""
+    """The products that layers make from now on, by bound calls or by operators."""
     made: list[Product] = []
-    bind = plan.bind_product
 
-    def noted(product: Product) -> Multiply:
-        run = bind(product)
+    def noting(bind: Callable[[Product], Multiply]) -> Callable[[Product], Multiply]:
+        def noted(product: Product) -> Multiply:
+            run = bind(product)
 
-        def call(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-            made.append(product)
-            return run(a, b, bias)
+            def call(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+                made.append(product)
+                return run(a, b, bias)
 
-        return call
+            return call
 
-    monkeypatch.setattr(plan, "bind_product", noted)
+        return noted
+
+    for name in ("bind_product", "product_through_operators"):
+        monkeypatch.setattr(plan, name, noting(getattr(plan, name)))
     _bind_anew(monkeypatch)
     return made
 

@@ -219,7 +219,7 @@ def test_trees_are_walked() -> None:
 class Asking(torch.autograd.Function):
     """Writes down in backward what autograd says of itself."""
 
-    found: list[tuple[bool, bool]]
+    found: list[tuple[bool, bool, bool]]
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -228,7 +228,8 @@ class Asking(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        Asking.found.append((autograd.graph_task() != -1, autograd.will_execute(ctx.next_functions[1][0])))
+        told = autograd.graph_task() != -1, autograd.runs_whole(), autograd.will_execute(ctx.next_functions[1][0])
+        Asking.found.append(told)
         return dy, dy
 
 
@@ -238,7 +239,7 @@ def test_a_backward_is_seen_and_what_it_will_run() -> None:
     x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     Asking.apply(x, weight).sum().backward()
     Asking.apply(x, weight).sum().backward(inputs=[x])
-    assert Asking.found == [(True, True), (True, False)]
+    assert Asking.found == [(True, True, True), (True, False, False)]
     with pytest.raises(RuntimeError, match=r"autograd\.grad\(\)"):
         torch.autograd.grad(Asking.apply(x, weight).sum(), [weight])
 

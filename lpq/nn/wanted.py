@@ -1,0 +1,68 @@
+"""The gradients that one run of backward asks a layer for, and whether it moves what the layer remembers.
+
+One forward may be followed by several backwards: ``torch.autograd.grad(y, x, retain_graph=True)`` and then another, or
+those of a zero-bubble pipeline, which asks for the gradient of the input first and for that of the weight later. Each
+makes the products that it is asked for. States move once for each forward: in the backward that makes the gradient of
+the weight, or in the first one where the weight is frozen. So a backward for the gradient of the input alone is no
+step: a pipeline that runs one on memory that no data fills, to infer shapes, leaves no mark.
+
+A compiled backward makes all gradients each time and knows nothing of others. So a compiled layer with states that move
+refuses to be asked for some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpq.operations.operands import State
+from lpq.operations.operators import define
+from lpq.torch_private import autograd
+
+
+def asked(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether this backward is to make the gradients of x, of the weight and of the bias."""
+    needs: tuple[bool, bool, bool] = ctx.needs_input_grad[:3]
+    if torch.compiler.is_compiling() or autograd.runs_whole():
+        return needs
+    nodes = ctx.next_functions  # of the arguments that are tensors: a bias that is None has no place
+    x, w, bias = (need and computes(nodes[i][0]) for i, need in enumerate(needs))
+    return x, w, bias
+
+
+def computes(node: Any, returned: bool = True) -> bool:
+    """Whether this backward computes the gradient that goes to a node; ``returned``: the answer where
+    ``torch.autograd.grad`` returns that gradient, which the node does not accumulate then."""
+    try:
+        return autograd.will_execute(node)
+    except RuntimeError as error:
+        if "autograd.grad()" in str(error):
+            return returned
+        raise
+
+
+def refuse_parts(states: Mapping[str, State]) -> None:
+    """Have a compiled backward, which moves these states each time, refuse to be asked for some gradients alone."""
+    torch.ops.lpq.refuse_parts(next(memory for state in states.values() for memory in state.values()))
+
+
+def _refuse_parts(memory: Tensor) -> None:
+    if not autograd.runs_whole():
+        raise RuntimeError(
+            "a compiled layer whose recipe remembers statistics (delayed scaling) was asked for some gradients alone, "
+            "by torch.autograd.grad, inputs= or a pipeline; it makes all of them, and would count a step each time. "
+            "Give PipelineStage input_args= and output_args=, as it infers shapes by such a backward on memory that no "
+            "data fills. Where steps ask so, as in a zero-bubble schedule, leave the layer uncompiled, or give it a "
+            "recipe that remembers nothing"
+        )
+
+
+def _refuse_parts_fake(memory: Tensor) -> None:
+    """Nothing."""
+
+
+# Said to write to the state, so that a compiler keeps it.
+define("refuse_parts(Tensor(a!) memory) -> ()", _refuse_parts, _refuse_parts_fake)

@@ -1,0 +1,95 @@
+"""Pipelines: layers that remember count one step for each micro-batch, whatever the schedule, and none for shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import lpq
+from lpq.distributed import tensor_parallel as tp
+from lpq.torch_private.tensors import local_part
+
+WIDTH, ROWS, BATCHES = 32, 16, 4
+
+
+def part(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def _pipeline(rank: int, zero_bubble: bool, frozen: bool) -> None:
+    """``frozen`` layers are given the shapes; for others torch finds them by passes over memory that no data fills."""
+    ranks, own = dist.get_world_size(), 2 if zero_bubble else 1
+    numbers = [rank + i * ranks for i in range(own)]
+    parts = [lpq.convert(part(number), "fp8-delayed") for number in numbers]
+    shape = {name: (torch.zeros(ROWS, WIDTH, requires_grad=True),) for name in ("input_args", "output_args")}
+    device, how = torch.device("cpu"), shape if frozen else {}
+    stages = [
+        PipelineStage(module, number, own * ranks, device, **how) for module, number in zip(parts, numbers, strict=True)
+    ]
+    for module in parts:
+        module[2].requires_grad_(not frozen)  # type: ignore[index]
+    with pytest.MonkeyPatch.context() as patch:  # such memory holds anything
+        empty = torch.empty
+        patch.setattr(torch, "empty", lambda *a, **k: filled(empty(*a, **k)))
+        scheduled: Any = ScheduleInterleavedZeroBubble if zero_bubble else ScheduleGPipe
+        schedule = scheduled(stages if zero_bubble else stages[0], BATCHES, loss_fn=loss, scale_grads=False)
+        torch.manual_seed(7)
+        x, target = torch.randn(2, BATCHES * ROWS, WIDTH)
+        given = (x,) if 0 in numbers else ()
+        schedule.step(*given, **({"target": target} if own * ranks - 1 in numbers else {}))
+    for module in parts:
+        for name, history in module.named_buffers():
+            if name.endswith("history"):
+                assert int((history != 0).sum()) == BATCHES, name
+                assert history.max() < 100, name
+
+
+def filled(memory: Tensor) -> Tensor:
+    return memory.fill_(5e19) if memory.dtype == torch.float32 and memory.shape[-1:] == (WIDTH,) else memory
+
+
+@pytest.mark.parametrize(("zero_bubble", "frozen"), [(False, False), (True, False), (True, True)])
+def test_each_micro_batch_is_one_step(zero_bubble: bool, frozen: bool) -> None:
+    spawn(_pipeline, 2, zero_bubble, frozen)
+
+
+def _in_parts(rank: int) -> None:
+    """The gradients of the input first, and of the weights later, under tensor parallelism."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    found: list[list[Tensor]] = []
+    for together in (True, False):
+        net = lpq.convert(part(0), "fp8-delayed")
+        plan = {"0": tp.ColwiseParallel(input_layouts=Shard(0)), "2": tp.RowwiseParallel(output_layouts=Shard(0))}
+        parallelize_module(net, mesh, plan)
+        grads: list[Tensor] = []
+        for step in range(2):
+            draw = torch.Generator().manual_seed(step)
+            x = (torch.randn(ROWS * ranks, WIDTH, generator=draw) * (step + 1)).chunk(ranks)[rank].clone()
+            y, weights = net(x.requires_grad_()).square().mean(), list(net.parameters())
+            if together:
+                grads += torch.autograd.grad(y, [x, *weights])
+            else:
+                grads += torch.autograd.grad(y, x, retain_graph=True)
+                grads += torch.autograd.grad(y, weights, retain_graph=True)
+                torch.autograd.grad(y, weights)
+        found.append([local_part(t) for t in (*grads, *net.buffers())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_backward_in_parts_under_tensor_parallelism() -> None:
+    spawn(_in_parts, 2)
