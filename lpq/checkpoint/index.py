@@ -7,11 +7,14 @@ an index must have. All else in the file is left out or refused.
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import pickletools
+from collections import Counter
 from collections.abc import ItemsView, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, ClassVar, NoReturn, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -36,6 +39,18 @@ KNOWN = {
 """The names to which DCP's indexes refer. Most are not needed here; any other name is an error that names it."""
 LIMIT = 2**62
 """A number above all sizes and offsets."""
+DIMENSIONS = 64
+"""The most dimensions that a tensor of torch has."""
+OPCODES = {
+    "PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1",
+    "SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND",
+    "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "MEMOIZE",
+    "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET",
+}  # fmt: skip
+"""The instructions of which ``pickle.dump`` makes an index. None of them takes more memory than it has bytes."""
+CODES = {ord(known.code) for known in pickletools.opcodes if known.name in OPCODES}
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+"""The dtypes by name. A name is not looked up in ``torch``, which imports much for some."""
 
 
 class Record:
@@ -62,19 +77,33 @@ class Record:
         self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler in Python: its memo is a table, and its keys can be judged before they are hashed."""
+
+    dispatch: ClassVar = {
+        **{code: run for code, run in pickle._Unpickler.dispatch.items() if code in CODES},
+        pickle.SETITEM[0]: lambda reader: _set(reader, pickle.SETITEM[0], slice(-2, -1)),
+        pickle.SETITEMS[0]: lambda reader: _set(reader, pickle.SETITEMS[0], slice(None, None, 2)),
+    }
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._known: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> type[Record]:
         full = f"{module}.{name}"
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in KNOWN.get(module, ()):
+        if not (module == "torch" and name in DTYPES) and name not in KNOWN.get(module, ()):
             raise CheckpointError(f"it refers to {full[:200]!r}, which is no part of an index: do not trust it")
         if full not in self._known:
             self._known[full] = type(name, (Record,), {"__slots__": (), "name": full})
         return self._known[full]
+
+
+def _set(reader: Any, code: int, keys: slice) -> None:
+    """Set items whose keys are texts or records: the hash of a nested tuple may take for ever."""
+    if not all(type(key) is str or isinstance(key, Record) for key in reader.stack[keys]):
+        _refuse("the name of a tensor")
+    pickle._Unpickler.dispatch[code](reader)
 
 
 def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
@@ -83,8 +112,7 @@ def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
     Each tensor is covered by its pieces, and each piece lies in one of the files.
     """
     try:
-        with (path / INDEX).open("rb") as stream:
-            read = _Unpickler(stream).load()
+        read = _Unpickler(io.BytesIO((path / INDEX).read_bytes())).load()
         return _made(read, sizes)
     except CheckpointError as error:
         raise CheckpointError(f"its index ({INDEX}) is refused: {error}") from error
@@ -100,11 +128,15 @@ def _made(read: Any, sizes: Mapping[str, int]) -> Metadata:
     """The index that a record of one describes."""
     whole = _state(read, f"{METADATA}.Metadata", "state_dict_metadata", "storage_data")
     places: dict[MetadataIndex, StorageInfo] = {}
+    filled = Counter[str]()
     for key, value in _entries(whole["storage_data"]):
         index, place = _index(key), _place(value, sizes)
         if index in places:
             raise CheckpointError(f"it has a piece of {shown(index.fqn)} twice: do not trust it")
         places[index] = place
+        filled[place.relative_path] += place.length
+    if shared := [name for name, length in filled.items() if length > sizes[name]]:
+        raise CheckpointError(f"its pieces have more bytes than {shared[0]}, in which they lie: do not trust it")
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, entry in _entries(whole["state_dict_metadata"]):
         if type(name) is not str:
@@ -191,7 +223,12 @@ def _is_number(value: Any) -> bool:
 def _size(value: Any) -> torch.Size:
     if _is(value, "torch.Size"):
         numbers = value.args[0] if value.args else ()
-        if len(value.args) <= 1 and type(numbers) is tuple and all(map(_is_number, numbers)):
+        if (
+            len(value.args) <= 1
+            and type(numbers) is tuple
+            and len(numbers) <= DIMENSIONS
+            and all(map(_is_number, numbers))
+        ):
             return torch.Size(numbers)
     _refuse("a size")
 
@@ -200,7 +237,7 @@ def _dtype(properties: Any) -> torch.dtype:
     if _is(properties, f"{METADATA}.TensorProperties") and type(properties.state) is tuple and properties.state:
         known = properties.state[0]
         if isinstance(known, type) and issubclass(known, Record):
-            dtype = getattr(torch, known.__name__, None)
-            if isinstance(dtype, torch.dtype):
+            dtype = DTYPES.get(known.name.removeprefix("torch."))
+            if dtype is not None:
                 return dtype
     _refuse("a dtype")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.files import place
+from lpq.checkpoint.files import check_archive, place
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
 from lpq.recipes import Policy, Steps
@@ -99,7 +99,12 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
         why = error if isinstance(error, CheckpointError) else f"its {DESCRIPTION} is damaged: {words(error)}"
         raise CheckpointError(f"checkpoint {path} cannot be read: {why}") from error
     try:
-        beside: dict[str, Any] = torch.load(path / EXTRA, map_location="cpu", weights_only=True)
+        with (path / EXTRA).open("rb") as file:
+            check_archive(file, found.sizes[EXTRA])
+            file.seek(0)
+            beside: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: its {EXTRA}: {error}") from error
     except Exception as error:  # torch's message advises to load the file unsafely
         raise CheckpointError(
             f"checkpoint {path} cannot be read: its {EXTRA} holds something else than tensors and plain data, or is "

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.futures import Future
 
 from lpq.checkpoint import files
-from lpq.checkpoint.errors import CheckpointError
+from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.index import read_index
+from lpq.registry.errors import words
 
 
 class Reader(FileSystemReader):
@@ -41,12 +44,36 @@ class Reader(FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Make sure that the files from which this rank reads are here, before any rank reads."""
-        for name in sorted({self.storage_data[item.storage_index].relative_path for item in plan.items}):
+        pieces = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        for name in sorted({piece.relative_path for piece in pieces.values()}):
             if (found := files.fault(self._folder, name, self._sizes[name], None)) is not None:
                 raise CheckpointError(found)
+        for index, piece in pieces.items():
+            with self._naming(index), (self._folder / piece.relative_path).open("rb") as file:
+                before = piece.offset % ALLOCATIONGRANULARITY
+                size, start = before + piece.length, piece.offset - before
+                with mmap(file.fileno(), size, access=ACCESS_READ, offset=start) as piece_of_file:
+                    files.check_archive(piece_of_file, size)
         return plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         """Fill the tensors."""
         self.begun = True
-        return super().read_data(plan, planner)
+        for item in plan.items:
+            with self._naming(item.storage_index):
+                super().read_data(LoadPlan([item]), planner).wait()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @contextmanager
+    def _naming(self, index: MetadataIndex) -> Iterator[None]:
+        """Name the file and the tensor in an error inside. The file has its digest, so torch's words lead nowhere."""
+        try:
+            yield
+        except Exception as error:
+            why = "it is not what the index says of it, so one of them was changed"
+            if isinstance(error, CheckpointError | OSError | MemoryError):
+                why = words(error)
+            name = self.storage_data[index].relative_path
+            raise CheckpointError(f"{name} cannot be read for its piece of {shown(index.fqn)}: {why}") from error

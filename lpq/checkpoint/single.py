@@ -21,7 +21,7 @@ from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.claim import whole_file
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.files import place
+from lpq.checkpoint.files import check_archive, place
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
 from lpq.checkpoint.model import PREFIX, Model, is_extra, is_shared
@@ -128,6 +128,9 @@ def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict
 
 
 def _opened(source: Path) -> dict[str, Any]:
+    if source.is_file() and zipfile.is_zipfile(source):
+        with source.open("rb") as file:
+            check_archive(file, source.stat().st_size)
     try:
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:

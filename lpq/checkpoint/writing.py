@@ -120,9 +120,9 @@ class Writer(FileSystemWriter):
     def _tidy(self, keep: int) -> None:
         """Remove all checkpoints of the run but the last whole ones up to this one: it did not go on from the others.
 
-        One counts as whole if its files have their sizes. Whole ones of later steps stay until the second save after the
-        run went back, and the first names them. Files that another job is writing stay, and so does, with a warning, what
-        has the name of a checkpoint and was not written by lpq.
+        One counts as whole if its files have their sizes. Whole ones of later steps stay until the second save after
+        the run went back, and the first names them. What another job is writing stays, and what has the name of a
+        checkpoint and was not written by lpq, with a warning.
         """
         found = steps_in(self.target.parent)
         match = STEP.fullmatch(self.target.name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
@@ -181,6 +183,102 @@ def _archive(program: bytes) -> bytes:
 def _written(path: Path, raw: bytes) -> Path:
     path.write_bytes(raw)
     return path
+
+
+# ------------------------------------------------------------------------------ time and memory
+
+
+def _nested(times: int) -> bytes:
+    """A key of two tuples that are one, so many times: its hash takes 2 to that power of steps."""
+    return b"}K\x01" + b"2\x86" * times + b"Ns"
+
+
+def _nested_by_memo(times: int) -> bytes:
+    return b"}K\x01q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) for i in range(times)) + b"Ns"
+
+
+def _wide(path: Path) -> bytes:
+    """An index whose every piece lies in the same bytes."""
+    found = opcodes.index_of(path)
+    tensors = found.state_dict_metadata
+    (key,) = (key for key in found.storage_data if key.fqn == NAME)
+    for i in range(100):
+        tensors[f"model.{i}.more"] = tensors[NAME]
+        found.storage_data[metadata.MetadataIndex(f"model.{i}.more", torch.Size((0, 0)))] = found.storage_data[key]
+    return pickle.dumps(found)
+
+
+def test_no_index_takes_more_time_or_memory_than_it_has_bytes(path: Path) -> None:
+    raw, plain = (path / ".metadata").read_bytes(), pickle.dumps(opcodes.index_of(path), 2)
+    for program, words in (
+        (_nested(45), "KeyError"),
+        (_nested_by_memo(45), "the name of a tensor is not as an index has it"),
+        (b")" + b"\x85" * 100_000 + b"}" + b"Ns", "IndexError|the name of a tensor"),
+        (b"}" + b")" + b"\x85" * 100_000 + b"Ns", "the name of a tensor"),
+        (b"\x96" + b"\xff" * 4 + b"\x00" * 4, "KeyError"),
+    ):
+        put(path, ".metadata", raw[:2] + program + raw[2:])
+        refused(path, rf"its index \(\.metadata\) is refused: .*({words})")
+    put(path, ".metadata", plain[:-1] + b"r" + (2**26).to_bytes(4, "little") + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    checkpoint.load(path, net := model(0.0))  # as a memo of few entries, one of which has a large number
+    assert net[0].weight[0, 0] == 10.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (100 << 10)
+    put(path, ".metadata", _wide(path))
+    refused(path, r"its pieces have more bytes than __0_0\.distcp, in which they lie")
+
+
+def test_no_name_is_looked_up_in_torch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch imports much for some."""
+    raw, asked = (path / ".metadata").read_bytes(), list[str]()
+    put(path, ".metadata", b"\x80\x02ctorch\nof_nobody\n" + raw[2:])
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    refused(path, r"it refers to 'torch\.of_nobody', which is no part of an index")
+    assert "of_nobody" not in asked
+
+
+def _deflated(raw: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as made:
+        for record in archive.infolist():
+            made.writestr(record.filename, archive.read(record), compress_type=zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def test_no_record_is_inflated(path: Path, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(1 << 20), buffer)
+    bomb = _deflated(buffer.getvalue())
+    found, data = opcodes.index_of(path), (path / "__0_0.distcp").read_bytes()
+    kept = (path / "extra.pt").read_bytes()
+    put(path, "extra.pt", _deflated(kept))
+    refused(path, r"its extra\.pt: it has records that are compressed")
+    put(path, "extra.pt", kept)
+    (key,) = (key for key in found.storage_data if key.fqn == NAME)
+    found.storage_data[key] = replace(found.storage_data[key], offset=len(data), length=16_384)
+    put(path, "__0_0.distcp", data + b"\0" * (16_384 - len(bomb)) + bomb)
+    put(path, ".metadata", pickle.dumps(found))
+    refused(path, r"__0_0\.distcp cannot be read for its piece of 0\.weight: .* compressed")
+    (tmp_path / "one.pt").write_bytes(bomb)
+    with pytest.raises(CheckpointError, match="records that are compressed"):
+        checkpoint.import_file(tmp_path / "one.pt", model(0.0))
+
+
+def test_a_piece_that_is_another_one_is_named(path: Path) -> None:
+    """Its file has its digest, so whoever changed it changed that, too."""
+    found, data = opcodes.index_of(path), (path / "__0_0.distcp").read_bytes()
+    place = next(place for key, place in found.storage_data.items() if key.fqn == NAME)
+    for wrong in (torch.zeros(64), [1], torch.zeros(3, 3)):
+        buffer = io.BytesIO()
+        torch.save(wrong, buffer)
+        piece = b"\0" * (place.length - len(buffer.getvalue())) + buffer.getvalue()
+        put(path, "__0_0.distcp", data[: place.offset] + piece + data[place.offset + place.length :])
+        words = (
+            r"partly overwritten: .*__0_0\.distcp cannot be read for its piece of 0\.weight: it is not what the index"
+        )
+        with pytest.raises(CheckpointError, match=words) as raised:
+            checkpoint.load(path, model(0.0))
+        assert "line" not in str(raised.value)
 
 
 # ------------------------------------------------------------------------------ what an index says
