@@ -88,8 +88,8 @@ def calibrate(
 
     ``model`` was converted by ``lpq.convert`` and may be sharded; then all ranks call this, each with ``batches`` of
     its own, or those that share out layers by tensor parallelism with the same ones. If ranks do not share the model,
-    rank 0 calls it alone, or all with ``process_group=torch.distributed.group.WORLD``. Its layers get static recipes, for
-    training, evaluation and ``lpq.export``. The result is the same to the bit however weights are sharded and
+    rank 0 calls it alone, or all with ``process_group=torch.distributed.group.WORLD``. Its layers get static recipes,
+    for training, evaluation and ``lpq.export``. The result is the same to the bit however weights are sharded and
     whichever rank has which batch. It runs in evaluation, without gradients, under the recipes that the model has, but
     for scales that are static already.
 
@@ -143,7 +143,7 @@ def calibrate(
 
 
 def _searched(chosen: Sequence[Target], search: str | None) -> tuple[str, ...]:
-    """The layers in which scales of blocks of the weight are searched; an error if that is wanted and there are none."""
+    """The layers in which scales of blocks of the weight are searched; an error if none is and that is wanted."""
     searched = tuple(target.name for target in chosen if search is not None and searches(target))
     if search is not None and not searched:
         raise CalibrationError(
