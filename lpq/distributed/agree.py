@@ -45,7 +45,7 @@ def together(parameters: Iterable[Tensor], what: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    found = exchange(words(error) if error is not None else None, _groups(parameters))
+    found = exchange(words(error) if error is not None else None, groups_of(parameters))
     if error is not None:
         raise error
     if faults := {rank: fault for rank, fault in found.items() if fault is not None}:
@@ -157,13 +157,12 @@ def message(raised: BaseException) -> str:
     return str(raised) if isinstance(raised, LpqError) else words(raised)
 
 
-def _groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
+def groups_of(parameters: Iterable[Tensor], others: Iterable[ProcessGroup] = ()) -> list[ProcessGroup]:
     """The groups of all dimensions of all meshes over which these parameters lie, in the order of the parameters, which
-    is the same on all ranks."""
+    is the same on all ranks, and those of the ``others`` that join more ranks."""
     found: dict[tuple[int, ...], ProcessGroup] = {}
-    for parameter in parameters:
-        if isinstance(parameter, DTensor):
-            for group in parameter.device_mesh.get_all_groups():
-                if group.size() > 1:
-                    found.setdefault(same_ranks(group), group)
+    meshes = (parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
+    for group in [*(group for mesh in meshes for group in mesh.get_all_groups()), *others]:
+        if group.size() > 1:
+            found.setdefault(same_ranks(group), group)
     return list(found.values())

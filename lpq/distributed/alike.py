@@ -1,31 +1,32 @@
-"""A check that the ranks which share weights out have the same model: different recipes would be mixed in silence.
+"""A check that the ranks which share a model have the same one: different recipes would be mixed in silence.
 
-They compare one hash, in a collective of a few words, before the first gather, when a recipe has changed, and in every
-forward while a later step may change one; where lpq gathers no weight, before steps of optimizers. Where it differs,
-they exchange descriptions of their models, and all raise.
+Which ranks share a layer follows from where its weight lies: over all dimensions of its device mesh, and over the
+replicas of a DistributedDataParallel. They compare one hash, in a collective of a few words, before weights or operands
+travel, when a recipe has changed, and again and again while a later step may change one. Where it differs, they
+exchange descriptions of their models, and all raise.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lpq.distributed.agree import exchange
-from lpq.distributed.shard import WeightShard
+from lpq.distributed.agree import exchange, groups_of
 from lpq.operations.reduce_statistics import same_ranks
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
+from lpq.torch_private.collectives import all_reduce
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from lpq.torch_private.fsdp import Site
+    from lpq.distributed.replicas import Replicas
 
 WORDS = 4
 BITS = 30
@@ -36,79 +37,158 @@ PATIENCE = 30.0
 REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
 
 
-def check_alike(sites: Mapping[nn.Module, Site], names: Mapping[nn.Module, str]) -> list[Site]:
-    """Raise on all ranks if those that share out these parameters, or hold replicas of them, have different ones. It
-    takes a collective for each set of ranks; return a parameter of each."""
-    shared: dict[tuple[int, ...], list[tuple[nn.Module, Site]]] = {}
-    for module, site in sites.items():
-        shared.setdefault(same_ranks(site.group), []).append((module, site))
-    for parts in shared.values():
-        texts = [_described(names[module], module, site) for module, site in parts]
-        site = parts[0][1]
-        if not _equal(texts, _groups(site), site.device):
-            difference = _first_difference(exchange(texts, _groups(site)))
+class Stages(Protocol):
+    """The steps of a policy, as far as ranks compare them."""
+
+    step: int
+
+    @property
+    def moving(self) -> bool:
+        """Whether a later step may change a recipe."""
+
+
+class Joined(NamedTuple):
+    """Ranks that share a weight."""
+
+    groups: tuple[str, ...]
+    """The names of the groups that join them, one for each dimension of a mesh. A group itself would be kept alive."""
+    device: torch.device
+    """Where the weight is."""
+
+
+class Comparison:
+    """The knowledge of the other ranks' models at one place at which ranks compare them."""
+
+    def __init__(self) -> None:
+        self.alike = False
+        """Whether there is nothing to compare until a recipe changes."""
+        self.moving = False
+        """Whether later steps might change a recipe, on all ranks: so all compare their steps at this place again."""
+        self._joined: list[Joined] = []
+        self._stages: list[Stages] = []
+
+    def compare(self, part: nn.Module, replicas: Replicas | None = None) -> None:
+        """Compare the model around ``part``, unless its steps alone can differ, and are equal. Raise on all ranks if
+        models differ. With ``replicas``, those of a DistributedDataParallel are compared as well."""
+        from lpq.torch_private import fsdp  # which imports FSDP2
+
+        steps = f"{self.alike}, steps {[stages.step for stages in self._stages]}"
+        if self.moving and are_equal(steps, self._joined) and self.alike:
+            return
+        around = fsdp.outermost(part)  # a part of a model may have been converted, and the whole sharded
+        self._joined = check_alike(around, replicas)
+        stages = {id(found): found for m in around.modules() if (found := getattr(m, "stages", None)) is not None}
+        self._stages = [*stages.values()]
+        self.moving = bool(self._joined) and any(found.moving for found in self._stages)
+        self.alike = True
+
+
+def check_alike(root: nn.Module, replicas: Replicas | None = None) -> list[Joined]:
+    """Raise on all ranks if those that share a layer of this model have different ones. It takes a collective for each
+    dimension of each set of ranks; return these."""
+    shared: dict[tuple[tuple[int, ...], ...], tuple[Joined, list[ProcessGroup], list[str]]] = {}
+    for text, params, device in _layers(root):
+        groups = groups_of(params, () if replicas is None else replicas.of(params))
+        if groups:
+            joined = Joined(tuple(group.group_name for group in groups), device)
+            shared.setdefault(tuple(map(same_ranks, groups)), (joined, groups, []))[2].append(text)
+    for joined, groups, texts in shared.values():
+        if not are_equal("\n".join(texts), [joined]):
+            difference = _first_difference(exchange(texts, groups))
             raise RuntimeError(f"the ranks do not have the same model: {difference}. {REMEDY}")
-    return [parts[0][1] for parts in shared.values()]
+    return [joined for joined, _, _ in shared.values()]
 
 
-def are_equal(text: str, sites: Sequence[Site]) -> bool:
-    """Whether all ranks that share out these parameters, or hold replicas of them, pass the same text; a collective for
-    each set of ranks."""
-    return _equal([text], [group for site in sites for group in _groups(site)], sites[0].device)
-
-
-def _groups(site: Site) -> list[ProcessGroup]:
-    return [group for group in (site.group, site.replicas) if group is not None and group.size() > 1]
-
-
-def _described(name: str, module: nn.Module, site: Site) -> str:
-    """A description of a parameter that must be equal on all ranks: its module's name, class, recipe and so on."""
-    local, shape = site.local, list(site.param.shape)
-    kind = type(module).__name__.removeprefix("FSDP")
-    if isinstance(local, QuantizedTensor):
-        how = f"stored as {local.quantizer}"
-    else:
-        how = "in high precision" if not isinstance(local, WeightShard) else "gathered quantized"
-    text = f"{name}: {kind} with a weight {shape} of {site.dtype}, {how}"
-    if not hasattr(module, "weight_quantizer"):
-        return text
-    layer: Any = module
-    text += f", recipe {layer.recipe.text if layer.recipe is not None else None}"
-    if layer.schedule is None or len(layer.schedule.pieces) == 1:
-        return text
-    at_step = layer.stages is not None and layer.stages.was_set
-    return f"{text}, at step {layer.stages.step} of ({layer.schedule})" if at_step else f"{text}, before lpq.set_step"
-
-
-def _equal(texts: Sequence[str], groups: Sequence[ProcessGroup], device: torch.device) -> bool:
-    """Whether all ranks of these groups pass the same texts, of which each makes one hash."""
-    import torch.distributed as dist
-
-    number = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:16], "big")
+def are_equal(text: str, joined: Sequence[Joined]) -> bool:
+    """Whether all of these ranks pass the same text; a collective for each dimension of each set of them."""
+    number = digest(text)
     words = [number >> (BITS * i) & LIMIT for i in range(WORDS)]
-    both = torch.tensor([*words, *(LIMIT - word for word in words)], dtype=torch.int32, device=device)
+    words += [LIMIT - word for word in words]
+    both = torch.tensor(words, dtype=torch.int32, device=joined[0].device if joined else None)
     waits = Timer(PATIENCE, _warn_of_waiting)
     waits.daemon = True
     waits.start()
     try:
-        for group in groups:
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        for ranks in joined:
+            for group in ranks.groups:
+                both = all_reduce(both.to(ranks.device), "max", group)
         found = both.view(2, -1).tolist()
     except RuntimeError as error:
         raise RuntimeError(
-            "ranks compare recipes that are new before weights are gathered or, with weights=None, before an optimizer "
-            f"writes to them, and another rank did not, or is gone. {REMEDY}, before the same forward ({error})"
+            "ranks compare recipes that are new before weights or operands travel or, where none does, before an "
+            f"optimizer writes to weights, and another rank did not, or is gone. {REMEDY}, before the same forward "
+            f"({error})"
         ) from error
     finally:
         waits.cancel()
     return all(a + b == LIMIT for a, b in zip(*found, strict=True))
 
 
+def digest(text: str) -> int:
+    """A number of 120 bits, equal for equal texts."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:15], "big")
+
+
+def description(name: str, module: nn.Module) -> str:
+    """A description of the converted layers of a module that must be equal on all ranks."""
+    return "\n".join(_described(n, m, [*m.parameters()]) for n, m in module.named_modules(prefix=name) if _converted(m))
+
+
+def differing(texts: Mapping[int, str]) -> str:
+    """How the descriptions of these ranks differ, in words."""
+    return _first_difference({rank: text.split("\n") for rank, text in texts.items()})
+
+
+def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.device]]:
+    """The layers whose weight FSDP2 shards, and all that are converted: a description, parameters, and the device."""
+    from lpq.distributed.shard import WeightShard
+    from lpq.torch_private import fsdp
+
+    names = {module: name for name, module in root.named_modules()}
+    weights, sharded = fsdp.sites(root, "weight"), fsdp.sites(root)
+    for module in dict.fromkeys([*weights, *filter(_converted, names)]):
+        site = weights.get(module, sharded.get(module))
+        params = [site.param] if site is not None else [*module.parameters()]
+        if not params:
+            continue
+        how, dtype, device = "", params[0].dtype, params[0].device
+        if site is not None:
+            local, dtype, device = site.local, site.dtype, site.device
+            high = ", gathered quantized" if isinstance(local, WeightShard) else ", in high precision"
+            how = f", stored as {local.quantizer}" if isinstance(local, QuantizedTensor) else high
+        yield _described(names[module], module, params, dtype, how), params, device
+
+
+def _converted(module: nn.Module) -> bool:
+    return hasattr(module, "recipe") and hasattr(module, "static_values")
+
+
+def _described(
+    name: str, module: nn.Module, params: Iterable[Tensor], dtype: torch.dtype | None = None, how: str = ""
+) -> str:
+    """A description of a layer that must be equal on all ranks: its name, class, recipe and so on."""
+    kind, (weight, *_) = type(module).__name__.removeprefix("FSDP"), params
+    text = f"{name}: {kind} with a weight {[*weight.shape]} of {dtype or weight.dtype}{how}"
+    if not _converted(module):
+        return text
+    layer: Any = module
+    text += f", recipe {layer.recipe.text if layer.recipe is not None else None}"
+    if (layouts := getattr(module, "layouts", None)) is not None:
+        text += f", input {layouts.input}, output {layouts.output}"
+    if (sent := getattr(module, "dispatched", None)) is not None:
+        text += f", rows dispatched {'encoded' if sent == 'encoded' else 'in high precision'}"
+    schedule, stages = getattr(module, "schedule", None), layer.__dict__.get("stages")
+    if schedule is None or len(schedule.pieces) == 1:
+        return text
+    at_step = stages is not None and stages.was_set
+    return f"{text}, at step {stages.step} of ({schedule})" if at_step else f"{text}, before lpq.set_step"
+
+
 def _warn_of_waiting() -> None:
     warn(
-        f"ranks compare their models before weights are gathered or, with weights=None, before an optimizer writes to "
-        f"them, and another rank has not for {PATIENCE:.0f} s. It is late, or it never will: with another weights= it "
-        f"compares at another time, and if its model was not converted, never. {REMEDY}"
+        f"ranks compare their models before weights or operands travel or, with weights=None, before an optimizer "
+        f"writes to weights, and another rank has not for {PATIENCE:.0f} s. It is late, or it never will: with another "
+        f"weights= it compares at another time, and if its model was not converted, never. {REMEDY}"
     )
 
 

@@ -1,73 +1,126 @@
-"""The check of a model whose weights lpq does not gather: that ranks which share it out have the same recipes.
+"""The check that ranks which share out a model have the same one, where lpq gathers none of its weights.
 
-Nothing of lpq runs before such weights are gathered, so ranks compare before an optimizer writes to them.
+Layers that share their work with other ranks, under tensor parallelism, call it before their passes. Nothing of lpq
+runs before FSDP2 gathers weights in high precision, or where a DistributedDataParallel holds replicas: so ranks compare
+before an optimizer writes to weights, too.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, steps
 
 if TYPE_CHECKING:
-    from lpq.torch_private.fsdp import Site
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+FREE = ("cpu",)
+"""Devices that the host need not wait for."""
+MOST = 1024
+"""The number of different inputs that are remembered."""
 
 
-class Stages(Protocol):
-    """The steps of a policy, as far as ranks compare them."""
+class Given(NamedTuple):
+    """All of an input on which the collectives of a pass depend. It is equal on all ranks of a mesh."""
 
-    step: int
+    shape: torch.Size
+    dtype: torch.dtype
+    placements: Any
+    """How it lies over the mesh, if it is a DTensor; its shape is then that of the whole."""
+    gradients: tuple[bool, bool]
+    """Whether the input and the weight get gradients."""
 
-    @property
-    def moving(self) -> bool:
-        """Whether a later step may change a recipe."""
+    def __str__(self) -> str:
+        over = "" if self.placements is None else f" over the mesh as {self.placements}"
+        named = zip(("its input", "its weight"), self.gradients, strict=True)
+        trained = " and ".join(name for name, wanted in named if wanted) or "neither"
+        return f"an input {[*self.shape]} of {self.dtype}{over}, gradients of {trained}"
 
 
 class Compared(Watcher):
-    """Compares a model before the first step of its optimizer, before the first one after a recipe has changed, and,
-    while recipes may change by step, before each: a rank cannot see that another one alone was given a step."""
+    """Compares a model before the first pass of a layer that ranks share and before the first step of its optimizer,
+    before the first ones after a recipe has changed, and, while recipes may change by step, before each: a rank cannot
+    see that another one alone was given a step."""
 
-    def __init__(self, model: nn.Module, stages: Stages | None) -> None:
-        self.alike = False
-        """Whether there is nothing to compare until a recipe changes."""
+    def __init__(self, model: nn.Module) -> None:
+        from lpq.distributed.alike import Comparison
+
         self._model = weakref.ref(model)
-        self._stages = stages
-        self._apart: list[Site] = []
-        """A weight of each set of ranks that compared last."""
-        self._moving = False
-        """Whether later steps might change a recipe then, on all ranks: so all compare before the next step."""
+        self._passes, self._steps = Comparison(), Comparison()
+        self._first = 0
+        """The ``id`` of the layer before whose pass ranks compared last."""
+        self._known: set[tuple[str, Given]] = set()
+        """Inputs that ranks have compared, with the name of their group."""
         steps().call(self)
 
     @classmethod
-    def of(cls, model: nn.Module, stages: Stages | None) -> Compared | None:
+    def of(cls, model: nn.Module) -> Compared | None:
         """The check of a model; None in a process that is alone, whose steps it would watch for nothing: to watch them
         imports the compiler."""
         alone = os.environ.get("WORLD_SIZE", "1") == "1" and not _has_ranks()
-        return None if alone else cls(model, stages)
+        return None if alone else cls(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of a layer is in another model
+
+    def forget(self) -> None:
+        """Compare again, since a recipe has changed."""
+        self._passes.alike = self._steps.alike = False
+
+    def before_pass(self, layer: nn.Module, title: str, input: Tensor, mesh: DeviceMesh, trains: bool) -> None:
+        """Raise on all ranks of a mesh unless they have the same model, and call this layer with equal inputs;
+        ``trains``: whether its weight does.
+
+        Inputs are compared if they are new, since the host would wait for a GPU; on CPUs they always are, so that a
+        rank which alone has another recipe or input than before is found in any pass.
+        """
+        passes, group = self._passes, mesh.get_group()
+        placements = input.placements if isinstance(input, DTensor) else None
+        grad = torch.is_grad_enabled()
+        gradients = grad and input.requires_grad, grad and trains
+        given = group.group_name, Given(input.shape, input.dtype, placements, gradients)
+        due = passes.moving and id(layer) == self._first
+        if passes.alike and not due and given in self._known and mesh.device_type not in FREE:
+            return
+        from lpq.distributed.agree import exchange
+        from lpq.distributed.alike import REMEDY, Joined, are_equal, differing
+
+        own, alike = f"{title} with {given[1]}", passes.alike
+        if not are_equal(f"{alike}, {own}", [Joined((group.group_name,), input.device)]):
+            known = exchange((own, alike), [group])
+            if len({text for text, _ in known.values()}) > 1:
+                difference = differing({rank: text for rank, (text, _) in known.items()})
+                raise RuntimeError(
+                    f"the ranks do not call the same layer with equal parts of its input: {difference}. Give each rank "
+                    f"a part of the same size. {REMEDY}"
+                )
+            alike = False
+        if due or not alike:
+            passes.alike = alike
+            passes.compare(self._model() or layer)
+            self._first = id(layer)
+        if len(self._known) >= MOST:
+            self._known.clear()
+        self._known.add(given)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        model = self._model()
-        if model is None or (self.alike and not self._moving) or not _has_ranks():
+        model, comparison = self._model(), self._steps
+        if model is None or (comparison.alike and not comparison.moving) or not _has_ranks():
             return
         own = set(map(id, model.parameters()))
         if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
             return
-        from lpq.distributed.alike import are_equal, check_alike
-        from lpq.torch_private import fsdp
+        from lpq.distributed.replicas import Replicas
 
-        step = None if self._stages is None else self._stages.step
-        if self._moving and are_equal(f"{self.alike}, step {step}", self._apart) and self.alike:
-            return
-        around = fsdp.outermost(model)
-        names = {module: name for name, module in around.named_modules()}
-        self._apart = check_alike(fsdp.sites(around, "weight"), names)
-        self._moving = bool(self._apart) and self._stages is not None and self._stages.moving
-        self.alike = True
+        comparison.compare(model, Replicas())
 
 
 def _has_ranks() -> bool:

@@ -74,8 +74,7 @@ class _Hooks:
                 "first"
             )
         name = type(module).__name__
-        quantizer = encoded_rows(name, module) if self.how == "encoded" else None
-        rows, ends, self._call = dispatch(name, inputs[0], inputs[1], self.experts, mesh, quantizer)
+        rows, ends, self._call = dispatch(name, inputs[0], inputs[1], self.experts, mesh, self.how, module)
         return rows, ends
 
     def combine(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -2,7 +2,8 @@
 
 Rows lie expert by expert, and so do arriving rows: for each expert, rank by rank. Where rows travel encoded, each is
 encoded before it is sent, into the bytes that it would get where it arrives. That takes a format in which no value
-belongs to two rows (``why_not_row_by_row``).
+belongs to two rows (``why_not_row_by_row``). All that can fail on one rank is done before the ranks exchange how many
+rows go to each expert: with these numbers each one tells the others whether it has failed, and which model it has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lpq.formats import Quantizer
+from lpq.distributed.agree import exchange, message
+from lpq.distributed.alike import REMEDY, description, differing, digest
+from lpq.formats import Quantizer, Storage
 from lpq.formats.groups import why_not_row_by_row
 from lpq.formats.layout import row_major
 from lpq.operations.offsets import as_offsets
@@ -25,6 +28,8 @@ from lpq.torch_private.collectives import all_to_all
 
 WRONG = -1
 """The number of rows that a rank sends in place of each of its numbers if they make no sense."""
+MODELS = 1 << 62
+"""How many numbers stand for different models."""
 Dispatch = Literal["high_precision", "encoded"]
 """How rows travel to their experts."""
 
@@ -46,55 +51,61 @@ class Sent(NamedTuple):
 
 
 def dispatch(
-    title: str, rows: Tensor, ends: Tensor | Sequence[int], experts: int, mesh: DeviceMesh, quantizer: Quantizer | None
-) -> tuple[Tensor, Tensor, Sent]:
-    """Send rows to the ranks of their experts. Return the rows of all ranks for the experts of this one, where each
-    expert's end, and an argument for ``combine``.
+    title: str, rows: Tensor, ends: Tensor | Sequence[int], experts: int, mesh: DeviceMesh, how: Dispatch,
+    module: nn.Module,
+) -> tuple[Tensor, Tensor, Sent]:  # fmt: skip
+    """Send rows to the ranks of the experts of a module. Return the rows of all ranks for the experts of this one,
+    where each expert's end, and an argument for ``combine``.
 
-    With a quantizer they travel as its row operand, and the tensor that is returned has that operand alone. The host
-    waits for the numbers of rows. Where a rank's ends make no sense all ranks raise.
+    Where they travel encoded, the tensor that is returned has the row operand alone. The host waits for the numbers of
+    rows. Where a rank's ends make no sense, its rows cannot be encoded, or its module is another one, all ranks raise.
     """
-    ranks, group = mesh.size(), mesh.get_group().group_name
-    counts, mistake = _counts(title, rows, ends, experts)
-    each = [experts // ranks] * ranks
-    arriving = all_to_all(counts, each, each, group).view(ranks, -1)
-    counts = counts.view(ranks, -1)
-    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-    if mistake is not None:
-        raise mistake
-    if any(count < 0 for count in received):
-        raise ValueError(_blame(title, received, ends if min(sent) < 0 else None, len(rows)))
-    expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.view(-1))
+    ranks, group = mesh.size(), mesh.get_group()
+    counts, lines, mistake = _prepared(title, rows, ends, experts, how, module)
+    gradient = "with" if rows.requires_grad else "without"
+    text = f"rows of {[*rows.shape[1:]]} {rows.dtype} {gradient} a gradient\n{description(title, module)}"
+    number = digest(text) % MODELS
+    own = torch.cat([counts.view(ranks, -1), counts.new_full((ranks, 1), number)], 1)
+    each = [own.shape[1]] * ranks
+    came = all_to_all(own.view(-1), each, each, group.group_name).view(ranks, -1)
+    counts, arriving = own[:, :-1], came[:, :-1]
+    sent, received, models = torch.stack([counts.sum(1), arriving.sum(1), came[:, -1]]).tolist()
+    if min(received) < 0:  # on all ranks, as one sends such numbers to all
+        if min(sent) < 0 and mistake is None:
+            mistake = ValueError(
+                f"{title}: offs does not grow from 0, ends behind the last row, or is not where the rows of each "
+                f"expert end. It is {[*map(int, ends)]}, and there are {len(rows)} rows: pass "
+                "counts.cumsum(0, dtype=torch.int32)"
+            )
+        known = exchange(None if mistake is None else message(mistake), [group])
+        rank, fault = next((rank, fault) for rank, fault in known.items() if fault is not None)
+        raise mistake or ValueError(f"{title}: rank {rank} could not send its rows: {fault}")
+    if {*models} != {number}:  # on all ranks, as each one gets the numbers of all
+        raise RuntimeError(f"the ranks do not have the same experts: {differing(exchange(text, [group]))}. {REMEDY}")
+    expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(arriving.reshape(-1))
     order = expert.argsort(stable=True)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    call = Sent(order, back, sent, received, len(rows), group)
-    arrived: Tensor = _exchange(rows[: sum(sent)], call, quantizer, True)
+    call = Sent(order, back, sent, received, len(rows), group.group_name)
+    arrived: Tensor = _exchange(rows[: sum(sent)], call, True, lines, None)
     return arrived, arriving.sum(0).cumsum(0, dtype=torch.int32), call
 
 
-def _counts(title: str, rows: Tensor, ends: Tensor | Sequence[int], experts: int) -> tuple[Tensor, Exception | None]:
-    """How many rows each expert gets. Where ``ends`` makes no sense these are negative, and the error is returned if
-    it is found without waiting for the device: the other ranks wait for these numbers, and raise, too."""
+def _prepared(
+    title: str, rows: Tensor, ends: Tensor | Sequence[int], experts: int, how: Dispatch, module: nn.Module
+) -> tuple[Tensor, Lines | None, Exception | None]:
+    """How many rows each expert gets, and the rows that travel encoded. On a mistake the numbers are negative, and the
+    error is returned if it is found without waiting for the device: the other ranks wait for these numbers."""
     try:
         if rows.dim() != 2:
             raise ValueError(f"{title}: the input is {list(rows.shape)}, and must be [rows, features]: flatten it")
         known = as_offsets(title, ends, experts, rows).to(torch.int64)
-    except (TypeError, ValueError) as error:
-        return torch.full((experts,), WRONG, device=rows.device), error
+        lines = _lines(rows.detach(), encoded_rows(title, module)) if how == "encoded" else None
+    except Exception as error:
+        return torch.full((experts,), WRONG, device=rows.device), None, error
     counts = known.diff(prepend=known.new_zeros(1))
     fits = (counts >= 0).all() & (known[-1] <= len(rows))
-    return torch.where(fits, counts, WRONG), None
-
-
-def _blame(title: str, received: Sequence[int], ends: Tensor | Sequence[int] | None, rows: int) -> str:
-    """The words for ends that make no sense: ``ends``, if they are of this rank."""
-    wrong = ", ".join(str(rank) for rank, count in enumerate(received) if count < 0)
-    own = "" if ends is None else f" Here offs is {[*map(int, ends)]}, and there are {rows} rows."
-    return (
-        f"{title}: on rank {wrong} of its mesh offs does not grow from 0, ends behind the last row, or is not where "
-        f"the rows of each expert end.{own} Pass counts.cumsum(0, dtype=torch.int32)"
-    )
+    return torch.where(fits, counts, WRONG), lines, None
 
 
 def combine(output: Tensor, call: Sent, dispatched: Dispatch) -> Tensor:
@@ -102,7 +113,7 @@ def combine(output: Tensor, call: Sent, dispatched: Dispatch) -> Tensor:
     Gradients of the results travel encoded, if rows do, where a layer made the results and can multiply such gradients.
     """
     made_by = output.grad_fn if dispatched == "encoded" else None
-    y: Tensor = _exchange(output, call, getattr(made_by, "encoded_gradient", None), False)
+    y: Tensor = _exchange(output, call, False, None, getattr(made_by, "encoded_gradient", None))
     behind = call.rows - len(y)
     return torch.cat([y, y.new_zeros(behind, *y.shape[1:])]) if behind else y
 
@@ -111,15 +122,19 @@ class _Exchange(torch.autograd.Function):
     """Rows to the ranks of their experts, or results back to the ranks of the rows. Gradients go the other way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, call: Sent, quantizer: Quantizer | None, to_experts: bool) -> Tensor:
-        """``quantizer``: of what goes to experts, rows or the gradients of results."""
-        ctx.call, ctx.quantizer, ctx.to_experts = call, quantizer, to_experts
-        return _arrived(rows, call, quantizer) if to_experts else _returned(rows, call)
+    def forward(
+        ctx: Any, rows: Tensor, call: Sent, to_experts: bool, lines: Lines | None, quantizer: Quantizer | None
+    ) -> Tensor:
+        """``lines``: rows that go to experts encoded; ``quantizer``: of the gradients of results, which go there."""
+        ctx.call, ctx.to_experts, ctx.quantizer = call, to_experts, quantizer
+        return _arrived(rows, call, lines) if to_experts else _returned(rows, call)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back = _returned(gradient, ctx.call) if ctx.to_experts else _arrived(gradient, ctx.call, ctx.quantizer)
-        return back, None, None, None
+        if ctx.to_experts:
+            return _returned(gradient, ctx.call), None, None, None, None
+        lines = None if ctx.quantizer is None else _lines(gradient, ctx.quantizer)
+        return _arrived(gradient, ctx.call, lines), None, None, None, None
 
 
 _exchange: Any = _Exchange.apply
@@ -129,17 +144,29 @@ def _returned(rows: Tensor, call: Sent) -> Tensor:
     return all_to_all(rows[call.back], call.sent, call.received, call.group)
 
 
-def _arrived(rows: Tensor, call: Sent, quantizer: Quantizer | None) -> Tensor:
-    if quantizer is None:
+def _arrived(rows: Tensor, call: Sent, lines: Lines | None) -> Tensor:
+    if lines is None:
         return all_to_all(rows, call.received, call.sent, call.group)[call.order]
+    came = all_to_all(lines.bytes[: len(rows)], call.received, call.sent, call.group)[call.order]
+    shape, side = (len(came), rows.shape[1]), lines.operand.quantizer
+    row = side.storage.wrap([*_pieces(came, lines.operand.tensors())], side, shape, rows.dtype)
+    return QuantizedTensor(row, None, lines.quantizer, shape, rows.dtype)
+
+
+class Lines(NamedTuple):
+    """Rows that are encoded."""
+
+    quantizer: Quantizer
+    operand: Storage
+    bytes: Tensor
+    """A line for each row, in which its bytes of all buffers lie beside each other."""
+
+
+def _lines(rows: Tensor, quantizer: Quantizer) -> Lines:
     operand = encode_operands(quantizer, rows, row=True, col=False).row
     assert operand is not None
-    tensors = [row_major(t) for t in operand.tensors()]
-    came = all_to_all(torch.cat([*map(_bytes, tensors)], 1), call.received, call.sent, call.group)[call.order]
-    shape = len(came), rows.shape[1]
-    side = operand.quantizer
-    row = side.storage.wrap([*_pieces(came, tensors)], side, shape, rows.dtype)
-    return QuantizedTensor(row, None, quantizer, shape, rows.dtype)
+    lines = torch.cat([_bytes(row_major(tensor)) for tensor in operand.tensors()], 1)
+    return Lines(quantizer, operand, lines)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -148,10 +175,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _pieces(came: Tensor, sent: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The buffers of lines of bytes in which they lie beside each other."""
+    """The buffers of lines of bytes in which they lie beside each other. Each is copied to memory of its own: a piece
+    of a single line is contiguous where it lies, and may begin at a byte at which no wider element can."""
     sizes = [prod(t.shape[1:]) * t.itemsize for t in sent]
     for piece, tensor in zip(torch.split(came, sizes, 1), sent, strict=True):
-        yield piece.contiguous().view(tensor.dtype).view(len(came), *tensor.shape[1:])
+        own = piece.clone(memory_format=torch.contiguous_format)
+        yield own.view(tensor.dtype).view(len(came), *tensor.shape[1:])
 
 
 # ---------------------------------------------------------------------------------------------- what may travel so

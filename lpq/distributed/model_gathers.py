@@ -16,8 +16,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lpq.distributed.alike import are_equal, check_alike
-from lpq.distributed.compared import Stages
+from lpq.distributed.alike import Comparison
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
@@ -37,16 +36,9 @@ class Gathering:
         self._begin()
 
     def _begin(self) -> None:
-        self.alike = False
-        """Whether all ranks have the same model. It becomes false when a recipe changes, so that they compare again."""
+        self._comparison = Comparison()
         self._first: Gather | None = None
         """The weight before whose gather ranks compared last."""
-        self._apart: list[fsdp.Site] = []
-        """A weight of each set of ranks that compared then."""
-        self._stages: list[Stages] = []
-        """The steps of all of the model's policies."""
-        self._moving = False
-        """Whether later steps might change a recipe then, on all ranks: so all compare in the next forward."""
         self._gathers: dict[nn.Module, Gather] = {}
         self._steps = _steps()
         self._steps.watch(self)
@@ -92,26 +84,24 @@ class Gathering:
                 found.append(gathers[module])
         return found
 
+    def forget(self) -> None:
+        """Compare again, since a recipe has changed."""
+        self._comparison.alike = False
+
     def check(self, gather: Gather) -> None:
         """Compare the model with that of the other ranks, if a recipe has changed since; a collective. While recipes
         may change by step, each forward compares steps: a rank cannot see that another one alone was given a step."""
-        if self._moving and gather is self._first and not gather.site.for_backward:
-            if not (are_equal(f"{self.alike}, steps {[s.step for s in self._stages]}", self._apart) and self.alike):
-                self._compare(gather)  # as all ranks do now
-        elif not self.alike:
-            self._compare(gather)
-
-    def _compare(self, first: Gather) -> None:
-        """Compare the whole model; ``first``: the weight that is about to be gathered."""
-        around = fsdp.outermost(self.root)
-        sites, names = fsdp.sites(around, "weight"), {module: name for name, module in around.named_modules()}
-        self._apart = check_alike(sites, names)
-        stages = {id(found): found for m in sites if (found := getattr(m, "stages", None)) is not None}
-        self._first, self._stages = first, [*stages.values()]
-        self._moving = any(found.moving for found in self._stages)
-        for module in sites:
-            if isinstance(gathering := getattr(module, "gathering", None), Gathering):
-                gathering.alike = True
+        comparison = self._comparison
+        due = comparison.moving and gather is self._first and not gather.site.for_backward
+        if comparison.alike and not due:
+            return
+        knew = comparison.alike
+        comparison.compare(self.root)
+        if not knew:
+            self._first = gather
+            for module in fsdp.outermost(self.root).modules():
+                if isinstance(gathering := getattr(module, "gathering", None), Gathering):
+                    gathering._comparison.alike = True
 
     def refresh(self) -> None:
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""

@@ -9,7 +9,6 @@ The decision depends on facts that are equal on all ranks: the optimizers and th
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lpq.distributed.alive import alive
 from lpq.registry.showing import listed
 
 Named = Mapping[str, Tensor]
@@ -57,7 +57,7 @@ class Trained:
         left = self._left.get(optimizer)
         if not left or not any(weight.got_a_gradient for weight in left):
             return
-        others = _optimizers()
+        others = alive(Optimizer)
         if not any(other is optimizer for other in others):  # gc.freeze() hides it, and maybe others
             left.clear()
             return
@@ -87,12 +87,6 @@ class _Weight(NamedTuple):
     def got_a_gradient(self) -> bool:
         weight = self.ref()
         return weight is not None and weight.requires_grad and weight.grad is not None
-
-
-def _optimizers() -> list[Optimizer]:
-    """All optimizers of this process. torch has no list of them."""
-    gc.collect()  # else it would depend on when a rank did it last
-    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]  # isinstance() may run code
 
 
 def _twice(optimizer: Optimizer, params: Sequence[Tensor], models: Sequence[Named]) -> str:

@@ -277,7 +277,7 @@ def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares
     layers = [module for module in model.modules() if isinstance(module, Layer)]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
-    inputs, compared = Inputs(), Compared.of(model, stages) if compares else None
+    inputs, compared = Inputs(), Compared.of(model) if compares else None
     for layer in layers:
         layer.compared = compared
         layer.accumulate = accumulate

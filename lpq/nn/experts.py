@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.expert_rows import combine, dispatch, encoded_rows, own_experts, own_numbers
+from lpq.distributed.expert_rows import combine, dispatch, own_experts, own_numbers
 from lpq.nn.functional import check_rows, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_static
 from lpq.nn.plan import Plan
@@ -221,9 +221,8 @@ def _each(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
         return _made(experts, rows, ends)
     name = experts.base.__name__
     ends = ends if experts.sends_rows else torch.zeros_like(ends)
-    quantizer = encoded_rows(name, experts) if how == "encoded" else None
     weight = getattr(experts, DOWN)
-    rows, ends, call = dispatch(name, rows, ends, len(weight), weight.device_mesh, quantizer)
+    rows, ends, call = dispatch(name, rows, ends, len(weight), weight.device_mesh, how, experts)
     return combine(_made(experts, rows, ends), call, how)
 
 

@@ -36,7 +36,6 @@ from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
-    from lpq.distributed.compared import Compared
     from lpq.distributed.weight_gather import Gather
     from lpq.nn.encoded_inputs import Buffers
     from lpq.nn.stages import Stages
@@ -72,8 +71,6 @@ class Layer(Saved):
     """The recipe of each step, under a policy; see ``lpq.set_step``."""
     stages: Stages | None
     """The step of the model, if the schedule has several recipes."""
-    compared: Compared | None
-    """The check that ranks have the same model, if lpq gathers none of its weights."""
     _inputs: Inputs | None
     """The inputs that layers of the same model encoded last."""
     _static_input: StaticValues
@@ -109,7 +106,7 @@ class Layer(Saved):
         self.forget_calls()
         for compared in (self.gathering, self.compared):
             if compared is not None:
-                compared.alike = False
+                compared.forget()
         for tensor in TENSORS if plan is not None else ():
             for key, memory in getattr(plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{key}", self.place_for(memory))
@@ -125,7 +122,7 @@ class Layer(Saved):
     def __getstate__(self) -> dict[str, Any]:
         # Nobody would release the weight that a copy holds, or move its stages; and it is in another model.
         fresh = {"_calls": (None, {}), "_static_input": StaticValues()}
-        return {**self.__dict__, "_held": None, "stages": None, "compared": None, "gather": None, **fresh}
+        return {**self.__dict__, "_held": None, "stages": None, "gather": None, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""

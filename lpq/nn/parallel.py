@@ -141,6 +141,7 @@ def multiply_parts(
 ) -> DTensor:  # fmt: skip
     """Return the output of a layer, over the mesh of its weight; ``inputs``: those that layers of the model share, if
     this one may, with the ``static`` values of its own."""
+    _compare_ranks(layer, input, weight)
     check_parallel(layer, input, weight)
     mesh, grad = weight.device_mesh, torch.is_grad_enabled()
     way = _Pass(
@@ -153,6 +154,15 @@ def multiply_parts(
     given: Placement = Replicate() if layer.layouts is None else layer.layouts.input
     given = input.placements[0] if isinstance(input, DTensor) else given
     return (_columns if weight.placements[0].is_shard(0) else _rows)(way, input, given, weight, bias)
+
+
+def _compare_ranks(layer: Saved, input: Tensor, weight: DTensor) -> None:
+    """Raise on all ranks of the mesh unless they have the same model and equal parts of the input. A compiled pass does
+    not compare: nothing may wait inside of it."""
+    local = local_part(input)
+    runs = type(local) in ORDINARY and not local.is_meta and not torch.compiler.is_compiling()
+    if runs and layer.compared is not None and weight.device_mesh.ndim == 1:
+        layer.compared.before_pass(layer, layer.title, input, weight.device_mesh, weight.requires_grad)
 
 
 def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Tensor | None) -> DTensor:

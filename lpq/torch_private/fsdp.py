@@ -134,8 +134,8 @@ class Site:
         self._param._unsharded_inner_tensors = []
 
 
-def sites(root: nn.Module, name: str) -> dict[nn.Module, Site]:
-    """The modules below ``root`` whose parameter of this name FSDP2 shards, and how."""
+def sites(root: nn.Module, name: str | None = None) -> dict[nn.Module, Site]:
+    """The modules below ``root`` whose parameter of this name, or any parameter, FSDP2 shards, and how."""
     found: dict[nn.Module, Site] = {}
     for module in root.modules():
         outermost = module is root and _get_module_fsdp_state(module)
@@ -143,7 +143,7 @@ def sites(root: nn.Module, name: str) -> dict[nn.Module, Site]:
         for group in _groups(module):
             for param in group.fsdp_params:
                 info = param._module_info
-                if info.param_name == name:  # a parameter that modules share is not gathered quantized
+                if name in (None, info.param_name):  # a parameter that modules share is not gathered quantized
                     found[info.module] = Site(param, group, decides)
     return found
 

@@ -135,7 +135,7 @@ def _sent_encoded(rank: int, ranks: int, recipe: str, bias: bool, of_x: int, of_
             y = model(own, offs)
             y.backward(gradient)
         gone = len(own) - BEHIND
-        expected = [8 * EXPERTS, size * gone, HIGH * came, back * gone, HIGH * came]
+        expected = [8 * (EXPERTS + ranks), size * gone, HIGH * came, back * gone, HIGH * came]
         assert [c.bytes for c in seen if c.kind == "all_to_all_single"] == expected
         assert held_groups(model) == held_groups(y) == []
         assert own.grad is not None
@@ -159,6 +159,30 @@ def _share(sender: int, rank: int, ranks: int) -> list[int]:
 def test_rows_that_travel_encoded(ranks: int, recipe: str, bias: bool, of_x: int, of_dy: int) -> None:
     """To the bit what is made of rows that travel as they are, in as many bytes as the operand has."""
     spawn(_sent_encoded, ranks, ranks, recipe, bias, of_x, of_dy)
+
+
+def _few_rows(rank: int) -> None:
+    """One row or none for all experts of a rank. A row's codes end at a byte at which no scale can begin."""
+    mesh = init_device_mesh("cpu", (2,))
+    for few in ([8, 8, 1, 0], [8, 8, 0, 0]):
+        each = few if rank == 0 else [8, 8, 0, 0]
+        made = []
+        for how in ("high_precision", "encoded"):
+            torch.manual_seed(0)
+            layers = nn.ModuleList([GroupedLinear(4, 66, 32, bias=False, recipe=ROWS)])
+            layers.forward = lambda x, counts, layer=layers[0]: layer(x, counts)  # type: ignore[assignment]
+            model = parallelize_module(layers, mesh, ExpertParallel(dispatch=how))  # type: ignore[arg-type]
+            x = torch.randn(sum(each), 66).requires_grad_()
+            y = model(x, each)
+            y.sum().backward()
+            assert x.grad is not None
+            made.append([y, x.grad, local_part(layers[0].weight.grad)])
+        assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+        assert made[0][2].any() == (rank == 0 or few[2] == 1)
+
+
+def test_few_rows_that_travel_encoded() -> None:
+    spawn(_few_rows, 2)
 
 
 def _on(device: str, tensor: Tensor) -> Tensor:
@@ -305,7 +329,10 @@ def _mistaken(rank: int) -> None:
         (right[:4], ValueError, r"offs is \[4\], and there are 8 groups"),
         (counts(rank)[:-1], ValueError, "there are 8 groups: pass for each how many"),
     ):
-        with pytest.raises(error if rank else ValueError, match=words if rank else "Experts: on rank 1 of its mesh"):
+        with pytest.raises(
+            error if rank else ValueError,
+            match=words if rank else f"Experts: rank 1 could not send its rows: {error.__name__}: ",
+        ):
             model(x, wrong if rank else right)
     model(x, right)
     with pytest.raises(ValueError, match=r"Experts: the input is \[1, .*flatten it"):

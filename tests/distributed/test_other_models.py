@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lpq
-from lpq.distributed import alike, model_gathers
+from lpq.distributed import alike
 from lpq.observe import collectives
 
 SMALL = {"width": 64, "inner": 256}
@@ -75,7 +75,7 @@ def _other_steps(rank: int) -> None:
     lpq.set_step(net, 3)  # which changes no recipe
     assert _compared(net) == [False, False]
     lpq.set_step(net, 1)
-    with mock.patch.object(model_gathers, "check_alike", wraps=model_gathers.check_alike) as whole:
+    with mock.patch.object(alike, "check_alike", wraps=alike.check_alike) as whole:
         assert _compared(net) == _compared(net) == [True, False]
         assert whole.call_count == 1  # for recipes that changed; later only the steps are compared
     plain = built(How("mxfp8", **SMALL))

@@ -1,0 +1,238 @@
+"""Ranks that have other models, or give them other inputs, under tensor and expert parallelism, in both with FSDP2, and
+in a DistributedDataParallel: all raise, and say what differs where. ``test_other_models`` has FSDP2 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from agreed import COMPARED, agreed
+from ranks import fully_shard, spawn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import lpq
+from lpq.distributed import compared
+from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+from lpq.nn import GroupedLinear
+from lpq.observe import collectives
+
+E5M2 = "mxfp8(dtype=e5m2)"
+STAGED = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 2}, {"match": "*", "recipe": E5M2}]}
+X = torch.ones(2, 32, 64)
+
+
+def _net(recipe: Any) -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    return lpq.convert(net, recipe)
+
+
+def _parallel(recipe: Any, mesh: DeviceMesh | None = None) -> Any:
+    plan = {"0": ColwiseParallel(input_layouts=Shard(1)), "2": RowwiseParallel(output_layouts=Shard(1))}
+    return parallelize_module(_net(recipe), mesh or init_device_mesh("cpu", (2,)), plan)
+
+
+def _refused(work: Callable[[], Any], *words: str, begins: str = "the ranks do not have the same model: ") -> None:
+    for said in agreed(work, RuntimeError):
+        assert said.startswith(f"RuntimeError: {begins}rank "), said
+        assert all(word in said for word in words), (words, said)
+        assert said.endswith("alike on all ranks"), said
+
+
+# ---------------------------------------------------------------------------------- tensor parallelism
+
+
+def _tensor_parallel(rank: int) -> None:
+    for recipes in (
+        ("mxfp8", E5M2),
+        ("nvfp4()", "x=nvfp4(), w=nvfp4(block=16x16), dy=nvfp4()"),  # which differ in the weight alone
+        ("mxfp8", "fp8-current"),  # and in how many bytes travel
+        ("mxfp8", "bf16"),
+    ):
+        words = (f"recipe {lpq.recipe(recipe).text}, input S(1), output S(-1)]" for recipe in recipes)
+        _refused(lambda: _parallel(recipes[rank])(X), "[0: Linear with a weight [128, 64]", *words)  # noqa: B023
+    net = _parallel("mxfp8")
+    net(X).sum().backward()
+    net[2].recipe = "mxfp8" if rank == 0 else E5M2
+    _refused(lambda: net(X), "rank 1 has [2: Linear", E5M2)
+
+
+def _step_on_one_rank(rank: int) -> None:
+    """It is found in the next pass, though it changes no recipe yet."""
+    net = _parallel(STAGED)
+    for step in (0, 1):
+        lpq.set_step(net, step)
+        net(X)
+    if rank == 1:
+        lpq.set_step(net, 0)
+    _refused(lambda: net(X), "at step 1 of (mxfp8 until step 2", "at step 0 of")
+    lpq.set_step(net, 2)
+    net(X)
+    lpq.set_step(net, 2 + rank)  # no later step changes a recipe
+    net(X)
+
+
+def _other_parts(rank: int) -> None:
+    """Of a sequence, in a first pass and in a later one. All go on to work."""
+    net = _parallel("mxfp8")
+    begins = "the ranks do not call the same layer with equal parts of its input: "
+    for _ in range(2):
+        part = X if rank == 0 else X[:, :16]
+        _refused(lambda: net(part), "[2, 32, 64]", "[2, 16, 64]", begins=begins)  # noqa: B023
+        net(X).sum().backward()
+    other = X.bfloat16() if rank else X
+    _refused(lambda: net(other), "torch.float32, ", "torch.bfloat16, ", begins=begins)
+    _refused(lambda: net(X.clone().requires_grad_(rank == 1)), "of its input and its weight", begins=begins)
+
+
+def _a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
+    net = _parallel("mxfp8")
+
+    def times(x: Tensor) -> int:
+        with collectives() as seen:
+            net(x)
+        return seen.count(COMPARED)
+
+    with mock.patch.object(compared, "FREE", ()):
+        assert [times(x) for x in (X, X, X[:, :16], X[:, :16], X)] == [3, 0, 2, 0, 0]
+        net[2].recipe = "fp8-current"
+        assert [times(x) for x in (X, X)] == [2, 0]
+
+
+def _before_a_step(rank: int) -> None:
+    """Where no pass compares: a compiled one does not."""
+    net = _parallel(("mxfp8", "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8")[rank])
+    optimizer = torch.optim.SGD(net.parameters())
+    _refused(optimizer.step, "fprop=mxfp8(), ")
+
+
+# ---------------------------------------------------------------------------------- experts
+
+
+class _Experts(nn.Module):
+    def __init__(self, recipe: str) -> None:
+        super().__init__()
+        self.up = GroupedLinear(4, 64, 32, bias=False, recipe=recipe)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.up(x, ends)  # type: ignore[no-any-return]
+
+
+def _mx(text: str) -> str:
+    both = f"hybrid(row={text}, col={text}, col_source=row)"
+    return f"x={both}, w=mxfp8(), dy={both}"
+
+
+ENDS = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+OTHER = "the ranks do not have the same experts: "
+
+
+def _experts(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for recipes, dispatched in (
+        ((_mx("mxfp8"), _mx(E5M2)), ("encoded", "encoded")),
+        (("mxfp8", "fp8-current"), ("high_precision",) * 2),
+        ((_mx("mxfp8"), _mx("mxfp8")), ("encoded", "high_precision")),
+    ):
+        style = ExpertParallel(dispatch=dispatched[rank])  # type: ignore[arg-type]
+        model = parallelize_module(_Experts(recipes[rank]), mesh, style)
+        _refused(lambda: model(X[0], ENDS), "[_Experts.up: GroupedLinear with a weight [4, 32, 64]", begins=OTHER)  # noqa: B023
+    model = parallelize_module(_Experts("mxfp8"), mesh, ExpertParallel())
+    model(X[0], ENDS)
+    other = X[0].bfloat16() if rank else X[0]
+    _refused(lambda: model(other, ENDS), "[rows of [64] torch.bfloat16 without a gradient]", begins=OTHER)
+    model.up.recipe = "mxfp8" if rank else "fp8-current"
+    _refused(lambda: model(X[0], ENDS), "rank 1 has [_Experts.up", begins=OTHER)
+
+
+def _rows_that_one_rank_cannot_encode(rank: int) -> None:
+    model = parallelize_module(
+        _Experts(_mx("mxfp8")), init_device_mesh("cpu", (2,)), ExpertParallel(dispatch="encoded")
+    )
+    model(X[0], ENDS)
+    if rank == 1:
+        model.up.recipe = "mxfp8"
+    told = agreed(lambda: model(X[0], ENDS), ValueError)
+    assert told[0].startswith("ValueError: _Experts: rank 1 could not send its rows: ValueError: _Experts: rows cannot")
+    assert told[1].startswith("ValueError: _Experts: rows cannot be dispatched encoded as x=mxfp8: ")
+
+
+# ---------------------------------------------------------------------------------- DistributedDataParallel
+
+
+def _stepped(net: nn.Module) -> None:
+    net(X).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+
+
+def _replicas(rank: int) -> None:
+    net = DistributedDataParallel(_net(("mxfp8", "nvfp4")[rank]))
+    before = [p.detach().clone() for p in net.parameters()]
+    _refused(lambda: _stepped(net), "[0: Linear with a weight [128, 64] of torch.float32, recipe mxfp8()]", "nvfp4")
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    net = DistributedDataParallel(_net(STAGED))
+    for step in (0, 1):
+        lpq.set_step(net, step)
+        _stepped(net)
+    if rank == 1:
+        lpq.set_step(net, 0)
+    _refused(lambda: _stepped(net), "at step 1 of", "at step 0 of")
+    lpq.set_step(net, 2)
+    for compares in (2, 0):  # whether the others compare, and the models
+        with collectives() as seen:
+            _stepped(net)
+        assert seen.count(COMPARED) == compares
+
+
+def _models_of_their_own(rank: int) -> None:
+    """Nothing is shared, though another model is: neither raises, and none waits."""
+    shared = DistributedDataParallel(_net("mxfp8"))
+    _stepped(_net(("mxfp8", "nvfp4")[rank]))
+    if rank == 0:
+        _stepped(_net(STAGED))
+    mixed = nn.ModuleDict({"own": _net(("mxfp8", "nvfp4")[rank]), "shared": nn.Linear(64, 64)})
+    mixed._ddp_params_and_buffers_to_ignore = [name for name, _ in mixed.named_parameters() if "own" in name]
+    wrapped = DistributedDataParallel(mixed)
+    torch.optim.SGD(wrapped.parameters()).step()
+    _stepped(shared)
+
+
+# ---------------------------------------------------------------------------------- several dimensions
+
+
+def _two_dimensions(rank: int) -> None:
+    """Recipes that differ along one of them alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for recipe, along_dp in (((E5M2, "mxfp8")[rank % 2], False), ((E5M2, "mxfp8")[rank // 2], True)):
+        net = _parallel(recipe, mesh["tp"])
+        fully_shard(net, mesh=mesh["dp"])
+        _refused(lambda: net(X), "[0: Linear with a weight [128, 64] of torch.float32, in high precision, ", E5M2)  # noqa: B023
+        net = DistributedDataParallel(_net(recipe), device_mesh=mesh["dp"])
+        if along_dp:
+            _refused(lambda: _stepped(net), E5M2)  # noqa: B023
+        else:
+            _stepped(net)  # the other dimension has nothing to do with it
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _tensor_parallel, _step_on_one_rank, _other_parts, _a_gpu_is_waited_for_where_something_is_new, _before_a_step,
+        _experts, _rows_that_one_rank_cannot_encode, _replicas, _models_of_their_own,
+    ],
+)  # fmt: skip
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
+
+
+def test_four_ranks() -> None:
+    spawn(_two_dimensions, 4)
