@@ -14,8 +14,10 @@ METHOD = "compressed-tensors"
 MIXED = "mixed-precision"
 DENSE = "dense"
 """The format of weights without a mask beside them."""
-KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "dynamic")
+KEYS = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic")
 """The keys in which schemes differ; the rest is how they were calibrated."""
+DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
+"""The values that the package has where none is given."""
 REGEX = "re:"
 ANY = "Linear"
 """The target of all linear layers."""
@@ -130,5 +132,16 @@ def _scheme(name: str, group: Mapping[str, Any], schemes: Sequence[Scheme]) -> t
 
 
 def _same(ours: Mapping[str, Any], theirs: Any) -> bool:
-    symmetric = isinstance(theirs, Mapping) and theirs.get("symmetric", True) == ours.get("symmetric", True)
-    return symmetric and all((ours.get(k) or None) == (theirs.get(k) or None) for k in KEYS)
+    if not isinstance(theirs, Mapping):
+        return False
+    mine, other = _completed(ours), _completed(theirs)
+    return all(mine.get(key) == other.get(key) for key in KEYS)
+
+
+def _completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with those that are not there, as the package takes them."""
+    found = {**DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
+    size = found.pop("group_size", None)
+    grouped = type(size) is int and size > 0
+    strategy = {"strategy": "group" if grouped else "tensor" if size is None else "channel"}
+    return {**strategy, **found, **({"group_size": size} if grouped else {})}

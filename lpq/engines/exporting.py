@@ -53,11 +53,14 @@ class Exported:
     """The layers in high precision that the files name to an engine."""
     notes: tuple[str, ...]
     """Remarks for the user."""
+    readers: tuple[str, ...] = ()
+    """The programs that read all of it, as the formats' plugins declare."""
 
     def __str__(self) -> str:
         """A few lines to read."""
+        read_by = f", read by {', '.join(self.readers)}" if self.readers else ""
         lines = [
-            f"{self.path}, in the layout {self.layout}",
+            f"{self.path}, in the layout {self.layout}{read_by}",
             *(f"{number(len(names), 'layer')}: {title}" for title, names in self.layers.items()),
             *([f"{number(len(self.left), 'layer')} in high precision: {listed(self.left)}"] if self.left else []),
             *self.notes,
@@ -120,7 +123,8 @@ class Export:
             with directory.discarded_on_error() if directory is not None else nullcontext():
                 _write(plan, directory, ranks, siblings)
         layers = {group.title: group.layers for group in plan.groups}
-        return Exported(target, layout, layers, plan.left, (*plan.notes, *source.notes, *lacking, *remarks))
+        notes = (*plan.notes, *source.notes, *lacking, *remarks)
+        return Exported(target, layout, layers, plan.left, notes, plan.readers)
 
     def stream(
         self,

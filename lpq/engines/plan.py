@@ -91,6 +91,12 @@ class Plan:
     notes: tuple[str, ...]
     """Remarks for the user."""
 
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The programs that read every layer right."""
+        first, *others = self.groups
+        return tuple(name for name in first.readers if all(name in group.readers for group in others))
+
     def remarks(self, dtype: str | None) -> list[str]:
         """The limits of readers that these layers meet in a model of this dtype; None: in that of each weight."""
         found: dict[str, list[str]] = {}
@@ -173,11 +179,16 @@ def _assigned(
     scheme = next((scheme for scheme in known if scheme.serves(entry.side)), None)
     keep = f"keep the layer in high precision, leave=[{layer.name!r}]"
     if scheme is None:
-        others = ", ".join(s.quantizer for s in known)
+        others = ", ".join(s.quantizer for s in known if s.unwritten is None)
         has = f"; it has one for: {others}" if others else ", nor for another option of this format"
         raise CheckpointError(
             f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place"
             f"{has}. Export to another layout, or {keep}"
+        )
+    if scheme.unwritten is not None:
+        raise CheckpointError(
+            f"{entry.name} is quantized as {entry.side}, and lpq writes no {scheme.title} in the layout {layout!r}: "
+            f"{scheme.unwritten}; or {keep}"
         )
     check_fixed(entry)
     rows, cols = entry.shape

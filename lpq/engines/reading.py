@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lpq.registry.showing import brief, listed
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 """The dtypes in which other programs keep powers of two."""
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 """The dtypes in which other programs keep scales that are fp32 here."""
 
 
@@ -36,11 +37,8 @@ class Quantized:
     name: str
     scheme: Scheme
     inputs: Inputs | None
-
-    @property
-    def parts(self) -> list[Part]:
-        """The tensors that it must have."""
-        return parts_of(self.scheme, self.inputs)
+    parts: tuple[Part, ...]
+    """The tensors that it must have, by the names that they have in the files."""
 
 
 class Files:
@@ -87,17 +85,17 @@ class Files:
             facts = self._described(layer)
             if facts is None:
                 continue
-            quantized = Quantized(layer, *facts)
+            parts = tuple(_as_named(part, own) for part in parts_of(*facts))
             here = [
                 p.name
-                for p in quantized.parts  # a weight in high precision has the name of one that is quantized
+                for p in parts  # a weight in high precision has the name of one that is quantized
                 if p.name in own and (p.name != "weight" or own[p.name].dtype == p.dtype)
             ]
             if not here:
                 continue  # in high precision, as an embedding is
-            if lacking := [part.name for part in quantized.parts if part.name not in own]:
+            if lacking := [part.name for part in parts if part.name not in own]:
                 raise CheckpointError(f"{layer} has {listed(here)} and lacks {listed(lacking)}")
-            found[layer] = quantized
+            found[layer] = Quantized(layer, *facts, parts)
         return found
 
     def check_headers(self, layer: Quantized, rows: int, cols: int) -> None:
@@ -108,7 +106,7 @@ class Files:
         for part in layer.parts:
             name = f"{layer.name}.{part.name}"
             shown, shape = tensors[name], part.shape(rows, cols)
-            one = shape in ((), (1,)) and shown.shape in ((), (1,))  # others write either
+            one = math.prod(shape) == math.prod(shown.shape) == 1  # others write [], [1] or [1, 1]
             if shown.shape != shape and not one:
                 raise CheckpointError(
                     f"{name} has shape {list(shown.shape)}, and for a weight of {rows}x{cols} it is {list(shape)}"
@@ -128,6 +126,12 @@ class Files:
             check_value(name, part, value)
             made.append(value)
         return made
+
+
+def _as_named(part: Part, there: Container[str]) -> Part:
+    """The part by the name that it has in the files."""
+    name = next((name for name in (part.name, *part.others) if name in there), part.name)
+    return replace(part, name=name)
 
 
 def _file_names(path: Path) -> list[str]:

@@ -36,6 +36,8 @@ class Part:
 
     name: str
     """Beside the name of the layer: ``weight_scale``."""
+    others: tuple[str, ...] = ()
+    """The names that other programs give it, by which it is read as well."""
     dtype: Any
     """Its ``torch.dtype``."""
     shape: Callable[[int, int], tuple[int, ...]]
@@ -66,6 +68,8 @@ class Inputs:
     """That tensor from the amax of inputs, which is fp32 and 0-dimensional."""
     read: Callable[[Any], Any] | None = None
     """The amax of which ``write`` makes this tensor."""
+    readers: tuple[str, ...] = ()
+    """The programs that read the scheme with these inputs, and not without."""
     remark: Remark | None = None
 
 
@@ -92,6 +96,10 @@ class Scheme:
     inputs: tuple[Inputs, ...] = ()
     """The ways in which engines may encode inputs, the first that serves first; if none does, inputs stay in high
     precision."""
+    readers: tuple[str, ...] = ()
+    """The programs that read such files right, as ``("vLLM",)``. ``lpq.export`` returns those that read all layers."""
+    unwritten: str | None = None
+    """The reason why files of others are read so and none are written, in words, and what to do; None: they are."""
     why_not: Callable[[int, int], str | None] = lambda rows, cols: None
     """Why weights of so many rows and columns do not lie so, in words; None: they do."""
     remark: Remark | None = None
@@ -110,6 +118,11 @@ class Group:
     def config(self) -> dict[str, Any]:
         """Their part of the layout's JSON."""
         return {**self.scheme.config, **(self.inputs.config if self.inputs is not None else {})}
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The programs that read them right."""
+        return (*self.scheme.readers, *(self.inputs.readers if self.inputs is not None else ()))
 
     @property
     def title(self) -> str:

@@ -20,7 +20,6 @@ TOKENS = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0
 CASES = [
     ("compressed-tensors", "fp8-current", "max", "input_scale"),
     ("modelopt", "fp8-current", "percentile", "input_scale"),
-    ("fp8-block", "fp8-current", "max", "activation_scale"),
     ("compressed-tensors", "nvfp4", "four_over_six", "input_global_scale"),
     ("modelopt", "nvfp4", "mse", "input_scale"),
 ]

@@ -281,8 +281,24 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "fp8(dtype=e5m2)", {"layout": "compressed-tensors"},
         r"q_proj\.weight is quantized as fp8\(dtype=e5m2\), for which .* has no place; it has one for: fp8, ",
     ),
-    "one": (tiny.MIXTURE, {"layout": "fp8-block"}, "no place, nor for another option of this format"),
-    "inputs": ("x=bf16, w=mxfp8, dy=bf16", {"layout": "fp8-block"}, "the recipe of .* does not encode them so"),
+    "no place": ("nvfp4", {"layout": "fp8-block"}, "no place, nor for another option of this format"),
+    "one": (
+        {"rules": [{"match": "*up_proj", "recipe": tiny.FLOAT_SCALES}, {"match": "*", "recipe": "fp8-block"}]},
+        {"layout": "fp8-block"}, "has one scheme for all layers, and the model has FP8 per block: .*up_proj",
+    ),
+    "inputs": (
+        "x=bf16, w=fp8(scaling=block, block=128x128), dy=bf16", {"layout": "fp8-block"},
+        "the recipe of .* does not encode them so",
+    ),
+    "misread": (
+        "mxfp8", {"layout": "fp8-block"},
+        r"q_proj\.weight is quantized as mxfp8, and lpq writes no MXFP8 in the layout 'fp8-block': vLLM and SGLang "
+        r"take its exponents for fp32 scales, .*'compressed-tensors', .*'modelopt', ",
+    ),
+    "by no name": (
+        "fp8-current", {"layout": "fp8-block"},
+        r"lpq writes no FP8 per tensor in .*: transformers calls its scales weight_scale_inv .*'compressed-tensors'",
+    ),
     "static": ("fp8-current", {"layout": "modelopt"}, r"lpq\.calibrate first, or give input_amax=\{…\}"),
     "none": (None, {"layout": "modelopt"}, "no layer has a quantized weight"),
     "leave": ("mxfp8", {"layout": "modelopt", "leave": ["nothing"]}, "leave has nothing, and the model has no"),

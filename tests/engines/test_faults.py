@@ -30,7 +30,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "one": lpq.export(model, folder / "one", layout="compressed-tensors", input_amax=amax),
         "many": lpq.export(model, folder / "many", layout="compressed-tensors", shard_bytes=20_000),
         "nvfp4": lpq.export(lpq.convert(Net(), "nvfp4"), folder / "nvfp4", layout="modelopt"),
-        "mxfp8": lpq.export(lpq.convert(Net(), "mxfp8"), folder / "mxfp8", layout="fp8-block"),
+        "mxfp8": lpq.export(lpq.convert(Net(), "mxfp8"), folder / "mxfp8", layout="modelopt"),
+        "block": lpq.export(lpq.convert(Net(), "fp8-block"), folder / "block", layout="fp8-block"),
     }
     return {name: one.path for name, one in done.items()}
 
@@ -202,8 +203,8 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "exponent of NaN": (
         "mxfp8",
-        with_tensors(lambda t: t[f"{UP}.weight_scale_inv"].view(-1)[5].fill_(255)),
-        rf"{UP}\.weight_scale_inv has values that are not finite",
+        with_tensors(lambda t: t[f"{UP}.weight_scale"].view(-1)[5].fill_(255)),
+        rf"{UP}\.weight_scale has values that are not finite",
     ),
     "code of NaN": (
         "mxfp8",
@@ -253,7 +254,10 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         with_tensors(lambda t: t[f"{UP}.weight_scale"].view(torch.uint8).bitwise_or_(128)),
         rf"{UP}\.weight_scale has scales below 0",
     ),
-    "fmt": ("mxfp8", with_config(fmt="e5m2"), "its fmt is 'e5m2', and weights of this layout are e4m3"),
+    "fmt": ("block", with_config(fmt="e5m2"), "its fmt is 'e5m2', and lpq reads 'e4m3' there"),
+    "fp4": ("block", with_config(expert_dtype="fp4"), "its expert_dtype is 'fp4', and lpq reads 'fp8' there"),
+    "tables": ("block", with_config(modules_to_convert=["embed"]), r"its modules_to_convert is \['embed'\], and lpq"),
+    "scale_fmt": ("block", with_config(scale_fmt="e5m10"), "no format that is installed has .*'scale_fmt': 'e5m10'"),
     "no groups": (
         "one",
         with_json("config.json", lambda c: c["quantization_config"].update(config_groups=[])),
@@ -270,7 +274,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "quant_algo='INT4'",
     ),
     "block": (
-        "mxfp8",
+        "block",
         with_json("config.json", lambda c: c["quantization_config"].update(weight_block_size=[1, 64])),
         r"no format that is installed has .*64",
     ),
@@ -311,7 +315,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_a_fault_is_refused_in_words(fault: str, exported: dict[str, Path], tmp_path: Path) -> None:
     kind, damage, words = FAULTS[fault]
     folder = copied(exported[kind], tmp_path / "x")
-    recipe = {"nvfp4": "nvfp4", "mxfp8": "mxfp8"}.get(kind, "fp8-current")
+    recipe = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "block": "fp8-block"}.get(kind, "fp8-current")
     lpq.load_quantized(folder, Net(), policy=recipe)  # before
     damage(folder)
     model: Any = lpq.convert(Net(), recipe)

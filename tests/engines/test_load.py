@@ -96,7 +96,7 @@ def test_static_scales_of_inputs_are_used(tmp_path: Path) -> None:
         model(TOKENS).sum().backward()
     with torch.no_grad():
         expected = model(TOKENS)
-    lpq.export(model, tmp_path / "x", layout="fp8-block")
+    lpq.export(model, tmp_path / "x", layout="modelopt")
     read: Any = lpq.load_quantized(tmp_path / "x", zeroed(torch.float32))
     with torch.no_grad():
         assert torch.equal(read(TOKENS), expected)
@@ -104,7 +104,7 @@ def test_static_scales_of_inputs_are_used(tmp_path: Path) -> None:
     for name, layer in layers(read).items():
         scale = 448 / layer.memories()["x_row_amax"]
         assert torch.equal(scale, 448 / layers(model)[name].x_amax)
-    lpq.export(read, tmp_path / "y", layout="fp8-block")
+    lpq.export(read, tmp_path / "y", layout="modelopt")
     assert same(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
 
 
@@ -218,6 +218,47 @@ def test_scales_in_bf16_and_exponents_by_another_name_are_read(tmp_path: Path) -
     by_others(tmp_path / "b", found, config)
     read = lpq.load_quantized(tmp_path / "b", nn.Sequential(nn.Linear(64, 32, bias=False)))
     assert torch.equal(read[0].weight.dequantize(), weight.float() * scale.float())
+
+
+@pytest.mark.parametrize("names", [("weight_scale_inv", "activation_scale"), ("weight_scale", "input_scale")])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_of_a_tensor_is_read_by_either_name(names: tuple[str, str], shape: Any, tmp_path: Path) -> None:
+    """transformers' and vLLM's, which has no key for blocks where there are none, and writes none of the keys that
+    transformers writes."""
+    weight, scale = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.rand(()) + 0.1
+    found = {"0.weight": weight, f"0.{names[0]}": scale.view(shape), f"0.{names[1]}": torch.tensor(0.25).view(shape)}
+    by_others(tmp_path / "a", found, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["1"]})
+    read: Any = lpq.load_quantized(tmp_path / "a", nn.Sequential(nn.Linear(64, 32, bias=False)))
+    assert torch.equal(read[0].weight.dequantize(), weight.float() * scale)
+    assert [value.item() for value in read[0].static_values().values()] == [448 * 0.25]
+    again = dict(lpq.export.stream(read, "modelopt"))
+    assert (again["0.weight_scale"], again["0.input_scale"]) == (scale, 0.25)
+
+
+def test_arguments_of_compressed_tensors_that_are_not_there_are_its_defaults(tmp_path: Path) -> None:
+    """A strategy follows from the size of a group. Control: with another strategy the files are of another shape."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    weight, scale = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.rand(32, 1) + 0.1
+    for given, strategy, part in (
+        ({"type": "float"}, "tensor", scale[:1, 0]),
+        ({"type": "float", "group_size": -1}, "channel", scale),
+        ({"type": "float", "group_size": 32}, "group", torch.full((32, 2), 120, dtype=torch.uint8)),
+    ):
+        assert QuantizationArgs(**given).strategy == strategy
+        path = tmp_path / strategy
+        config = {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"targets": ["Linear"], "weights": given}},
+        }
+        by_others(path, {"0.weight": weight, "0.weight_scale": part}, config)
+        read: Any = lpq.load_quantized(path, nn.Sequential(nn.Linear(64, 32, bias=False)))
+        expected = weight.float() * (part.float() if strategy != "group" else 2.0**-7)
+        assert torch.equal(read[0].weight.dequantize(), expected)
+    config["config_groups"]["g"]["weights"] = {"type": "float"}
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(CheckpointError, match=r"weight_scale has shape \[32, 2\], and for a weight"):
+        lpq.load_quantized(path, nn.Sequential(nn.Linear(64, 32, bias=False)))
 
 
 def test_scales_of_a_kv_cache_are_left_out_with_a_warning(tmp_path: Path) -> None:

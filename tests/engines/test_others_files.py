@@ -97,6 +97,45 @@ def test_a_model_that_others_quantized_is_read_as_they_read_it(preset: str, tmp_
         assert torch.equal(expected.view(torch.uint8), after[name].view(torch.uint8)), name
 
 
+FINE_GRAINED: dict[str, dict[str, Any]] = {
+    "FP8 per block": {},
+    "FP8 per block, powers of two": {"scale_fmt": "ue8m0"},
+    "FP8 per tensor": {"weight_block_size": None},
+    "FP8 per tensor, powers of two": {"weight_block_size": None, "scale_fmt": "ue8m0"},
+    "FP8 per tensor, static": {"weight_block_size": None, "activation_scheme": "static"},
+    "MXFP8": {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+}
+
+
+@pytest.mark.filterwarnings("ignore::lpq.checkpoint.CheckpointWarning")  # scales of siblings differ
+@pytest.mark.parametrize("kind", FINE_GRAINED)
+def test_a_model_that_transformers_quantized_is_read_as_it_reads_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own configuration, with all of its keys, and with its own scales. It quantizes on GPUs only, which it
+    needs for products."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    given = transformers.FineGrainedFP8Config(**FINE_GRAINED[kind])
+    llama().save_pretrained(tmp_path / "base")
+    with contextlib.redirect_stderr(io.StringIO()):
+        with monkeypatch.context() as patch:
+            patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *args, **kwargs: None)
+            read(tmp_path / "base", dtype=torch.bfloat16, quantization_config=given).save_pretrained(tmp_path / "x")
+        theirs = read(tmp_path / "x", dtype=torch.bfloat16)
+    ours = lpq.load_quantized(tmp_path / "x", llama()).eval()
+    assert len(layers(ours)) == 7
+    for name, layer in layers(ours).items():
+        assert torch.equal(layer.weight.dequantize(), theirs.get_parameter(f"{name}.weight")), name
+        assert not torch.equal(layer.weight.dequantize(), llama().get_parameter(f"{name}.weight"))
+        assert len(layer.static_values()) == ("static" in kind)
+    with torch.no_grad():
+        assert ours(TOKENS).logits.isfinite().all()
+    again = lpq.export(ours, tmp_path / "again", layout="compressed-tensors")
+    assert [title.partition(",")[0] for title in again.layers] == [kind.partition(",")[0]]
+
+
 @pytest.mark.parametrize("preset", ["W8A8", "W4A16"])
 def test_integers_of_others_are_refused_by_name(preset: str, tmp_path: Path) -> None:
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme

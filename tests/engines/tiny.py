@@ -34,9 +34,9 @@ class Case(NamedTuple):
 
 
 WEIGHT_ONLY = "x=bf16, w=fp8(scaling=row), dy=bf16"
+FLOAT_SCALES = "x=fp8(scaling=block), w=fp8(scaling=block, block=128x128, pow2=false), dy=bf16"
 READ_BY_TRANSFORMERS = [
-    Case("fp8-block", "fp8-block"), Case("fp8-block", "fp8-current"), Case("fp8-block", "fp8-current", True),
-    Case("fp8-block", "mxfp8"), Case("compressed-tensors", "fp8-current"),
+    Case("fp8-block", "fp8-block"), Case("fp8-block", FLOAT_SCALES), Case("compressed-tensors", "fp8-current"),
     Case("compressed-tensors", "fp8-current", True), Case("compressed-tensors", "fp8-row"),
     Case("compressed-tensors", "fp8-block"), Case("compressed-tensors", "mxfp8"), Case("compressed-tensors", "nvfp4"),
     Case("compressed-tensors", "nvfp4", True), Case("compressed-tensors", "mxfp4"),

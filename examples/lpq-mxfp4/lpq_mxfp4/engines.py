@@ -54,6 +54,7 @@ SCHEMES = (
         write=_write,
         read=_read,
         inputs=(Inputs(serves=_serves, quantizer="mxfp4", config={"input_activations": _args(True)}),),
+        readers=("vLLM", "transformers"),
         why_not=_why_not,
         remark=decoded_in_bf16,
     ),

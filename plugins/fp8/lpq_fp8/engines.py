@@ -17,6 +17,7 @@ from lpq_fp8.quantizer import FP8Quantizer
 from lpq_fp8.reference import BLOCKS, ROW, TENSOR, scale_from_amax
 from lpq_fp8.storage import FP8Storage
 
+VLLM, SGLANG, TRANSFORMERS, TENSORRT = "vLLM", "SGLang", "transformers", "TensorRT-LLM"
 SQUARE, LINE, GROUP = BLOCKS["128x128"], BLOCKS["1x128"], 128
 Shape = Callable[[int, int], tuple[int, ...]]
 WEIGHT = Part(name="weight", dtype=E4M3, shape=lambda rows, cols: (rows, cols), holds="codes")
@@ -44,16 +45,16 @@ def _is(block: Block, *, pow2: bool | None = None) -> Callable[[Any], bool]:
     return serves
 
 
-def _part(name: str, shape: Shape, *, whole: bool = False) -> Part:
-    return Part(name=name, dtype=torch.float32, shape=shape, holds="value" if whole else "scales")
+def _part(name: str, shape: Shape, *others: str, whole: bool = False) -> Part:
+    return Part(name=name, others=others, dtype=torch.float32, shape=shape, holds="value" if whole else "scales")
 
 
-def _static(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Inputs:
+def _static(name: str, shape: tuple[int, ...], config: Mapping[str, Any], *others: str) -> Inputs:
     return Inputs(
         serves=_is(TENSOR, pow2=False),
         quantizer="fp8(static=true)",
         config=config,
-        part=_part(name, lambda rows, cols: shape, whole=True),
+        part=_part(name, lambda rows, cols: shape, *others, whole=True),
         write=lambda amax: _input_scale(amax).reshape(shape),
         read=_input_amax,
     )
@@ -115,7 +116,10 @@ COMPRESSED_INPUTS = (
 def _compressed(title: str, block: Block, quantizer: str, shape: Shape, whole: bool, **weights: Any) -> Scheme:
     config = {"format": "naive-quantized", "weights": _args(dynamic=False, **weights)}
     scale = _part("weight_scale", shape, whole=whole)
-    return _scheme("compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=COMPRESSED_INPUTS)
+    return _scheme(
+        "compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=COMPRESSED_INPUTS,
+        readers=(VLLM, SGLANG, TRANSFORMERS),
+    )  # fmt: skip
 
 
 ANY_BLOCK = "fp8(scaling=block, block=128x128, pow2=false)"
@@ -129,8 +133,12 @@ COMPRESSED = (
 # ---------------------------------------------------------------------------------------------- modelopt
 
 
-def _modelopt(title: str, block: Block, quantizer: str, scale: Part, *inputs: Inputs, **config: Any) -> Scheme:
-    return _scheme("modelopt", title, quantizer, scale, config, serves=_is(block), inputs=inputs)
+def _modelopt(
+    title: str, block: Block, quantizer: str, scale: Part, *inputs: Inputs, readers: tuple[str, ...], **config: Any
+) -> Scheme:
+    return _scheme(
+        "modelopt", title, quantizer, scale, config, serves=_is(block), inputs=inputs, readers=(TENSORRT, *readers)
+    )
 
 
 BITS = {"num_bits": 8, "type": "float", "dynamic": False}
@@ -139,45 +147,59 @@ MODELOPT = (
     _modelopt(
         "FP8 per tensor", TENSOR, "fp8", _part("weight_scale", lambda rows, cols: (), whole=True),
         _static("input_scale", (), {"quant_algo": "FP8", "input_activations": BITS}), weights=BITS,
+        readers=(VLLM, SGLANG),
     ),
     _modelopt(
         "FP8 per row", ROW, "fp8(scaling=row)", _part("weight_scale", lambda rows, cols: (rows,)),
         _dynamic(
             ROW, "fp8(scaling=row)", {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "input_activations": TOKENS}
-        ), weights=BITS,
+        ), weights=BITS, readers=(VLLM,),
     ),
     _modelopt(
         "FP8 per block", SQUARE, ANY_BLOCK,
         _part("weight_scale", lambda rows, cols: (_grid(rows, cols)[0], 1, _grid(rows, cols)[1], 1)),
-        quant_algo="fp8_pb_wo", weights=BITS,
+        quant_algo="fp8_pb_wo", weights=BITS, readers=(VLLM,),
     ),
 )  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------- fp8-block
 
 METHOD, FMT = "fp8", "e4m3"
+DEFAULTS = {"activation_scheme": "dynamic", "scale_fmt": "float"}
+"""The values of a configuration that does not have these keys, in transformers and in engines. One without
+``weight_block_size`` has no blocks, as in engines: transformers writes that key always."""
+ALONE = {"fmt": FMT, "expert_dtype": "fp8", "modules_to_convert": []}
+"""The only values that are read of keys by which others say what more is quantized, or otherwise."""
 LEFT = ("modules_to_not_convert", "ignored_layers")
 """The list of layers in high precision, as lpq writes it and as others do."""
 
 
 def _fine(
-    title: str, block: Block, quantizer: str, scale: Part, *inputs: Inputs, pow2: bool | None, **config: Any
-) -> Scheme:
-    return _scheme("fp8-block", title, quantizer, scale, config, serves=_is(block, pow2=pow2), inputs=inputs)
+    title: str, block: Block, quantizer: str, scale: Part, *inputs: Inputs, pow2: bool | None, size: list[int] | None,
+    scale_fmt: Mapping[str, str] | None = None, **others: Any,
+) -> Scheme:  # fmt: skip
+    config = {"weight_block_size": size, **(scale_fmt or {})}
+    return _scheme("fp8-block", title, quantizer, scale, config, serves=_is(block, pow2=pow2), inputs=inputs, **others)
 
 
 BY_BLOCK = _dynamic(LINE, "fp8(scaling=block)", {"activation_scheme": "dynamic"})
 INVERSE = _part("weight_scale_inv", _grid)
+READERS = (VLLM, SGLANG, TRANSFORMERS)
 FINE_GRAINED = (
     _fine(
-        "FP8 per block", SQUARE, POW2_BLOCK, INVERSE, BY_BLOCK, pow2=True, weight_block_size=[128, 128],
-        scale_fmt="ue8m0",
+        "FP8 per block", SQUARE, POW2_BLOCK, INVERSE, BY_BLOCK, pow2=True, size=[128, 128], readers=READERS,
+        scale_fmt={"scale_fmt": "ue8m0"},
     ),
-    _fine("FP8 per block", SQUARE, ANY_BLOCK, INVERSE, BY_BLOCK, pow2=False, weight_block_size=[128, 128]),
     _fine(
-        "FP8 per tensor", TENSOR, "fp8", _part("weight_scale_inv", lambda rows, cols: (), whole=True),
-        _static("activation_scale", (), {"activation_scheme": "static"}),
-        _dynamic(TENSOR, "fp8", {"activation_scheme": "dynamic"}), pow2=None, weight_block_size=None,
+        "FP8 per block", SQUARE, ANY_BLOCK, INVERSE, BY_BLOCK, pow2=False, size=[128, 128], readers=READERS,
+    ),
+    _fine(
+        "FP8 per tensor", TENSOR, "fp8", _part("weight_scale_inv", lambda rows, cols: (), "weight_scale", whole=True),
+        _static("activation_scale", (), {"activation_scheme": "static"}, "input_scale"),
+        _dynamic(TENSOR, "fp8", {"activation_scheme": "dynamic"}), pow2=None, size=None,
+        unwritten="transformers calls its scales weight_scale_inv and activation_scale, vLLM and SGLang call them "
+        "weight_scale and input_scale, and none reads the names of the other; export to 'compressed-tensors', which "
+        "all of them read",
     ),
 )  # fmt: skip
 SCHEMES = COMPRESSED + MODELOPT + FINE_GRAINED
@@ -209,14 +231,15 @@ class FineGrained(Layout):
         config = files.get("config.json", {}).get("quantization_config")
         if not isinstance(config, Mapping) or config.get("quant_method") != METHOD:
             return None
-        if config.get("fmt", FMT) != FMT:
-            raise LayoutError(f"config.json: its fmt is {brief(config['fmt'])}, and weights of this layout are {FMT}")
+        for key, only in ALONE.items():
+            if config.get(key) and config[key] != only:
+                raise LayoutError(f"config.json: its {key} is {brief(config[key])}, and lpq reads {brief(only)} there")
         left: Sequence[str] = next((config[key] for key in LEFT if config.get(key)), [])
-        keys = ("weight_block_size", "scale_fmt")
-        scheme = next((s for s in schemes if all(s.config.get(key) == config.get(key) for key in keys)), None)
+        config = {**DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+        scheme = next((s for s in schemes if _wanted(DEFAULTS | dict(s.config)) == _wanted(config)), None)
         if scheme is None:
-            raise LayoutError(f"config.json: no format that is installed has {brief({k: config.get(k) for k in keys})}")
-        how = config.get("activation_scheme", "dynamic")
+            raise LayoutError(f"config.json: no format that is installed has {brief(_wanted(config))}")
+        how = config["activation_scheme"]
         inputs = next((i for i in scheme.inputs if i.config["activation_scheme"] == how), None)
         if inputs is None:
             raise LayoutError(f"config.json: no inputs are known by activation_scheme={brief(how)} in {scheme.title}")
@@ -225,3 +248,9 @@ class FineGrained(Layout):
             return None if layer in left else (scheme, inputs)
 
         return described
+
+
+def _wanted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a configuration by which a scheme is found. One scale of all is fp32 here, whatever it came in."""
+    block = config.get("weight_block_size")
+    return {"weight_block_size": block, **({"scale_fmt": config["scale_fmt"]} if block is not None else {})}

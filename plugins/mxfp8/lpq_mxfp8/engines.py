@@ -55,14 +55,16 @@ BITS = {"num_bits": 8, "type": "float", "dynamic": False, "group_size": GROUP}
 SCHEMES = (
     _scheme(
         "compressed-tensors", "weight_scale", {"format": "mxfp8-quantized", "weights": _args(False)},
-        {"input_activations": _args(True)}, remark=decoded_in_bf16,
+        {"input_activations": _args(True)}, remark=decoded_in_bf16, readers=("vLLM", "transformers"),
     ),
     _scheme(
         "modelopt", "weight_scale", {"group_size": GROUP, "weights": BITS},
-        {"quant_algo": "MXFP8", "input_activations": {**BITS, "dynamic": True}},
+        {"quant_algo": "MXFP8", "input_activations": {**BITS, "dynamic": True}}, readers=("vLLM", "SGLang"),
     ),
     _scheme(
         "fp8-block", "weight_scale_inv", {"weight_block_size": [1, GROUP], "scale_fmt": "ue8m0"},
-        {"activation_scheme": "dynamic"},
+        {"activation_scheme": "dynamic"}, readers=("transformers",),
+        unwritten="vLLM and SGLang take its exponents for fp32 scales, without an error; export to "
+        "'compressed-tensors', which vLLM and transformers read, or to 'modelopt', which vLLM and SGLang read",
     ),
 )  # fmt: skip

@@ -56,9 +56,10 @@ def _why_not(rows: int, cols: int) -> str | None:
 
 def _scheme(
     layout: str, names: tuple[str, str, str, str], shape: tuple[int, ...], to: Convert, back: Convert,
-    config: Mapping[str, Any], inputs: Mapping[str, Any], **others: Any,
+    config: Mapping[str, Any], inputs: Mapping[str, Any], with_inputs: tuple[str, ...] = (), **others: Any,
 ) -> Scheme:  # fmt: skip
-    """``names``: those of the weight, its scales, what is of all, and the same of inputs."""
+    """``names``: those of the weight, its scales, what is of all, and the same of inputs. ``with_inputs``: the programs
+    that read these weights only where inputs are encoded, too."""
 
     def write(storage: NVFP4Storage) -> Sequence[Tensor]:
         scale = storage.scale
@@ -86,7 +87,7 @@ def _scheme(
     )
     static = Inputs(
         serves=_serves_inputs, quantizer="nvfp4(static=true)", config=inputs, part=whole(names[3]),
-        write=lambda amax: to(amax).reshape(shape), read=back,
+        write=lambda amax: to(amax).reshape(shape), read=back, readers=with_inputs,
     )  # fmt: skip
     return Scheme(
         layout=layout, title="NVFP4", serves=_serves, quantizer="nvfp4", config=config, parts=parts, write=write,
@@ -107,10 +108,12 @@ SCHEMES = (
         "compressed-tensors", ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"), (1,),
         _divisor, _divisor_to_amax, {"format": "nvfp4-pack-quantized", "weights": _args(False)},
         {"input_activations": {**_args("local"), "observer": "static_minmax"}}, remark=decoded_in_bf16,
+        readers=("vLLM", "SGLang", "transformers"),
     ),
     _scheme(
         "modelopt", ("weight", "weight_scale", "weight_scale_2", "input_scale"), (), _factor, _factor_to_amax,
         {"quant_algo": "W4A16_NVFP4", "group_size": GROUP, "weights": BITS},
-        {"quant_algo": "NVFP4", "input_activations": BITS},
+        {"quant_algo": "NVFP4", "input_activations": BITS}, with_inputs=("TensorRT-LLM",),
+        readers=("vLLM", "SGLang"),
     ),
 )  # fmt: skip

@@ -1,0 +1,72 @@
+"""The programs that schemes declare as their readers: what the documentation says of them, and which tests show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from tiny import Net
+
+import lpq
+from lpq import registry
+from lpq.engines.layouts import layout_named, schemes_for
+from lpq.registry import Group, LayoutError, Scheme
+
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+LAYOUTS = ("compressed-tensors", "modelopt", "fp8-block")
+RECIPES = ("fp8-current", "fp8-row", "fp8-block", "mxfp8", "nvfp4")
+
+
+def scheme_of(recipe: Any, layout: str) -> Scheme | None:
+    """The scheme by which weights of a recipe are written."""
+    side = lpq.recipe(recipe).w.side("row")
+    found = next((scheme for scheme in schemes_for(side, layout) if scheme.serves(side)), None)
+    return found if found is not None and found.unwritten is None else None
+
+
+def cell(recipe: str, layout: str) -> str:
+    """The readers of a recipe in a layout, of a model whose inputs were not calibrated."""
+    scheme, x = scheme_of(recipe, layout), lpq.recipe(recipe).x.side("row")
+    if scheme is None:
+        return "no"
+    inputs = next((i for i in scheme.inputs if i.serves(x) and i.part is None), None)
+    readers = ", ".join(Group(scheme, inputs, ("a",)).readers)
+    try:
+        layout_named(layout).files([Group(scheme, inputs, ("a",))], [])
+    except LayoutError:
+        return f"{readers}; with input scales only"
+    more = [name for other in scheme.inputs for name in other.readers]
+    return f"{readers}; with input scales {', '.join(more)}, too" if more else readers
+
+
+def test_the_table_of_the_documentation_is_what_is_declared() -> None:
+    rows = [f"| `{recipe}` | {' | '.join(cell(recipe, layout) for layout in LAYOUTS)} |" for recipe in RECIPES]
+    assert "\n".join(rows) in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("mxfp4")
+def test_each_scheme_that_transformers_reads_is_read_by_it_in_a_test() -> None:
+    declared = {
+        (scheme.layout, scheme.title, scheme.quantizer)
+        for format in registry.formats()
+        for scheme in registry.schemes(format)
+        if "transformers" in scheme.readers and scheme.unwritten is None
+    }
+    shown = {case: scheme_of(case.recipe, case.layout) for case in tiny.READ_BY_TRANSFORMERS}
+    assert declared == {(s.layout, s.title, s.quantizer) for s in shown.values() if s is not None}
+    assert all("transformers" in s.readers for s in shown.values() if s is not None)
+
+
+def test_a_record_has_the_programs_that_read_all_layers(tmp_path: Path) -> None:
+    model = lpq.convert(Net(dtype=torch.bfloat16), tiny.MIXTURE)
+    mixed = lpq.export(model, tmp_path / "mixed")
+    assert mixed.readers == ("vLLM", "transformers")
+    assert "compressed-tensors, read by vLLM, transformers\n" in str(mixed)
+    nvfp4 = lpq.convert(Net(dtype=torch.bfloat16), "nvfp4")
+    amax = dict.fromkeys(tiny.layers(nvfp4), 3.75)
+    for given, more in (({}, ()), (amax, ("TensorRT-LLM",))):
+        made = lpq.export(nvfp4, tmp_path / f"nvfp4-{len(given)}", layout="modelopt", input_amax=given)
+        assert made.readers == ("vLLM", "SGLang", *more)
