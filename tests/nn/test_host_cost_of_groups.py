@@ -1,0 +1,136 @@
+"""The cost of a grouped layer to the host: calls, operators, buffers and launches, and not time.
+
+By kernels, a pass costs the same whatever the number of groups. By reference, as on a CPU, it costs as much for each
+group. The numbers are exact: where one falls, lower it here, and where one must rise, say why.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from imitated_gpu import Gpu, calls_of, imitated_gpu
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from lpq.kernels import tensor_maps, tiles
+from lpq.kernels.fresh import fresh
+from lpq.nn import GroupedLinear, multiply_groups
+from lpq.operations import group_tiles
+
+ROWS, FEATURES, SMALL = 4096, 2048, 64
+"""The rows and features of a layer, and the features where references encode."""
+WARM = 2
+"""The passes before those that are counted."""
+
+
+class Cost(NamedTuple):
+    """What one forward and backward costs."""
+
+    operators: int
+    """All that torch dispatches, and that operators dispatch (as torch 2.13 counts them)."""
+    buffers: int
+    launches: int
+    calls: int
+    """Python calls of lpq, but for the launches."""
+
+
+BY_KERNELS = {
+    "fp8-current": Cost(19, 19, 17, 211),
+    "fp8-row": Cost(19, 22, 16, 206),
+    "fp8-block": Cost(19, 16, 10, 191),
+    "mxfp8": Cost(22, 12, 12, 192),
+    "nvfp4": Cost(40, 17, 17, 192),
+}
+BY_REFERENCE = {
+    # recipe: a layer of two groups, and the calls of each further one.
+    "fp8-current": (Cost(282, 59, 22, 695), 223),
+    "mxfp8": (Cost(303, 65, 24, 780), 257),
+    "nvfp4": (Cost(430, 105, 36, 937), 294),
+}
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with imitated_gpu() as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def with_kernels(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A GPU for groups as well, which takes tensors of the CPU for its own."""
+
+    def product(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        gpu.launches += 1
+        return a.new_empty((len(a), b.shape[-1]) if b.dim() == 3 else (len(offs), len(a), b.shape[1]))
+
+    choose = multiply_groups.decoded_at_once
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(multiply_groups, "decoded_at_once", lambda *how: choose(*how[:-1], torch.device("cuda", 0)))
+    monkeypatch.setattr(group_tiles, "there_are_kernels", lambda device: True)
+    monkeypatch.setattr(group_tiles, "grouped_mm", product)
+    monkeypatch.setattr(tensor_maps, "of_bytes", lambda *how: (0,) * 16)
+    return gpu
+
+
+def cost(recipe: str, groups: int, gpu: Gpu, rows: int = ROWS, features: int = FEATURES) -> Cost:
+    """What one pass of a layer of so many groups costs."""
+    layer = GroupedLinear(groups, features, features, bias=False, recipe=recipe, dtype=torch.bfloat16)
+    x = torch.zeros(rows, features, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.zeros(rows, features, dtype=torch.bfloat16)
+    ends = torch.arange(1, groups + 1, dtype=torch.int32) * (rows // groups)
+
+    def step() -> None:
+        layer(x, ends).backward(dy)
+        x.grad = layer.weight.grad = None
+
+    for _ in range(WARM):  # what is looked up once is looked up before
+        step()
+    calls = calls_of(step)
+    before = gpu.launches, gpu.allocated
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        step()
+    names = [e.name for e in seen.events() if e.name.startswith(("aten::", "lpq::"))]
+    buffers = sum(name in ("aten::empty", "aten::empty_strided") for name in names) + gpu.allocated - before[1]
+    return Cost(len(names), buffers, gpu.launches - before[0], calls)
+
+
+@pytest.mark.parametrize("groups", [4, 8])
+@pytest.mark.parametrize("recipe", BY_KERNELS)
+def test_by_kernels_nothing_is_added_whatever_the_number_of_groups(recipe: str, groups: int, with_kernels: Gpu) -> None:
+    assert cost(recipe, groups, with_kernels) == BY_KERNELS[recipe]
+
+
+@pytest.mark.parametrize("recipe", BY_REFERENCE)
+def test_by_reference_nothing_is_added_for_any_group(recipe: str, gpu: Gpu) -> None:
+    two, four = (cost(recipe, groups, gpu, 4 * SMALL, SMALL) for groups in (2, 4))
+    assert (two, (four.calls - two.calls) / 2) == BY_REFERENCE[recipe]
+
+
+@pytest.mark.parametrize("place", ["lpq.operations.sectioned.encode", "lpq.operations.group_tiles.in_rows"])
+def test_what_is_added_is_noticed(place: str, with_kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, original, spare, times = BY_KERNELS["fp8-current"], pkgutil.resolve_name(place), torch.zeros(1), 0
+    more: list[tuple[Cost, Callable[[], Any]]] = [
+        (Cost(1, 0, 0, 0), spare.detach),
+        (Cost(0, 1, 0, 0), lambda: with_kernels.allocate((1,), (1,), torch.float32)),
+        (Cost(0, 0, 1, 0), lambda: tiles.FINISH.launch(0, (), 1, 0, 0, 0)),
+        (Cost(0, 0, 0, 1), lambda: fresh((1,), torch.float32)),
+    ]
+
+    def dearer(*args: Any, **how: Any) -> Any:
+        nonlocal times
+        times += 1
+        extra()
+        return original(*args, **how)
+
+    monkeypatch.setattr(place, dearer)
+    for costs, one in more:
+        extra, times = one, 0
+        found = cost("fp8-current", 4, with_kernels)
+        each, left = divmod(times, WARM + 2)
+        assert each > 0
+        assert left == 0
+        assert found == tuple(before + each * added for before, added in zip(usual, costs, strict=True))
