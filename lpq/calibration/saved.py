@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from lpq.calibration.errors import CalibrationError
 from lpq.calibration.reducing import Axes, everywhere, reduce
-from lpq.calibration.statistics import Statistics
+from lpq.calibration.statistics import DTYPES, Statistics
+from lpq.checkpoint import pickles
 from lpq.checkpoint.claim import whole_file
+from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.files import place
+from lpq.registry.errors import LpqError
+from lpq.registry.showing import brief
 
 VERSION = 1
+CHANGED = "it was changed"
 
 
 class Saved:
@@ -43,16 +48,20 @@ class Saved:
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:
-            found = torch.load(path, weights_only=True, map_location="cpu")
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise CalibrationError(f"{path} cannot be read as the state of a calibration: {error}") from error
-        if not isinstance(found, dict) or found.get("version") != VERSION or "passes" not in found:
-            raise CalibrationError(f"{path} is not the state of a calibration of this version of lpq: move it away")
+            found: dict[str, Any] = pickles.load(path)
+            if isinstance(found, dict) and type(version := found.get("version")) is int and version != VERSION:
+                raise CheckpointError(f"it is of version {version}, and this lpq reads version {VERSION}")
+            _check(found)
+        except LpqError as error:
+            raise CalibrationError(
+                f"{path} cannot be read as the state of a calibration: {error}. Move it away to begin anew"
+            ) from error
         for name, value in self._settings.items():
-            if found["settings"].get(name) != value:
+            kept = found["settings"].get(name)
+            if type(kept) is not type(value) or kept != value:
                 raise CalibrationError(
-                    f"{path} was kept with {name}={found['settings'].get(name)!r}, and this is {name}={value!r}: go on "
-                    "with the same, or move the file away"
+                    f"{path} was kept with {name}={brief(kept)}, and this is {name}={value!r}: "
+                    "go on with the same, or move the file away"
                 )
         return found
 
@@ -70,7 +79,7 @@ class Saved:
         if not self._first:
             state = {**state, "sum": {key: torch.zeros_like(value) for key, value in state["sum"].items()}}
         own.load(state, next(own.items())[1].value.device)
-        return int(kept["batches"])
+        return cast("int", kept["batches"])
 
     def keep(self, name: str, own: Statistics, batches: int) -> None:
         """Write the statistics of all ranks, which call this together. The earlier file stays until it is replaced."""
@@ -89,3 +98,20 @@ class Saved:
         first = next(iter(everywhere(error, self._axes).values()))
         if first is not None:
             raise CalibrationError(first)
+
+
+def _check(found: Any) -> None:
+    """Refuse what is no state of a calibration, whatever the model."""
+    check_fields("it", found, {"version": (int,), "settings": (dict,), "passes": (dict,)}, CHANGED)
+    for name, kept in found["passes"].items():
+        check_fields(f"its pass {brief(name)}", kept, {"statistics": (dict,), "batches": (int,)}, CHANGED)
+        check_fields(f"its pass {brief(name)}", kept["statistics"], dict.fromkeys(DTYPES, (dict,)), CHANGED)
+        values = [(how, key, value) for how in DTYPES for key, value in kept["statistics"][how].items()]
+        for how, key, value in values:
+            right = isinstance(key, str) and type(value) is Tensor and value.dtype == DTYPES[how]
+            if not right or value.layout != torch.strided or value.device.type != "cpu" or (value < 0).any():
+                raise CheckpointError(
+                    f"its pass {brief(name)} has something else than a {how} as {brief(key)}: {CHANGED}"
+                )
+        if type(kept["batches"]) is not int or kept["batches"] < 0 or len(kept["statistics"]) != len(DTYPES):
+            raise CheckpointError(f"its pass {brief(name)} is none: {CHANGED}")

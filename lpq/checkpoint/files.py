@@ -6,10 +6,7 @@ import hashlib
 import os
 import re
 import stat
-import zipfile
-from mmap import mmap
 from pathlib import Path
-from typing import IO, cast
 
 from lpq.checkpoint.errors import CheckpointError
 
@@ -69,19 +66,6 @@ def _fault(path: Path, size: int, sha256: str | None) -> str | None:
     if sha256 is not None and digest(path) != sha256:
         return "its SHA-256 is not that of its manifest, so it is damaged or was changed"
     return None
-
-
-def check_archive(file: IO[bytes] | mmap, size: int) -> None:
-    """Refuse a file of ``torch.save``, of this size, whose records take more memory than it has bytes."""
-    try:
-        with zipfile.ZipFile(cast("IO[bytes]", file)) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise CheckpointError("it is damaged, or torch.save did not write it") from error
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        raise CheckpointError("it has records that are compressed, which torch.save does not write: do not trust it")
-    if sum(record.file_size for record in records) > size:
-        raise CheckpointError("its records overlap: do not trust it")
 
 
 def write(path: Path, data: bytes) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lpq.checkpoint import pickles
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.files import check_archive, place
+from lpq.checkpoint.files import place
 from lpq.checkpoint.finding import Found, find
 from lpq.checkpoint.manifest import DESCRIPTION, EXTRA
+from lpq.checkpoint.optimizer import check_data
 from lpq.recipes import Policy, Steps
 from lpq.registry.errors import words
 from lpq.registry.showing import number
@@ -99,19 +101,12 @@ def read(found: Found) -> tuple[Info, dict[str, Any]]:
         why = error if isinstance(error, CheckpointError) else f"its {DESCRIPTION} is damaged: {words(error)}"
         raise CheckpointError(f"checkpoint {path} cannot be read: {why}") from error
     try:
-        with (path / EXTRA).open("rb") as file:
-            check_archive(file, found.sizes[EXTRA])
-            file.seek(0)
-            beside: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        beside: dict[str, Any] = pickles.load(path / EXTRA)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: its {EXTRA}: {error}") from error
-    except Exception as error:  # torch's message advises to load the file unsafely
-        raise CheckpointError(
-            f"checkpoint {path} cannot be read: its {EXTRA} holds something else than tensors and plain data, or is "
-            f"damaged ({type(error).__name__}); do not trust it"
-        ) from error
     if not isinstance(beside, dict) or not beside.keys() >= OWNERS.keys() or not isinstance(beside["model"], dict):
         raise CheckpointError(f"checkpoint {path} cannot be read: its {EXTRA} is not what lpq.checkpoint.save writes")
+    check_data(beside["optimizer"])
     return Info(path, description.step, beside["extra"], description, found.refused, found.why), beside
 
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.tensors import plain_like
 from lpq.optim.masters import MASTER, MasterWeights
 from lpq.optim.standing import itself
-from lpq.registry.showing import listed
+from lpq.registry.showing import brief, listed
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.pytree import tree_leaves
 from lpq.torch_private.tensors import local_part
@@ -48,6 +49,38 @@ def untrained(data: Mapping[str, Any] | None, weights: Collection[str]) -> set[s
     """Those of the weights that no saved optimizer had; none if no optimizer was saved: then it is not known."""
     groups = data["groups"] if data is not None else [{"params": weights}]
     return set(weights) - {name for group in groups for name in group["params"]}
+
+
+def check_data(data: Any) -> None:
+    """Refuse what is no state of optimizers as ``split`` gives it, in which each tensor stands at its own name."""
+    if data is None:
+        return
+    what = "its optimizer state (extra.pt)"
+    check_fields(what, data, {"state": (dict,), "groups": (list,)})
+    for name, state in data["state"].items():
+        check_fields(f"{what} of {brief(name)}", {"name": name, "state": state}, {"name": (str,), "state": (dict,)})
+        _check_tree(state, f"{PREFIX}state.{name}")
+        if not _is_mark(state.get(MASTER, {MARK: ""})):
+            raise CheckpointError(f"{what} of {brief(name)} has a master that is no tensor: do not trust it")
+    for number, group in enumerate(data["groups"]):
+        check_fields(f"{what} of group {number}", group, {"params": (list,), "options": (dict,)})
+        if not all(isinstance(name, str) for name in [*group["params"], group.get("optimizer", "")]):
+            raise CheckpointError(f"{what} of group {number} has something else than names: do not trust it")
+        _check_tree(group["options"], f"{PREFIX}groups.{number}")
+
+
+def _check_tree(value: Any, name: str) -> None:
+    if isinstance(value, Tensor) or (_is_mark(value) and value[MARK] != name):
+        shown = value.dtype if isinstance(value, Tensor) else value[MARK]
+        raise CheckpointError(f"its optimizer state (extra.pt) has {brief(shown)} as {name}: do not trust it")
+    if isinstance(value, list | tuple) or (isinstance(value, Mapping) and not _is_mark(value)):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_tree(inner, f"{name}.{key}")
+
+
+def _is_mark(value: Any) -> bool:
+    """Whether this stands for a tensor."""
+    return isinstance(value, Mapping) and value.keys() == {MARK}
 
 
 def given_optimizers(given: Optimizers) -> list[Optimizer]:
@@ -146,6 +179,11 @@ class Named:
 
         for group, (names, own) in zip(self.whole_state["param_groups"], self.groups(), strict=True):
             options = joined(self._saved_group(data, names)["options"], own, None)
+            for key, value in options.items():
+                if isinstance(own.get(key), int | float) and not isinstance(value, int | float | Tensor | None):
+                    raise CheckpointError(
+                        f"its optimizer state (extra.pt) has {key}={brief(value)}, which is no number"
+                    )
             numbered = {key: group[key] for key in NUMBERED if key in group}
             loaded.groups.append({**own, **options, **numbered})
             for number in group["params"]:
@@ -155,10 +193,20 @@ class Named:
                         state = {key: value for key, value in state.items() if key != MASTER}
                         loaded.dropped += [self.names[number]] if isinstance(local_part(param), QuantizedTensor) else []
                     loaded.state[number] = joined(state, self.whole_state["state"].get(number), param)
+                    if param in self.masters and MASTER in state:
+                        self._check_master(param, self.names[number], loaded.state[number][MASTER])
                 if param in self.masters and MASTER not in loaded.state.setdefault(number, {}):
                     loaded.state[number][MASTER] = self.masters[param]
                     loaded.starting.append(param)
         return loaded
+
+    def _check_master(self, param: Tensor, name: str, found: Tensor) -> None:
+        here = self.masters[param]
+        if (found.shape, found.dtype) != (here.shape, here.dtype):
+            raise CheckpointError(
+                f"its master of {name} is {found.dtype} of shape {list(found.shape)}, and that of the optimizer is "
+                f"{here.dtype} of shape {list(here.shape)}"
+            )
 
     def _saved_group(self, data: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
         """The saved group of these parameters, of an optimizer of this kind."""
@@ -231,7 +279,7 @@ def _split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 def _join(data: Any, existing: Any, taken: Callable[[str, object], Tensor]) -> Any:
     """The inverse of ``_split``: ``taken`` gives the tensor of a name, which may be the one that is there already."""
-    if isinstance(data, Mapping) and data.keys() == {MARK}:
+    if _is_mark(data):
         return taken(data[MARK], existing)
     if isinstance(data, Mapping):
         inner = existing if isinstance(existing, Mapping) else {}

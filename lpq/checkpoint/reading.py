@@ -17,6 +17,7 @@ from torch.futures import Future
 from lpq.checkpoint import files
 from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.index import read_index
+from lpq.checkpoint.pickles import check_archive
 from lpq.registry.errors import words
 
 
@@ -53,7 +54,7 @@ class Reader(FileSystemReader):
                 before = piece.offset % ALLOCATIONGRANULARITY
                 size, start = before + piece.length, piece.offset - before
                 with mmap(file.fileno(), size, access=ACCESS_READ, offset=start) as piece_of_file:
-                    files.check_archive(piece_of_file, size)
+                    check_archive(piece_of_file, size)
         return plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:

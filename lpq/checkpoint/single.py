@@ -6,8 +6,6 @@ The file is ``{"model": tensors by name, "lpq": their description}``. A quantize
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lpq.checkpoint import pickles
 from lpq.checkpoint.agreeing import check_one_model
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.claim import whole_file
 from lpq.checkpoint.description import Description, check_fields
 from lpq.checkpoint.errors import CheckpointError
-from lpq.checkpoint.files import check_archive, place
+from lpq.checkpoint.files import place
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match, saved_of
 from lpq.checkpoint.model import PREFIX, Model, is_extra, is_shared
 from lpq.checkpoint.ranks import Ranks
 from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
-from lpq.registry.errors import words
 
 
 def export_file(
@@ -101,8 +99,7 @@ def _write(target: Path, tensors: dict[str, Tensor], other: dict[str, Any], desc
 
 def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict[str, Tensor], dict[str, Any], Match]:
     """Find everything that can be wrong, before anything is written."""
-    content = _opened(source)
-    _check_records(source, ranks)
+    content = _opened(source, ranks)
     ours = "lpq" in content and not isinstance(content["lpq"], Tensor)  # a model's own tensor may have that name
     if ours:
         check_fields("it", content, {"model": (dict,), "lpq": (dict,)})
@@ -127,43 +124,13 @@ def _prepare(source: Path, seen: Model, ranks: Ranks) -> tuple[Description, dict
     return description, available, extra, found
 
 
-def _opened(source: Path) -> dict[str, Any]:
-    if source.is_file() and zipfile.is_zipfile(source):
-        with source.open("rb") as file:
-            check_archive(file, source.stat().st_size)
-    try:
-        content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0]
-        if not source.exists():
-            raise CheckpointError("there is no such file; lpq.checkpoint.export_file writes one") from error
-        if source.is_dir():
-            reason = "it is a directory; if that is a checkpoint, lpq.checkpoint.load loads it"
-        elif not zipfile.is_zipfile(source):
-            reason = (
-                "it is damaged, or torch.save did not write it; export_file and torch.save(model.state_dict(), …) do"
-            )
-        elif isinstance(error, pickle.UnpicklingError):
-            reason = (
-                "it is damaged, or holds something else than tensors and plain data; a state dict is what it may be"
-            )
-        raise CheckpointError(f"torch.load(…, weights_only=True) does not read it: {reason}") from error
+def _opened(source: Path, ranks: Ranks) -> dict[str, Any]:
+    """The content of a file. Every rank compares the checksums of a share of it."""
+    if source.is_dir():
+        raise CheckpointError("it is a directory; if that is a checkpoint, lpq.checkpoint.load loads it")
+    if not source.exists():
+        raise CheckpointError("there is no such file; lpq.checkpoint.export_file writes one")
+    content = pickles.load(source, share=slice(ranks.rank, None, ranks.size), mmap=True)
     if not isinstance(content, dict):
         raise CheckpointError("it holds no state dict")
     return content
-
-
-def _check_records(source: Path, ranks: Ranks) -> None:
-    """Refuse a file that was changed: ``torch.load`` does not compare the checksums that ``torch.save`` writes.
-
-    Every rank reads a share. A checksum of 0 is none: ``torch.serialization.set_crc32_options(False)``.
-    """
-    try:
-        with zipfile.ZipFile(source) as archive:
-            for record in archive.infolist()[ranks.rank :: ranks.size]:
-                if record.CRC:
-                    with archive.open(record) as file:
-                        while file.read(1 << 24):
-                            pass
-    except Exception as error:  # a damaged archive raises many
-        raise CheckpointError(f"it is damaged or was changed since it was saved: {words(error)}") from error

@@ -27,7 +27,7 @@ from lpq.operations.transposing import transpose
 from lpq.registry.warning import warn
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
-from lpq.tensor.rebuilt import operands_of
+from lpq.tensor.rebuilt import check_flags, operands_of
 from lpq.torch_private.tensors import is_parameter, mark_as_parameter, no_torch_function, wrapper_subclass
 
 if TYPE_CHECKING:
@@ -371,6 +371,7 @@ def rebuild(
     is_shard: bool = False,
 ) -> QuantizedTensor:
     """Make a saved QuantizedTensor. The format's plugin is looked up now, so a missing one is an error in words."""
+    check_flags(requires_grad=requires_grad, is_param=is_param, is_shard=is_shard)
     operands = operands_of(quantizer, sides, shape, dtype)
     tensor = QuantizedTensor(
         operands.get("row"), operands.get("col"), registry.quantizer(quantizer), shape, dtype,

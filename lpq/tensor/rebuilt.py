@@ -24,6 +24,13 @@ class DamagedTensor(LpqError, ValueError):
     """The error where saved data is no quantized tensor, or no whole one."""
 
 
+def check_flags(**flags: object) -> None:
+    """Refuse a flag that is neither true nor false."""
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise _damaged(f"its {name} is {brief(value)}")
+
+
 def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str, Storage]:
     """The operands by direction, over these buffers."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

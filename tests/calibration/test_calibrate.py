@@ -281,6 +281,64 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
             lpq.calibrate(converted("fp8-current"), data(), state=file)
 
 
+def test_a_file_of_which_one_bit_changed_is_refused_or_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    lpq.calibrate(whole := converted("fp8-current"), data(), state=file)
+    raw, refused = file.read_bytes(), list[str]()
+    for place in range(40, len(raw), len(raw) // 25):
+        changed = bytearray(raw)
+        changed[place] ^= 64
+        file.write_bytes(changed)
+        try:
+            lpq.calibrate(net := converted("fp8-current"), data(), state=file)
+        except CalibrationError as error:
+            refused.append(str(error))
+        else:
+            assert same(statics(net), statics(whole)), place
+    assert len(refused) > 10
+    assert not [words for words in refused if "weights_only" in words]
+
+
+STATES: list[tuple[Any, str]] = [
+    (lambda found: found.update(version=9), "it is of version 9, and this lpq reads version 1"),
+    (lambda found: found.pop("settings"), "it lacks 'settings'"),
+    (lambda found: found.update(passes=[]), "it has 'passes' of type list"),
+    (lambda found: found["passes"].update(statistics=3), "its pass 'statistics' is of type int"),
+    (lambda found: found["passes"]["statistics"].pop("batches"), "lacks 'batches'"),
+    (lambda found: found["passes"]["statistics"].update(batches=-1), "its pass 'statistics' is none"),
+    (lambda found: found["passes"]["statistics"]["statistics"].pop("sum"), "lacks 'sum'"),
+    (lambda found: found["settings"].update(method=torch.ones(2)), r"was kept with method=tensor"),
+]
+VALUES = (
+    3,
+    None,
+    "x",
+    torch.tensor(-1.0),
+    torch.tensor(1),
+    torch.ones(2).to_sparse(),
+    torch.tensor(1.0, device="meta"),
+)
+
+
+def test_a_file_that_is_no_state_is_refused_in_words(tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    lpq.calibrate(converted("fp8-current"), data(), state=file)
+    name = next(iter(torch.load(file)["passes"]["statistics"]["statistics"]["max"]))
+    values = [
+        (lambda found, value=value: found["passes"]["statistics"]["statistics"]["max"].update({name: value}), words)
+        for value in VALUES
+        for words in ("something else than a max as",)
+    ]
+    raw = file.read_bytes()
+    for change, words in [*STATES, *values]:
+        file.write_bytes(raw)
+        found = torch.load(file, weights_only=True)
+        change(found)
+        torch.save(found, file)
+        with pytest.raises(CalibrationError, match=rf"state\.pt .*{words}"):
+            lpq.calibrate(converted("fp8-current"), data(), state=file)
+
+
 # ---------------------------------------------------------------------------------------------- the bar
 
 

@@ -55,7 +55,7 @@ def test_what_is_kept_beside_tensors_is_refused_in_words_of_ours(path: Path) -> 
     """torch's own advise to load the file unsafely."""
     put(path, "extra.pt", opcodes.saved_evil(path / "ran"))
     for read in (lambda: checkpoint.load(path, model(0.0)), lambda: checkpoint.info(path)):
-        with pytest.raises(CheckpointError, match=r"its extra\.pt holds something else than tensors and") as caught:
+        with pytest.raises(CheckpointError, match=r"its extra\.pt: it .* something else than tensors and") as caught:
             read()
         assert "weights_only" not in str(caught.value)
     assert not (path / "ran").exists()

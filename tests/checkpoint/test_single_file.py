@@ -92,16 +92,16 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: 0.weight was saved with shape \[4, 4\]"):
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 8)))
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: torch.load"):
+    with pytest.raises(CheckpointError, match=r"model\.pt cannot be imported: it (is damaged|holds)"):
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
     for garbage in (b"garbage" * 100, b""):
         path.write_bytes(garbage)
-        with pytest.raises(CheckpointError, match=r"it is damaged, or torch\.save did not write it; export_file and"):
+        with pytest.raises(CheckpointError, match=r"it is damaged, or torch\.save did not write it"):
             checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(CheckpointError, match=r"it is a directory; if that is a checkpoint, lpq\.checkpoint\.load"):
         checkpoint.import_file(tmp_path, nn.Sequential(nn.Linear(4, 4)))
     torch.save({"weight": Path}, path)
-    with pytest.raises(CheckpointError, match=r"model.pt cannot be imported: torch.load"):
+    with pytest.raises(CheckpointError, match=r"model\.pt cannot be imported: it (is damaged|holds)"):
         checkpoint.import_file(path, nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(CheckpointError, match=r"nowhere\.pt cannot be imported: there is no such file"):
         checkpoint.import_file(tmp_path / "nowhere.pt", nn.Linear(4, 4))

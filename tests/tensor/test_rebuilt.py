@@ -68,6 +68,9 @@ DAMAGES: dict[str, tuple[Change, str]] = {
     "its shape is negative": (set_(2, (-2, -16, 64)), "its shape is"),
     "its shape is another": (set_(2, (3, 16, 64)), r"\[48, 64\] is wanted"),
     "its dtype counts": (set_(3, torch.int32), "its dtype is"),
+    "it needs a gradient or not": (set_(4, "no"), "its requires_grad is 'no'"),
+    "it is a parameter or not": (set_(5, [0]), r"its is_param is \[0\]"),
+    "it is a shard or not": (set_(6, 1), "its is_shard is 1"),
 }
 
 

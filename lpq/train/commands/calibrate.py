@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from lpq.cli.runs import checkpoint_in
-from lpq.registry.errors import ImportStringError, OptionError, suggestion
+from lpq.registry.errors import ImportStringError, LpqError, OptionError, suggestion
 
 METHODS = ("max", "percentile", "mse", "four_over_six")
 HELD_OUT = 4
@@ -126,12 +126,12 @@ def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
     """A model that a function makes, and the batches of a file."""
     import inspect
 
-    import torch
     from torch import nn
 
     import lpq
     from lpq import registry
     from lpq.calibration.collecting import through
+    from lpq.checkpoint import pickles
     from lpq.registry.errors import words
 
     if len(data) != 1:
@@ -151,8 +151,8 @@ def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
         raise OptionError(f"--model: {name} returns a {type(made).__name__}, and no torch.nn.Module")
     model = _loaded(path, lpq.checkpoint.info(path), made)
     try:
-        batches = torch.load(data[0], weights_only=True, map_location="cpu")
-    except Exception as error:
+        batches = pickles.load(Path(data[0]))
+    except LpqError as error:
         raise OptionError(f"--data {data[0]} cannot be read as batches that torch.save wrote: {error}") from error
     if not isinstance(batches, list):
         raise OptionError(f"--data {data[0]} holds a {type(batches).__name__}, and a list of batches is wanted")
