@@ -70,9 +70,24 @@ class Saved(Remembering):
         self.claim_weight()  # with assign=True it is another one
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        weight = self._parameters.get("weight")
+        had_values = isinstance(weight, QuantizedTensor) and not weight.is_meta
         super()._apply(fn, recurse)
+        if had_values and self.weight.is_meta:
+            self._refuse_to_wait_for_values()
         self.claim_weight()  # torch has put another tensor's attributes in place of its own
         return self
+
+    def _refuse_to_wait_for_values(self) -> None:
+        """Refuse on all ranks what would be refused on the first one alone, while the others wait for it."""
+        from lpq.distributed.agree import Ranks
+
+        if Ranks().size > 1:
+            raise RuntimeError(
+                f"{self.title}: its weight is stored quantized, and loses its values on the meta device. Libraries "
+                "that move a model there have rank 0 send the values, which it cannot for such a weight: turn that "
+                "off (cpu_ram_efficient_loading=False in accelerate), or convert with weights='high_precision'"
+            )
 
     def claim_weight(self) -> None:
         """Give a weight that FSDP2 will gather quantized a reference to its layer, to find out when it is replaced."""

@@ -103,6 +103,8 @@ def _is_loaded_on_rank_0_alone(rank: int) -> None:
     """accelerate's default: the other ranks get the weights from there."""
     ordinary = _trained(rank, replace(HOW, weights=None), loads_once=True)
     assert _trained(rank, HOW, loads_once=True) == ordinary
+    with pytest.raises(RuntimeError, match=r"stored quantized, and loses its values on .*cpu_ram_efficient_loading=F"):
+        _prepared(rank, replace(HOW, weights="quantized"), cpu_ram_efficient_loading=True)  # on both ranks
 
 
 def _what_cannot_be_exchanged_is_refused(rank: int) -> None:
