@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -111,12 +112,14 @@ class Compared(Watcher):
             self._known.clear()
         self._known.add(given)
 
+    def concerns(self, params: Mapping[int, Tensor]) -> bool:
+        """Whether a parameter of the model is among them."""
+        model = self._model()
+        return model is not None and any(id(param) in params for param in model.parameters())
+
     def before_step(self, optimizer: Optimizer) -> None:
         model, comparison = self._model(), self._steps
         if model is None or (comparison.alike and not comparison.moving) or not _has_ranks():
-            return
-        own = set(map(id, model.parameters()))
-        if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
             return
         from lpq.distributed.replicas import Replicas
 

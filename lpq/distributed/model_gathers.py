@@ -8,8 +8,7 @@ model, whatever calls of ``lpq.convert`` got them.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, cast
 
@@ -22,13 +21,14 @@ from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
 from lpq.distributed.weight_gather import Gather, Layer
 from lpq.operations.reduce_statistics import Reductions
+from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import fsdp
 from lpq.torch_private.compiling import CALLBACKS, PRINTS_GUARDED, call_around_compiling
 from lpq.torch_private.distributed import CheckpointWrapper
 from lpq.torch_private.tensors import local_part
 
 
-class Gathering:
+class Gathering(Watcher):
     """All weights of ``root``, which ``lpq.convert`` got, that are gathered quantized."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -40,8 +40,8 @@ class Gathering:
         self._first: Gather | None = None
         """The weight before whose gather ranks compared last."""
         self._gathers: dict[nn.Module, Gather] = {}
-        self._steps = _steps()
-        self._steps.watch(self)
+        self._trained = Trained()
+        steps().call(self)
 
     def __getstate__(self) -> nn.Module:
         return self.root
@@ -56,8 +56,8 @@ class Gathering:
         if layer not in self._gathers:
             self._find()
         compiler = sys.modules.get(CALLBACKS) if PRINTS_GUARDED else None
-        if compiler is not None and self._steps.lend not in compiler.callback_handler.start_callbacks:
-            self._steps.lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
+        if compiler is not None and _lender().lend not in compiler.callback_handler.start_callbacks:
+            _lender().lend_while_compiling()  # for the first time, or after ``torch.compiler.reset``
         if layer not in self._gathers:
             title = getattr(layer, "title", str(layer))
             raise RuntimeError(
@@ -118,38 +118,21 @@ class Gathering:
         found = {name: sharded[m].param if m in sharded else m._parameters.get("weight") for name, m in own.items()}
         return {f"{name}.weight".strip("."): weight for name, weight in found.items() if weight is not None}
 
-    def written_by(self, params: Collection[int]) -> Iterator[Gather]:
-        """The gathers of the parameters with these ids."""
-        return (g for g in self._gathers.values() if id(g.site.param) in params)
-
     def missing(self) -> list[Tensor]:
         """The buffers without memory of all weights that are gathered at present."""
         return [t for gather in self._gathers.values() for t in gather.missing()]
 
-
-class _Steps(Watcher):
-    """The actions before and after the step of any optimizer of this process, and before and after torch compiles.
-
-    One instance serves all gatherings, so that all weights that one step writes to are reduced together, however many
-    models they belong to.
-    """
-
-    def __init__(self) -> None:
-        self._gatherings: list[weakref.ref[Gathering]] = []
-        self._trained = Trained()
-        self._lent: list[Tensor] = []
-        """The buffers that hold memory while torch compiles."""
-        steps().call(self)
-
-    def watch(self, gathering: Gathering) -> None:
-        """Reduce what steps write to its weights, for as long as it lives."""
-        self._gatherings = [ref for ref in self._gatherings if ref() is not None]
-        self._gatherings.append(weakref.ref(gathering))
+    def concerns(self, params: Mapping[int, Tensor]) -> bool:
+        """Whether a weight of the model is among them, or one that another replaced. A copy that a thread is making has
+        no modules yet, and no optimizer."""
+        if not any(isinstance(local_part(p), Gathered) or hasattr(p, "replaced_by") for p in params.values()):
+            return False
+        if any(getattr(param, "replaced_by", None) is not None for param in params.values()):
+            return True
+        return "_modules" in vars(self.root) and any(id(weight) in params for weight in self.weights().values())
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse parameters that are no longer in the model, and attach stored shards, maybe before any forward."""
-        if not (alive := self._alive()):
-            return
         params = _params(optimizer)
         for param in params:
             if (by := getattr(param, "replaced_by", None)) is not None:
@@ -160,20 +143,26 @@ class _Steps(Watcher):
                 )
             if getattr(local_part(param), "amax_group", None) == "unattached":
                 attach(param)
-        if self._trained.is_new(optimizer, params):
-            self._trained.take_in(optimizer, params, [gathering.weights() for gathering in alive])
-        self._trained.check(optimizer)
+        self._trained.check(optimizer, params, self.weights)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Reduce the statistics and the memories of all weights of this optimizer: all, since a compiled step writes
         without a trace."""
         params = {id(p) for p in _params(optimizer)}
-        for gathering in self._alive():
-            for gather in gathering.written_by(params):
-                site = gather.site
+        for gather in self._gathers.values():
+            site = gather.site
+            if id(site.param) in params:
                 gather.measure(reductions)
                 if memories := gather.layer.memories():
                     reductions.add([*memories.values()], site.group, site.replicas)  # replicas saw other inputs
+
+
+class _Lender:
+    """The actions before and after torch compiles. One instance serves all gatherings."""
+
+    def __init__(self) -> None:
+        self._lent: list[Tensor] = []
+        """The buffers that hold memory while torch compiles."""
 
     def lend_while_compiling(self) -> None:
         """Have the freed buffers of gathered weights hold memory, with nothing in it, while torch compiles.
@@ -183,21 +172,19 @@ class _Steps(Watcher):
         call_around_compiling(self.lend, self.take_back)
 
     def lend(self, *_: Any) -> None:
-        self._lent = [tensor for gathering in self._alive() for tensor in gathering.missing()]
+        gatherings = [watcher for watcher in steps().watchers() if isinstance(watcher, Gathering)]
+        self._lent = [tensor for gathering in gatherings for tensor in gathering.missing()]
         fsdp.allocate(self._lent)
 
     def take_back(self, *_: Any) -> None:
         fsdp.free(self._lent)
         self._lent = []
 
-    def _alive(self) -> list[Gathering]:
-        return [gathering for ref in self._gatherings if (gathering := ref()) is not None]
-
 
 @cache
-def _steps() -> _Steps:
+def _lender() -> _Lender:
     """The only instance."""
-    return _Steps()
+    return _Lender()
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:

@@ -4,23 +4,33 @@ torch calls a function before and after the step of any optimizer of this proces
 for what lpq does there: the statistics of weights that are gathered quantized are reduced together, an optimizer that
 would train nothing is refused, and a policy whose step nobody moves gets a warning. Writes alone would not do: neither
 a compiled step nor a fused one leaves a trace in what autograd counts.
+
+An optimizer is looked at once, by its own parameters. One that no watcher is concerned with is left alone afterwards.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lpq.operations.reduce_statistics import Reductions
 
 
 class Watcher:
-    """Something that is called before and after steps, for as long as it lives."""
+    """Something that is called before and after steps of optimizers that concern it, for as long as it lives."""
+
+    def concerns(self, params: Mapping[int, Tensor]) -> bool:
+        """Whether an optimizer of these parameters, by their ids, concerns it. It is asked once for each optimizer, and
+        again where that has other parameters."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which optimizers concern it")
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer, or prepare what it will write to."""
@@ -29,11 +39,24 @@ class Watcher:
         """Act on what it wrote. Everything to be reduced for that is added to ``reductions``, which run next."""
 
 
+class _Look(NamedTuple):
+    """An optimizer as it was looked at."""
+
+    params: list[int]
+    """The ids of its parameters then."""
+    last: int
+    """The number of the last watcher that was asked."""
+    concerned: list[weakref.ref[Watcher]]
+
+
 class Steps:
-    """The functions that torch calls, and the watchers that they call."""
+    """The functions that torch calls, and the watchers that they call. Other threads may add watchers meanwhile."""
 
     def __init__(self) -> None:
-        self._watchers: weakref.WeakKeyDictionary[Watcher, None] = weakref.WeakKeyDictionary()
+        self._watchers: dict[int, weakref.ref[Watcher]] = {}
+        """Those that live, by their numbers, in the order in which they came."""
+        self._last, self._adding = -1, Lock()
+        self._looks: weakref.WeakKeyDictionary[Optimizer, _Look] = weakref.WeakKeyDictionary()
         self._parts: list[Optimizer] = []
         """Optimizers whose steps are at present parts of the step of another one."""
         self._done: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -43,16 +66,41 @@ class Steps:
 
     def call(self, watcher: Watcher) -> None:
         """Have a watcher called, after those that are called already."""
-        self._watchers[watcher] = None
+        with self._adding:
+            number = self._last + 1
+            self._watchers[number] = weakref.ref(watcher, lambda _: self._watchers.pop(number, None))
+            self._last = number
+
+    def watchers(self) -> list[Watcher]:
+        """All that live, in the order in which they came."""
+        return [watcher for ref in self._watchers.copy().values() if (watcher := ref()) is not None]
+
+    def _concerned(self, optimizer: Optimizer) -> list[Watcher]:
+        """The watchers that an optimizer concerns."""
+        if not self._watchers:
+            return []
+        params = [number for group in optimizer.param_groups for number in map(id, group["params"])]
+        look = self._looks.get(optimizer)
+        if look is None or look.params != params:
+            look = _Look(params, -1, [])
+        if look.last != (last := self._last):
+            own = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+            new = [ref for number, ref in self._watchers.copy().items() if look.last < number <= last]
+            concerned = [ref for ref in new if (watcher := ref()) is not None and watcher.concerns(own)]
+            self._looks[optimizer] = look = _Look(params, last, [*look.concerned, *concerned])
+        return [watcher for ref in look.concerned if (watcher := ref()) is not None]
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
-        self._done.discard(optimizer)  # a step that raised may have left it
-        if not self._is_part(optimizer):
-            for watcher in list(self._watchers):
+        if (concerned := self._concerned(optimizer)) and not self._is_part(optimizer):
+            self._done.discard(optimizer)  # a step that raised may have left it
+            for watcher in concerned:
                 watcher.before_step(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._is_part(optimizer) and optimizer not in self._done:
+        look = self._looks.get(optimizer)
+        if look is None or not look.concerned or self._is_part(optimizer):
+            return
+        if optimizer not in self._done:
             self.reductions(optimizer).run()
         self._done.discard(optimizer)
 
@@ -63,7 +111,7 @@ class Steps:
         """The reductions of all watchers after the step of this optimizer. One that calls it runs them with its own, as
         its step ends."""
         reductions = Reductions()
-        for watcher in list(self._watchers):
+        for watcher in self._concerned(optimizer):
             watcher.after_step(optimizer, reductions)
         self._done.add(optimizer)
         return reductions

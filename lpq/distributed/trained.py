@@ -4,93 +4,72 @@ Some libraries exchange the parameters of an optimizer for those of a sharded mo
 has one weight several times, and other weights are in none, and the loss may fall nevertheless. Several optimizers may
 share a model out, have parameters of other models, too, and leave out weights that are frozen or get no gradient.
 
-The decision depends on facts that are equal on all ranks: the optimizers and their parameters.
+The decision depends on facts that are equal on all ranks: the optimizers that have stepped, and their parameters.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lpq.distributed.alive import alive
 from lpq.registry.showing import listed
+from lpq.registry.warning import warn
+
+PATIENCE = 16
+"""The number of steps of one optimizer after which another one should have stepped, too."""
 
 Named = Mapping[str, Tensor]
 """Weights that belong to one model, by their names in it."""
 
 
 class Trained:
-    """The optimizers that have stepped, and the weights that none of them has."""
+    """The optimizers that have stepped weights of one model, and the weights that none of them has."""
 
     def __init__(self) -> None:
-        self._seen: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
-        """The ids of the parameters that each optimizer had when it was taken in."""
-        self._left: weakref.WeakKeyDictionary[Optimizer, list[_Weight]] = weakref.WeakKeyDictionary()
-        """For each optimizer, the weights of its models that none of these optimizers has; mostly there are none."""
+        self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._left: list[tuple[str, weakref.ref[Tensor]]] = []
+        """The weights, by name, that none of these optimizers has; mostly there are none."""
 
-    def is_new(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-        """Whether an optimizer has not stepped yet, or has other parameters since."""
-        return self._seen.get(optimizer) != [*map(id, params)]
-
-    def take_in(self, optimizer: Optimizer, params: Sequence[Tensor], models: Iterable[Named]) -> None:
-        """Add a new optimizer; raise if it has one of its parameters several times."""
-        ids = [*map(id, params)]
-        has = set(ids)
-        mine = [weights for weights in models if any(id(weight) in has for weight in weights.values())]
-        if mine and len(has) < len(ids):
-            raise RuntimeError(_twice(optimizer, params, mine))
-        self._seen[optimizer] = ids
-        self._left[optimizer] = [
-            _Weight(name, weakref.ref(weight)) for weights in mine for name, weight in weights.items()
-        ]
-        known = {i for seen in self._seen.values() for i in seen}
-        for left in self._left.values():
-            left[:] = [weight for weight in left if weight.id not in known]
-
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise if another weight of this optimizer's models got a gradient, and no optimizer has it."""
-        left = self._left.get(optimizer)
-        if not left or not any(weight.got_a_gradient for weight in left):
-            return
-        others = alive(Optimizer)
-        if not any(other is optimizer for other in others):  # gc.freeze() hides it, and maybe others
-            left.clear()
-            return
-        groups = (group for other in others for group in getattr(other, "param_groups", ()))
-        owned = {id(param) for group in groups for param in group["params"]}
-        left[:] = [weight for weight in left if weight.id not in owned]
-        lost = [weight.name for weight in left if weight.got_a_gradient]
-        if lost:
-            raise RuntimeError(
-                f"no optimizer has {listed(lost, 3)}, though this {type(optimizer).__name__} has other weights of the "
-                "model, and so these would never be trained: give them to an optimizer that is made before the first "
-                "step, or freeze them by requires_grad_(False)"
+    def check(self, optimizer: Optimizer, params: Sequence[Tensor], weights: Callable[[], Named]) -> None:
+        """Raise, before a step of an optimizer, if it has one of its parameters several times. Warn if a weight still
+        gets gradients that no optimizer has stepped: one that will may step seldom."""
+        seen = self._seen.get(optimizer)
+        if seen is None or seen.ids != [*map(id, params)]:
+            named = weights()
+            seen = _Seen([*map(id, params)])
+            if len({*seen.ids}) < len(seen.ids):
+                raise RuntimeError(_twice(optimizer, params, named))
+            self._seen[optimizer] = seen
+            known = {number for one in self._seen.values() for number in one.ids}
+            self._left = [(name, weakref.ref(weight)) for name, weight in named.items() if id(weight) not in known]
+        seen.steps += 1
+        if seen.steps == PATIENCE and (lost := [name for name, ref in self._left if _gets_a_gradient(ref())]):
+            warn(
+                f"no optimizer that has made a step has {listed(lost, 3)}, though they get gradients, and this "
+                f"{type(optimizer).__name__} has made {PATIENCE} steps with other weights of the model: if no other "
+                "one will, they are never trained. Give them to an optimizer, or freeze them by requires_grad_(False)"
             )
 
 
-class _Weight(NamedTuple):
-    """A weight, for as long as it lives."""
+@dataclass
+class _Seen:
+    """An optimizer as it stepped last: the ids of its parameters, and how often."""
 
-    name: str
-    ref: weakref.ref[Tensor]
-
-    @property
-    def id(self) -> int:
-        return id(self.ref())
-
-    @property
-    def got_a_gradient(self) -> bool:
-        weight = self.ref()
-        return weight is not None and weight.requires_grad and weight.grad is not None
+    ids: list[int]
+    steps: int = 0
 
 
-def _twice(optimizer: Optimizer, params: Sequence[Tensor], models: Sequence[Named]) -> str:
-    names = {id(weight): name for weights in models for name, weight in weights.items()}
+def _gets_a_gradient(weight: Tensor | None) -> bool:
+    return weight is not None and weight.requires_grad and weight.grad is not None
+
+
+def _twice(optimizer: Optimizer, params: Sequence[Tensor], weights: Named) -> str:
+    names = {id(weight): name for name, weight in weights.items()}
     times = Counter(map(id, params))
     several = next(param for param in params if times[id(param)] > 1)
     name = names.get(id(several), f"a parameter of {[*several.shape]}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, steps
@@ -23,6 +23,9 @@ class _Held(Watcher):
     def __init__(self, layers: list[Layer]) -> None:
         self.layers = [*layers]
         steps().call(self)
+
+    def concerns(self, params: Mapping[int, Tensor]) -> bool:
+        return any(id(layer.weight) in params for layer in self.layers)
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         theirs = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}

@@ -6,11 +6,11 @@ do not change by step has no ``Stages``, and pays nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import Watcher, steps
@@ -59,13 +59,14 @@ class Stages(Watcher):
         if not torch.compiler.is_compiling() and self.due and layer.training and torch.is_grad_enabled():
             self._warn()
 
+    def concerns(self, params: Mapping[int, Tensor]) -> bool:
+        """Whether a parameter of the model is among them."""
+        model = self._model()
+        return model is not None and any(id(param) in params for param in model.parameters())
+
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Note that an optimizer has made a step."""
-        model = self._model()
-        if self.warned or model is None or not self.moving:
-            return
-        own = set(map(id, model.parameters()))
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if self.warned or not self.moving:
             return
         if self._by is not None and self._by() is optimizer:
             self._warn()  # a compiled model has not warned

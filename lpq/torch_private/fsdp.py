@@ -150,7 +150,8 @@ def sites(root: nn.Module, name: str | None = None) -> dict[nn.Module, Site]:
 
 def outermost(part: nn.Module) -> nn.Module:
     """The largest module on which ``fully_shard`` was called and that contains ``part``; if there is none, itself."""
-    sharded = [module for module in _module_state_mapping if _get_module_fsdp_state(module) is not None]
+    known = [module for ref in _module_state_mapping.keyrefs() if (module := ref()) is not None]  # threads may add some
+    sharded = [module for module in known if _get_module_fsdp_state(module) is not None]
     around = [module for module in sharded if any(inner is part for inner in module.modules())]
     return max([part, *around], key=lambda module: sum(1 for _ in module.modules()))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import copy
 from collections.abc import Callable, Iterator
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -14,17 +15,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import lpq
+from lpq.distributed import trained
+from lpq.distributed.model_gathers import Gathering
 from lpq.optim import MasterWeights
 
 HOW = How("mxfp8", width=64, inner=128)
-
-
-@pytest.fixture(autouse=True)
-def _few_objects() -> Iterator[None]:
-    """Objects from before are not searched for optimizers, which takes a while."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _backward(net: nn.Module) -> None:
@@ -67,21 +62,19 @@ def _one_that_stands_in_it_several_times(net: nn.Module, wrap: Callable[[Optimiz
 
 
 def _one_that_stands_in_none(net: nn.Module, wrap: Callable[[Optimizer], Optimizer]) -> None:
+    """It is named once, after so many steps that an optimizer of it would have made one."""
     weights, rest = _split(net)
     optimizer = wrap(AdamW([*rest, *weights[:1]]))
     _backward(net)
-    words = r"no optimizer has 0\.down\.weight, 1\.up\.weight, 1\.down\.weight, though this \w+ has other weights of"
-    _refused(optimizer, words)
-    _refused(optimizer, words)  # as long as it is so
-    for weight in weights[1:]:
-        weight.grad = None
+    for _ in range(trained.PATIENCE - 1):
+        optimizer.step()  # which warns of nothing: warnings are errors
+    words = (
+        r"no optimizer that has made a step has 0\.down\.weight, 1\.up\.weight, 1\.down\.weight, though they get "
+        rf"gradients, and this \w+ has made {trained.PATIENCE} steps"
+    )
+    with pytest.warns(UserWarning, match=words):
+        optimizer.step()
     optimizer.step()
-    later = wrap(AdamW(weights[1:]))
-    _backward(net)
-    optimizer.step()
-    del later
-    _backward(net)
-    optimizer.step()  # it had stepped beside an optimizer of theirs
 
 
 def _frozen_weights(net: nn.Module) -> Iterator[Optimizer]:
@@ -155,11 +148,11 @@ def _one_that_steps_later(net: nn.Module) -> None:
     """An optimizer that is there, and does not step each time."""
     weights, rest = _split(net)
     often, seldom = AdamW([*rest, *weights[:2]]), SGD(weights[2:], lr=0.1)
-    for number in range(4):
+    for number in range(trained.PATIENCE + 1):
         _backward(net)
         often.step()
         often.zero_grad()
-        if number % 2:
+        if number % 8 == 7:
             seldom.step()
             seldom.zero_grad()
 
@@ -210,14 +203,61 @@ def test_twice_under_masters() -> None:
         MasterWeights(optimizer)
 
 
-def test_it_is_not_decided_where_optimizers_cannot_be_seen() -> None:
-    """``gc.freeze()`` hides all that there is."""
-    net = _unsharded("high_precision")
-    weights, rest = _split(net)
-    often, other = AdamW([*rest, *weights[:2]]), SGD(weights[2:], lr=0.1)
-    before = [weight.detach().clone() for weight in weights]
-    _backward(net)
-    gc.freeze()
-    often.step()
-    other.step()
-    assert not any(torch.equal(now, was) for now, was in zip(weights, before, strict=True)), "all have been stepped"
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_a_copy_that_a_thread_is_making_concerns_no_other_optimizer(weights: str) -> None:
+    """A model is deep-copied half-way while the optimizer of another one steps for the first time."""
+    net = _unsharded(weights)
+    copied, stepped = Event(), Event()
+
+    class Waits(nn.Module):
+        def __deepcopy__(self, memo: Any) -> nn.Module:
+            copied.set()
+            assert stepped.wait(60)
+            return Waits()
+
+    copies: list[nn.Module] = []
+    net.add_module("waits", Waits())  # the last one: the layers before it have their copies by then
+    thread = Thread(target=lambda: copies.append(copy.deepcopy(net)))
+    thread.start()
+    try:
+        assert copied.wait(60)
+        other = _unsharded(weights)
+        wrap: Any = MasterWeights if weights == "quantized" else lambda optimizer: optimizer
+        optimizer = wrap(AdamW(other.parameters()))
+        _backward(other)
+        optimizer.step()
+    finally:
+        stepped.set()
+        thread.join()
+    twice = AdamW(copies[0].parameters())
+    _exchange(twice, 3)
+    _refused(twice, r"has 0\.up\.weight 2 times")  # the copy is watched as the model is
+
+
+def test_an_optimizer_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has nothing of lpq costs what does not depend on how many models lpq has converted."""
+    nets = [_unsharded(weights) for weights in ("high_precision", "quantized") for _ in range(3)]
+    asked: list[Any] = []
+    concerns = Gathering.concerns
+
+    def counted(self: Any, params: Any) -> bool:
+        asked.append(self)
+        return concerns(self, params)
+
+    monkeypatch.setattr(Gathering, "concerns", counted)
+    layer = nn.Linear(4, 4)
+    optimizer = SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.step()
+    mine = [net[0].up.gathering for net in nets]
+    assert [sum(one is own for one in asked) for own in mine] == [1] * len(nets)
+    later = _unsharded("high_precision")
+    optimizer.step()  # which asks the new one alone
+    optimizer.add_param_group({"params": [*later.parameters()]})
+    asked.clear()
+    optimizer.step()
+    optimizer.step()
+    assert sum(one is later[0].up.gathering for one in asked) == 1
+    params = optimizer.param_groups[1]["params"]
+    params.append(params[2])
+    _refused(optimizer, r"has 0\.up\.weight 2 times")
