@@ -1,0 +1,109 @@
+"""The cost of tensor parallelism to the host: Python calls of lpq, operators that torch dispatches and collectives, and
+not time, with a GPU that does nothing.
+
+What is counted is one forward and backward of a pair of layers, the first shared out by columns and the second by rows,
+as in a feed-forward block: with activations that all ranks have, and with sequences that are shared out. The numbers
+may only fall: where there are fewer, lower the number, and where one must rise, say why.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from imitated_gpu import calls_of, imitated_gpu
+from ranks import spawn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.profiler import ProfilerActivity, profile
+
+import lpq
+from lpq.distributed import tensor_parallel as tp
+from lpq.kernels.fresh import fresh
+from lpq.nn import parallel
+from lpq.observe import collectives
+
+WIDTH, INNER, TOKENS, WARM = 256, 512, 256, 3
+
+
+class Cost(NamedTuple):
+    """What one forward and backward of the pair costs."""
+
+    calls: int
+    operators: int
+    collectives: int
+
+
+COSTS = {
+    # recipe: activations that all ranks have, sequences that are shared out. As torch 2.13 counts them.
+    "fp8-current": (Cost(641, 182, 7), Cost(899, 346, 11)),
+    "fp8-row": (Cost(668, 184, 7), Cost(910, 454, 12)),
+    "mxfp8": (Cost(615, 98, 4), Cost(851, 432, 8)),
+}
+
+
+def cost(recipe: str, sequences: bool) -> Cost:
+    """The cost of a pair."""
+    pair = nn.Sequential(nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)).bfloat16()
+    lpq.convert(pair, recipe)
+    ranks, shared_out = dist.get_world_size(), Shard(0)
+    styles = {"0": tp.ColwiseParallel(), "1": tp.RowwiseParallel()}
+    if sequences:
+        styles = {
+            "0": tp.ColwiseParallel(input_layouts=shared_out),
+            "1": tp.RowwiseParallel(output_layouts=shared_out),
+        }
+    parallelize_module(pair, init_device_mesh("cpu", (ranks,)), styles)
+    rows = TOKENS // ranks if sequences else TOKENS
+    x = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.zeros(rows, WIDTH, dtype=torch.bfloat16)
+
+    def step() -> None:
+        pair(x).backward(dy)
+
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(WARM):  # what is looked up once is looked up before
+            step()
+        calls = calls_of(step)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            step()
+        with collectives() as sent:
+            step()
+    return Cost(calls, sum(e.name.startswith(("aten::", "lpq::")) for e in seen.events()), len(sent))
+
+
+def _counted(rank: int, recipe: str) -> None:
+    with imitated_gpu():
+        found = cost(recipe, False), cost(recipe, True)
+    for now, most in zip(found, COSTS[recipe], strict=True):
+        assert all(a <= b for a, b in zip(now, most, strict=True)), found
+        assert now.calls > 0.95 * most.calls - 1, f"lower the number: {found}"
+
+
+@pytest.mark.parametrize("recipe", COSTS)
+def test_no_call_no_operator_and_no_collective_is_added(recipe: str) -> None:
+    spawn(_counted, 2, recipe)
+
+
+def _dearer(rank: int) -> None:
+    encode_part, spare = parallel.encode_part, torch.zeros(1)
+
+    def dearer(*args: Any, **how: Any) -> Any:
+        spare.detach()
+        fresh((1,), torch.float32)
+        dist.all_reduce(spare)
+        return encode_part(*args, **how)
+
+    with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
+        usual = cost("mxfp8", False)
+        patch.setattr(parallel, "encode_part", dearer)
+        found = cost("mxfp8", False)
+    assert all(now > before for now, before in zip(found, usual, strict=True)), found
+
+
+def test_what_is_added_is_noticed() -> None:
+    spawn(_dearer, 2)
