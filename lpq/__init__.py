@@ -9,6 +9,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lpq.importing import after_import
+
 if TYPE_CHECKING:
     from lpq.calibration import calibrate
     from lpq.engines import export, load_quantized
@@ -77,7 +79,20 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULE_OF, *_SUBMODULES, "__version__"})
 
 
-if "torch" in sys.modules:
-    # Importing the core registers with torch how a quantized tensor in a file is rebuilt. Where torch is at hand this
-    # costs little, and torch.load(path, weights_only=True) works before anything else of lpq is used.
+def _rebuild(*saved: Any) -> Any:
+    """Make a quantized tensor that is in a file."""
     import_module("lpq.core")
+    return import_module("lpq.tensor.quantized_tensor").rebuild(*saved)
+
+
+def _allow() -> None:
+    """Have ``torch.load(path, weights_only=True)`` read files with quantized tensors, before lpq is used."""
+    names = ("lpq.tensor.quantized_tensor.rebuild", "lpq.core.tensor.rebuild")  # the second in files of earlier builds
+    import_module("torch.serialization").add_safe_globals([(_rebuild, name) for name in names])
+
+
+if "torch" in sys.modules:
+    import_module(
+        "lpq.core"
+    )  # whose operators programs need that were exported; where torch is at hand it costs little
+after_import("torch", _allow)

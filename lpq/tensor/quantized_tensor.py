@@ -380,6 +380,3 @@ def rebuild(
     if is_param:
         mark_as_parameter(tensor)
     return tensor
-
-
-torch.serialization.add_safe_globals([rebuild])

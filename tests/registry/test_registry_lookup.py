@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ from forking import python
 
 import lpq
 from lpq import registry
+from lpq.importing import after_import
 from lpq.registry.errors import PluginError, PluginHidden, PluginMissing, UnknownFormat, UnknownRecipe
 
 RECIPES = """
@@ -49,6 +51,32 @@ import lpq  # which lets torch read it
 print(load().dequantize().sum().item())
 """
     assert run(code).splitlines() == ["True", str(saved.dequantize().sum().item())]
+    code = f"""
+import importlib.util, sys
+import lpq
+assert importlib.util.find_spec("torch").loader.is_package("torch") and "torch" not in sys.modules
+import torch  # after lpq, which then lets it read the file
+print(torch.load({str(path)!r}, weights_only=True).dequantize().sum().item())
+print(torch.__loader__ is torch.__spec__.loader, [f for f in sys.meta_path if "lpq" in type(f).__module__])
+"""
+    assert run(code).splitlines() == [str(saved.dequantize().sum().item()), "True []"]
+
+
+def test_what_is_to_follow_an_import_follows_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "awaited.py").write_text("import done\ndone.said.append('imported')")
+    said: list[str] = []
+    monkeypatch.setitem(sys.modules, "done", types.SimpleNamespace(said=said))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = [*sys.meta_path]
+    after_import("awaited", lambda: said.append("then"))
+    assert importlib.util.find_spec("awaited") is not None
+    assert said == []
+    importlib.import_module("awaited")
+    assert said == ["imported", "then"]
+    assert sys.meta_path == before
+    after_import("awaited", lambda: said.append("now"))
+    assert said[2:] == ["now"]
+    del sys.modules["awaited"]
 
 
 def test_every_public_name_is_listed_and_typed() -> None:
