@@ -12,7 +12,8 @@ from lpq import recipes, registry
 from lpq.distributed.compared import Compared
 from lpq.nn.accumulation import Accumulate
 from lpq.nn.advice import warnings_of
-from lpq.nn.coverage import coverage
+from lpq.nn.called import UNCALLED, uncalled
+from lpq.nn.coverage import coverage, matrices
 from lpq.nn.expert_notes import expert_notes
 from lpq.nn.experts import Experts, adopt_experts, check_experts, holds_experts
 from lpq.nn.left_out import convertible, left_out
@@ -129,6 +130,7 @@ def convert(
     report = Report(tuple(converted), tuple(left), unmatched, unreached, coverage=covered)
     for words in warnings_of(policy, report, names, schedules, without):
         warn(words)
+    report = replace(report, left=tuple(entry for entry in left if matrices(model.get_submodule(entry.name))))
     model.__dict__[RECORD] = Conversion(policy, steps, report, *prepared)
     _connect_layers(model, accumulate, compares=weights is None)
     if weights is not None:
@@ -250,7 +252,8 @@ def _convert_module(module: nn.Module, name: str, schedule: Schedule) -> tuple[n
             return None, "a subclass of nn.Linear, whose forward may be its own"
         if TAKEN in vars(module):
             return None, f"a plugin made it for {vars(module)[TAKEN]}, and none converts it again"
-        return None, f"no plugin converts {type(module).__name__}"
+        own = ", ".join(key for key, _ in matrices(module)) if next(module.children(), None) is not None else ""
+        return None, f"no plugin converts {type(module).__name__}{own and f', which holds {own} beside other modules'}"
     if not isinstance(made, nn.Module):
         raise LpqError(
             f"a plugin's lpq_convert_module returned {made!r} for {name or 'the model'} ({type(module).__name__}), and "
@@ -320,17 +323,19 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
     """Report the modules that ``convert`` converted, those that it left alone and why, and how weights travel now.
 
     The text begins with how much of the model is converted. Modules with equal lines share one; ``full=True`` gives
-    each its own.
+    each its own. Once a pass has called some layers, those that it did not call are named, and count as not converted.
     """
     parts = conversions(model)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    idle = uncalled(model)
 
     def named(part: str, entries: tuple[Entry, ...]) -> Iterator[Entry]:
         for entry in entries:
             yield replace(entry, name=plain_name(f"{part}.{entry.name}".strip(".")))
 
     def given(entry: Entry) -> Entry:
-        return replace(entry, note=entry.note + _given_since(modules.get(entry.name)))
+        unused = UNCALLED if entry.name in idle else ""
+        return replace(entry, note=entry.note + _given_since(modules.get(entry.name)) + unused)
 
     def now(entry: Entry) -> Iterator[Entry]:
         """Find a converted module again: it may be gone since, or inside of another one, as with adapters."""
@@ -357,7 +362,8 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         weights=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in notes),
         parallel=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in parallel_notes(model)),
         experts=tuple(Entry(plain_name(name), WEIGHT, note) for name, note in expert_notes(model)),
-        coverage=coverage(model, {entry.name for entry in converted if _is_converted(modules.get(entry.name))}),
+        uncalled=tuple(entry.name for entry in converted if entry.name in idle),
+        coverage=coverage(model, {e.name for e in converted if _is_converted(modules.get(e.name))} - idle),
         full=full,
     )
 

@@ -34,7 +34,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a model is converted. A parameter of two or three dimensions counts as matrices."""
+    """How much of a model is converted. A parameter of two dimensions or more, not counting those of size 1, is
+    matrices; so is the weight of a convolution."""
 
     converted: int = 0
     """Elements of the matrices of converted modules; a parameter that several modules share counts once."""
@@ -44,7 +45,8 @@ class Coverage:
     """The converted part of the work in linear layers, each counted by the weights that a token is multiplied by; None
     if there are no linear layers."""
     unknown: int = 0
-    """Elements of unconverted matrices that no linear layer and no embedding holds, as stacks of experts."""
+    """Elements of unconverted matrices that no linear layer and no embedding holds, as convolutions and stacks of
+    experts."""
     left: tuple[Part, ...] = ()
     """Matrices that are not converted, the largest first."""
 
@@ -58,8 +60,8 @@ class Coverage:
             return "the model has no matrices"
         text = f"{percent(self.share)} of the matrix parameters are converted ({self.converted:,} of {self.total:,})"
         if self.work is not None:
-            where = f" that is known (for {self.unknown:,} parameters it is not)" if self.unknown else ""
-            text += f", {percent(self.work)} of the work in products{where}"
+            where = f"linear layers (the work of {self.unknown:,} others is not known)" if self.unknown else "products"
+            text += f", {percent(self.work)} of the work in {where}"
         return f"{text}; not converted: {largest(self.left, self.total)}" if self.left else text
 
     def of(self, modules: Collection[str]) -> tuple[Part, ...]:
@@ -84,8 +86,7 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
             inside = None
         if inside is None and name in reached:
             inside = name
-        present = [(n, p) for n, p in module._parameters.items() if p is not None and not is_lazy(p)]
-        own = [(n, p) for n, p in present if p.dim() in (2, 3) and n != "bias"]  # of grouped layers [groups, N]
+        own = [(n, p) for n, p in matrices(module) if not is_lazy(p)]
         for key, parameter in own:
             called = name if key == "weight" or len(own) == 1 else f"{name}.{key}".strip(".")
             part = Part(name, called, type(module).__name__, parameter.numel(), not isinstance(module, LOOKUPS))
@@ -104,6 +105,12 @@ def coverage(model: nn.Module, converted: Collection[str]) -> Coverage:
         unknown=sum(part.elements for part in left if part.module not in known),
         left=tuple(sorted(left, key=lambda part: -part.elements)),
     )
+
+
+def matrices(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the module itself that count as matrices, or will once they are there."""
+    own = [(name, p) for name, p in module._parameters.items() if p is not None and name != "bias"]  # [groups, N]
+    return [(name, p) for name, p in own if is_lazy(p) or sum(size != 1 for size in p.shape) > 1]
 
 
 def is_linear(module: nn.Module) -> bool:

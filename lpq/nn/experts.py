@@ -103,6 +103,8 @@ class Experts(Remembering):
         if not self._checked and not torch.compiler.is_compiling():
             check_static(title, {name: local_part(value) for name, value in self.static_values().items()})
             self._checked = True
+        if torch.compiler.is_dynamo_compiling() or not self._ran:
+            self.note_pass(torch.compiler.is_dynamo_compiling())
         weight, bias = getattr(self, stack), getattr(self, f"{stack}_bias", None)
         if self.dispatched is not None:
             weight = own_experts(title, weight)

@@ -104,6 +104,8 @@ class GroupedLinear(Layer):
         if self.accumulate is not None:
             check_accumulation(self, weight)
         self._gathered(remembers=False)
+        if torch.compiler.is_dynamo_compiling() or not self._ran:
+            self.note_pass(torch.compiler.is_dynamo_compiling())
         plan = self._plan if self._plan is not None else high_precision()
         states = self._of_own_groups() if plan.memories else None
         return grouped_linear_of(

@@ -79,7 +79,7 @@ class Layer(Saved):
         """Set the attributes of a layer, without a recipe."""
         self._recipe, self._plan, self._held, self.schedule = None, None, None, None
         self.gathering, self.gather, self.accumulate, self.stages, self.place = None, None, None, None, ""
-        self._inputs, self.compared = None, None
+        self._inputs, self.compared, self._calls = None, None, (None, {})
         self.forget_calls()
 
     # ------------------------------------------------------------------------------ the recipe
@@ -111,6 +111,10 @@ class Layer(Saved):
             for key, memory in getattr(plan, tensor).new_state(self.weight.device).items():
                 self.register_buffer(f"{tensor}_{key}", self.place_for(memory))
 
+    @property
+    def called(self) -> bool:
+        return self._ran or bool(self._calls[1])
+
     def place_for(self, memory: Tensor) -> Tensor:
         """The buffer in which the layer keeps this fresh state of a quantizer."""
         return memory
@@ -121,7 +125,7 @@ class Layer(Saved):
 
     def __getstate__(self) -> dict[str, Any]:
         # Nobody would release the weight that a copy holds, or move its stages; and it is in another model.
-        fresh = {"_calls": (None, {}), "_static_input": StaticValues()}
+        fresh = {"_calls": (None, {}), "_static_input": StaticValues(), "_ran": False}
         return {**self.__dict__, "_held": None, "stages": None, "gather": None, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,6 +140,7 @@ class Layer(Saved):
 
     def forget_calls(self) -> None:
         """Check inputs and static values anew in the next pass."""
+        self._ran = self.called
         self._calls, self._static_input = (None, {}), StaticValues()
 
     # ------------------------------------------------------------------------------ running it
@@ -184,6 +189,7 @@ class Layer(Saved):
             return multiply_parts(self, plan, input, weight, bias, dtype, states, inputs, static)  # type: ignore[arg-type]
         else:
             check(self, input, weight)
+            self.note_pass(torch.compiler.is_dynamo_compiling())
             inputs = self._inputs if plan.shares and can_bypass_dispatcher(input) else None
             shapes = self._shapes(input, weight, dtype, held is not None, given is not None)
             shapes = shapes._replace(compiled=torch.compiler.is_dynamo_compiling())
@@ -199,8 +205,12 @@ class Layer(Saved):
         return y
 
     def _check_static_parts(self) -> None:
-        """Check the static values, of which this rank may have a part, once for each change of them."""
-        if self._static_checked is not self._calls[1] and not torch.compiler.is_compiling():
+        """Note that a pass runs. Check the static values, of which this rank may have a part, once for each change of
+        them."""
+        if torch.compiler.is_compiling():
+            self.note_pass(traced=True)
+        elif self._static_checked is not self._calls[1]:
+            self.note_pass(traced=False)
             check_static(self.title, {name: local_part(value) for name, value in self.static_values().items()})
             self._static_checked = self._calls[1]
 

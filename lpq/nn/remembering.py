@@ -1,4 +1,6 @@
-"""Modules whose quantizers remember something, in buffers that are saved, loaded and moved beside the weights."""
+"""Modules whose quantizers remember something, in buffers that are saved, loaded and moved beside the weights.
+
+They also note that they ran."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from lpq.nn.quantizer_state import Memory
 from lpq.recipes.gemms import TENSORS
+from lpq.torch_private.compiling import once_when_traced
 
 
 class Remembering(nn.Module):
@@ -17,6 +20,21 @@ class Remembering(nn.Module):
 
     owners: ClassVar[tuple[str, ...]] = TENSORS
     """The beginnings of the names of all buffers that recipes add to this module."""
+
+    traced: bool = False
+    """Whether a compiler has traced a pass. What it compiled notes nothing when it runs."""
+    _ran: bool = False
+
+    @property
+    def called(self) -> bool:
+        """Whether a pass ran outside of compiled code."""
+        return self._ran
+
+    @once_when_traced
+    def note_pass(self, traced: bool) -> bool:
+        """Note that a pass runs, or that a compiler traces one, which takes the answer as a constant."""
+        self.__dict__["traced" if traced else "_ran"] = True
+        return True
 
     def kept(self) -> tuple[Memory, ...]:
         """The buffers of its present recipe."""

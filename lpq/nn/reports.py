@@ -22,8 +22,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """The modules that a conversion converted, and those that it left alone and why. Its text begins with their
-    share."""
+    """The modules that a conversion converted, and those with matrices that it left alone and why. Its text begins with
+    their share."""
 
     converted: tuple[Entry, ...]
     left: tuple[Entry, ...]
@@ -38,6 +38,8 @@ class Report:
     rows sent to experts."""
     experts: tuple[Entry, ...] = ()
     """How the products of experts are computed, and from how many rows on that takes less time than bf16."""
+    uncalled: tuple[str, ...] = ()
+    """The names of converted layers that no pass has called, though others: they count as not converted."""
     coverage: Coverage = field(default_factory=Coverage)
     """How much of the model's matrices is converted."""
     full: bool = field(default=False, compare=False)
@@ -45,7 +47,8 @@ class Report:
     layers in a row."""
 
     def __str__(self) -> str:
-        lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone"]
+        idle = f"; {len(self.uncalled)} of the converted were not called so far" if self.uncalled else ""
+        lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone{idle}"]
         for title, entries in (
             ("converted", self.converted),
             ("left alone", self.left),

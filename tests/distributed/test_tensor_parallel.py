@@ -385,6 +385,8 @@ def _reports(rank: int) -> None:
         "parallel  down: inputs over 2 ranks; the gradient of its output is gathered as mxfp8: 1.03 of bf16, where "
         "each rank has whole blocks of 32 tokens, else in high precision",
     ]
+    net.left(data()[0].chunk(2, 1)[rank])
+    assert lpq.report(net).uncalled == ("right", "down")
     net = model()
     lpq.convert(net, "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16")
     parallelize_module(net, init_device_mesh("cpu", (2,)), plan(sequence=True))

@@ -105,9 +105,29 @@ def test_a_large_part_that_its_class_leaves_is_warned_of() -> None:
     model = nn.ModuleDict({"experts": Experts(), "a": nn.Linear(32, 32)})
     (words,) = said(model, "mxfp8")
     assert words.startswith(f"lpq.convert: {first_line(model)}. experts stays in high precision: no plugin converts ")
-    assert "100 % of the work in products that is known (for 8,192 parameters it is not)" in words
+    assert "100 % of the work in linear layers (the work of 8,192 others is not known)" in words
     assert said(nn.ModuleDict({"experts": Experts(), "a": nn.Linear(999, 999)}), "mxfp8") == []
     assert said(model, {"rules": [{"match": "a", "recipe": "mxfp8"}]}) == []
+
+
+def test_convolutions_are_matrices_too_and_vectors_of_any_shape_are_none() -> None:
+    """A model of convolutions with some linear layers was reported as 100 % of the work."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.time = nn.Conv2d(8, 32, 3), nn.GroupNorm(4, 32), nn.Linear(32, 32)
+            self.token, self.place = nn.Parameter(torch.ones(1, 1, 32)), nn.Parameter(torch.ones(1, 16, 32))
+
+    (words,) = said(model := Block(), "mxfp8")
+    assert "100 % of the work in linear layers (the work of 2,816 others is not known); not converted: conv (" in words
+    report = lpq.report(model)
+    assert (report.coverage.converted, report.coverage.total) == (1024, 1024 + 32 * 72 + 16 * 32)
+    assert {entry.name: entry.note for entry in report.left} == {
+        "": "no plugin converts Block, which holds place beside other modules",
+        "conv": "no plugin converts Conv2d",
+    }
+    assert said(nn.ModuleDict({"norm": nn.LayerNorm(32), "a": nn.Linear(32, 32)}), "mxfp8") == []
 
 
 def test_matrices_that_are_not_there_yet_or_are_computed() -> None:
@@ -141,7 +161,7 @@ def test_models_of_hugging_face() -> None:
     assert f" converted  {alike}: mxfp8" in lines
     assert len(lines) < 12
     full = str(lpq.report(llama, full=True)).splitlines()
-    assert len(full) == 2 + 80 * 9 + 3
+    assert len(full) == 2 + 80 * 7 + 2, "and no norm"
     assert " converted  model.layers.79.mlp.up_proj (Linear): mxfp8" in full
     edge = {"rules": [{"match": "*.[07].mlp.*", "recipe": "nvfp4"}, {"match": "*.down_proj", "recipe": "mxfp8"}]}
     lpq.convert(llama, edge)

@@ -1,0 +1,31 @@
+"""Converted layers that no pass has called, while it called others.
+
+A module may read the weight of a layer and multiply by it itself, as the attention of some models does, and fused code.
+Its products are in high precision then, whatever recipe the layer has.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lpq.nn.experts import Experts
+from lpq.nn.linear import Layer
+from lpq.nn.names import plain_name
+
+UNCALLED = "; no pass has called it so far, while others were called: code that reads its weight multiplies as before"
+"""The end of a note in the report."""
+
+
+def uncalled(model: nn.Module) -> set[str]:
+    """The names of these layers. There are none before the first pass, and where a compiler traced a pass: what it
+    compiled notes nothing."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Layer | Experts) and m.recipe is not None}
+    if any(layer.traced for layer in layers.values()) or not any(layer.called for layer in layers.values()):
+        return set()
+    return {plain_name(name) for name, layer in layers.items() if not (layer.called or _waits(layer))}
+
+
+def _waits(layer: Layer | Experts) -> bool:
+    """Whether its schedule leaves the layer in high precision at some step, in which it notes no pass."""
+    schedule = layer.schedule if isinstance(layer, Layer) else None
+    return schedule is not None and any(recipe is None for _, recipe in schedule.pieces)

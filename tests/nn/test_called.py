@@ -1,0 +1,101 @@
+"""The report names converted layers that no pass called, and counts them as not converted."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import lpq
+
+
+class Past(nn.Module):
+    """A module that reads the weight of a layer and does not call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.read = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = functional.linear(self.used(x), self.read.weight, self.read.bias)
+        return y
+
+
+def past(policy: Any = "fp8-delayed", **how: Any) -> nn.Module:
+    return lpq.convert(Past(), policy, **how)
+
+
+def uncalled(model: nn.Module) -> list[str]:
+    report = lpq.report(model)
+    names = [entry.name for entry in report.converted if "; no pass has called it so far, while others" in entry.note]
+    assert names == [*report.uncalled]
+    return names
+
+
+@pytest.mark.parametrize("how", [{}, {"weights": "high_precision"}, {"weights": "quantized"}])
+@pytest.mark.filterwarnings("ignore::lpq.core.PrecisionWarning")
+def test_a_layer_whose_weight_is_read_and_that_is_not_called_is_named(how: Any) -> None:
+    model = past("mxfp8", **how)
+    assert uncalled(model) == []
+    assert lpq.report(model).coverage.work == 1
+    model(torch.randn(4, 32))
+    assert uncalled(model) == ["read"]
+    assert lpq.report(model).coverage.work == 0.5
+    assert "2 converted, 0 left alone; 1 of the converted were not called so far" in str(lpq.report(model))
+    model.read(torch.randn(4, 32))
+    assert uncalled(model) == []
+
+
+def test_what_ran_stays_so_and_a_copy_begins_anew() -> None:
+    model = past()
+    model(torch.randn(4, 32))
+    assert uncalled(copy.deepcopy(model)) == []
+    model.load_state_dict(model.state_dict())  # which has calls bound anew
+    model.used.recipe = "mxfp8"
+    assert uncalled(model) == ["read"]
+
+
+def test_a_layer_that_waits_for_its_step_is_not_named() -> None:
+    later = {"rules": [{"match": "read", "recipe": "skip", "until": 2}, {"match": "*", "recipe": "mxfp8"}]}
+    model = past(later)
+    model(torch.randn(4, 32))
+    lpq.set_step(model, 2)
+    assert uncalled(model) == []
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (0, 32)])
+def test_passes_of_other_kinds_are_noted(shape: tuple[int, ...]) -> None:
+    """In a mode, of rows in groups, and of experts."""
+    model = past()
+    with FlopCounterMode(display=False):
+        model(torch.randn(shape))
+    assert uncalled(model) == ["read"]
+    grouped: Any = nn.ModuleList(lpq.nn.GroupedLinear(1, 32, 32, recipe="mxfp8") for _ in range(2))
+    lpq.convert(grouped, "mxfp8")
+    grouped[0](torch.randn(shape), [shape[0]])
+    assert uncalled(grouped) == ["1"]
+
+
+def test_experts_note_their_passes() -> None:
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    experts: dict[str, Any] = {"num_local_experts": 2, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = lpq.convert(MixtralForCausalLM(MixtralConfig(**sizes, **experts)), "mxfp8")
+    model(torch.arange(8)[None])
+    assert uncalled(model) == []
+    assert any("Experts" in entry.kind for entry in lpq.report(model).converted)
+
+
+def test_nothing_is_said_of_what_is_compiled() -> None:
+    """Compiled code notes nothing: one block is traced, and others run what was compiled for it."""
+    model: Any = lpq.convert(nn.Sequential(Past(), Past(), nn.Linear(32, 32)), "mxfp8")
+    for block in model[:2]:
+        block.compile(backend="aot_eager", fullgraph=True)
+    model(torch.randn(4, 32))
+    assert model[0].used.traced
+    assert uncalled(model) == []
