@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lpq import recipes, registry
+from lpq import registry
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.files import place
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import touched
+from lpq.engines.intended import Intended, recipe_of, stored_side
 from lpq.engines.loading_experts import held_stacks, make_static, operand_of, renamed, static_key, store_quantized
 from lpq.engines.models import RECORD
 from lpq.engines.names import CONFIG
 from lpq.engines.reading import Files, Quantized
-from lpq.formats import Quantizer, Storage
+from lpq.formats import Storage
 from lpq.nn import Layer, convert
 from lpq.nn.expert_names import Stack
 from lpq.nn.expert_names import renamed as in_files
@@ -31,7 +32,6 @@ from lpq.nn.names import plain_name
 from lpq.operations import decode, remember
 from lpq.operations.operands import DTYPES
 from lpq.operations.quantizing import quantize
-from lpq.recipes import Recipe
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -60,8 +60,8 @@ def load_quantized(
     ``"high_precision"`` or ``None`` weights get what the codes decode to, in their own dtype. A model that is converted
     already keeps its weights as they are stored.
 
-    Everything is judged before a value of the files is written, and what their headers and JSON show before the model
-    is converted. Shard it afterwards.
+    Everything is judged, the policy too, before the model is converted and a value of the files is written. Shard it
+    afterwards.
     """
     path = place(path)
     with ranks_of(None).saying(f"{path} cannot be loaded"):
@@ -76,25 +76,15 @@ def load_quantized(
         stacks = held_stacks(given.module, found)
         _check_model(given, found, stacks)
         fresh = not any(isinstance(m, Layer | Experts) and m.recipe is not None for m in model.modules())
-        if fresh:
-            _Job(files, given, found, stacks, headers_only=True).judge()
-        if fresh or policy is not None:
-            convert(model, policy if policy is not None else _rules(renamed(found, stacks)), weights=weights)
+        rules = _rules(renamed(found, stacks)) if policy is None and fresh else policy
+        job = _Job(files, given, found, stacks, Intended.of(given, rules, weights, stacks))
+        job.judge()
+        if rules is not None:
+            convert(given.module, rules, weights=weights)
             if weights == "quantized":
                 store_quantized(stacks)
-        job = _Job(files, given, found, stacks)
-        job.judge()
         job.fill()
     return model
-
-
-def recipe_of(layer: Quantized) -> Recipe:
-    """A recipe whose forward computes as engines do with such a layer; backward is in bf16, of the decoded weight."""
-    x: Any = registry.quantizer(layer.inputs.quantizer) if layer.inputs is not None else "bf16"
-    high = {"dgrad": "bf16", "wgrad": "bf16"}
-    w = recipes.recipe({"fprop": {"x": x, "w": registry.quantizer(layer.scheme.quantizer)}, **high}).w
-    derived: Any = registry.quantizer(str(replace(cast("Any", w), col_source="row")))
-    return recipes.recipe({"fprop": {"x": x, "w": derived}, "dgrad": {"dy": "bf16", "w": derived}, "wgrad": "bf16"})
 
 
 def _rules(found: Mapping[str, Quantized]) -> dict[str, Any]:
@@ -130,20 +120,19 @@ class _Job:
     found: Mapping[str, Quantized]
     stacks: Mapping[str, Stack]
     """Those of the model's experts, by the names of their parameters."""
-    headers_only: bool = False
-    """Whether no tensor is read: the model is not converted yet."""
-    operands: list[tuple[Tensor, Storage]] = field(default_factory=list)
-    """Weights, each with the row operand that it gets or the value of."""
-    plain: list[tuple[Tensor, str]] = field(default_factory=list)
-    """Tensors in high precision, each with the name of what it gets."""
+    intended: Intended
+    """The model as it will be when it is filled; it may not be converted yet."""
+    operands: dict[str, Callable[[], Storage]] = field(default_factory=dict)
+    """For each weight, by name, a function that reads the row operand that it gets or the value of. It is called when
+    all is judged, and again to fill the model, so that one is in memory at a time."""
+    plain: list[tuple[str, int | None, str]] = field(default_factory=list)
+    """Tensors in high precision by name, the part of it if that is not all, and the name of what it gets."""
     amaxes: dict[str, Tensor] = field(default_factory=dict)
     """That of inputs, by the name of a layer."""
 
     def judge(self) -> None:
         """Find what each tensor of the model gets; everything that can be wrong."""
-        state, _ = self.model.state()
-        memories = self.model.memories()
-        tensors = {key.removeprefix(PREFIX): tensor for key, tensor in state.items() if key not in memories}
+        tensors = self._tensors()
         other = in_files(self.model.module, [name for name in tensors if name not in self.stacks])
         used: set[str] = set()
         filled: set[int] = set()
@@ -157,12 +146,20 @@ class _Job:
         left = [name for name in self.files.tensors if name not in used]
         if strange := [name for name in left if not CACHE.fullmatch(name)]:
             raise CheckpointError(f"the files have tensors for which the model has no place: {listed(strange)}")
-        if left and not self.headers_only:
+        for read in self.operands.values():
+            read()
+        if left:
             warn(
                 f"the files have scales of a KV cache ({listed(left)}), for which lpq has no place: they are left out, "
                 "and an export of this model has none",
                 CheckpointWarning,
             )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors of the model at present, without what quantizers remember."""
+        state, _ = self.model.state()
+        memories = self.model.memories()
+        return {key.removeprefix(PREFIX): tensor for key, tensor in state.items() if key not in memories}
 
     def _judge_tensor(self, name: str, other: str, tensor: Tensor) -> set[str] | None:
         """The tensors of the files that one of the model gets, which may be called ``other`` there; None if there are
@@ -171,12 +168,12 @@ class _Job:
             return own
         layer = name.removesuffix(".weight")
         if name.endswith(".weight") and layer in self.found:
-            self._judge_layer(self.found[layer], tensor)
+            self._judge_layer(self.found[layer], name, tensor)
             return {f"{layer}.{part.name}" for part in self.found[layer].parts}
         stored = name if name in self.files.tensors else other
         if stored not in self.files.tensors:
             return None
-        self._judge_plain(stored, tensor)
+        self._judge_plain(stored, tensor, name)
         return {stored}
 
     def _judge_experts(self, name: str, tensor: Tensor) -> set[str] | None:
@@ -186,10 +183,10 @@ class _Job:
             each = rows // len(one.names[0])
             for layer in one.layers:
                 self.files.check_headers(self.found[layer], each, cols)
-            if not self.headers_only:
-                self.operands.append(
-                    (tensor, operand_of(one.names, lambda layer: self._operand(self.found[layer], tensor, each, cols)))
-                )
+            names, dtype = one.names, tensor.dtype
+            self.operands[name] = lambda: operand_of(
+                names, lambda layer: self._operand(self.found[layer], name, dtype, each, cols)
+            )
             return {f"{layer}.{part.name}" for layer in one.layers for part in self.found[layer].parts}
         one = self.stacks.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
         if one is None:
@@ -197,64 +194,77 @@ class _Job:
         biases = [f"{layer}.bias" for layer in one.layers]
         if lacking := [bias for bias in biases if bias not in self.files.tensors]:
             raise CheckpointError(f"the files have nothing for these tensors of the model: {listed(lacking)}")
-        for bias, row in zip(biases, local_part(tensor), strict=True):
-            self._judge_plain(bias, row)
+        for number, (bias, row) in enumerate(zip(biases, local_part(tensor), strict=True)):
+            self._judge_plain(bias, row, name, number)
         return {*biases}
 
-    def _judge_layer(self, entry: Quantized, weight: Tensor) -> None:
+    def _judge_layer(self, entry: Quantized, name: str, weight: Tensor) -> None:
         rows, cols = weight.shape
+        dtype = weight.dtype
         self.files.check_headers(entry, rows, cols)
-        if not self.headers_only:
-            self.operands.append((weight, self._operand(entry, weight, rows, cols)))
+        self.operands[name] = lambda: self._operand(entry, name, dtype, rows, cols)
 
-    def _operand(self, entry: Quantized, weight: Tensor, rows: int, cols: int) -> Storage:
-        """The row operand of a layer, of this many rows of a weight."""
+    def _operand(self, entry: Quantized, name: str, dtype: torch.dtype, rows: int, cols: int) -> Storage:
+        """The row operand of a layer, of this many rows of the weight of this name."""
+        side = self.intended.stored.get(name, registry.quantizer(entry.scheme.quantizer))
+        if not entry.scheme.serves(side):
+            lies = f"{entry.scheme.title} in the files ({entry.scheme.quantizer})"
+            raise self._unfit(f"{entry.name}.weight is {lies}, and stored as {side}")
         parts = self.files.parts(entry, rows, cols)
-        local = local_part(weight)
-        side = registry.quantizer(entry.scheme.quantizer)
-        if isinstance(local, QuantizedTensor):
-            side = _stored_side(entry, local)
         try:
             buffers = entry.scheme.read(side, parts[: len(entry.scheme.parts)])
         except ValueError as error:
-            raise CheckpointError(f"{entry.name}: {error}") from error
+            raise self._unfit(f"{entry.name}: {error}") from error
         if entry.inputs is not None and entry.inputs.read is not None:
             self.amaxes[entry.name] = entry.inputs.read(parts[-1])
-        operand: Storage = side.storage.wrap([*buffers], side, (rows, cols), weight.dtype)
+        operand: Storage = side.storage.wrap([*buffers], side, (rows, cols), dtype)
         return operand
 
-    def _judge_plain(self, name: str, tensor: Tensor) -> None:
-        shown, local = self.files.tensors[name], local_part(tensor)
+    def _unfit(self, what: str) -> CheckpointError:
+        """The error that weights which are to be stored quantized do not fit the files."""
+        fitting = self.intended.fitting(renamed(self.found, self.stacks))
+        return CheckpointError(f"{what}: convert by what fits the files, {fitting}; or by weights=None, which decodes")
+
+    def _judge_plain(self, name: str, tensor: Tensor, own: str, number: int | None = None) -> None:
+        """``own``: the name of the tensor in the model; ``number``: its part of that."""
+        shown = self.files.tensors[name]
         if shown.shape != tuple(tensor.shape):
             raise CheckpointError(
                 f"{name} has shape {list(shown.shape)}, and in the model {list(tensor.shape)}: make the model with the "
                 f"sizes that {CONFIG} beside the files gives"
             )
-        both_floats = shown.dtype in DTYPES and local.dtype in DTYPES
-        if isinstance(local, QuantizedTensor) or (shown.dtype != local.dtype and not both_floats):
-            stored = isinstance(local, QuantizedTensor)
-            remedy = (
-                "leave the layer in high precision" if stored else f"cast one of them, or have {CONFIG} describe it"
-            )
-            ours = f"stored as {local.quantizer}" if isinstance(local, QuantizedTensor) else str(local.dtype)
+        if (side := self.intended.stored.get(own)) is not None:
+            raise self._unfit(f"{name} is {shown.dtype} and not quantized in the files, and stored as {side}")
+        if shown.dtype != tensor.dtype and not (shown.dtype in DTYPES and tensor.dtype in DTYPES):
             raise CheckpointError(
-                f"{name} is {shown.dtype} and not quantized in the files, and {ours} in the model: {remedy}"
+                f"{name} is {shown.dtype} and not quantized in the files, and {tensor.dtype} in the model: cast one of "
+                f"them, or have {CONFIG} describe it"
             )
-        self.plain.append((tensor, name))
+        self.plain.append((own, number, name))
 
     @torch.no_grad()
     def fill(self) -> None:
         """Write it all."""
-        for tensor, name in self.plain:
-            local_part(tensor).copy_(self.files.read(name))
-            touched(tensor)
-        for weight, operand in self.operands:
-            local = local_part(weight)
+        tensors, stored = self._tensors(), self.intended.stored
+        unlike = {*self.operands, *(n for n, _, _ in self.plain)} - tensors.keys()
+        unlike |= {
+            n for n in self.operands.keys() & tensors.keys() if stored_side(tensors[n]) not in (None, stored.get(n))
+        }
+        if unlike:
+            raise CheckpointError(
+                f"a plugin converted {listed(sorted(unlike))} otherwise than lpq does: load the files with weights=None"
+            )
+        for own, number, name in self.plain:
+            local = local_part(tensors[own])
+            (local if number is None else local[number]).copy_(self.files.read(name))
+            touched(tensors[own])
+        for name, read in self.operands.items():
+            local, operand = local_part(tensors[name]), read()
             if isinstance(local, QuantizedTensor):
                 _fill(local, operand)
             else:
-                local.copy_(decode(operand, weight.dtype))
-            touched(weight)
+                local.copy_(decode(operand, local.dtype))
+            touched(tensors[name])
         kept = dict(self.amaxes)
         for one in self.stacks.values():
             make_static(one, kept)
@@ -262,17 +272,6 @@ class _Job:
             if name in kept and _remembers(layer, kept[name]):
                 del kept[name]
         self.model.module.__dict__[RECORD] = kept
-
-
-def _stored_side(entry: Quantized, weight: QuantizedTensor) -> Quantizer:
-    row = weight.row
-    side = row.quantizer if row is not None else weight.quantizer.side("row")
-    if row is None or not entry.scheme.serves(side):
-        raise CheckpointError(
-            f"{entry.name}.weight is {entry.scheme.title} in the files, and stored as {weight.quantizer} in the model: "
-            f"use a recipe with w={entry.scheme.quantizer} in fprop, or weights=None, which decodes it"
-        )
-    return side
 
 
 def _fill(weight: QuantizedTensor, operand: Storage) -> None:

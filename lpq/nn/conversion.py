@@ -115,11 +115,7 @@ def convert(
     if steps not in (None, "later"):
         check_length(steps)
     policy = recipes.policy(policy, include=include)
-    names = names_of(model)
-    without = left_out(model, names, policy)
-    schedules = {  # all, before any swap
-        name: LEFT_ALONE if name in without else _schedule(policy, aliases, steps) for name, aliases in names.items()
-    }
+    names, without, schedules = schedules_of(model, policy, steps)  # all, before any swap
     check_layers(model, schedules, accumulate)
     check_weights(model, weights, ranks, schedules)
     model, converted, left = _convert_modules(model, names, schedules, without)
@@ -144,6 +140,18 @@ def convert(
     ):
         warn(f"lpq.convert(…, weights='quantized') stored no weight quantized: {reason}")
     return model
+
+
+def schedules_of(
+    model: nn.Module, policy: Policy, steps: Steps = None
+) -> tuple[dict[str, list[str]], dict[str, str], dict[str, Schedule]]:
+    """The names of all modules, those that are left out and why, and the recipes that a policy gives to each."""
+    names = names_of(model)
+    without = left_out(model, names, policy)
+    schedules = {
+        name: LEFT_ALONE if name in without else _schedule(policy, aliases, steps) for name, aliases in names.items()
+    }
+    return names, without, schedules
 
 
 def names_of(model: nn.Module) -> dict[str, list[str]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import Net, tensors
+from tiny import FLOAT_SCALES, Net, layers, tensors
 from torch import Tensor, nn
 
 import lpq
@@ -345,13 +347,58 @@ def test_a_model_that_files_do_not_fit_is_not_converted(fault: str, exported: di
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_another_recipe_than_that_of_the_files_is_refused_for_stored_weights(
-    exported: dict[str, Path], tmp_path: Path
+UNFIT: dict[str, tuple[str, Any, str, str]] = {
+    "format": ("one", "mxfp8", r"q_proj\.weight is FP8 per tensor in the files \(fp8\), and stored as mxfp8", "fp8"),
+    "one layer": (
+        "one", {"rules": [{"match": "*.up_proj", "recipe": "nvfp4"}, {"match": "*_proj", "recipe": "fp8-current"}]},
+        r"up_proj\.weight is FP8 per tensor in the files \(fp8\), and stored as nvfp4\(block=16x16\)", "fp8",
+    ),
+    "high precision": (
+        "one", lpq.policy("fp8-current", include="all"),
+        r"lm_head\.weight is torch\.float32 and not quantized in the files, and stored as fp8", "fp8",
+    ),
+    "options": (
+        "fp8-block", "fp8-block", r"FP8 per block .*pow2=false\)\), and stored as fp8\(scaling=block, .*128\):",
+        "fp8(scaling=block, pow2=false, block=128x128)",
+    ),
+    "scales": (
+        "compressed-tensors", "fp8-block",
+        r"its scales are no powers of two, as those of fp8\(scaling=block, block=128x128\)",
+        "fp8(scaling=block, pow2=false, block=128x128)",
+    ),
+    "rows": ("rows", "nvfp4", r"q_proj: its rows have scales of their own, and nvfp4\(block=16x16\)", "nvfp4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", UNFIT)
+def test_a_policy_that_does_not_fit_is_refused_with_one_that_does(
+    why: str, exported: dict[str, Path], tmp_path: Path
 ) -> None:
-    words = r"q_proj\.weight is FP8 per tensor in the files, and stored as mxfp8 in the model: use a recipe with w=fp8 "
+    """Before the model is converted, so that it can be loaded by the other one."""
+    kind, policy, words, fits = UNFIT[why]
+    if kind in ("fp8-block", "compressed-tensors"):
+        lpq.export(lpq.convert(Net(), FLOAT_SCALES), tmp_path / "x", layout=kind)
+    elif kind == "rows":
+        lpq.export(lpq.convert(Net(), "x=nvfp4(), w=nvfp4(), dy=bf16"), tmp_path / "x", layout="modelopt")
+    path, model = exported.get(kind, tmp_path / "x"), Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=words) as refused:
+        lpq.load_quantized(path, model, policy=policy)
+    assert not any(isinstance(module, lpq.nn.Layer) for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    said = re.search(r"policy=(\{.*\}); or by weights=None", str(refused.value))
+    assert said is not None
+    read: Any = lpq.load_quantized(path, model, policy=ast.literal_eval(said[1]))
+    stored = {str(layer.weight.row.quantizer) for layer in layers(read).values()}
+    assert (stored, len(layers(read))) == ({fits}, 4)
+    lpq.load_quantized(path, Net(), policy=policy, weights=None)
+
+
+def test_a_converted_model_that_does_not_fit_is_told_the_recipes_that_do(exported: dict[str, Path]) -> None:
+    model = lpq.convert(Net(), "mxfp8", weights="quantized")
+    words = r"stored as mxfp8: convert by what fits .*'recipe': 'x=mxfp8\(\), w=fp8\(\), dy=mxfp8\(\)'"
     with pytest.raises(CheckpointError, match=words):
-        lpq.load_quantized(exported["one"], Net(), policy="mxfp8")
-    lpq.load_quantized(exported["one"], Net(), policy="mxfp8", weights=None)
+        lpq.load_quantized(exported["one"], model)
 
 
 def test_another_architecture_is_refused(exported: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""The form that a model's weights will have once it is converted, which files are compared with before it is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from lpq import recipes, registry
+from lpq.checkpoint.model import PREFIX, Model
+from lpq.engines.reading import Quantized
+from lpq.formats import Quantizer
+from lpq.nn import Layer
+from lpq.nn.conversion import schedules_of
+from lpq.nn.expert_names import Stack
+from lpq.nn.experts import Experts
+from lpq.nn.names import plain_name
+from lpq.recipes import Recipe
+from lpq.recipes.globs import matches
+from lpq.registry.errors import LpqError
+from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
+
+if TYPE_CHECKING:
+    from lpq.nn.sharded_weights import Weights
+    from lpq.recipes import PolicyLike
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""The number of a block in the name of a layer."""
+
+
+@dataclass(frozen=True)
+class Intended:
+    """The recipes and the stored weights of a model that is to be loaded."""
+
+    recipes: Mapping[str, Recipe]
+    """The recipe of each module that has one, by name."""
+    stored: Mapping[str, Quantizer]
+    """The quantizer of the row operand of each weight that is stored quantized, by the name of the parameter."""
+    modules: tuple[str, ...]
+    """The names of all modules."""
+
+    @classmethod
+    def of(
+        cls, model: Model, rules: PolicyLike | None, weights: Weights | None, stacks: Mapping[str, Stack]
+    ) -> Intended:
+        """The model after ``lpq.convert(model, rules, weights=weights)``; with None as it is."""
+        module = model.module
+        tensors = {key.removeprefix(PREFIX): tensor for key, tensor in model.state()[0].items()}
+        stored = {name: side for name, tensor in tensors.items() if (side := stored_side(tensor)) is not None}
+        modules = {plain_name(name): module for name, module in module.named_modules()}
+        if rules is None:
+            found = {n: m.recipe for n, m in modules.items() if isinstance(m, Layer | Experts) and m.recipe is not None}
+            return cls(found, stored, tuple(modules))
+        schedules = schedules_of(module, recipes.policy(rules))[2]
+        first = {plain_name(name): schedule.at(0) for name, schedule in schedules.items()}
+        given = {name: recipe for name, recipe in first.items() if recipe is not None}
+        if weights == "quantized":
+            linear = [name for name in given if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)]
+            owners = {f"{name}.weight".lstrip("."): name for name in linear}
+            owners |= {one.weight: one.holder_name for one in stacks.values() if one.holder_name in given}
+            times = Counter(id(tensor) for tensor in tensors.values())
+            for weight, name in owners.items():
+                side = given[name].w.side("row")
+                if weight not in stored and not side.plain and times[id(tensors.get(weight))] == 1:
+                    stored[weight] = side
+        return cls(given, stored, tuple(modules))
+
+    def fitting(self, found: Mapping[str, Quantized]) -> str:
+        """A policy that stores weights as these layers of the files, by the names of modules, have them."""
+        rules: dict[str, list[str]] = {}
+        for name, layer in found.items():
+            if (recipe := self.recipes.get(name)) is not None:
+                rules.setdefault(_with_weight(recipe, layer).text, []).append(name)
+        listing = [
+            {"match": _patterns(names, {*self.modules} - {*names}), "recipe": text} for text, names in rules.items()
+        ]
+        return f"policy={{'rules': {listing}}}"
+
+
+def stored_side(tensor: Tensor) -> Quantizer | None:
+    """The quantizer of the row operand of a weight; None: it is not stored quantized."""
+    local = local_part(tensor)
+    if not isinstance(local, QuantizedTensor):
+        return None
+    return local.row.quantizer if local.row is not None else local.quantizer.side("row")
+
+
+def recipe_of(layer: Quantized) -> Recipe:
+    """A recipe whose forward computes as engines do with such a layer; backward is in bf16, of the decoded weight."""
+    x: Any = registry.quantizer(layer.inputs.quantizer) if layer.inputs is not None else "bf16"
+    high = {"dgrad": "bf16", "wgrad": "bf16"}
+    w = recipes.recipe({"fprop": {"x": x, "w": registry.quantizer(layer.scheme.quantizer)}, **high}).w
+    derived: Any = registry.quantizer(str(replace(cast("Any", w), col_source="row")))
+    return recipes.recipe({"fprop": {"x": x, "w": derived}, "dgrad": {"dy": "bf16", "w": derived}, "wgrad": "bf16"})
+
+
+def _with_weight(recipe: Recipe, layer: Quantized) -> Recipe:
+    """The recipe with the weight of a layer of the files; if its products are none then, that of an engine."""
+    products: dict[str, Any] = {
+        operand.gemm: {o.tensor: q for o, q in recipe.operands.items() if o.gemm == operand.gemm}
+        for operand in recipe.operands
+    }
+    for product in products.values():
+        if "w" in product and not product["w"].plain:
+            product["w"] = registry.quantizer(layer.scheme.quantizer)
+    try:
+        return recipes.recipe(products)
+    except LpqError:
+        return recipe_of(layer)
+
+
+def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
+    """Patterns for these names and no others: without the numbers of blocks, if that is possible."""
+    short = [*dict.fromkeys(NUMBER.sub("*", name) for name in names)]
+    return [*names] if any(matches(pattern, name) for pattern in short for name in others) else short
