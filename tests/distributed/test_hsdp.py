@@ -14,12 +14,13 @@ from ranks import spawn
 from sharded import How, built, enough
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.distributed import attach
+from lpq.distributed import alike, attach
 from lpq.operations import reduce_statistics
 from lpq.optim import MasterWeights
 
@@ -33,20 +34,25 @@ Bytes = dict[str, Tensor]
 def _reductions() -> Iterator[list[tuple[int, ...]]]:
     """The ranks over which each MAX runs; gradients are summed."""
     seen: list[tuple[int, ...]] = []
-    compare, reduce = dist.all_reduce, reduce_statistics.reduce_max
+    cast, compare, reduce = dist.all_reduce, alike.all_reduce, reduce_statistics.reduce_max
 
-    def compares(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    def casts(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         if op == dist.ReduceOp.MAX:
             seen.append(tuple(dist.get_process_group_ranks(group)))
-        return compare(tensor, op, group, async_op)
+        return cast(tensor, op, group, async_op)
 
-    def reduces(values: Sequence[Tensor], group: Any) -> list[Tensor]:
+    def compares(tensor: Tensor, operation: str, group: str) -> Tensor:
+        seen.append(tuple(dist.get_process_group_ranks(_resolve_process_group(group))))
+        return compare(tensor, operation, group)
+
+    def reduces(values: Sequence[Tensor], group: Any, **how: Any) -> list[Tensor]:
         if values:
             seen.append(tuple(dist.get_process_group_ranks(group)))
-        return reduce(values, group)
+        return reduce(values, group, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", compares)
+        patch.setattr(dist, "all_reduce", casts)
+        patch.setattr(alike, "all_reduce", compares)
         patch.setattr(reduce_statistics, "reduce_max", reduces)
         yield seen
 
@@ -102,7 +108,7 @@ def _trained(rank: int, mesh: DeviceMesh, recipe: str, weights: str, masters: bo
         assert len(among) == len(between) == 2
         assert everywhere not in seen
         if not step:  # they compare their models
-            assert [seen.pop(0), seen.pop(0)] == [among, between]
+            assert [seen.pop(0), seen.pop(0)] == [between, among]
         if step and masters and recipe != DELAYED:
             assert seen == [among] * (recipe != "mxfp8"), (recipe, seen)
         if recipe == DELAYED:  # its layers saw other inputs on other replicas, too
