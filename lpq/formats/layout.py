@@ -166,15 +166,15 @@ class Stat(Covering):
     """One statistic that a format needs of the matrix that it encodes.
 
     A non-negative fp32 value for each block, such as an amax, combined across ranks by MAX; NaN is larger than
-    every number.
+    every number. Or a count, in int64, which is summed.
     """
 
     name: str
     block: Block = (None, None)
     """Logical rows and columns that one element covers; None: the whole dimension."""
     reduce: Literal["max", "sum"] = "max"
-    """How the values of several ranks make one. ``"sum"`` is for counts: whole numbers, below 2^24 in all. Only their
-    sum is the same however a tensor is cut. The sum of other values is NaN."""
+    """How the values of several ranks make one. ``"sum"`` is for counts, in int64: only their sum is the same however
+    a tensor is cut."""
     round: Literal[1, 2] = 1
     """2: it is measured by ``Quantizer.measure_again``, once the statistics of round 1 are those of all ranks."""
     largest: bool = False
@@ -189,16 +189,18 @@ class Stat(Covering):
                 "value measure the largest of -x, at least 0"
             )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int64 if self.reduce == "sum" else torch.float32
+
     def zeros(self, rows: int, cols: int, device: torch.device) -> Tensor:
-        return torch.zeros(self.grid(rows, cols), dtype=torch.float32, device=device)
+        return torch.zeros(self.grid(rows, cols), dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class StateBuffer:
-    """One fp32 tensor that lives across steps (an amax history, a calibrated amax); it starts as zeros.
-
-    Like a statistic it is non-negative, and several ranks combine theirs by MAX.
-    """
+    """One fp32 tensor that lives across steps (an amax history, a calibrated amax); it starts as zeros. Several ranks
+    combine theirs by MAX."""
 
     name: str
     shape: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from lpq import registry
 from lpq.formats.format import Storage
 from lpq.formats.layout import Covering
-from lpq.operations.operators import ORDINARY
+from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.registry import PluginError
 
 if TYPE_CHECKING:
@@ -137,10 +137,13 @@ def _unfit_stats(quantizer: Quantizer, found: Mapping[str, Tensor], x: Tensor) -
     if extra := set(found) - {stat.name for stat in quantizer.stats}:
         return f"returned {min(extra)}, which {name}.stats does not declare", "declare it, or leave it out"
     for stat in quantizer.stats:
-        fault = _unfit(found[stat.name], stat, torch.float32, shape, x)
+        fault = _unfit(found[stat.name], stat, stat.dtype, shape, x)
         if fault:
-            wanted = _declared(stat, torch.float32, shape)
+            wanted = _declared(stat, stat.dtype, shape)
             return f"returned {stat.name} {fault}; {name}.stats declares {wanted}", AS_DECLARED
+        if _can_be_read(x) and bool((found[stat.name] < 0).any()):
+            cause = f"returned {stat.name} below 0, and ranks combine the bits of statistics, which order so from 0 on"
+            return cause, "for a least value measure the largest of -x, at least 0"
     return None
 
 
@@ -153,6 +156,11 @@ def _unfit_matrix(operand: Storage, values: Tensor) -> Fault | None:
     if values.dtype != torch.float32:
         return f"returned {values.dtype}; a decoded matrix is torch.float32", "return the matrix in fp32"
     return None
+
+
+def _can_be_read(x: Tensor) -> bool:
+    """Whether the host may read values: nothing watches, and no graph of a GPU is recorded."""
+    return can_bypass_dispatcher(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _unfit(tensor: object, declared: Covering, dtype: torch.dtype, shape: Shape, x: Tensor) -> str:

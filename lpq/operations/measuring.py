@@ -91,7 +91,7 @@ def _measure_fake(x: Tensor, row: str, col: str, layouts: str = "") -> list[Tens
 def empty_stats(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
     rows, cols = x.shape
     return [
-        x.new_empty(stat.grid(rows, cols) if dim == 0 else stat.grid(cols, rows), dtype=torch.float32)
+        x.new_empty(stat.grid(rows, cols) if dim == 0 else stat.grid(cols, rows), dtype=stat.dtype)
         for stat, dim in declared(row, col)
     ]
 

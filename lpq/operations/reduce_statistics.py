@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from lpq.formats.format import Quantizer
 
-COUNTS = 2**24
-"""Whole numbers below this are exact in fp32."""
 WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a float but for its sign."""
 ByRanks: TypeAlias = "dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]]"
@@ -58,44 +56,42 @@ def reduce_stats(
     return common
 
 
-def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str) -> list[Tensor]:
-    """Return the MAX over the ranks of these tensors of non-negative fp32 values, in one collective. A non-negative
-    float orders as its bits do, and NaN above infinity: so the bits are reduced, as integers, because a floating-point
-    MAX may lose a NaN. The first may be 32-bit integers.
+def reduce_max(values: Sequence[Tensor], group: ProcessGroup | str, *, signed: bool = False) -> list[Tensor]:
+    """Return the MAX over the ranks of these tensors of fp32 values, in one collective. A non-negative float orders as
+    its bits do, and NaN above infinity: so the bits are reduced, as integers, because a floating-point MAX may lose a
+    NaN. If values may be negative they are ``signed``. The first may be 32-bit integers.
     """
     if not values:
         return []
     whole = [v.reshape(-1) for v in values if v.dtype == torch.int32]
-    floats = [v.reshape(-1).view(torch.int32) for v in values if v.dtype != torch.int32]
-    bits = [torch.cat(floats) & WITHOUT_SIGN] if floats else []
-    flat = torch.cat([*whole, *bits]) if whole else bits[0]
-    parts = torch.split(all_reduce(flat, "max", _name(group)), [v.numel() for v in values])
+    floats = [v.reshape(-1) for v in values if v.dtype != torch.int32]
+    if floats and signed:
+        of_nan_without_sign = torch.cat(floats).nan_to_num(torch.nan, torch.inf, -torch.inf)
+        whole.append(_in_order(of_nan_without_sign.view(torch.int32)))
+    elif floats:
+        whole.append(torch.cat([v.view(torch.int32) for v in floats]) & WITHOUT_SIGN)
+    made = all_reduce(torch.cat(whole) if len(whole) > 1 else whole[0], "max", _name(group))
+    made = _in_order(made) if signed else made
+    parts = torch.split(made, [v.numel() for v in values])
     return [part.view(v.dtype).view(v.shape) for part, v in zip(parts, values, strict=True)]
 
 
+def _in_order(bits: Tensor) -> Tensor:
+    """The bits of floats as integers that order as the floats do; and back."""
+    return bits ^ ((bits >> 31) & WITHOUT_SIGN)
+
+
 def reduce_sum(values: Sequence[Tensor], group: ProcessGroup | str) -> list[Tensor]:
-    """Return the sum over the ranks of these tensors of counts in fp32, in one collective: NaN where a count is no
-    whole number from 0 on, or where a sum is 2^24 or more."""
+    """Return the sum over the ranks of these tensors of counts, in one collective."""
     if not values:
         return []
-    flat = as_counts(torch.cat([v.reshape(-1) for v in values]))
-    parts = torch.split(from_counts(all_reduce(flat, "sum", _name(group))), [v.numel() for v in values])
+    flat = torch.cat([v.reshape(-1) for v in values])
+    parts = torch.split(all_reduce(flat, "sum", _name(group)), [v.numel() for v in values])
     return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
 
 
 def _name(group: ProcessGroup | str) -> str:
     return group if isinstance(group, str) else group.group_name
-
-
-def as_counts(values: Tensor) -> Tensor:
-    """Counts in fp32 as integers, whose sum is exact. A value that is no count becomes so large that no sum of others
-    hides it."""
-    return torch.where((values >= 0) & (values < COUNTS) & (values == values.floor()), values, 2 * COUNTS).long()
-
-
-def from_counts(sums: Tensor) -> Tensor:
-    """The sums of such integers in fp32, NaN where one is too large to be exact."""
-    return torch.where(sums < COUNTS, sums.float(), torch.nan)
 
 
 class Reductions:
@@ -139,7 +135,7 @@ class Reductions:
     @torch.no_grad()
     def run(self) -> None:
         for group, values in [*self._within.values(), *self._across.values()]:
-            copy_each(values, reduce_max(values, group))
+            copy_each(values, reduce_max(values, group, signed=True))  # states may be negative
         for group, values in self._sums.values():
             copy_each(values, reduce_sum(values, group))
         for call in self._afterwards:

@@ -33,6 +33,7 @@ def lpq_register_formats() -> list[FormatSpec]:
         )  # fmt: skip
 
     kinds = {"counted": "CountedQuantizer", "counted_once": "Once", "counted_kept": "Kept"}
+    kinds |= {"counted_floats": "Floats", "counted_signed": "Signed", "counted_below": "Below"}
     return [spec(name, kind) for name, kind in kinds.items()]
 
 
@@ -43,16 +44,16 @@ class CountedQuantizer(Quantizer):
     stats = (Stat("amax"), Stat("nonzero", reduce="sum"), Stat("above", reduce="sum", round=2))
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return {"amax": block_amax(x, (None, None)), "nonzero": (x != 0).sum().float()}
+        return {"amax": block_amax(x, (None, None)), "nonzero": (x != 0).sum()}
 
     def measure_again(self, x: Tensor, stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"above": (x.float().abs() > stats["amax"] / 2).sum().float()}
+        return {"above": (x.float().abs() > stats["amax"] / 2).sum()}
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
         few = stats["above"] <= FEW * stats["nonzero"]
         scale = (stats["amax"] * torch.where(few, 0.5, 1.0)).clamp(min=1e-30) / 127
         data = (x.float() / scale).round().clamp(-127, 127).to(torch.int8)
-        return CountedStorage(data=data, scale=scale, above=stats["above"].clone())
+        return CountedStorage(data=data, scale=scale, above=stats["above"].float())
 
 
 class CountedStorage(Storage):
@@ -76,3 +77,39 @@ class Kept(CountedQuantizer):
     """Wrongly has a state."""
 
     state = (StateBuffer("amax"),)
+
+
+class Floats(CountedQuantizer):
+    """Wrongly counts in fp32, which ends at 2^24."""
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: value.float() for name, value in super().measure(x).items()}
+
+
+class Below(CountedQuantizer):
+    """Wrongly has the least element for a statistic."""
+
+    stats = (Stat("low"),)
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"low": x.float().amin()}
+
+
+class Signed(CountedQuantizer):
+    """It remembers the amax of the last step, negated."""
+
+    stats = (Stat("amax"),)
+    state = (StateBuffer("low"),)
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"amax": block_amax(x, (None, None))}
+
+    def recall(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {"amax": torch.where(state["low"] == 0, 1.0, -state["low"])}
+
+    def remember(self, state: Mapping[str, Tensor], stats: Mapping[str, Tensor]) -> None:
+        state["low"].copy_(-stats["amax"])
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        none = torch.zeros((), dtype=torch.int64, device=x.device)
+        return super().encode(x, {**stats, "above": none, "nonzero": none - 1})

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from quantizers import as_bytes
-from ranks import spawn
-from torch import Tensor
+from ranks import fully_shard, on_one, spawn
+from torch import Tensor, nn
 
 import lpq
 from lpq.distributed.shardability import why_not
 from lpq.operations import reduce_statistics
-from lpq.operations.reduce_statistics import as_counts, from_counts
 from lpq.registry import PluginError
 
 ROWS, COLS, RANKS = 64, 48, 2
@@ -72,12 +71,80 @@ def test_a_shard_is_a_part_of_the_whole(make: Callable[[], lpq.QuantizedTensor],
     spawn(_shards, RANKS, make, reduced)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_sum_of_whole_numbers_is_exact_or_nan(ranks: int) -> None:
-    counts = torch.tensor([3.0, 2.0**23, 0.5, -1.0, float("nan"), float("inf"), 2.0**24])
-    sums = from_counts(torch.stack([as_counts(counts)] * ranks).sum(0))
-    assert sums[0] == 3 * ranks
-    assert sums[1:].isnan().all()
+def _many(rank: int) -> None:
+    """More elements than fp32 can count; those of one rank and those of all have sums that it cannot hold."""
+    counted_format.register()
+    x, q = torch.ones(4098, 4097), lpq.quantizer("counted")
+    assert x.numel() > 2**24
+    shard = q.quantize(x.chunk(RANKS)[rank], col=False, amax_group=dist.group.WORLD)
+    assert shard.row.above == x.numel()
+    assert shard.row.scale == torch.ones(()) / 127
+    counts = torch.tensor([2**24 + 1 + rank, 2**40 + rank, 0])
+    assert reduce_statistics.reduce_sum([counts], dist.group.WORLD)[0].tolist() == [2**25 + 3, 2**41 + 1, 0]
+
+
+def test_counts_beyond_fp32_are_exact() -> None:
+    spawn(_many, RANKS)
+
+
+# ---------------------------------------------------------------------------------- negative values
+
+
+def _negative(rank: int) -> None:
+    """States are combined by MAX as numbers, and a NaN, whatever its sign, is above all."""
+    nan = torch.nan
+    mine = torch.tensor([[-3.0, -0.5, 2.0, -nan, -torch.inf, 0.0], [-2.0, -4.0, -1.0, 1.0, -9.0, -0.0]][rank])
+    reductions = reduce_statistics.Reductions()
+    reductions.add([mine], dist.group.WORLD)
+    reductions.run()
+    assert mine[3].isnan()
+    assert mine[[0, 1, 2, 4, 5]].tolist() == [-2.0, -0.5, 2.0, -9.0, 0.0]
+
+
+def _trained(shards: bool) -> list[Tensor]:
+    counted_format.register()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+    lpq.convert(net, "x=bf16, w=counted_signed, dy=bf16", weights="high_precision" if shards else None)
+    if shards:
+        fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    found = []
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        loss = (net(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    kept = [*net[0].memories().values(), *net[1].memories().values()]
+    assert sum(memory < 0 for memory in kept) == 3  # the first layer's weight has no column operand
+    return [*found, *kept]
+
+
+def _negative_states(rank: int) -> None:
+    """They keep their sign over the ranks that gather a weight."""
+    for shards, alone in zip(_trained(True), on_one(_trained, False), strict=True):
+        torch.testing.assert_close(shards, alone, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("check", [_negative, _negative_states])
+def test_negative_values(check: Callable[[int], None]) -> None:
+    spawn(check, RANKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("below", "measure returned low below 0, and ranks combine the bits"),
+        ("floats", r"returned nonzero as torch\.float32; Floats\.stats declares torch\.int64"),
+    ],
+)
+def test_statistics_that_ranks_cannot_combine_are_refused(name: str, words: str) -> None:
+    """In one process, too: in the first call."""
+    counted_format.register()
+    with pytest.raises(PluginError, match=words):
+        lpq.quantizer(f"counted_{name}").quantize(torch.randn(32, 32))
 
 
 def test_a_weight_of_two_rounds_is_gathered_in_high_precision() -> None:

@@ -86,9 +86,6 @@ def test_statistics_of_shards_are_those_of_the_whole(side: Quantizer, direction:
         size = whole.shape[dim]
         for stat in side.stats:
             values = [part[stat.name] for part in found]
-            assert stat.reduce == "max" or all(bool((v == v.floor().abs()).all()) for v in values), (
-                f"{side}: statistic {stat.name!r} is summed over ranks and must be a count, a whole number"
-            )
             what = (
                 f"{side}: statistic {stat.name!r} of the {size} {DIMENSIONS[dim]} of a {direction} operand, reduced "
                 f"over shards of {first} and {size - first} (one value covers {stat.block}, as stats declares, "
