@@ -121,9 +121,7 @@ class Compared(Watcher):
         model, comparison = self._model(), self._steps
         if model is None or (comparison.alike and not comparison.moving) or not _has_ranks():
             return
-        from lpq.distributed.replicas import Replicas
-
-        comparison.compare(model, Replicas())
+        comparison.compare(model, steps().replicas)
 
 
 def _has_ranks() -> bool:

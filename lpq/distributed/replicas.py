@@ -1,11 +1,13 @@
 """The ranks that hold the same parameters because a DistributedDataParallel keeps them equal.
 
-Nothing in such a parameter tells of it, so that the wrappers are asked. Parameters that none of them has are their
-rank's own, as those of a stage of a pipeline are.
+Nothing in such a parameter tells of it, and torch keeps no list of the wrappers, so that they are sought among all
+objects. Parameters that no wrapper has are their rank's own, as those of a stage of a pipeline are.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -13,24 +15,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from lpq.distributed.alive import alive
-
 
 class Replicas:
-    """The wrappers of this process, as they are when they are first asked."""
+    """The wrappers of this process, as they are when they are first asked: once for all models of an optimizer."""
 
     def of(self, params: Iterable[Tensor]) -> list[ProcessGroup]:
         """The groups over which these parameters are replicated."""
         ids = {id(param) for param in params if not hasattr(param, "device_mesh")}
-        return [group for group, own in self._wrapped if own & ids] if ids else []
+        found = [ref() for ref, own in self._wrappers if own & ids] if ids else []
+        return [wrapper.process_group for wrapper in found if wrapper is not None]
 
     @cached_property
-    def _wrapped(self) -> list[tuple[ProcessGroup, set[int]]]:
-        """The group of each wrapper, and the ids of its parameters but for those that it is to ignore."""
+    def _wrappers(self) -> list[tuple[weakref.ref[DistributedDataParallel], set[int]]]:
+        """The wrappers, and the ids of the parameters of each but for those that it is to ignore."""
+        gc.collect()  # else it would depend on when a rank did it last
         found = []
-        for wrapper in alive(DistributedDataParallel):
-            named = wrapper.module.named_parameters()
-            found.append(
-                (wrapper.process_group, {id(p) for name, p in named if name not in wrapper.parameters_to_ignore})
-            )
+        for wrapper in gc.get_objects():
+            if issubclass(type(wrapper), DistributedDataParallel):  # isinstance() may run code
+                named = wrapper.module.named_parameters()
+                own = {id(param) for name, param in named if name not in wrapper.parameters_to_ignore}
+                found.append((weakref.ref(wrapper), own))
         return found

@@ -4,6 +4,7 @@ in a DistributedDataParallel: all raise, and say what differs where. ``test_othe
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed import compared
+from lpq.distributed import compared, replicas
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 from lpq.nn import GroupedLinear
@@ -193,6 +194,17 @@ def _replicas(rank: int) -> None:
         assert seen.count(COMPARED) == compares
 
 
+def _wrappers_are_sought_once(rank: int) -> None:
+    """For all parts of a model that were converted one by one."""
+    net = DistributedDataParallel(nn.Sequential(_net("mxfp8"), _net("mxfp8"), _net("nvfp4()")))
+    with mock.patch.object(replicas.gc, "collect", wraps=gc.collect) as sought:
+        _stepped(net)
+        _stepped(net)
+    assert sought.call_count == 1
+    net.module[2][0].recipe = ("mxfp8", "fp8-row")[rank]
+    _refused(lambda: _stepped(net), "rank 1 has [2.0: Linear")
+
+
 def _models_of_their_own(rank: int) -> None:
     """Nothing is shared, though another model is: neither raises, and none waits."""
     shared = DistributedDataParallel(_net("mxfp8"))
@@ -227,7 +239,8 @@ def _two_dimensions(rank: int) -> None:
     "check",
     [
         _tensor_parallel, _step_on_one_rank, _other_parts, _a_gpu_is_waited_for_where_something_is_new, _before_a_step,
-        _experts, _rows_that_one_rank_cannot_encode, _replicas, _models_of_their_own,
+        _experts, _rows_that_one_rank_cannot_encode, _replicas, _wrappers_are_sought_once,
+        _models_of_their_own,
     ],
 )  # fmt: skip
 def test_two_ranks(check: Callable[[int], None]) -> None:
