@@ -73,7 +73,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def run(
-    recipe: str, sequence: bool, bias: bool, styles: Any = tp, prepare: Callable[[Gated], None] | None = None
+    recipe: str,
+    sequence: bool,
+    bias: bool,
+    styles: Any = tp,
+    prepare: Callable[[Gated], None] | None = None,
+    backward: Callable[[Tensor, Tensor], object] = Tensor.backward,
 ) -> dict[str, Tensor]:
     """Output and gradients of one step, over all ranks; ``prepare``: what else is done with the model."""
     net = model(bias)
@@ -88,7 +93,7 @@ def run(
         x, dy = (t.chunk(ranks, 1)[dist.get_rank()].contiguous() for t in (x, dy))
     x.requires_grad_()
     y = net(x)
-    y.backward(dy)
+    backward(y, dy)
     assert x.grad is not None
     found = {"y": y.detach(), "dx": x.grad}
     if sequence:

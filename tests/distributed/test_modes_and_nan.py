@@ -1,0 +1,152 @@
+"""Weights and experts that ranks share out: a dispatch mode around backward, and a NaN on one rank.
+
+In a mode backward calls operators of the dispatcher, and its step is bound anew: it must reduce over the ranks all the
+same. A NaN on one rank reaches what it reaches in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_expert_parallel as experts
+import test_tensor_parallel as parallel
+import torch
+from ranks import on_one, spawn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lpq.operations import reduce_statistics
+
+NAN = float("nan")
+LAST = parallel.TOKENS - 1
+SPOILED = {"x": (1, LAST, 5), "dy": (1, LAST, 5), "left": (parallel.INNER - 1, 2), "down": (3, parallel.INNER - 1)}
+"""Where the last rank has a NaN: in its tokens, if the sequence is shared out, or in its part of a weight."""
+
+
+class Watching(TorchDispatchMode):
+    """Runs operators as they are. torch's own ``FlopCounterMode`` takes some apart, and then sums in another order."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def watched(y: Tensor, dy: Tensor) -> None:
+    """Run backward in a mode."""
+    with Watching():
+        y.backward(dy)
+
+
+def watched_alone(y: Tensor, dy: Tensor) -> None:
+    """Run backward in a mode, on each rank for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce_statistics, "reduce_max", lambda values, group: list(values))
+        watched(y, dy)
+
+
+def changed(recipe: str, sequence: bool, backward: Callable[[Tensor, Tensor], object]) -> list[str]:
+    """The results of a step that differ from those of one whose backward nothing watches."""
+    usual, found = (parallel.run(recipe, sequence, True, backward=how) for how in (Tensor.backward, backward))
+    assert usual.keys() == found.keys()
+    return [name for name, tensor in usual.items() if not torch.equal(tensor, found[name])]
+
+
+def _modes(rank: int, recipe: str) -> None:
+    for sequence in (False, True):
+        assert changed(recipe, sequence, watched) == []
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_mode_around_backward_changes_nothing(recipe: str) -> None:
+    spawn(_modes, 2, recipe)
+
+
+def _modes_alone(rank: int) -> None:
+    for sequence in (False, True):
+        assert "left.weight" in changed("fp8-current", sequence, watched_alone)
+
+
+def test_a_backward_that_reduces_nothing_is_noticed() -> None:
+    spawn(_modes_alone, 2)
+
+
+def spoil(patch: pytest.MonkeyPatch, where: str) -> None:
+    """Put a NaN into the data, or into the model, of what ``parallel`` runs from now on."""
+    data, model, place = parallel.data, parallel.model, SPOILED[where]
+
+    def spoiled_data() -> tuple[Tensor, Tensor]:
+        x, dy = data()
+        {"x": x, "dy": dy}[where][place] = NAN
+        return x, dy
+
+    def spoiled_model(bias: bool = False) -> parallel.Gated:
+        net = model(bias)
+        net.get_submodule(where).weight.data[place] = NAN
+        return net
+
+    name, spoiled = ("data", spoiled_data) if where in ("x", "dy") else ("model", spoiled_model)
+    patch.setattr(parallel, name, spoiled)
+
+
+def spoiled_elsewhere(recipe: str, sequence: bool) -> list[tuple[str, str]]:
+    """Where the NaN was, and which result it reaches on other places than in one process."""
+    wrong = []
+    for where in SPOILED:
+        with pytest.MonkeyPatch.context() as patch:
+            spoil(patch, where)
+            expected = on_one(parallel.alone, recipe, True)
+            found = parallel.run(recipe, sequence, True, backward=watched)
+        for name, tensor in expected.items():
+            apart, size = ((t.nan_to_num()).norm() for t in (found[name] - tensor, tensor))
+            if not torch.equal(found[name].isnan(), tensor.isnan()) or apart > 1e-5 * size:  # to the order of sums
+                wrong.append((where, name))
+    return wrong
+
+
+def _spoiled(rank: int, recipe: str, sequence: bool) -> None:
+    assert spoiled_elsewhere(recipe, sequence) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sequence"),
+    [("fp8-current", False), ("fp8-current", True), ("fp8-delayed", True), ("fp8-row", True), ("mxfp8", False),
+     ("nvfp4", True)],
+)  # fmt: skip
+def test_a_nan_on_one_rank_reaches_what_it_reaches_in_one_process(recipe: str, sequence: bool) -> None:
+    spawn(_spoiled, 2, recipe, sequence)
+
+
+def _spoiled_alone(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce_statistics, "reduce_max", lambda values, group: list(values))
+        wrong = spoiled_elsewhere("fp8-current", True)
+    assert {where for where, _ in wrong} == {*SPOILED}
+
+
+def test_a_nan_that_one_rank_keeps_to_itself_is_noticed() -> None:
+    spawn(_spoiled_alone, 2)
+
+
+def _experts(rank: int, recipe: str, bias: bool, dispatch: str) -> None:
+    rows = experts.rows
+
+    def spoiled_rows(of: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, dy, ends = rows(of)
+        if of == 1:
+            x[0, 3] = dy[-experts.BEHIND - 1, 5] = NAN
+        return x, dy, ends
+
+    with pytest.MonkeyPatch.context() as patch:
+        for made in (rows, spoiled_rows):
+            patch.setattr(experts, "rows", made)
+            experts.as_one(rank, 2, recipe, "cpu", bias, dispatch, watched)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bias", "dispatch"),
+    [("fp8-current", True, "high_precision"), ("x=nvfp4(), w=nvfp4(block=16x16), dy=mxfp8()", False, "high_precision"),
+     (experts.MX, False, "encoded")],
+)  # fmt: skip
+def test_experts_with_a_mode_around_backward_and_a_nan_on_one_rank(recipe: str, bias: bool, dispatch: str) -> None:
+    spawn(_experts, 2, recipe, bias, dispatch)
