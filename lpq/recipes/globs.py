@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -34,6 +34,14 @@ def literal(pattern: str) -> str:
     """The longest piece of a pattern that stands for itself. It is in every name that the pattern matches, and in every
     pattern that it covers: most have it not, which is found at once."""
     return max(_SPECIAL.split(pattern), key=len)
+
+
+def within(pattern: str, pieces: Collection[str], lengths: Collection[int]) -> list[str]:
+    """Those of the pieces, which have these lengths, that are part of the pattern."""
+    if len(lengths) * len(pattern) > len(pieces):
+        return [piece for piece in pieces if piece in pattern]
+    parts = (pattern[i : i + n] for n in lengths for i in range(len(pattern) - n + 1))
+    return [part for part in dict.fromkeys(parts) if part in pieces]
 
 
 def _covers(a: list[str], b: list[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, UnknownKey, place
+from lpq.recipes.gemms import Recipe
 from lpq.recipes.recipe_sources import RecipeLike, recipe
 from lpq.recipes.rules import LEAVE, SKIP, Policy, Rule
 from lpq.registry.errors import suggestion
@@ -83,15 +84,17 @@ def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
     if not isinstance(entries, list | tuple):
         raise RecipeError(f"{RULES} must be a list of rules, not {brief(entries)}")
     rules: list[Rule] = []
+    made: dict[object, Recipe | None] = {}
     for number, entry in enumerate(entries, 1):
         with place(f"rule {number}"):
-            rules.append(entry if isinstance(entry, Rule) else _rule(entry, folder))
+            rules.append(entry if isinstance(entry, Rule) else _rule(entry, folder, made))
     parts = tuple(leave) if isinstance(leave, list) else leave
     others = {"least": table["least"]} if "least" in table else {}
     return Policy(tuple(rules), parts, **others)  # type: ignore[arg-type]  # which are checked there
 
 
-def _rule(entry: object, folder: Path) -> Rule:
+def _rule(entry: object, folder: Path, made: dict[object, Recipe | None]) -> Rule:
+    """``made``: the recipes of the policy by their texts, as rules share them."""
     if not isinstance(entry, Mapping):
         raise RecipeError(f"a rule is a table with {', '.join(KEYS)}, not {brief(entry)}")
     _check_keys(entry, KEYS)
@@ -102,9 +105,11 @@ def _rule(entry: object, folder: Path) -> Rule:
     patterns = (match,) if isinstance(match, str) else match
     if path := toml.path(source):
         source = folder / path
-    with place("recipe"):
-        made = None if source in (None, SKIP) else recipe(source)
-    return Rule(tuple(patterns) if isinstance(patterns, list) else patterns, made, entry.get("until"))
+    text = source if isinstance(source, str | Path) else object()
+    if text not in made:
+        with place("recipe"):
+            made[text] = None if source in (None, SKIP) else recipe(source)
+    return Rule(tuple(patterns) if isinstance(patterns, list) else patterns, made[text], entry.get("until"))
 
 
 def _check_keys(table: Mapping[str, object], known: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
-from lpq.recipes.globs import LONGEST, covers, literal, matches, matching
+from lpq.recipes.globs import LONGEST, covers, literal, matches, matching, within
 from lpq.registry.showing import brief
 
 PART = re.compile(r"[^.*?\[]+")
@@ -29,6 +29,8 @@ a language model, and the routers of a mixture of experts. A wrong bit in a rout
 LEAST = 16
 """Layers with fewer inputs or outputs are left alone, unless a rule names them: to encode them takes longer than it
 saves."""
+COMPARED = 5000
+"""The most pairs of patterns that are compared in a search for rules that hide others: about a second."""
 Steps: TypeAlias = int | Literal["later"] | None
 """The length of a run in steps; ``"later"``: it will be given later; None: it is not given."""
 
@@ -124,6 +126,28 @@ def _until(until: float) -> str:
     return f"{until} of the run" if isinstance(until, float) else f"step {until}"
 
 
+def _hidden(rules: Sequence[Rule]) -> Iterator[tuple[int, str, int, str]]:
+    """The patterns that an earlier rule is sure to hide: number and pattern of both. The search ends after
+    ``COMPARED`` pairs of patterns that are alike; the report of a conversion names every rule that holds for no layer.
+    """
+    earlier: dict[str, list[tuple[str, int, Rule]]] = {}
+    lengths: set[int] = set()
+    left = COMPARED
+    for number, rule in enumerate(rules, 1):
+        for pattern in rule.match:
+            for piece in within(pattern, earlier, lengths):
+                for cover, first, other in earlier[piece]:
+                    if other.outlasts(rule):
+                        left -= 1
+                        if covers(cover, pattern):
+                            yield first, cover, number, pattern
+                    if left <= 0:
+                        return
+        for pattern in rule.match:
+            earlier.setdefault(literal(pattern), []).append((pattern, number, rule))
+            lengths.add(len(literal(pattern)))
+
+
 @dataclass(frozen=True)
 class Policy:
     """Rules in their order, and the layers that are left alone regardless of them."""
@@ -145,16 +169,11 @@ class Policy:
             )
         if type(self.least) is not int or self.least < 0:
             raise RecipeError(f"least must be a number of inputs or outputs, from 0 on, not {brief(self.least)}")
-        earlier: list[tuple[str, str, int, Rule]] = []
-        for number, rule in enumerate(self.rules, 1):
-            for pattern in rule.match:
-                for piece, cover, first, other in earlier:
-                    if piece in pattern and other.outlasts(rule) and covers(cover, pattern):
-                        raise RecipeError(
-                            f"rule {first} ({cover!r}) hides rule {number} ({pattern!r}), since the first match wins: "
-                            f"put rule {number} before rule {first}, or drop the pattern"
-                        )
-            earlier += [(literal(pattern), pattern, number, rule) for pattern in rule.match]
+        for hider, cover, number, pattern in _hidden(self.rules):
+            raise RecipeError(
+                f"rule {hider} ({cover!r}) hides rule {number} ({pattern!r}), since the first match wins: "
+                f"put rule {number} before rule {hider}, or drop the pattern"
+            )
 
     def without_exceptions(self) -> Policy:
         """The same rules, for all layers that they match: ``include="all"``."""

@@ -14,9 +14,12 @@ from typing import Any
 from lpq.registry.errors import OptionError, UnknownFormat
 from lpq.registry.grammar import Call, Value, parse
 from lpq.registry.lookup import at_fault, plugins, quantizer_class
-from lpq.registry.registry import cached, default
+from lpq.registry.registry import cached, cached_few, default
 from lpq.registry.showing import brief
 from lpq.registry.specs import FormatSpec
+
+KEPT = 1000
+"""The most characters of a text whose quantizer is kept: texts of files may be of any length and number."""
 
 
 def quantizer(text: Any, /, **options: Any) -> Any:
@@ -25,7 +28,7 @@ def quantizer(text: Any, /, **options: Any) -> Any:
     ``options`` add to those in the text. A quantizer is returned as it is.
     """
     if isinstance(text, str):
-        return _quantizer(text, options) if options else _from_text(text)
+        return _quantizer(text, options) if options or len(text) > KEPT else _from_text(text)
     if not hasattr(type(text), "from_options"):
         raise OptionError(f"a quantizer is wanted, or its name or text, not {brief(text)}")
     if options:
@@ -33,7 +36,7 @@ def quantizer(text: Any, /, **options: Any) -> Any:
     return text
 
 
-@cached
+@cached_few
 def _from_text(text: str) -> Any:
     return _quantizer(text, {})
 
@@ -91,7 +94,7 @@ def _imported(string: str) -> Any:
         return None
 
 
-@cached
+@cached_few
 def spec_string(quantizer: Any) -> str:
     """The text that makes this quantizer: its format, and the options that differ from their defaults."""
     return str(_call(quantizer))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import lpq
-from lpq.recipes import RecipeError, globs
+from lpq.recipes import RecipeError, globs, rules
 from lpq.recipes.globs import covers, literal, matches
+from lpq.registry import registry
 from lpq.registry.errors import LpqError
 from lpq.train.config import read
 from lpq.train.errors import TrainError
@@ -20,16 +21,42 @@ from lpq.train.errors import TrainError
 def test_two_thousand_rules_take_no_time() -> None:
     """They took as many comparisons as there are pairs, each of a fifth of a millisecond."""
     patterns = [f"*.layers.{i}.*" for i in range(1000)] + [f"layers.{i}.*_proj" for i in range(1000)]
-    rules = [{"match": pattern, "recipe": "mxfp8"} for pattern in patterns]
+    given = [{"match": pattern, "recipe": "mxfp8"} for pattern in patterns]
     before = time.process_time()
-    policy = lpq.policy({"rules": rules})
+    policy = lpq.policy({"rules": given})
     names = [f"model.layers.{i}.mlp" for i in range(100)]
     assert len(policy.unmatched(names)) == 1900
     assert policy.unreached(names) == ()
     assert all(policy.schedule(name).at(0) is not None for name in names)
     assert time.process_time() - before < 6
     with pytest.raises(RecipeError, match=r"rule 8 \('\*\.layers\.7\.\*'\) hides rule 2001 \('m\.layers\.7\.mlp'\)"):
-        lpq.policy({"rules": [*rules, {"match": "m.layers.7.mlp", "recipe": "mxfp8"}]})
+        lpq.policy({"rules": [*given, {"match": "m.layers.7.mlp", "recipe": "mxfp8"}]})
+
+
+def test_a_rule_for_each_layer_of_many_experts() -> None:
+    """Each pattern was compared with each, and each rule made its recipe: 20 seconds."""
+    patterns = [f"model.layers.{i // 200}.experts.{i % 200}.up" for i in range(10_000)]
+    patterns += [f"*.layers.{i // 200}.*.{i % 200}.down" for i in range(10_000)]
+    before = time.process_time()
+    lpq.policy({"rules": [{"match": pattern, "recipe": "mxfp8"} for pattern in patterns]})
+    assert time.process_time() - before < 4
+
+
+def test_the_search_for_rules_that_hide_others_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = [f"*{i:03}*.gate_proj.weight" for i in range(300)]
+    compared: list[str] = []
+    monkeypatch.setattr(rules, "covers", lambda a, b: compared.append(a) or covers(a, b))
+    monkeypatch.setattr(rules, "COMPARED", 100)
+    policy = lpq.policy({"rules": [{"match": pattern, "recipe": "mxfp8"} for pattern in [*patterns, patterns[0]]]})
+    assert len(compared) == 100
+    assert 301 in policy.unreached(["000.gate_proj.weight"])  # as the report says then
+
+
+def test_few_texts_are_kept() -> None:
+    for history in range(1, 700):
+        lpq.quantizer(f"fp8(scaling=delayed, history={history})")
+    sizes = [kept.cache_info().currsize for kept in registry._REMEMBERED.values() if hasattr(kept, "cache_info")]
+    assert max(sizes) <= registry.FEW
 
 
 @pytest.mark.parametrize(
