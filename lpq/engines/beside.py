@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lpq.checkpoint.errors import CheckpointError
 from lpq.engines.names import CONFIG, INDEX, JSON_FILES
+from lpq.registry.reading import read_text
 from lpq.registry.showing import brief
 
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
@@ -21,6 +22,8 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 NOT_COPIED = (*JSON_FILES, INDEX, "*.index.json", "trainer_state.json", "lpq.json", "manifest.json")
 DTYPE = ("dtype", "torch_dtype")
 """The keys of the model's dtype: present releases of transformers write the first."""
+MOST = 64 << 20
+"""The most bytes of a JSON file: the list of the tensors of a model is the largest."""
 OURS = "quantization_config"
 """The key that a layout writes into the configuration; that of an old one is not taken."""
 
@@ -76,7 +79,7 @@ def as_json(data: Mapping[str, Any]) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file, which is a table."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path, MOST))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     if not isinstance(found, dict):

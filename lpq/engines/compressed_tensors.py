@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lpq.engines.patterns import Patterns
 from lpq.registry import Described, Group, Inputs, Layout, LayoutError, Scheme
 from lpq.registry.showing import brief
 
@@ -57,16 +57,17 @@ class CompressedTensors(Layout):
         if not isinstance(ignored, list):
             raise LayoutError(f"config.json: it ignores {brief(ignored)}, which is no list of layers")
         _refuse_more(config)
+        is_ignored = _matcher(ignored)
         found = [(_targets(name, group), _scheme(name, group, schemes)) for name, group in groups.items()]
+        general = [scheme for targets, scheme in found if ANY in targets]
+        exact = [(_matcher(targets), scheme) for targets, scheme in found]
         for name, group in groups.items():
             _check_format(name, group.get("format") or config.get("format"), _scheme(name, group, schemes)[0])
 
         def described(layer: str) -> tuple[Scheme, Inputs | None] | None:
-            if _match(layer, ignored):
+            if is_ignored(layer):
                 return None
-            exact = [scheme for targets, scheme in found if _match(layer, targets)]
-            general = [scheme for targets, scheme in found if ANY in targets]
-            return next(iter(exact + general), None)
+            return next(iter([*(scheme for is_target, scheme in exact if is_target(layer)), *general]), None)
 
         return described
 
@@ -101,13 +102,13 @@ def _targets(name: str, group: Any) -> list[str]:
     return targets
 
 
-def _match(layer: str, patterns: Sequence[str]) -> bool:
-    try:
-        return any(
-            re.match(p.removeprefix(REGEX), layer) is not None if p.startswith(REGEX) else p == layer for p in patterns
-        )
-    except (re.error, AttributeError, TypeError) as error:
-        raise LayoutError(f"config.json: {brief(patterns)} are no names or patterns of layers") from error
+def _matcher(patterns: Sequence[Any]) -> Callable[[str], bool]:
+    """Whether one of these names and regular expressions is of a layer."""
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise LayoutError(f"config.json: {brief(patterns)} are no names or patterns of layers")
+    names = {*patterns}
+    expressions = Patterns(text.removeprefix(REGEX) for text in patterns if text.startswith(REGEX))
+    return lambda layer: layer in names or expressions.match(layer)
 
 
 def _scheme(name: str, group: Mapping[str, Any], schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | None]:

@@ -8,10 +8,10 @@ import stat
 from pathlib import Path
 
 MOST = 4 << 20
-"""The most bytes of one."""
+"""The most bytes of one, if nothing else is said."""
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most: int = MOST) -> str:
     """The text of a file in UTF-8, without the mark with which some editors begin it; or ``OSError``.
 
     A pipe or a device might never end, or never begin.
@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device, and no file")
-        content = file.read(MOST + 1)
-    if len(content) > MOST:
-        raise OSError(errno.EFBIG, f"it has more than {MOST >> 20} MiB")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most >> 20} MiB")
     return content.decode("utf-8-sig")

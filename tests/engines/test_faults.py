@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -125,6 +126,11 @@ def first(index: Any) -> str:
 
 def elsewhere(to: str) -> Callable[[Any], object]:
     return lambda index: index["weight_map"].update({first(index): to})
+
+
+def with_large_header(path: Path) -> None:
+    (path / "model.safetensors").write_bytes((17 << 20).to_bytes(8, "little"))
+    os.truncate(path / "model.safetensors", 18 << 20)
 
 
 INDEX = "model.safetensors.index.json"
@@ -268,7 +274,18 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "bad pattern": (
         "one",
         with_json("config.json", lambda c: c["quantization_config"].update(ignore=["re:["])),
+        r"'\[' is no pattern of layers that lpq reads: unterminated",
+    ),
+    "no pattern": (
+        "one",
+        with_json("config.json", lambda c: c["quantization_config"].update(ignore=[3])),
         "are no names or patterns",
+    ),
+    "large header": ("one", with_large_header, rf"{ONE}: its header has 17825792 bytes, and at most 16777216 are read"),
+    "large config": (
+        "one",
+        lambda p: os.truncate(p / "config.json", 65 << 20),
+        r"config\.json cannot be read: .*it has more than 64 MiB",
     ),
     "algorithm": (
         "nvfp4",

@@ -1,0 +1,164 @@
+"""Regular expressions of others' files, matched in time that is known beforehand.
+
+Python's ``re`` tries one way after the other, which takes exponential time for some patterns. Here all ways are
+followed at once: a set of places in the name, as the bits of a number, goes through the pattern. ``re`` parses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any, NamedTuple
+
+from lpq.registry import LayoutError
+from lpq.registry.showing import brief
+
+LONGEST = 1000
+"""The most characters of a pattern."""
+STEPS = 5_000_000
+"""The most steps that patterns of one file take, over all names, beyond one for each character: some seconds."""
+CATEGORIES: dict[str, Callable[[str], bool]] = {
+    "CATEGORY_DIGIT": str.isdecimal,
+    "CATEGORY_SPACE": str.isspace,
+    "CATEGORY_WORD": lambda c: c.isalnum() or c == "_",
+}
+CHARACTERS = ("ANY", "LITERAL", "NOT_LITERAL", "IN")
+ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING", "AT_END", "AT_END_STRING")
+
+
+class Step(NamedTuple):
+    """A part of a pattern: its kind as ``re`` calls it, its argument, and the patterns in it."""
+
+    kind: str
+    argument: Any = None
+    inner: tuple[tuple[Step, ...], ...] = ()
+
+
+class Patterns:
+    """Regular expressions, of which each matches the beginning of a name, as ``re.match`` does."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        known = [*texts]
+        self._read = [_read(text) for text in known]
+        self._once = sum(map(len, known))
+        self._left = STEPS
+
+    def match(self, text: str) -> bool:
+        """Whether one of them matches."""
+        self._left = min(STEPS, self._left + self._once)
+        name = _Name(text)
+        return any(self._through(steps, 1, name) for steps in self._read)
+
+    def _through(self, steps: Sequence[Step], places: int, name: _Name) -> int:
+        """The places that can be reached from these: one before each character, and one behind the last."""
+        self._left -= len(steps)
+        if self._left < 0:
+            raise LayoutError("config.json: matching its patterns with the names of layers takes too long")
+        for step in steps:
+            if step.kind in CHARACTERS:
+                places = (places & name.where(step)) << 1
+            elif step.kind == "AT":
+                places &= 1 if "BEGINNING" in step.argument else name.ends(step.argument)
+            elif step.kind == "REPEAT":
+                places = self._repeated(step, places, name)
+            elif step.kind == "BRANCH":
+                reached = 0
+                for branch in step.inner:
+                    reached |= self._through(branch, places, name)
+                places = reached
+            else:
+                ahead = (1 << i for i in range(places.bit_length()) if places >> i & 1)
+                wanted = step.kind == "ASSERT"
+                places = sum(i for i in ahead if bool(self._through(step.inner[0], i, name)) == wanted)
+            if not places:
+                break
+        return places
+
+    def _repeated(self, step: Step, places: int, name: _Name) -> int:
+        least, most = step.argument
+        (body,) = step.inner
+        for _ in range(least):
+            before, places = places, self._through(body, places, name)
+            if places in (0, before):
+                break
+        if most > len(name.text) and len(body) == 1 and body[0].kind in CHARACTERS:
+            along = name.where(body[0])  # a carry goes to the end of each run of ones
+            return (((places & along) + along) ^ along) | places
+        reached = new = places
+        for _ in range(min(most - least, len(name.text) + 1)):
+            new = self._through(body, new, name) & ~reached
+            reached |= new
+            if not new:
+                break
+        return reached
+
+
+class _Name:
+    """A name, and where in it the characters are that a part of a pattern matches: a bit for each place."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._of: dict[str, int] = {}
+        for i, character in enumerate(text):
+            self._of[character] = self._of.get(character, 0) | 1 << i
+        self._where: dict[int, int] = {}
+
+    def where(self, step: Step) -> int:
+        if id(step) not in self._where:
+            fitting = (bits for character, bits in self._of.items() if _is(step.kind, step.argument, character))
+            self._where[id(step)] = sum(fitting)
+        return self._where[id(step)]
+
+    def ends(self, kind: str) -> int:
+        before_newline = 1 << len(self.text) - 1 if kind == "AT_END" and self.text.endswith("\n") else 0
+        return 1 << len(self.text) | before_newline
+
+
+def _read(text: str) -> tuple[Step, ...]:
+    """The parts of a pattern; an error if it has some that are not followed here."""
+    try:
+        if len(text) > LONGEST:
+            raise LayoutError(f"it has {len(text)} characters, and the most are {LONGEST}")
+        tree = _parser.parse(text)
+        if tree.state.flags & ~re.UNICODE.value:
+            raise LayoutError("it has flags")
+        return _steps(tree)
+    except (re.error, RecursionError, OverflowError, LayoutError) as error:
+        raise LayoutError(f"config.json: {brief(text)} is no pattern of layers that lpq reads: {error}") from error
+
+
+def _steps(tree: Any) -> tuple[Step, ...]:
+    found: list[Step] = []
+    for op, argument in tree:
+        kind = str(op)
+        if kind in CHARACTERS:
+            found.append(Step(kind, argument))
+        elif kind in ("MAX_REPEAT", "MIN_REPEAT"):
+            found.append(Step("REPEAT", (int(argument[0]), int(argument[1])), (_steps(argument[2]),)))
+        elif kind == "SUBPATTERN" and not argument[1] and not argument[2]:
+            found += _steps(argument[3])
+        elif kind == "BRANCH":
+            found.append(Step(kind, None, tuple(map(_steps, argument[1]))))
+        elif kind in ("ASSERT", "ASSERT_NOT") and argument[0] > 0:
+            found.append(Step(kind, None, (_steps(argument[1]),)))
+        elif kind == "AT" and str(argument) in ENDS:
+            found.append(Step(kind, str(argument)))
+        else:
+            raise LayoutError(f"it has {kind} {argument if kind == 'AT' else ''}".strip())
+    return tuple(found)
+
+
+def _is(kind: str, argument: Any, character: str) -> bool:
+    """Whether that part of a pattern matches a character."""
+    if kind == "ANY":
+        return character != "\n"
+    if kind in ("LITERAL", "NOT_LITERAL"):
+        return (ord(character) == int(argument)) == (kind == "LITERAL")
+    if kind == "RANGE":
+        return bool(argument[0] <= ord(character) <= argument[1])
+    if kind == "CATEGORY":
+        name = str(argument)
+        return CATEGORIES[name.replace("_NOT_", "_")](character) != ("_NOT_" in name)
+    negated = str(argument[0][0]) == "NEGATE"
+    return any(_is(str(item[0]), item[1], character) for item in argument[negated:]) != negated
