@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +16,19 @@ from lpq.formats.layout import Stat
 from lpq.formats.stacks import is_stack
 from lpq.kernels.table import kernels_allowed
 from lpq.operations.binding import Encoding, on_device
-from lpq.operations.bound import bind_run
+from lpq.operations.bound import Run, bind_run
 from lpq.operations.derived_operands import derives_col
 from lpq.operations.operands import moves, recalls, state_names
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.quantizing import quantize
 from lpq.operations.reduce_statistics import spans
 from lpq.operations.sides import declared
-from lpq.tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Buffers = Sequence[Tensor]
 """The buffers of an operand, in the order of its layout; none of one that is not encoded."""
-Encode = Callable[[Tensor, Sequence[Tensor | None]], tuple[Buffers, Buffers]]
-"""``encode(x, stats)``: the row operand and the column operand, with statistics in the order of ``Sides.stats``."""
+EncodeMany = Callable[[Sequence[Tensor], Sequence[Sequence[Tensor | None]]], list[tuple[Buffers, Buffers]]]
+"""``encode(xs, stats)``: the row operand and the column operand of each tensor, with the statistics of each in the
+order of ``Sides.stats``."""
 
 
 class Sides(NamedTuple):
@@ -43,6 +40,8 @@ class Sides(NamedTuple):
     """None: the column operand follows from the row operand."""
     stats: list[tuple[Stat, int]]
     """The statistics, in the order of ``declared``."""
+    spans: tuple[bool, ...]
+    """For each statistic, whether it spans the shards of a matrix."""
     remembers: bool
     """Whether the layer has a state of the weight, which has some of them."""
     measured: bool
@@ -55,8 +54,10 @@ def sides_of(quantizer: Quantizer, stack: bool) -> Sides:
     row, col = quantizer.side("row"), None if derives_col(quantizer) else quantizer.side("col")
     stats = declared(row, col)
     known = recalls(quantizer, row, col)
-    spanned = not stack and any(spans(d) and not k for d, k in zip(stats, known, strict=True))
-    return Sides(quantizer, row, col, stats, bool(state_names(quantizer)), spanned or moves(quantizer, row, col))
+    across = tuple(map(spans, stats))
+    spanned = not stack and any(a and not k for a, k in zip(across, known, strict=True))
+    measured = spanned or moves(quantizer, row, col)
+    return Sides(quantizer, row, col, stats, across, bool(state_names(quantizer)), measured)
 
 
 class Way(NamedTuple):
@@ -70,68 +71,83 @@ class Way(NamedTuple):
     sends_col: bool
     high: bool
     """Whether the weight travels in high precision, as its operands have more bytes."""
-    matrices: slice | None
-    """The matrices of a stack that a shard has; None where the weight is a matrix."""
-    encode: Encode | None
-    """Encodes a shard, or the whole where it travels in high precision; None: it is stored quantized."""
 
 
 def way_of(
-    sides: Sides,
-    wanted: tuple[bool, bool],
-    shape: tuple[int, ...],
-    group: ProcessGroup,
-    x: Tensor,
-    dtype: torch.dtype,
-    given: Sequence[bool],
+    sides: Sides, wanted: tuple[bool, bool], shape: tuple[int, ...], dtype: torch.dtype, ranks: int, stored: bool
 ) -> Way:
-    """Decide how a weight is gathered by its group.
-
-    ``shape``, ``dtype``: of the whole weight. ``x``: a shard of it as it is encoded, or as it is stored. ``given``: for
-    each statistic, whether it is known before."""
-    row = sides.row if wanted[0] or sides.col is None else None
-    col = sides.col if wanted[1] else None
-    matrices, count = None, x.shape[0]
-    if is_stack(shape):
-        matrices = slice(group.rank() * count, (group.rank() + 1) * count)
-    way = Way(*wanted, row is not None, col is not None, False, matrices, None)
-    if isinstance(x, QuantizedTensor):
-        return way
+    """Decide how a weight is gathered. ``shape``, ``dtype``: of the whole weight; ``stored``: shards are encoded."""
+    row, col = wanted
     rows, cols = shape[-2:]
-    sent = operand_bytes(sides.quantizer, rows, cols, dtype, *wanted)
-    if group.size() > 1 and sent > rows * cols * dtype.itemsize:
-        return way._replace(high=True, encode=_bind(sides, row, col, shape, dtype, dtype, x.device, given))
-    return way._replace(encode=_bind(sides, row, col, x.shape, x.dtype, dtype, x.device, given))
+    sent = operand_bytes(sides.quantizer, rows, cols, dtype, row, col)
+    high = not stored and ranks > 1 and sent > rows * cols * dtype.itemsize
+    return Way(row, col, row or sides.col is None, col and sides.col is not None, high)
+
+
+class Task(NamedTuple):
+    """A matrix, or matrices of a stack, that is encoded in each gather."""
+
+    sides: Sides
+    way: Way
+    shape: tuple[int, ...]
+    held: torch.dtype
+    """The dtype of the tensor."""
+    dtype: torch.dtype
+    """The dtype that it is first rounded to."""
+    device: torch.device
+    given: tuple[bool, ...]
+    """For each statistic of ``sides``, whether it is known before."""
 
 
 _run_of = registry.cached_few(lambda e, kernels: bind_run(e))
 """``bind_run`` for all weights of a model that are encoded alike."""
 
 
-def _bind(
-    sides: Sides,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    shape: Sequence[int],
-    held: torch.dtype,
-    dtype: torch.dtype,
-    device: torch.device,
-    given: Sequence[bool],
-) -> Encode:
-    count = len(sides.row.stats)
-    of_them = slice(0 if row is not None else count, len(sides.stats) if col is not None else count)
-    known = tuple(given[of_them])
-    run = None
-    if not is_stack(shape):
-        with on_device(device):
-            e = Encoding(row, col, (shape[0], shape[1]), held, dtype, device, known if True in known else ())
-            run = _run_of(e, kernels_allowed())
+def encode_many(tasks: Sequence[Task]) -> EncodeMany:
+    """Bind the encodings of several matrices, all on one device, as one function.
 
-    def encode(x: Tensor, stats: Sequence[Tensor | None]) -> tuple[Buffers, Buffers]:
-        if run is not None and can_bypass_dispatcher(x):
-            with on_device(device):
-                return run(x, stats[of_them], None)[:2]
-        first, second, _ = quantize(x, stats[of_them], row, col, dtype=dtype)
-        return first.tensors() if first is not None else (), second.tensors() if second is not None else ()
+    Each matrix has a launch of its own. A kernel that takes several matrices would take here those whose tasks are
+    equal but for ``shape``."""
+    bound = [(_bind(task), _of_sides(task), task) for task in tasks]
+    device = tasks[0].device if tasks else torch.device("cpu")
+
+    def encode(xs: Sequence[Tensor], stats: Sequence[Sequence[Tensor | None]]) -> list[tuple[Buffers, Buffers]]:
+        direct = len(xs) > 0 and can_bypass_dispatcher(xs[0])
+        made: list[tuple[Buffers, Buffers]] = []
+        with on_device(device):
+            for x, known, (run, of_them, task) in zip(xs, stats, bound, strict=True):
+                if direct and run is not None:
+                    made.append(run(x, known[of_them], None)[:2])
+                else:
+                    made.append(_dispatched(task, x, known[of_them]))
+        return made
 
     return encode
+
+
+def _sides(task: Task) -> tuple[Quantizer | None, Quantizer | None]:
+    return task.sides.row if task.way.sends_row else None, task.sides.col if task.way.sends_col else None
+
+
+def _of_sides(task: Task) -> slice:
+    """Those of the statistics of ``Sides`` that the operands need which are encoded."""
+    count = len(task.sides.row.stats)
+    return slice(0 if task.way.sends_row else count, len(task.sides.stats) if task.way.sends_col else count)
+
+
+def _bind(task: Task) -> Run | None:
+    """The bound encoder of a matrix; None for a stack."""
+    if is_stack(task.shape):
+        return None
+    known = task.given[_of_sides(task)]
+    rows, cols = task.shape
+    e = Encoding(*_sides(task), (rows, cols), task.held, task.dtype, task.device, known if True in known else ())
+    with on_device(task.device):
+        run: Run = _run_of(e, kernels_allowed())
+    return run
+
+
+def _dispatched(task: Task, x: Tensor, stats: Sequence[Tensor | None]) -> tuple[Buffers, Buffers]:
+    """The same by operators."""
+    row, col, _ = quantize(x, stats, *_sides(task), dtype=task.dtype)
+    return row.tensors() if row is not None else (), col.tensors() if col is not None else ()

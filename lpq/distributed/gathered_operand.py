@@ -9,7 +9,8 @@ as where nothing is gathered: in another memory layout, products might sum in an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -18,9 +19,12 @@ from lpq.formats import Quantizer
 from lpq.formats.format import Direction
 from lpq.formats.layout import as_bytes
 from lpq.formats.stacks import is_stack, transposed
-from lpq.operations.derived_operands import derive_col_into
+from lpq.operations.derived_operands import bind_derive_into
 from lpq.operations.transposing import transpose
 from lpq.torch_private import fsdp
+
+Place = tuple[Tensor, Tensor]
+"""Where elements of a buffer belong, and the same elements where they arrived."""
 
 
 class Whole:
@@ -36,71 +40,57 @@ class Whole:
         device: torch.device,
     ) -> None:
         dim, stack = 0 if direction == "row" else 1, is_stack(shape)
-        self.ranks = ranks
         self._turned = side.plain and direction == "col"
         if direction == "col" and not self._turned:
             shape = (*shape[:-2], shape[-1], shape[-2])
         self.operand = side.storage.empty(side, shape, dtype, device)
-        self._travels = [i for i, b in enumerate(side.layout) if stack or b.unit(dim) is not None]
-        stays = [i for i, b in enumerate(side.layout) if not stack and b.unit(dim) is None]
         tensors = self.operand.tensors()
-        self.large = [tensors[i] for i in self._travels]
-        """The buffers that travel."""
-        in_place = direction == "row" or ranks == 1 or self._turned or stack  # whose shards are whole matrices
-        self.arrived = [as_bytes(t) if in_place else as_bytes(torch.empty_like(t)) for t in self.large]
-        """Where their bytes arrive, one rank's after the other's. For rows, that is their final place."""
-        self._scattered = (
-            [] if in_place else [_by_rank(*both, ranks) for both in zip(self.large, self.arrived, strict=True)]
-        )
-        """For columns that arrived, their places, and what arrived in the order of those."""
+        large = [i for i, b in enumerate(side.layout) if stack or b.unit(dim) is not None]
+        self.large = [tensors[i] for i in large]
+        """The buffers that have memory only while the weight is gathered."""
+        self.travels = large if ranks > 1 else []
+        """The buffers that ranks send, by their numbers."""
+        self.stays = [i for i in range(len(tensors)) if i not in self.travels]
+        """The buffers that are the same on all ranks, by their numbers."""
+        self.in_place = direction == "row" or self._turned or stack  # whose shards are whole matrices
+        """Whether the parts of all ranks, one behind the other, are the buffers."""
         if self._turned:
             self.operand = transpose(self.operand)
         # Autograd must not take what is filled in for a change: the values are those when the tensors were saved.
-        self._targets = [t.data for t in self.operand.tensors()]
-        self._stays = [(i, self._targets[i]) for i in stays]
-        fsdp.free((*self.large, *self.arrived))
+        self.targets = [t.data for t in self.operand.tensors()]
+        """All buffers, to be filled."""
+        fsdp.free(self.large)
 
-    def departing(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """The bytes that this rank sends of the buffers of its operand."""
-        return [as_bytes(transposed(local[i]) if self._turned else local[i]) for i in self._travels]
+    def sent(self, buffer: Tensor) -> Tensor:
+        """The bytes that this rank sends of a buffer of its operand."""
+        if self._turned:
+            buffer = transposed(buffer)
+        usual = buffer.is_contiguous() and buffer.numel() > 1  # strides of one element may be unusual
+        return buffer.view(-1).view(torch.uint8) if usual else as_bytes(buffer)
 
-    def receive(self, local: Sequence[Tensor]) -> None:
-        """Complete the operand: with the bytes that arrived, and with this rank's buffers that are the same on all."""
-        if self.ranks == 1:
-            self.take(local)
-            return
-        for i, target in self._stays:
-            source = local[i]
-            if source.is_cuda:  # it was encoded on the stream on which FSDP2 gathers
-                source.record_stream(torch.cuda.current_stream(source.device))
-            target.copy_(source)
-        if self._scattered:
-            fsdp.allocate(self.large)
-            for target, arrived in self._scattered:
-                target.copy_(arrived)
-            fsdp.free(self.arrived)
+    def arrivals(self) -> list[Tensor]:
+        """Flat memory where the parts of all ranks may arrive, one behind the other: for each buffer that travels. It
+        is that of the buffer itself, if it is ``in_place``."""
+        return [as_bytes(t) if self.in_place else as_bytes(torch.empty_like(t)) for t in self.large]
 
-    def take(self, local: Sequence[Tensor]) -> None:
-        """Take over the buffers of an operand that is whole already."""
-        fsdp.allocate(self.large)
-        for target, source in zip(self._targets, local, strict=True):
-            target.copy_(source)
+    def places(self, arrived: Sequence[Tensor]) -> Iterator[Place]:
+        """The places of what arrives, for each buffer that travels: as bytes ``[ranks, n]``."""
+        for whole, parts in zip(self.large, arrived, strict=True):
+            if whole.numel():
+                rows = 1 if self.in_place else whole.shape[0]
+                yield _by_rank(as_bytes(whole.data), rows, parts)
 
-    def derive(self, quantizer: Quantizer, row: Whole) -> None:
-        """Make this column operand of the row operand that it follows from."""
-        fsdp.allocate(self.large)
-        derive_col_into(quantizer, row.operand, self._targets)
+    def bind_derive(self, quantizer: Quantizer, row: Whole) -> Callable[[], None]:
+        """A function that makes this column operand of the row operand that it follows from."""
+        return bind_derive_into(quantizer, row.operand, self.targets)
 
 
-def _by_rank(whole: Tensor, arrived: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """The same elements of a buffer where columns are in their places, and where they arrived rank by rank."""
-    if whole.numel() == 0:
-        return whole.data, whole.data
-    rows = whole.shape[0]
-    lines = whole.data.view(rows, -1)
-    unit = _unit(lines.shape[1] // ranks * whole.element_size())
-    by_rank = arrived.view(unit).view(ranks, rows, -1)
-    return lines.view(unit).view(rows, ranks, -1), by_rank.transpose(0, 1)
+def _by_rank(whole: Tensor, rows: int, parts: Tensor) -> Place:
+    """The elements of a buffer that has so many lines in the parts of all ranks, and the same as they arrived."""
+    ranks, count = parts.shape
+    unit = _unit(gcd(count // rows, parts.stride(0), parts.storage_offset()))
+    by_rank = parts.view(unit).view(ranks, rows, -1).transpose(0, 1)
+    return whole.view(unit).view(rows, ranks, -1), by_rank
 
 
 def _unit(count: int) -> torch.dtype:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpq.distributed.alike import Comparison
+from lpq.distributed.gather_unit import Unit
 from lpq.distributed.optimizer_steps import Watcher, steps
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.trained import Trained
-from lpq.distributed.weight_gather import Gather, Layer
+from lpq.distributed.weight_gather import Gather, Layer, measure_all
 from lpq.operations.reduce_statistics import Reductions
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import fsdp
@@ -53,7 +54,7 @@ class Gathering(Watcher):
 
     def of(self, layer: nn.Module) -> Gather:
         """How the weight of this layer is gathered. The first call comes when FSDP2 has sharded the model."""
-        if layer not in self._gathers:
+        if layer not in self._gathers or self._gathers[layer].unit is None:
             self._find()
         compiler = sys.modules.get(CALLBACKS) if PRINTS_GUARDED else None
         if compiler is not None and _lender().lend not in compiler.callback_handler.start_callbacks:
@@ -82,6 +83,15 @@ class Gathering(Watcher):
                     layer = cast("Layer", module)
                     gathers[module] = layer.gather = Gather(layer, site, gathering, module in checkpointed)
                 found.append(gathers[module])
+        units: dict[object, list[Gather]] = {}
+        for gather, shard in zip(found, fsdp.shards(gather.site for gather in found), strict=True):
+            if isinstance(shard, Gathered):  # somebody may have put an ordinary parameter in the place of another one
+                units.setdefault(gather.site.unit, []).append(gather)
+        for together in units.values():
+            if any(gather.unit is None or gather.unit.gathers != together for gather in together):
+                unit = Unit(together)
+                for gather in together:
+                    gather.unit = unit
         return found
 
     def forget(self) -> None:
@@ -106,9 +116,10 @@ class Gathering(Watcher):
     def refresh(self) -> None:
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""
         reductions = Reductions()
-        for gather in self._find():
-            if gather.stale:
-                gather.measure(reductions)
+        gathers = self._find()
+        shards = fsdp.shards(gather.site for gather in gathers)
+        stale = [gather for gather, shard in zip(gathers, shards, strict=True) if gather.is_stale(shard)]
+        measure_all(stale, reductions)
         reductions.run()
 
     def weights(self) -> dict[str, Tensor]:
@@ -149,12 +160,14 @@ class Gathering(Watcher):
         """Reduce the statistics and the memories of all weights of this optimizer: all, since a compiled step writes
         without a trace."""
         params = {id(p) for p in _params(optimizer)}
-        for gather in self._gathers.values():
-            site = gather.site
-            if id(site.param) in params:
-                gather.measure(reductions)
-                if memories := gather.layer.memories():
-                    reductions.add([*memories.values()], site.group, site.replicas)  # replicas saw other inputs
+        gathers = [*self._gathers.values()]
+        written = zip(gathers, fsdp.parameters(gather.site for gather in gathers), strict=True)
+        gathers = [gather for gather, param in written if id(param) in params]
+        measure_all(gathers, reductions)
+        for gather in gathers:
+            if memories := gather.layer.memories():
+                site = gather.site
+                reductions.add([*memories.values()], site.group, site.replicas)  # replicas saw other inputs
 
 
 class _Lender:

@@ -3,7 +3,8 @@ operand follows from the row operand, so that only one of the two is kept or sen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from lpq.formats.format import Storage
 from lpq.formats.stacks import is_stack
 from lpq.kernels import choose
 from lpq.kernels.table import kernels_allowed
-from lpq.operations.binding import Operand, Transpose, on_device, operand_like
+from lpq.operations.binding import Operand, Transpose, operand_like
 from lpq.operations.decoding import decode
 from lpq.operations.quantizing import quantize
 from lpq.operations.transposing import transpose
@@ -43,18 +44,20 @@ def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
     return col.astype(row.dtype)  # it stands for the tensor, not for what was decoded
 
 
-def derive_col_into(quantizer: Quantizer, row: Storage, out: Sequence[Tensor]) -> None:
-    """Write the buffers of the column operand that ``derive_col`` makes over ``out``, which lie in memory as
-    ``Storage.empty`` allocates them."""
+def bind_derive_into(quantizer: Quantizer, row: Storage, out: Sequence[Tensor]) -> Callable[[], None]:
+    """A function that writes the buffers of the column operand that ``derive_col`` makes over ``out``, which lie in
+    memory as ``Storage.empty`` allocates them. The buffers of ``row`` are read when it is called, on their device."""
     turn = None
     if quantizer.col_source == "original" and not is_stack(row.shape) and all(row.shape):
         turn = _bound(operand_like(row), row.device, kernels_allowed())
-    if turn is None:
+    if turn is not None:
+        return partial(turn, [t.contiguous() for t in row.tensors()], out)
+
+    def derive() -> None:
         for target, made in zip(out, derive_col(quantizer, row).tensors(), strict=True):
             target.copy_(made)
-        return
-    with on_device(row.device):
-        turn([t.contiguous() for t in row.tensors()], out)
+
+    return derive
 
 
 def _bind(operand: Operand, device: torch.device) -> Transpose | None:

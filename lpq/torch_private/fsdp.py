@@ -29,57 +29,67 @@ class Site:
     """One parameter as FSDP2 shards and gathers it."""
 
     def __init__(self, param: FSDPParam, group: Any, root: bool) -> None:
-        self._param = param
+        self.fsdp_param = param
         self._group = group
         self._root = root
 
     @property
     def local(self) -> Tensor:
         """This rank's shard."""
-        return cast("DTensor", self._param.sharded_param)._local_tensor
+        return cast("DTensor", self.fsdp_param.sharded_param)._local_tensor
 
     @property
     def param(self) -> nn.Parameter:
         """The sharded parameter, which the optimizer has."""
-        return self._param.sharded_param
+        return self.fsdp_param.sharded_param
 
     @property
     def padded(self) -> Tensor:
         """This rank's shard with the padding that makes all shards equal."""
-        return self._param._sharded_param_data.view(self._param.padded_sharded_param_size)
+        return self.fsdp_param._sharded_param_data.view(self.fsdp_param.padded_sharded_param_size)
+
+    @property
+    def unit(self) -> object:
+        """An object that is the same for all parameters that are gathered together, and for no other."""
+        return self._group
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether shards are in the memory of the CPU, and FSDP2 moves each to the GPU just before its hook."""
+        return bool(self.fsdp_param.offload_to_cpu)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the parameter where it is whole."""
-        return self._param.mp_policy.param_dtype or self._param.sharded_param.dtype
+        return self.fsdp_param.mp_policy.param_dtype or self.fsdp_param.sharded_param.dtype
 
     @property
     def device(self) -> torch.device:
         """Where it is gathered."""
-        return self._param.device
+        return self.fsdp_param.device
 
     @cached_property
     def group(self) -> ProcessGroup:
         """The ranks that share it out."""
-        return cast("DeviceMesh", self._param.shard_mesh).get_group()
+        return cast("DeviceMesh", self.fsdp_param.shard_mesh).get_group()
 
     @property
     def is_parallel(self) -> bool:
         """Whether tensor parallelism shares it out, too."""
-        return bool(self._param.is_dtensor)
+        return bool(self.fsdp_param.is_dtensor)
 
     @property
     def replicas(self) -> ProcessGroup | None:
         """The ranks that hold the same shard, if there are several."""
-        mesh = self._param.mesh_info.mesh
+        mesh = self.fsdp_param.mesh_info.mesh
         return mesh.get_group(0) if mesh.ndim == 2 else None
 
     @cached_property
     def refusal(self) -> str | None:
         """Why this parameter cannot be gathered quantized, for a reason that is FSDP2's; None if it can."""
-        if not isinstance(self._param.mesh_info, FSDPMeshInfo):
+        if not isinstance(self.fsdp_param.mesh_info, FSDPMeshInfo):
             return "every rank keeps it whole, as replicate(…) has it; use fully_shard, on a mesh with replicas"
-        placement = self._param.fsdp_placement
+        placement = self.fsdp_param.fsdp_placement
         if placement != Shard(0):
             return f"it is sharded by {placement}, and quantized weights are sharded along dimension 0"
         if self.is_parallel:
@@ -115,23 +125,38 @@ class Site:
         """Whether the gather that is beginning is for the backward of a forward that ran."""
         return self._group._training_state == TrainingState.PRE_BACKWARD  # type: ignore[no-any-return]
 
-    def gather_into(self, outputs: list[Tensor]) -> None:
-        """Have FSDP2 gather into these flat tensors, and allocate and free them."""
-        self._param.all_gather_outputs = outputs
-
     def forget(self) -> None:
         """Have FSDP2 set up the unsharded parameter anew, because the old one is out of date."""
-        unsharded = getattr(self._param, "_unsharded_param", None)
+        unsharded = getattr(self.fsdp_param, "_unsharded_param", None)
         if unsharded is None:
             return
-        if unsharded.grad is not None or self._param.unsharded_accumulated_grad is not None:
+        if unsharded.grad is not None or self.fsdp_param.unsharded_accumulated_grad is not None:
             raise RuntimeError(
                 "the recipe of a layer changed while its gradient is being accumulated: "
                 "change recipes between optimizer steps"
             )
-        del self._param._unsharded_param
-        self._param.all_gather_outputs = []
-        self._param._unsharded_inner_tensors = []
+        del self.fsdp_param._unsharded_param
+        self.fsdp_param.all_gather_outputs = []
+        self.fsdp_param._unsharded_inner_tensors = []
+
+
+def parameters(sites: Iterable[Site]) -> list[nn.Parameter]:
+    """The sharded parameters, which the optimizer has."""
+    return [site.fsdp_param.sharded_param for site in sites]
+
+
+def shards(sites: Iterable[Site]) -> list[Tensor]:
+    """This rank's shards of these parameters."""
+    return [cast("DTensor", site.fsdp_param.sharded_param)._local_tensor for site in sites]
+
+
+def gather_into(places: Iterable[tuple[Site, list[Tensor] | None, list[Tensor]]]) -> None:
+    """Have FSDP2 gather each parameter into these flat tensors (None: into its own), and allocate and free both these
+    and those of a list, which it keeps."""
+    for site, outputs, inner in places:
+        if outputs is not None:
+            site.fsdp_param.all_gather_outputs = outputs
+        site.fsdp_param._unsharded_inner_tensors = inner
 
 
 def sites(root: nn.Module, name: str | None = None) -> dict[nn.Module, Site]:

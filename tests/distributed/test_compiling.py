@@ -76,7 +76,7 @@ def _registers() -> None:
         net(batch(0, how)).square().mean().backward()
         nets.append(net)
         gathering: Gathering = net[0].up.gathering
-        fsdp.allocate(gathering.of(net[0].up)._whole[1].large)  # one operand of two is there
+        fsdp.allocate(gathering.of(net[0].up).operands.row.large)  # one operand of two is there
         return gathering
 
     def registered() -> tuple[int, int]:

@@ -38,11 +38,11 @@ class Cost(NamedTuple):
 COSTS = {
     # recipe: a unit of one weight; each weight of larger units; what such a unit costs beside.
     # As torch 2.13 counts them; where there are fewer, lower the number.
-    "fp8-current": (Cost(187, 120), Cost(187, 40), Cost(0, 80)),
-    "fp8-delayed": (Cost(222, 166), Cost(222, 86), Cost(0, 80)),
-    "fp8-row": (Cost(186, 131), Cost(186, 51), Cost(0, 80)),
-    "mxfp8": (Cost(161, 144), Cost(161, 64), Cost(0, 80)),
-    "nvfp4": (Cost(229, 154), Cost(229, 74), Cost(0, 80)),
+    "fp8-current": (Cost(174, 122), Cost(139, 24), Cost(37, 102)),
+    "fp8-delayed": (Cost(209, 168), Cost(174, 70), Cost(37, 102)),
+    "fp8-row": (Cost(179, 127), Cost(147, 26), Cost(34, 102)),
+    "mxfp8": (Cost(162, 132), Cost(130, 30), Cost(34, 102)),
+    "nvfp4": (Cost(213, 144), Cost(178, 42), Cost(37, 102)),
 }
 HELD = {"fp8-current": 12, "fp8-delayed": 16, "fp8-row": 2560, "mxfp8": 0, "nvfp4": 524}
 """The bytes that each weight of a unit holds beside its shard once it is sharded again: scales and statistics."""

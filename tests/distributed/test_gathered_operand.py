@@ -14,7 +14,8 @@ from lpq.torch_private import fsdp
 @pytest.mark.parametrize("text", ["fp8(scaling=row)", "fp8(scaling=block)", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize(("rows", "ranks"), [(768, 2), (384, 3), (1024, 8)])
 @pytest.mark.parametrize("direction", ["row", "col"])
-def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int, direction: str) -> None:
+@pytest.mark.parametrize("flat", [True, False], ids=["in one tensor", "apart"])
+def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int, direction: str, flat: bool) -> None:
     side = lpq.quantizer(text).side(direction)
     x, cpu = torch.randn(rows, 80), torch.device("cpu")
     stats = [torch.full(s.grid(*(x.shape if direction == "row" else x.t().shape)), 4.0) for s in side.stats]
@@ -29,10 +30,19 @@ def test_the_shares_of_all_ranks_make_the_whole(text: str, rows: int, ranks: int
 
     parts = [encoded(part, known) for part, known in zip(x.chunk(ranks), shared, strict=True)]
     whole = Whole(direction, side, (rows, 80), ranks, x.dtype, cpu)  # type: ignore[arg-type]
-    fsdp.allocate(whole.arrived)
-    for i, arrived in enumerate(whole.arrived):
-        arrived.copy_(torch.cat([whole.departing(part)[i] for part in parts]))
-    whole.receive(parts[0])
+    sent = [[whole.sent(part[i]) for i in whole.travels] for part in parts]
+    if flat:
+        arrived = list(torch.stack([torch.cat(each) for each in sent]).split([t.numel() for t in sent[0]], 1))
+    else:
+        fsdp.allocate(into := whole.arrivals())
+        for to, each in zip(into, zip(*sent, strict=True), strict=True):
+            to.copy_(torch.cat(each))
+        arrived = [] if whole.in_place else [t.view(ranks, -1) for t in into]
+    fsdp.allocate(whole.large)
+    for to, at in whole.places(arrived) if arrived else ():
+        to.copy_(at)
+    for i in whole.stays:
+        whole.targets[i].copy_(parts[0][i])
     expected = encoded(x, stats)
     for got, wanted in zip(whole.operand.tensors(), expected, strict=True):
         assert torch.equal(got.reshape(-1).view(torch.uint8), wanted.contiguous().reshape(-1).view(torch.uint8))

@@ -206,7 +206,7 @@ def test_transposes_are_written_to_given_memory(
     out = expected.map(torch.empty_like)
     for buffer in out.tensors():
         buffer.view(-1).view(torch.uint8).fill_(0xA5)
-    derived_operands.derive_col_into(quantizer, row, out.tensors())
+    derived_operands.bind_derive_into(quantizer, row, out.tensors())()
     assert len(launched) == 1
     same_operand(out, expected, f"{text}, {size}")
 

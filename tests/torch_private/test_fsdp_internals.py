@@ -29,8 +29,8 @@ HERE = Path(fsdp.__file__)
 ROOT = Path(lpq.__file__).parents[1]
 PARAM = {
     "_sharded_param_data", "_unsharded_param", "_unsharded_inner_tensors", "_module_info", "all_gather_outputs",
-    "fsdp_placement", "is_dtensor", "mesh_info", "padded_sharded_param_size", "shard_mesh", "sharded_param",
-    "unsharded_accumulated_grad",
+    "fsdp_placement", "is_dtensor", "mesh_info", "offload_to_cpu", "padded_sharded_param_size", "shard_mesh",
+    "sharded_param", "unsharded_accumulated_grad",
 }  # fmt: skip
 GROUP = {"_reshard_after_forward", "_training_state", "_use_post_forward_mesh", "fsdp_params"}
 STATE = {"_auto_reshard_after_forward", "_fsdp_param_group", "_fsdp_param_groups"}
@@ -96,7 +96,7 @@ class Recorder:
         self.begun.append((*site.directions(again=False), torch._C._current_graph_task_id() != -1))
         width = 2 if site.directions(again=False) == (False, True) else 1
         rank, ranks = site.group.rank(), site.group.size()
-        site.gather_into([torch.empty(0, dtype=torch.uint8).new_empty(ranks * width * 16)])
+        fsdp.gather_into([(site, [torch.empty(0, dtype=torch.uint8).new_empty(ranks * width * 16)], self.inner)])
         return (torch.full((width * 16,), 10 * width + rank, dtype=torch.uint8),)
 
     def finish(self, outputs: tuple[Tensor, ...], out: Tensor | None) -> Any:
@@ -235,7 +235,7 @@ def _reshard_to_fewer(rank: int) -> None:
     _who_stays_gathered()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     (site,) = fsdp.sites(fully_shard(Layer(), mesh=mesh), "weight").values()
-    assert isinstance(site._param.shard_mesh, DeviceMesh)
+    assert isinstance(site.fsdp_param.shard_mesh, DeviceMesh)
     assert site.group == mesh.get_group("shard")
     assert site.replicas == mesh.get_group("replicate")
     layer = fully_shard(Layer(), shard_placement_fn=lambda parameter: Shard(1))

@@ -1,0 +1,260 @@
+"""The loads of a unit: what some of its weights send together, and how whole weights are made of what arrives.
+
+All weights whose operands travel are one load. A weight that travels in high precision is a load of its own, and so is
+each weight where FSDP2 wants tensors from all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lpq.distributed.gather_encoder import Buffers, Task, Way, encode_many
+from lpq.distributed.gathered_operand import Whole
+from lpq.distributed.shard import plain
+from lpq.distributed.weight_gather import Gather, Operands
+from lpq.formats.layout import as_bytes
+from lpq.formats.stacks import is_stack
+from lpq.operations.binding import on_device
+from lpq.tensor import QuantizedTensor
+from lpq.torch_private import fsdp
+from lpq.torch_private.operators import copy_each
+
+FLAT = 16 * 2**20
+"""Bytes of a whole buffer, on average, up to which the buffers of a load travel in one tensor. It takes another copy to
+put them in their places; handed to FSDP2 one by one they take the host longer than such a copy takes a GPU."""
+
+
+class Load(Protocol):
+    """Weights of a unit that send together, in FSDP2's hook of the first of them."""
+
+    gathers: Sequence[Gather]
+    into: list[Tensor] | None
+    """The flat tensors in which it arrives; None: FSDP2's own."""
+    held: list[Tensor]
+    """The tensors that FSDP2 frees beside these. It holds this very list, which is empty while FSDP2 allocates."""
+
+    def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors to send of these shards, as many as there are in ``into``."""
+
+    def finish(self) -> None:
+        """Make the whole weights of what arrived."""
+
+
+class Ordinary:
+    """A weight that is not quantized: FSDP2 gathers it as any parameter."""
+
+    def __init__(self, gather: Gather, dtype: torch.dtype) -> None:
+        self.gathers: Sequence[Gather] = (gather,)
+        self._dtype = dtype
+        self.into: list[Tensor] | None = None
+        self.held: list[Tensor] = []
+
+    def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (_high(self.gathers[0], self._dtype),)
+
+    def finish(self) -> None:
+        """The whole weight is what arrived."""
+
+
+class _Quantized:
+    """Weights of which operands are made that follow from others, once these are there."""
+
+    def __init__(self, gathers: Sequence[Gather], ways: Sequence[Way]) -> None:
+        self.gathers = gathers
+        self.into: list[Tensor] | None = []
+        self.held: list[Tensor] = []
+        self._device = gathers[0].site.device
+        self._derived: list[Tensor] = []
+        self._derive: list[Callable[[], None]] = []
+        self._unwanted: list[Tensor] = []
+        """The buffers of operands from which others were derived."""
+        self._all: list[Tensor] = []
+        for gather, way in zip(gathers, ways, strict=True):
+            sides, _, row, col = operands_of(gather)
+            self._all += [*row.large, *col.large]
+            if way.col and not way.sends_col:
+                self._derived += col.large
+                with on_device(self._device):
+                    self._derive.append(col.bind_derive(sides.quantizer, row))
+            if way.sends_row and not way.row:
+                self._unwanted += row.large
+
+    def _complete(self) -> None:
+        if self._derive:
+            fsdp.allocate(self._derived)
+            with on_device(self._device):
+                for derive in self._derive:
+                    derive()
+            fsdp.free(self._unwanted)
+        self.held += self._all
+
+
+class High(_Quantized):
+    """A weight that travels in high precision, as its operands have more bytes. It is encoded where it arrives, with
+    the statistics that its shards have, and so into the same bytes."""
+
+    def __init__(self, gather: Gather, shard: Tensor, way: Way) -> None:
+        super().__init__((gather,), (way,))
+        sides, dtype, row, col = operands_of(gather)
+        self._gather, self._dtype, self._shape = gather, dtype, tuple(gather.layer.weight.shape)
+        given = tuple(s is not None for s in gather.statistics())
+        self._encode = encode_many([Task(sides, way, self._shape, dtype, dtype, self._device, given)])
+        self._made = [whole for whole, sends in ((row, way.sends_row), (col, way.sends_col)) if sends]
+        count = shard.numel() * gather.site.group.size() * dtype.itemsize
+        self._arrives = torch.empty(count, dtype=torch.uint8, device=self._device)
+        self.into = [self._arrives]
+        self._stats: list[Tensor | None] = []
+        fsdp.free(self.into)
+
+    def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self.held.clear()
+        self._stats = self._gather.statistics()
+        return (as_bytes(_high(self._gather, self._dtype)),)
+
+    def finish(self) -> None:
+        stats, self._stats = self._stats, []
+        _read_on_this_stream([s for s in stats if s is not None])
+        with torch.no_grad():
+            (operands,) = self._encode([self._arrives.view(self._dtype).view(self._shape)], [stats])
+        for whole in self._made:
+            fsdp.allocate(whole.large)
+        copy_each([t for whole in self._made for t in whole.targets], [t for buffers in operands for t in buffers])
+        self._complete()
+        fsdp.free((self._arrives,))
+
+
+class Encoded(_Quantized):
+    """Weights whose operands travel: they are encoded from shards in high precision, or stored. On one rank there is
+    nobody to send to."""
+
+    def __init__(self, gathers: Sequence[Gather], shards: Sequence[Tensor], ways: Sequence[Way]) -> None:
+        super().__init__(gathers, ways)
+        self._ways = ways
+        numbers = range(len(gathers))
+        self._stored = [i for i in numbers if isinstance(shards[i], QuantizedTensor)]
+        self._coded = [i for i in numbers if i not in self._stored]
+        self._matrices = [_matrices(gather, shard) for gather, shard in zip(gathers, shards, strict=True)]
+        self._encode = encode_many([self._task(i, shards[i]) for i in self._coded])
+        self._moves = any(shards[i].device != self._device for i in self._coded)
+        made = [
+            (i, side, whole)
+            for i, (gather, way) in enumerate(zip(gathers, ways, strict=True))
+            for side, whole in enumerate(operands_of(gather)[2:])
+            if (way.sends_row, way.sends_col)[side]
+        ]
+        self._sends = [(i, side, number, whole) for i, side, whole in made for number in whole.travels]
+        """The buffers that travel: by the number of the weight, 0 for the row operand or 1, and the buffer's number."""
+        self._stays = [(i, side, number) for i, side, whole in made for number in whole.stays]
+        """Those that are the same on all ranks."""
+        self._staying: list[Tensor] = []
+        self._arrive([whole for *_, whole in made])
+        self._to += [whole.targets[number] for *_, whole in made for number in whole.stays]
+
+    def _task(self, i: int, shard: Tensor) -> Task:
+        gather = self.gathers[i]
+        sides, dtype, *_ = operands_of(gather)
+        x, given = gather.prepared(shard), tuple(s is not None for s in gather.statistics())
+        return Task(sides, self._ways[i], tuple(x.shape), x.dtype, dtype, x.device, given)
+
+    def _arrive(self, wholes: Sequence[Whole]) -> None:
+        """Decide where the bytes of these operands arrive, and which are copied to their places from there."""
+        ranks = self.gathers[0].site.group.size()
+        large = [t for whole in wholes for t in whole.large]
+        sizes = [t.nbytes // ranks for t in large]
+        self._flat = ranks > 1 and len(large) > 1 and sum(sizes) * ranks <= FLAT * len(large)
+        self._from: list[Tensor] = []
+        self._to: list[Tensor] = []
+        self._allocated: list[Tensor] = []
+        """The buffers that are copied to."""
+        self._apart: list[Tensor] = []
+        """The memory of what is copied from."""
+        if ranks == 1:
+            self.into, self._allocated = [_nothing(self._device)], large
+            return
+        if self._flat:
+            self._apart = [torch.empty(sum(sizes) * ranks, dtype=torch.uint8, device=self._device)]
+            parts = iter(torch.split(self._apart[0].view(ranks, -1), sizes, 1))
+        self.into = [*self._apart]
+        for whole in wholes:
+            if self._flat:
+                arrived = [next(parts) for _ in whole.large]
+            else:
+                flat = whole.arrivals()
+                self.into += flat
+                if whole.in_place:
+                    continue
+                self._apart += flat
+                arrived = [t.view(ranks, -1) for t in flat]
+            self._allocated += whole.large
+            for to, arrives in whole.places(arrived):
+                self._to.append(to)
+                self._from.append(arrives)
+        fsdp.free(self._apart)
+
+    def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        self.held.clear()
+        gathers, matrices = self.gathers, self._matrices
+        made: list[tuple[Buffers, Buffers]] = [((), ())] * len(gathers)
+        with torch.no_grad():
+            if self._coded:
+                xs = [plain(shards[i]) for i in self._coded]
+                if self._moves:
+                    xs = [gathers[i].prepared(x) for i, x in zip(self._coded, xs, strict=True)]
+                stats = [gathers[i].statistics(matrices[i]) for i in self._coded]
+                for i, operands in zip(self._coded, self._encode(xs, stats), strict=True):
+                    made[i] = operands
+            for i in self._stored:
+                made[i] = self._operands_of(i, shards[i])
+            self._staying = [made[i][side][number] for i, side, number in self._stays]
+            sent = [whole.sent(made[i][side][number]) for i, side, number, whole in self._sends]
+            if self._flat:
+                return (torch.cat(sent),)
+        return tuple(sent) or (_nothing(self._device),)
+
+    def _operands_of(self, i: int, shard: Tensor) -> tuple[Buffers, Buffers]:
+        """The buffers of a shard that is stored quantized."""
+        assert isinstance(shard, QuantizedTensor)
+        way, dtype = self._ways[i], operands_of(self.gathers[i]).dtype
+        row = shard.operand("row").astype(dtype).tensors() if way.sends_row else ()
+        return row, shard.operand("col").astype(dtype).tensors() if way.sends_col else ()
+
+    def finish(self) -> None:
+        staying, self._staying = self._staying, []
+        _read_on_this_stream(staying)
+        fsdp.allocate(self._allocated)
+        if self._to:
+            copy_each(self._to, [*self._from, *staying])
+        fsdp.free(self._apart)
+        self._complete()
+
+
+def operands_of(gather: Gather) -> Operands:
+    """The operands that are filled of a weight which is gathered quantized."""
+    assert gather.operands is not None
+    return gather.operands
+
+
+def _matrices(gather: Gather, shard: Tensor) -> slice | None:
+    """The matrices of a stack that a shard has; None where the weight is a matrix."""
+    count, rank = shard.shape[0], gather.site.group.rank()
+    return slice(rank * count, (rank + 1) * count) if is_stack(gather.layer.weight.shape) else None
+
+
+def _high(gather: Gather, dtype: torch.dtype) -> Tensor:
+    """This rank's shard in high precision, with padding."""
+    return plain(gather.site.padded).to(gather.site.device, dtype, non_blocking=True)
+
+
+def _read_on_this_stream(tensors: Sequence[Tensor]) -> None:
+    """Keep the memory of tensors, made on the stream on which FSDP2 gathers, until the present stream has read them."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device)

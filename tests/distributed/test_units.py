@@ -1,0 +1,294 @@
+"""Weights of all kinds in one unit of FSDP2 are what each is in its own unit, to the bit, whatever happens between.
+
+That a unit of one kind is as if its weights were gathered in high precision is shown for every recipe elsewhere
+(``test_fsdp.py``, ``test_gathered_bytes.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fully_shard, spawn
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import lpq
+from lpq.core import QuantizedTensor
+from lpq.distributed.weight_gather import Gather
+from lpq.nn import GroupedLinear
+from lpq.optim import MasterWeights
+
+WIDTH, COUNTS = 128, [40, 0, 7, 17]
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+GATHERED = {
+    "tensor": "fp8-current", "rows": "fp8-row", "delayed": "fp8-delayed", "none": "mxfp8", "blocks": "mxfp8",
+    "sixteen": "nvfp4", "both": "x=mxfp8(), w=hybrid(row=fp8, col=nvfp4, col_source=row), dy=mxfp8()",
+    "plain": "x=mxfp8(), w=identity(dtype=bfloat16), dy=mxfp8()",
+}  # fmt: skip
+"""The recipe of each layer whose weight is gathered from high precision, in the order in which FSDP2 asks them."""
+STORED = "fp8-current"
+
+
+class Mixed(nn.Module):
+    """Layers one after the other, then experts, with a norm and a bias: all in one unit, or each in its own."""
+
+    def __init__(self, names: Any = GATHERED, stored: bool = True, again: str = "") -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=name == "tensor") for name in names})
+        self.stored = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False)] if stored else [])
+        self.experts = GroupedLinear(len(COUNTS), WIDTH, WIDTH, bias=False, recipe=None)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        for name, layer in self.layers.items():
+            x = x + (checkpoint(layer, x, use_reentrant=False) if name == self.again else layer(x))
+        for layer in self.stored:
+            x = x + layer(x)
+        offs = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
+        y: Tensor = self.experts(x, offs)
+        return y
+
+
+def built(together: bool, weights: str | None = "high_precision", compiled: bool = False, **options: Any) -> Mixed:
+    """A model of these, converted and sharded, with the same values each time."""
+    torch.manual_seed(0)
+    how = {key: options.pop(key) for key in ("names", "stored", "again") if key in options}
+    net = Mixed(**how)
+    rules = [{"match": name, "recipe": GATHERED[name]} for name in net.layers]
+    lpq.convert(net.layers, {"rules": rules}, weights=weights)  # type: ignore[arg-type]
+    if "none" in net.layers:
+        net.layers["none"].recipe = None
+    lpq.convert(net.experts, "mxfp8", weights=weights)  # type: ignore[arg-type]
+    if net.stored:
+        lpq.convert(net.stored, STORED, weights="quantized", ranks=2)
+    layers = [*net.layers.values(), *net.stored]
+    for layer in layers if compiled else ():
+        layer.compile(backend="aot_eager")
+    for layer in [] if together else [*layers, net.experts]:
+        fully_shard(layer, **options)
+    fully_shard(net, **{"reshard_after_forward": True, **options})
+    return net
+
+
+def batch(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(sum(COUNTS), WIDTH, generator=torch.Generator().manual_seed(number))
+    return x.to(dtype).requires_grad_()
+
+
+Between = Callable[[Mixed], None]
+
+
+def trained(net: Mixed, between: Between | None = None, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """All that three steps compute; ``between``: done after each step."""
+    plain = torch.optim.SGD(net.parameters(), lr=0.5)
+    optimizer: Any = MasterWeights(plain, keep=False) if net.stored else plain
+    found = []
+    torch.manual_seed(1)  # of random bits
+    for number in range(3):
+        x = batch(number, dtype)
+        y = net(x)
+        y.float().square().mean().backward()
+        found += [y.detach(), x.grad, *(_local(p.grad) for p in net.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [_local(p.detach()) for p in net.parameters()]
+        if between is not None:
+            between(net)
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (local.dequantize() if isinstance(local, QuantizedTensor) else local).clone()
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether all values are equal, NaN where the others are NaN."""
+    return len(a) == len(b) and all(
+        torch.equal(p.isnan(), q.isnan()) and _same(p, q) for p, q in zip(a, b, strict=True)
+    )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+# ---------------------------------------------------------------------------------- kinds of weights
+
+KINDS: dict[str, dict[str, Any]] = {
+    "resharded": {"mp_policy": BF16},
+    "kept gathered": {"mp_policy": BF16, "reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "compiled": {"compiled": True},
+}
+
+
+LOADS = {
+    "resharded": ["Ordinary 1", "Encoded 9"],
+    "kept gathered": ["High 1", "Ordinary 1", "High 1", "High 1", "Encoded 6"],
+    "offloaded": ["Encoded 1"] * 3 + ["Ordinary 1"] + ["Encoded 1"] * 6,
+    "compiled": ["Ordinary 1", "Encoded 9"],
+}
+"""The loads of each plan. The weight without a recipe travels as it is, and those whose operands together have more
+bytes than it has in bf16 in high precision; where shards are offloaded, FSDP2 moves each of them by itself."""
+
+
+def _as_alone(rank: int, kind: str) -> None:
+    options = KINDS[kind]
+    dtype = torch.bfloat16 if "mp_policy" in options else torch.float32
+    found = trained(one := built(True, **options), dtype=dtype)
+    assert equal(found, trained(built(False, **options), dtype=dtype))
+    assert not any(t.isnan().any() for t in found)
+    unit: Any = one.layers["tensor"].gather.unit
+    plans = [[f"{type(load).__name__} {len(load.gathers)}" for load in p.loads.values()] for p in unit._plans.values()]
+    assert plans == [LOADS[kind]] * (1 if kind == "kept gathered" else 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_all_kinds_are_as_each_alone(kind: str) -> None:
+    spawn(_as_alone, 2, kind)
+
+
+# ---------------------------------------------------------------------------------- what happens between
+
+FEW = ["tensor", "rows", "delayed", "sixteen"]
+
+
+def _nan(net: Mixed) -> None:
+    """In the last rows of all."""
+    with torch.no_grad():
+        net.layers["tensor"].weight.to_local()[-1] = torch.nan if dist.get_rank() == 1 else 0.5  # type: ignore[operator]
+
+
+def _nan_on_one_rank(rank: int) -> None:
+    found, ordinary = (
+        trained(built(True, weights, names=FEW, stored=False), _nan) for weights in ("high_precision", None)
+    )
+    assert equal(found, ordinary)
+    assert any(t.isnan().all() for t in found), "it reaches the scale of all rows"
+
+
+def _gathered_before_the_step(rank: int) -> None:
+    """By hand, while the optimizer writes to the shards."""
+    found = []
+    for weights in ("high_precision", None):
+        net = built(True, weights, names=FEW, stored=False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        for number in range(3):
+            y = net(batch(number))
+            y.square().sum().backward()
+            net.unshard()  # type: ignore[attr-defined]
+            optimizer.step()
+            net.reshard()  # type: ignore[attr-defined]
+            optimizer.zero_grad()
+            found.append([y.detach(), *(_local(p.detach()) for p in net.parameters())])
+    assert all(map(equal, found[:3], found[3:]))
+
+
+class _Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _watched(rank: int) -> None:
+    """A dispatch mode around backward, in which lpq runs as operators."""
+    found = []
+    for watched in (True, False):
+        net, x = built(True, names=FEW, stored=False), batch(0)
+        y = net(x)
+        if watched:
+            with _Watching():
+                y.square().sum().backward()
+        else:
+            y.square().sum().backward()
+        found.append([x.grad, *(_local(p.grad) for p in net.parameters())])
+    assert equal(*found)
+
+
+def _one_runs_again(rank: int) -> None:
+    """One layer of the unit is checkpointed: its row operand is there in backward, and the others' are not."""
+    there: dict[str, bool] = {}
+    found = []
+    for weights in ("high_precision", None):
+        net = built(True, weights, names=FEW, stored=False, again="rows", mp_policy=BF16)
+        if weights is not None:
+            for name in ("tensor", "rows", "sixteen"):
+
+                def see(layer: Any, *_: Any, name: str = name) -> None:
+                    there[name] = all(t.untyped_storage().size() for t in layer.weight.row.tensors())
+
+                net.layers[name].register_full_backward_hook(see)
+        found.append(trained(net, dtype=torch.bfloat16))
+    assert equal(*found)
+    assert there == {"tensor": False, "rows": True, "sixteen": False}
+
+
+class Mishap(Exception):
+    """An error in the middle of a gather."""
+
+
+def _a_caught_error(rank: int) -> None:
+    """What was encoded before it is not used after it."""
+
+    def begin(self: Gather, *args: Any) -> Any:
+        if self.layer is net.layers["delayed"]:
+            raise Mishap
+        return usual(self, *args)
+
+    found, usual = [], Gather.begin
+    for fails in (True, False):
+        net = built(True, names=FEW, stored=False)
+        net(batch(0)).square().sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Gather, "begin", begin)
+            if fails:
+                with pytest.raises(Mishap):
+                    net(batch(1))
+                for module in net.modules():
+                    assert not hasattr(module, "unshard") or module.reshard() is None  # type: ignore[operator]
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(2.0)
+        found.append(trained(net))
+    assert equal(*found)
+
+
+def _ordinary_in_the_first_place(rank: int) -> None:
+    """Somebody puts an ordinary parameter where the first weight of the unit was: it is gathered as it is."""
+    found = []
+    for together in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        lpq.convert(net, "fp8-current", weights="high_precision")
+        net[0].weight = nn.Parameter(torch.eye(WIDTH))
+        for layer in () if together else net:
+            fully_shard(layer)
+        fully_shard(net)
+        y = net(batch(0))
+        y.square().sum().backward()
+        found.append([y.detach(), *(_local(p.grad) for p in net.parameters())])
+    assert equal(*found)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _nan_on_one_rank,
+        _gathered_before_the_step,
+        _watched,
+        _one_runs_again,
+        _a_caught_error,
+        _ordinary_in_the_first_place,
+    ],
+)
+def test_whatever_happens_between(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
