@@ -5,7 +5,8 @@ takes them for that very object if it has not changed: autograd has counted no w
 address. So a clone, another view or another version is encoded anew, and so is a tensor made under
 ``torch.inference_mode``, to which PyTorch counts no writes. A write through ``.data``, by another process, through
 numpy, or by a kernel that bypasses autograd, goes unnoticed: as with any tensor that autograd keeps for backward, it is
-not allowed between two siblings. Between two passes it is: a layer that gets the tensor again encodes it again.
+not allowed between two siblings, unless ``torch.autograd.graph.increment_version`` counts it. Between two passes it is:
+a layer that gets the tensor again encodes it again.
 
 Layers with static statistics share inputs where the values of these are equal. They are read off the buffers when a
 layer runs for the first time, and again when autograd has counted a write to them, since a GPU would have to be waited
