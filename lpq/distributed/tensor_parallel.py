@@ -20,6 +20,9 @@ from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private import symmetric
 from lpq.torch_private.styles import InputStyle, LayerStyle
 
+STYLED = "lpq_styled"
+"""An attribute of modules without a recipe that got a style of lpq's."""
+
 __all__ = ["ColwiseParallel", "Layouts", "PrepareInput", "RowwiseParallel", "SequenceParallel"]
 
 
@@ -115,6 +118,7 @@ def _has_recipe(module: nn.Module) -> bool:
 def _prepare(module: nn.Module, mesh: DeviceMesh, layouts: Layouts) -> None:
     """Set, on a layer of lpq, how its input lies over the ranks, and how its output is to lie."""
     if not hasattr(module, "weight_quantizer"):
+        vars(module)[STYLED] = True
         return
     if isinstance(module.weight, Gathered):
         title: Any = getattr(module, "title", type(module).__name__)

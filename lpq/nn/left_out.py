@@ -1,8 +1,9 @@
-"""Layers that a policy leaves out regardless of its rules: by a part of their name, or as too small for any gain."""
+"""Layers that a policy leaves out whatever its rules say: by a part of their name, as heads, or as too small."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -11,6 +12,7 @@ from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.transposed import holds_transposed
 from lpq.recipes.globs import matches
+from lpq.recipes.rules import HEAD
 
 if TYPE_CHECKING:
     from lpq.recipes import Policy
@@ -26,17 +28,32 @@ def left_out(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Polic
     large = [alias for name in weights if name not in small for alias in called[name]]
     named_patterns = _patterns_without(large, policy) if small else []
     why: dict[str, str] = {}
+    heads = _heads(model) if HEAD in policy.leave else set()
     for name, aliases in called.items():
         parts = [part for alias in aliases if (part := policy.left_by(alias)) is not None]
+        other = "; include='all' does not" if name in layers else ""
         if parts:
-            other = "; include='all' does not" if name in layers else ""
             why[name] = f"the policy leaves out {parts[0]!r}{other}"
+        elif id(modules[name]) in heads:
+            why[name] = f"the policy leaves out {HEAD!r}, and the model says that this is its head{other}"
         elif name in small and not any(matches(pattern, alias) for pattern in named_patterns for alias in aliases):
             why[name] = (
                 f"a weight of {weights[name]}, and below {policy.least} there is nothing to gain; a rule that matches "
                 "such layers only, or include='all', converts it"
             )
     return why
+
+
+def _heads(model: nn.Module) -> set[int]:
+    """The ids of the modules that models of Hugging Face name as their output embeddings, and of those in them."""
+    heads: set[int] = set()
+    for module in model.modules():
+        named: Any = getattr(module, "get_output_embeddings", None)
+        if callable(named):
+            with suppress(AttributeError, NotImplementedError):  # of a model that has none
+                head = named()
+                heads.update(map(id, head.modules()) if isinstance(head, nn.Module) else ())
+    return heads
 
 
 def convertible(module: nn.Module) -> bool:

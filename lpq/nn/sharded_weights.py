@@ -52,6 +52,8 @@ def check_weights(
         if not any(wanted) and not isinstance(module, Layer):
             continue
         weight = sharded.get(module, module.weight)
+        if any(wanted) and hasattr(weight, "device_mesh"):
+            _check_order(name, module)
         if weights is not None and any(wanted) and hasattr(weight, "device_mesh"):
             raise ValueError(
                 f"{name}: its weight is sharded already; call lpq.convert before fully_shard; where tensor parallelism "
@@ -62,6 +64,18 @@ def check_weights(
             _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)
         elif weights == "quantized" and any(wanted):
             _check_storable(name or type(module).__name__, schedule)
+
+
+def _check_order(name: str, module: nn.Module) -> None:
+    """Refuse a module that got one of lpq's styles as an ordinary layer."""
+    from lpq.distributed.tensor_parallel import STYLED
+
+    if STYLED in vars(module) and not isinstance(module, Layer):
+        raise ValueError(
+            f"{name}: parallelize_module gave it a style of lpq.distributed.tensor_parallel before it had a recipe, "
+            "and such a style is set up for what it finds: build the model anew, call lpq.convert first and "
+            "parallelize_module after it. Torch's own styles work in either order"
+        )
 
 
 def _check_storable(name: str, schedule: Schedule) -> None:

@@ -23,7 +23,9 @@ PART = re.compile(r"[^.*?\[]+")
 """A part of a dotted name."""
 SKIP = "skip"
 """The word that stands in a file in place of a recipe, for a layer that is left alone."""
-LEAVE = ("lm_head", "gate", "router")
+HEAD = "lm_head"
+"""The part of a name that stands for any layer that a model names as its output embeddings, too."""
+LEAVE = (HEAD, "gate", "router")
 """The parts of names whose layers a policy made of one recipe leaves alone, as everybody in the field does: the head of
 a language model, and the routers of a mixture of experts. A wrong bit in a router sends a token to another expert."""
 LEAST = 16

@@ -289,7 +289,17 @@ def _refuses(rank: int) -> None:
         x = torch.ones(64, 32 if first is rows else 64)
         with pytest.raises(ValueError, match=rf"layer 1, .*: the input of this rank {words} the other style"):
             parallelize_module(net, mesh, {"0": first, "1": second})(x)
-    late = lpq.convert(parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": columns}), "mxfp8")
+    late = parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": columns})
+    for weights in (None, "quantized"):
+        with pytest.raises(
+            ValueError, match=r"^0: parallelize_module gave .*: build .*, call lpq.convert first and para"
+        ):
+            lpq.convert(late, "mxfp8", weights=weights)
+    assert type(late[0]) is nn.Linear
+    lpq.convert(late, {"rules": [{"match": "*", "recipe": "skip"}]})(torch.ones(64, 64))
+    late = parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": torch_styles.ColwiseParallel()})
+    lpq.convert(late, "mxfp8")(torch.ones(64, 64))
+    late[0]._forward_pre_hooks.clear()  # which lay out the input
     with pytest.raises(RuntimeError, match=r"layer 0, .* convert before parallelize_module, with a style of lpq\."):
         late(torch.ones(64, 64))
     with pytest.raises(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BioGptConfig, BioGptForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import lpq
 from lpq.recipes import RecipeError
@@ -74,6 +74,23 @@ def test_a_layer_of_two_names_is_left_out_by_either() -> None:
     made = model()
     made.add_module("output", made.get_submodule("lm_head"))
     assert "lm_head" not in converted(made, "mxfp8")
+
+
+def test_the_head_of_a_model_is_left_out_by_any_name() -> None:
+    """BioGPT calls it ``output_projection``, and a library may wrap the model."""
+
+    def wrapped() -> nn.Module:
+        sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+        return nn.ModuleDict({"base": BioGptForCausalLM(BioGptConfig(vocab_size=64, num_hidden_layers=1, **sizes))})
+
+    made = wrapped()
+    assert "base.output_projection" not in converted(made, "mxfp8")
+    notes = {entry.name: entry.note for entry in lpq.report(made).left}
+    assert notes["base.output_projection"].startswith(
+        "the policy leaves out 'lm_head', and the model says that this is its head"
+    )
+    assert "base.output_projection" in converted(wrapped(), "mxfp8", include="all")
+    assert "base.output_projection" in converted(wrapped(), {**RULES, "leave": ["gate"]})
 
 
 def test_a_large_layer_that_only_its_name_leaves_out_is_warned_of() -> None:
