@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -29,19 +29,29 @@ MOST = 1024
 """The number of different inputs that are remembered."""
 
 
-class Given(NamedTuple):
-    """All of an input on which the collectives of a pass depend. It is equal on all ranks of a mesh."""
+class Layer(Protocol):
+    """A layer, as far as it is compared."""
 
+    @property
+    def title(self) -> str:
+        """The name of the layer in messages."""
+
+
+class Given(NamedTuple):
+    """All of an input on which the collectives of a pass depend. It is equal on all ranks of the mesh."""
+
+    mesh: DeviceMesh
     shape: torch.Size
     dtype: torch.dtype
     placements: Any
     """How it lies over the mesh, if it is a DTensor; its shape is then that of the whole."""
-    gradients: tuple[bool, bool]
+    dx: bool
+    dw: bool
     """Whether the input and the weight get gradients."""
 
     def __str__(self) -> str:
         over = "" if self.placements is None else f" over the mesh as {self.placements}"
-        named = zip(("its input", "its weight"), self.gradients, strict=True)
+        named = zip(("its input", "its weight"), (self.dx, self.dw), strict=True)
         trained = " and ".join(name for name, wanted in named if wanted) or "neither"
         return f"an input {[*self.shape]} of {self.dtype}{over}, gradients of {trained}"
 
@@ -58,8 +68,8 @@ class Compared(Watcher):
         self._passes, self._steps = Comparison(), Comparison()
         self._first = 0
         """The ``id`` of the layer before whose pass ranks compared last."""
-        self._known: set[tuple[str, Given]] = set()
-        """Inputs that ranks have compared, with the name of their group."""
+        self._known: set[Given] = set()
+        """Inputs that ranks have compared."""
         steps().call(self)
 
     @classmethod
@@ -76,25 +86,23 @@ class Compared(Watcher):
         """Compare again, since a recipe has changed."""
         self._passes.alike = self._steps.alike = False
 
-    def before_pass(self, layer: nn.Module, title: str, input: Tensor, mesh: DeviceMesh, trains: bool) -> None:
+    def before_pass(self, layer: Layer, input: Tensor, mesh: DeviceMesh, trains: bool) -> None:
         """Raise on all ranks of a mesh unless they have the same model, and call this layer with equal inputs;
         ``trains``: whether its weight does.
 
         Inputs are compared if they are new, since the host would wait for a GPU; on CPUs they always are, so that a
         rank which alone has another recipe or input than before is found in any pass.
         """
-        passes, group = self._passes, mesh.get_group()
+        passes, grad = self._passes, torch.is_grad_enabled()
         placements = input.placements if isinstance(input, DTensor) else None
-        grad = torch.is_grad_enabled()
-        gradients = grad and input.requires_grad, grad and trains
-        given = group.group_name, Given(input.shape, input.dtype, placements, gradients)
+        given = Given(mesh, input.shape, input.dtype, placements, grad and input.requires_grad, grad and trains)
         due = passes.moving and id(layer) == self._first
         if passes.alike and not due and given in self._known and mesh.device_type not in FREE:
             return
         from lpq.distributed.agree import exchange
         from lpq.distributed.alike import REMEDY, Joined, are_equal, differing
 
-        own, alike = f"{title} with {given[1]}", passes.alike
+        own, alike, group = f"{layer.title} with {given}", passes.alike, mesh.get_group()
         if not are_equal(f"{alike}, {own}", [Joined((group.group_name,), input.device)]):
             known = exchange((own, alike), [group])
             if len({text for text, _ in known.values()}) > 1:
@@ -106,7 +114,7 @@ class Compared(Watcher):
             alike = False
         if due or not alike:
             passes.alike = alike
-            passes.compare(self._model() or layer)
+            passes.compare(self._model() or cast("nn.Module", layer))
             self._first = id(layer)
         if len(self._known) >= MOST:
             self._known.clear()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from lpq.distributed.compared import Compared
 from lpq.distributed.cuts import Cut, Gathering, Part, begin_gather, encode_part, measure_parts, why_high
 from lpq.distributed.overlapped import can_overlap, multiply_arriving
 from lpq.formats import Storage
@@ -161,8 +162,10 @@ def _compare_ranks(layer: Saved, input: Tensor, weight: DTensor) -> None:
     not compare: nothing may wait inside of it."""
     local = local_part(input)
     runs = type(local) in ORDINARY and not local.is_meta and not torch.compiler.is_compiling()
-    if runs and layer.compared is not None and weight.device_mesh.ndim == 1:
-        layer.compared.before_pass(layer, layer.title, input, weight.device_mesh, weight.requires_grad)
+    if runs and weight.device_mesh.ndim == 1:
+        if layer.compared is None:  # it was not converted, or is a copy
+            layer.compared = Compared(layer)
+        layer.compared.before_pass(layer, input, weight.device_mesh, weight.requires_grad)
 
 
 def _columns(way: _Pass, input: Tensor, given: Placement, weight: DTensor, bias: Tensor | None) -> DTensor:
