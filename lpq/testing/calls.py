@@ -12,11 +12,11 @@ from torch import Tensor
 from lpq import operations
 from lpq.formats import Quantizer, Storage
 from lpq.testing.operands import SEED, encode, normal, unit
+from lpq.testing.table import DTYPES, LARGE, PLACES
 
 RAGGED = (33, 80)
-SHAPES = ((256, 512), (128, 128), RAGGED, (5, 77), (1, 1), (0, 64), (64, 0))
-"""Whole blocks, ragged edges, odd sizes, one element, no rows, no columns."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = ((256, 512), (128, 128), RAGGED, (5, 77), (1, 1), (0, 64), (64, 0), (144, 144), LARGE)
+"""Whole blocks, ragged edges, odd sizes, one element, no rows, no columns, a square, a large matrix of odd sizes."""
 SIZES = "numbers of all sizes"
 
 
@@ -25,6 +25,11 @@ def matrices(dtypes: Sequence[torch.dtype], largest: int) -> Iterator[tuple[str,
     for shape in SHAPES:
         if math.prod(shape) <= largest:
             yield "normal values", normal(*shape, dtype=dtypes[0])
+    for name, at in PLACES.items():
+        x = normal(*RAGGED, dtype=dtypes[0])
+        if at is not None:
+            x[at] = 64
+            yield name, x
     for dtype in dtypes:
         x = normal(*RAGGED, dtype=dtype)
         yield "normal values", x

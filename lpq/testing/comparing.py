@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +18,16 @@ from lpq.formats import Quantizer, Storage
 from lpq.operations import fused_pair as pairs_of_any
 from lpq.operations.exact_form import Multiplicand
 from lpq.registry import KernelSpec
-from lpq.testing.calls import DTYPES, calls, fresh, of_operands, on, parts
+from lpq.testing.calls import calls, fresh, of_operands, on, parts
 from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import SEED, encode
 from lpq.testing.options import partners
+from lpq.testing.table import DTYPES
 from lpq.torch_private.dispatch import TorchDispatchMode
 
 POISON = 0xA5
+KEPT = 1 << 16
+"""Elements of results, at least, for which kernels keep memory of their own, if they do."""
 FAST = 1e-2
 SUMMED = {torch.bfloat16: 4e-3, torch.float16: 1.4e-3, torch.float32: 1.4e-3}
 """How far a product may be off, in RMS. Tensor cores keep some 14 bits of sums of 8-bit floats, which are then added in
@@ -99,9 +104,11 @@ def compare_call(kernel: KernelSpec, arguments: tuple[Any, ...], there: tuple[An
     assert len(got) == len(expected), f"{what}: it returned {len(got)} tensors and must return {len(expected)}"
     if kernel.op == "gemm":
         *_, dtype, fast = arguments
+        check_apart(kernel, there, got, what)
         close(got[0], expected[0], FAST if fast else SUMMED[dtype], what)
         return True
     check_new(got, given, what)
+    check_apart(kernel, there, got, what)
     check_order(got, expected if kernel.op == "quantize" else [t.contiguous() for t in expected], what)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if one.dtype in DTYPES and other.dtype in DTYPES:  # which NaN it is, processors differ in
@@ -257,6 +264,17 @@ def check_new(got: list[Tensor], given: list[Any], what: str) -> None:
         assert not one.numel() or taken.count(memory) == 1, f"{what}: output {i} shares memory with another tensor"
 
 
+def check_apart(kernel: KernelSpec, arguments: tuple[Any, ...], got: list[Tensor], what: str) -> None:
+    """Check that a second call leaves what the first one returned alone, where it is large: both are in use at once."""
+    if sum(t.numel() for t in got) < KEPT:
+        return
+    again = flat(registry.resolve(kernel.impl)(*arguments))
+    memory = {t.untyped_storage().data_ptr() for t in got if t.numel()}
+    for i, one in enumerate(again):
+        taken = one.numel() and one.untyped_storage().data_ptr() in memory
+        assert not taken, f"{what}: output {i} of a second call lies in memory of the first: allocate it at each call"
+
+
 def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
     """Check that outputs have the strides that a compiler expects: row-major, unless a buffer of an encoded operand has
     others."""
@@ -269,7 +287,9 @@ def check_order(got: list[Tensor], expected: list[Tensor], what: str) -> None:
 def compare_memories(kernel: KernelSpec, side: Quantizer, x: Tensor) -> bool:
     """Let a kernel and the quantizer itself take the same steps into their states. Whether there is a state."""
     ours, theirs = side.new_state(x.device), side.new_state(x.device)
-    for step, factor in enumerate((1.0, 0.0, torch.inf, 0.25, torch.nan, 3.0)):
+    factors = (1.0, 0.0, torch.inf, 0.25, torch.nan, 3.0)
+    steps = max(len(factors), *(math.prod(buffer.shape) + 2 for buffer in side.state), 0)
+    for step, factor in enumerate(factor for factor, _ in zip(itertools.cycle(factors), range(steps), strict=False)):
         measured = operations.measure_reference(x * factor, side, None)
         stats = {stat.name: values for stat, values in zip(side.stats, measured, strict=True)}
         side.remember(theirs, stats)

@@ -102,6 +102,6 @@ def same_values(actual: Tensor, expected: Tensor, what: str, *, exact: bool = Tr
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The RMS of the difference over the RMS of what is expected."""
+    """The RMS of the difference over the RMS of what is expected; 0 where both are zero."""
     difference = (actual.double() - expected.double()).square().mean().sqrt()
-    return float(difference / expected.double().square().mean().sqrt())
+    return float(difference / expected.double().square().mean().sqrt()) if difference != 0 else 0.0

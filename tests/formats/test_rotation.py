@@ -16,12 +16,13 @@ from lpq.registry.errors import PluginError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "testing"))
 import subtle_formats as subtle
+import subtle_rotations as rotations
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    registry.register(subtle.Plugin(subtle.Pairs, subtle.NamesTheOption), name="right")
-    registry.register(subtle.Plugin(subtle.MisspellsTheOption), name="subtle")
+    registry.register(subtle.Plugin(rotations.Pairs, rotations.NamesTheOption), name="right")
+    registry.register(subtle.Plugin(rotations.MisspellsTheOption), name="subtle")
     yield
     registry.refresh()
 
@@ -45,7 +46,7 @@ def off(a: str, b: str) -> float:
 )
 def test_other_bases_of_one_name_are_not_multiplied_as_one(a: str, b: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two options of a format, two formats of a plugin, and two plugins, of which one takes the name of the other."""
-    monkeypatch.setattr(subtle.Pairs, "rotation", "hadamard16")
+    monkeypatch.setattr(rotations.Pairs, "rotation", "hadamard16")
     assert off(a, b) < 1e-5
     with pytest.raises(RecipeError, match=r"wgrad cannot multiply its operands: dy\.col = .* is rotated by .*:had"):
         lpq.recipe({"fprop": "bf16", "dgrad": "bf16", "wgrad": {"x": lpq.quantizer(b), "dy": lpq.quantizer(a)}})

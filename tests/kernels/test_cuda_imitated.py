@@ -27,12 +27,13 @@ from lpq.operations.binding import Encoding, unbound
 from lpq.operations.fused_pair import Pair
 from lpq.operations.quantizing import quantize_reference
 from lpq.registry import KernelSpec
-from lpq.testing.calls import DTYPES, RAGGED, matrices, of_all_sizes
+from lpq.testing.calls import RAGGED, matrices, of_all_sizes
 from lpq.testing.comparing import Poisoned, compare, compare_views
 from lpq.testing.conformance.test_kernels import FEW, SIZES, SUMS, VIEWED, pairs
 from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import SEED, encode, normal
 from lpq.testing.options import family
+from lpq.testing.table import DTYPES
 
 pytestmark = [
     pytest.mark.slow,

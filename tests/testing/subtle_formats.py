@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import subtle_matrices
+import subtle_rotations
 import torch
 from broken_formats import Int8, Int8Storage, TensorStorage, TransposesByReshape
+from subtle_rotations import NamesEachTurn, NamesTheOption, Pairs
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, RandomBits, Stat, StateBuffer, Storage
@@ -271,6 +274,47 @@ class NeverMoves(Delayed):
         state["last"].copy_(torch.where(state["last"] > 0, state["last"], stats["amax"]))
 
 
+@dataclass(frozen=True)
+class Longer(Delayed):
+    """From the largest amax of the last 32 steps; at the end of the state lies the number of the step."""
+
+    state = (StateBuffer("last", (33,)),)
+    room: ClassVar[int] = 32
+
+    def recall(self, state: Stats) -> dict[str, Tensor]:
+        largest = state["last"][:-1].amax()
+        return {"amax": torch.where(largest > 0, largest, 8.0)}
+
+    def remember(self, state: Stats, stats: Stats) -> None:
+        step = int(state["last"][-1])
+        if step < self.room or self.room == 32:
+            amax = stats["amax"]
+            state["last"][step % 32] = torch.where(amax.isfinite(), amax, 0.0)
+        state["last"][-1] += 1
+
+
+class NeverWraps(Longer):
+    """Writes each place of its history once."""
+
+    room = 31
+
+
+@dataclass(frozen=True)
+class NeverForgets(Delayed):
+    """From the largest amax that there ever was."""
+
+    def remember(self, state: Stats, stats: Stats) -> None:
+        amax = stats["amax"]
+        state["last"].copy_(torch.where(amax.isfinite(), torch.maximum(amax, state["last"]), state["last"]))
+
+
+class MeasuresNow(Delayed):
+    """It remembers an amax for others to read, and encodes with the one that is measured."""
+
+    def recall(self, state: Stats) -> dict[str, Tensor | None]:  # type: ignore[override]
+        return {"amax": None}
+
+
 class Wraps(Delayed):
     """Takes the lowest eight bits of what does not fit."""
 
@@ -301,92 +345,19 @@ class Drifts(Stochastic):
     drift = 0.1
 
 
+class LosesTheSmall(Stochastic):
+    """Rounds what is less than half of the least code to zero."""
+
+    def encode_stochastic(self, x: Tensor, stats: Stats, bits: RandomBits) -> Storage:
+        step = stats["amax"].clamp(min=1e-12) / 127
+        return super().encode_stochastic(torch.where(x.abs() < step / 2, 0, x), stats, bits)
+
+
 class SameBits(Stochastic):
     """Rounds both operands of a tensor with the same random bits."""
 
     def encode_stochastic(self, x: Tensor, stats: Stats, bits: RandomBits) -> Storage:
         return super().encode_stochastic(x, stats, RandomBits(bits.seed, 0, bits.offset))
-
-
-# ---------------------------------------------------------------------------------------------- a rotated basis
-
-
-def turned(x: Tensor, flip: bool, *, back: bool = False) -> Tensor:
-    """Pairs of columns, turned by 45 degrees; with ``flip`` after the sign of every second column."""
-    pairs = torch.nn.functional.pad(x.float(), (0, x.shape[1] % 2)).unflatten(1, (-1, 2))
-    signs = torch.tensor([1.0, -1.0 if flip else 1.0])
-    first, second = (pairs if back else pairs * signs).unbind(2)
-    made = torch.stack([first + second, first - second], 2) / 2**0.5
-    return (made * signs if back else made).flatten(1)
-
-
-class PairsStorage(Storage):
-    layout = (Buffer("data", torch.int8, pad=2), Buffer("scale", torch.float32, block=(1, None)))
-
-    def decode(self) -> Tensor:
-        return turned(self.decode_rotated(), self.quantizer.flip, back=True)[:, : self.shape[1]]
-
-    def decode_rotated(self) -> Tensor:
-        return self.data.float() * self.scale
-
-
-@dataclass(frozen=True)
-class Pairs(Int8):
-    """INT8 of pairs of columns that are turned; an option turns them otherwise."""
-
-    flip: bool = False
-    rotation = "pairs"
-
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return super().measure(turned(x, self.flip))
-
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(turned(x, self.flip), stats)
-        return PairsStorage(data=made.data, scale=made.scale)
-
-
-class NamesEachTurn(Pairs):
-    """It has a name for each of its bases, and says that no other option changes one."""
-
-    rotation_options = ()
-
-    @property
-    def rotation(self) -> str:  # type: ignore[override]
-        return "flipped" if self.flip else "pairs"
-
-
-class NamesTheOption(Pairs):
-    rotation_options = ("flip",)
-
-
-class ForgetsTheOption(Pairs):
-    """Says that no option changes its rotation."""
-
-    rotation_options = ()
-
-
-class MisspellsTheOption(Pairs):
-    rotation_options = ("flop",)
-
-
-@dataclass(frozen=True)
-class Signed(Pairs):
-    """Changes all signs where an option is odd, which is a number."""
-
-    steps: int = 1
-    rotation_options = ("flip",)
-
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return super().measure(x * (-1) ** self.steps)
-
-    def encode(self, x: Tensor, stats: Stats) -> Storage:
-        made = super().encode(x * (-1) ** self.steps, stats)
-        return SignedStorage(data=made.data, scale=made.scale)
-
-
-class SignedStorage(PairsStorage):
-    def decode(self) -> Tensor:
-        return super().decode() * (-1) ** self.quantizer.steps
 
 
 # ---------------------------------------------------------------------------------------------- an ordinary matrix
@@ -416,16 +387,29 @@ STORAGES: dict[type[Quantizer], type[Storage]] = {
     RaisedByZeros: FollowingStorage,
     Transposes: TurnedStorage,
     TransposeHidesNaN: HidesNaNStorage,
+    **subtle_matrices.STORAGES,
+    **dict.fromkeys((Longer, NeverWraps, NeverForgets, MeasuresNow), TensorStorage),
     Delayed: TensorStorage,
     NeverMoves: TensorStorage,
     Wraps: TensorStorage,
     OneShape: PlainStorage,
-    **dict.fromkeys((Pairs, NamesEachTurn, NamesTheOption, ForgetsTheOption, MisspellsTheOption), PairsStorage),
-    Signed: SignedStorage,
+    **subtle_rotations.STORAGES,
 }
 
 
-RIGHT = (Int8, Blocks, Transposes, Follows, Delayed, Stochastic, Pairs, NamesEachTurn, NamesTheOption)
+RIGHT = (
+    Int8,
+    Blocks,
+    Transposes,
+    Follows,
+    Delayed,
+    Stochastic,
+    Pairs,
+    NamesEachTurn,
+    NamesTheOption,
+    Longer,
+    MeasuresNow,
+)
 
 
 def name_of(quantizer: type[Quantizer]) -> str:
@@ -442,11 +426,11 @@ class Plugin:
             FormatSpec(
                 name=name_of(quantizer),
                 summary="for a test",
-                quantizer=f"{__name__}:{quantizer.__name__}",
-                storage=f"{__name__}:{STORAGES.get(quantizer, Int8Storage).__name__}",
+                quantizer=f"{quantizer.__module__}:{quantizer.__name__}",
+                storage=f"{storage.__module__}:{storage.__name__}",
                 effective_bits=None,
             )
-            for quantizer in quantizers
+            for quantizer, storage in ((q, STORAGES.get(q, Int8Storage)) for q in quantizers)
         ]
 
     @hookimpl

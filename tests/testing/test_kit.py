@@ -49,7 +49,7 @@ MISTAKES: dict[type[Quantizer], tuple[str, str]] = {
         "test_a_declared_amax_is_one",
         "SaysThatItIsTheLargest.stats declares amax with largest=True, and measure returned another value",
     ),
-    broken.Dithers: ("test_encode_is_pure", "encoding the same matrix a second time, buffer 'data'"),
+    broken.Dithers: ("test_encode_is_pure", "encoding the same matrix a second time, the buffer 'data'"),
     broken.ChangesItsInput: ("test_encode_is_pure", "encode changed its input"),
     broken.RankLocal: ("test_a_shard_is_its_piece_of_the_whole", "encoded with the reduced statistics"),
     broken.HidesNaN: ("test_non_finite_is_never_silently_finite", "comes back as"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lpq.formats import Quantizer, Storage
 from lpq.operations import decode, transpose
 from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import SEED, encode, few, normal
 from lpq.testing.options import only
+from lpq.testing.table import cases
 
 
 @few
@@ -61,11 +63,24 @@ def test_transposed_is_the_operand_of_the_transpose(side: Quantizer, rows: int, 
     odd = normal(rows, cols)
     odd[rows // 2, cols // 2], odd[-1, -1] = torch.nan, torch.inf
     for x, holds in ((normal(rows, cols), ""), (odd, " with a NaN and an infinity")):
-        operand, expected = encode(side, x), encode(side, x.t())
-        wrapped = side.storage.wrap(operand.tensors(), side, (rows, cols), x.dtype)
-        what = f"{side.storage.__name__}.transposed of {[rows, cols]}{holds}, beside encoding the transposed matrix"
-        same_operand(wrapped.transposed().bind(side, (cols, rows), x.dtype), expected, what)
-        same_operand(transpose(transpose(wrapped)), operand, f"{what}, twice")
+        check_transposed(side, x, f"{[rows, cols]}{holds}")
+
+
+@only(lambda side: side.transposable, "is transposable")
+def test_transposed_is_right_for_every_matrix(side: Quantizer) -> None:
+    """The same for the table of matrices: dtypes, magnitudes, outliers anywhere, ragged, square and large ones."""
+    for case in cases(side):
+        check_transposed(side, case.matrix(), str(case))
+
+
+def check_transposed(side: Quantizer, x: Tensor, which: str) -> None:
+    """The transposed operand of a matrix is the operand of its transpose."""
+    rows, cols = x.shape
+    operand, expected = encode(side, x), encode(side, x.t())
+    wrapped = side.storage.wrap(operand.tensors(), side, (rows, cols), x.dtype)
+    what = f"{side.storage.__name__}.transposed of {which}, beside encoding the transposed matrix"
+    same_operand(wrapped.transposed().bind(side, (cols, rows), x.dtype), expected, what)
+    same_operand(transpose(transpose(wrapped)), operand, f"{what}, twice")
 
 
 def test_decoding_agrees_in_both_directions(quantizer: Quantizer) -> None:

@@ -24,6 +24,7 @@ from lpq.formats import Quantizer
 from lpq.testing.expect import relative_error
 from lpq.testing.operands import encode, few, normal, stored_bits
 from lpq.testing.options import only
+from lpq.testing.table import cases
 
 SHAPE = (160, 256)
 
@@ -62,6 +63,33 @@ def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
         f"{side}: {allowance(side)} {allowed:.4f}, which holds for values that were moved ({moved:.4f}): "
         "it would not see an error"
     )
+
+
+def test_values_come_back(side: Quantizer) -> None:
+    """Values of each dtype, down to 1e-5, come back from a matrix of any size: rows, columns, and an outlier wherever
+    it lies."""
+    for case in cases(side, ("one", "1e-5")):
+        x, what = case.matrix().float(), f"{side}: {case}"
+        decoded, allowed = encode(side, case.matrix()).decode().float(), 3 * bound(side)
+        if case.outlier is not None:
+            lost = float((decoded - x)[case.outlier].abs() / x[case.outlier].abs())
+            assert lost <= min(2 * allowed, 0.9), (
+                f"{what}, comes back with the outlier off by {lost:.3f} of itself; {min(2 * allowed, 0.9):.3f} are "
+                "allowed: measure the whole matrix, its first and last rows and columns too"
+            )
+            continue
+        error = relative_error(decoded, x)
+        assert error <= allowed, (
+            f"{what}, has the relative error {error:.3f}; at most {allowed:.3f} is allowed, three times "
+            f"what {allowance(side)}: compute in fp32, and treat each size, dtype and place alike"
+        )
+        for dim, name in enumerate(("row", "column")):
+            errors = ((decoded - x).square().mean(1 - dim) / x.square().mean(1 - dim)).sqrt()
+            worst = int(errors.argmax())
+            assert errors[worst] <= min(2 * allowed, 0.9), (
+                f"{what}: {name} {worst} has the relative error {errors[worst]:.3f}; at most "
+                f"{min(2 * allowed, 0.9):.3f} is allowed: encode the whole matrix, however large it is"
+            )
 
 
 @few

@@ -11,9 +11,10 @@ from lpq.operations.groups import encode_groups
 from lpq.operations.operands import encode_operands
 from lpq.testing.expect import same_operand, there
 from lpq.testing.operands import SEED, normal
-from lpq.testing.options import only
+from lpq.testing.options import Family, only
+from lpq.testing.table import LARGE
 
-COUNTS = (5, 0, 33)
+COUNTS = (5, 0, 250)
 STATELESS = only(lambda q: not q.new_state(), "remembers nothing across steps")
 
 
@@ -39,7 +40,17 @@ def test_a_group_is_encoded_by_itself(quantizer: Quantizer) -> None:
 @STATELESS
 def test_a_matrix_of_a_stack_is_encoded_by_itself(quantizer: Quantizer) -> None:
     """A stack of two matrices, one a thousand times as large, holds the bytes of each alone."""
-    x = torch.stack([normal(24, 40), 1000 * normal(24, 40, seed=1)])
+    _check_stack(quantizer, 24, 40)
+
+
+@STATELESS
+def test_a_large_matrix_of_a_stack_is_encoded_by_itself(family: Family) -> None:
+    """So does a stack of large matrices, with the default options."""
+    _check_stack(family.default, *LARGE)
+
+
+def _check_stack(quantizer: Quantizer, rows: int, cols: int) -> None:
+    x = torch.stack([normal(rows, cols), 1000 * normal(rows, cols, seed=1)])
     seeds = torch.tensor([SEED, SEED + 1])
     stack = encode_operands(quantizer, x, seed=seeds)
     for direction, operand in (("row", stack.row), ("col", stack.col)):

@@ -15,10 +15,11 @@ from lpq.formats import Quantizer
 from lpq.kernels.table import BACKENDS, ENVIRONMENT, why_not
 from lpq.registry import KernelSpec
 from lpq.registry.errors import ImportStringError, words
-from lpq.testing.calls import DTYPES, SHAPES, SIZES, matrices
+from lpq.testing.calls import SHAPES, SIZES, matrices
 from lpq.testing.comparing import compare, compare_rounded, compare_views
 from lpq.testing.operands import normal
 from lpq.testing.options import Family, only
+from lpq.testing.table import DTYPES
 
 SUMS = ("gemm", "exact", "exact_tile")
 """Operations that are compared up to the order of sums, or of products, and not on numbers of all sizes: where sums of

@@ -13,6 +13,7 @@ from lpq.formats.blocks import block_amax
 from lpq.testing.expect import equal
 from lpq.testing.operands import encode, few, normal
 from lpq.testing.options import only
+from lpq.testing.table import LARGE, cases
 
 shapes = st.tuples(st.integers(0, 70), st.integers(1, 140))
 
@@ -23,6 +24,7 @@ shapes = st.tuples(st.integers(0, 70), st.integers(1, 140))
 @example(shape=(1, 1))
 @example(shape=(5, 40))
 @example(shape=(40, 0))
+@example(shape=LARGE)
 def test_encode_fills_the_declared_buffers(side: Quantizer, shape: tuple[int, int]) -> None:
     """Names, dtypes and shapes of all buffers; ``[40, 0]`` is the column operand of a tensor of 0 rows."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -79,6 +81,13 @@ def test_measure_returns_the_declared_statistics(side: Quantizer, shape: tuple[i
             assert not (tensor < 0).any(), f"{name}.measure: {stat.name} is negative, and MAX over ranks would lose it"
 
 
+@only(lambda side: any(stat.largest for stat in side.stats), "has a statistic that is declared to be an amax")
+def test_a_declared_amax_is_that_of_every_matrix(side: Quantizer) -> None:
+    """Wherever the largest number lies, and however small it is."""
+    for case in cases(side):
+        _check_amax(side, case.matrix(), f" of {case}")
+
+
 @few
 @given(shape=st.tuples(st.integers(1, 70), st.integers(1, 140)), special=st.sampled_from([0.0, math.inf, math.nan]))
 @only(lambda side: any(stat.largest for stat in side.stats), "has a statistic that is declared to be an amax")
@@ -87,19 +96,24 @@ def test_a_declared_amax_is_one(side: Quantizer, shape: tuple[int, int], special
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = normal(*shape, dtype=dtype)
         x[shape[0] // 2, shape[1] // 2] = special
-        measured = side.measure(x) or {}
-        for stat in (stat for stat in side.stats if stat.largest):
-            found, wanted = measured[stat.name], block_amax(x, stat.block)
-            assert ((found == wanted) | (found.isnan() & wanted.isnan())).all(), (
-                f"{type(side).__name__}.stats declares {stat.name} with largest=True, and measure returned another "
-                "value than the largest magnitude of each block: leave largest out"
-            )
+        _check_amax(side, x)
+
+
+def _check_amax(side: Quantizer, x: torch.Tensor, which: str = "") -> None:
+    measured = side.measure(x) or {}
+    for stat in (stat for stat in side.stats if stat.largest):
+        found, wanted = measured[stat.name], block_amax(x, stat.block)
+        assert ((found == wanted) | (found.isnan() & wanted.isnan())).all(), (
+            f"{type(side).__name__}.stats declares {stat.name} with largest=True, and measure{which} returned another "
+            "value than the largest magnitude of each block: leave largest out"
+        )
 
 
 @few
 @given(shape=shapes)
 @example(shape=(0, 32))
 @example(shape=(1, 1))
+@example(shape=LARGE)
 def test_decode_has_the_logical_shape(side: Quantizer, shape: tuple[int, int]) -> None:
     """``decode`` drops the padding and gives fp32, from the declared buffers alone."""
     x = normal(*shape, dtype=torch.bfloat16)

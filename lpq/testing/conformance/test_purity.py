@@ -1,5 +1,5 @@
 """Encoding is a pure function of the numbers: it writes to nothing that it is given, whatever these are, and gives the
-same bytes for the same numbers, however they lie in memory and whatever dtype holds them."""
+same bytes for the same numbers, however they lie in memory, whatever dtype holds them, and whatever is encoded next."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpq.formats import Quantizer
+from lpq.formats import Quantizer, Storage
 from lpq.testing.expect import same, same_operand
 from lpq.testing.operands import encode, measure, normal
 from lpq.testing.options import only
+from lpq.testing.table import DTYPES, LAID, cases
 from lpq.torch_private.tensors import version_of
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "normal values": lambda x: x,
     "zeros": lambda x: x * 0,
     "a NaN": lambda x: _with(x, torch.nan),
     "an infinity": lambda x: _with(x, torch.inf),
-    "the largest numbers": lambda x: x.sign() * torch.finfo(x.dtype).max,
-    "the least numbers": lambda x: x.sign() * torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps,
 }
-"""Changes to a matrix of normal values: a format may treat some of the results in its own way."""
+"""Matrices that a format may treat in its own way, beside those of the table."""
 
 
 def _with(x: Tensor, value: float) -> Tensor:
@@ -48,50 +45,90 @@ def untouched(given: Mapping[str, Tensor], function: Callable[[], Any], what: st
     return made
 
 
-@DTYPES
-def test_encode_is_pure(side: Quantizer, dtype: torch.dtype) -> None:
-    """The same bytes twice, matrix, statistics and buffers untouched, for numbers of every kind; torch's "
-    "generator too."""
+def results(side: Quantizer, x: Tensor, what: str) -> dict[str, Tensor]:
+    """All that a format makes of a matrix, by a name for messages; none of its methods may write to what it is
+    given."""
+    stats: dict[str, Tensor] = untouched({"its input": x}, partial(measure, side, x), f"{what}: measure")
+    given = {"its input": x} | {f"the statistic {name!r}": tensor for name, tensor in stats.items()}
+    operand: Storage = untouched(given, partial(encode, side, x, stats), f"{what}: encode")
+    buffers = {f"the buffer {name!r}": tensor for name, tensor in operand.buffers().items()}
+    made = given | buffers | {"what decode returned": untouched(buffers, operand.decode, f"{what}: decode")}
+    if side.transposable:
+        turned: Storage = untouched(buffers, operand.transposed, f"{what}: transposed")
+        named = {f"the buffer {name!r} of the transpose": getattr(turned, name) for name in side.names}
+        made |= named
+    del made["its input"]
+    return made
+
+
+def test_encode_is_pure(side: Quantizer) -> None:
+    """The same bytes twice, with another matrix encoded in between, whose results lie elsewhere; matrix, statistics and
+    buffers untouched, for numbers of every kind; torch's generator too."""
     generator = torch.get_rng_state()
-    for kind, made in KINDS.items():
-        x = made(normal(24, 72, dtype))
-        what = f"{side}, {kind} in {dtype}"
-        matrix = {"its input": x}
-        stats = untouched(matrix, partial(measure, side, x), f"{what}: measure")
-        given = matrix | {f"the statistic {name!r}": tensor for name, tensor in stats.items()}
-        first = untouched(given, partial(encode, side, x, stats), f"{what}: encode").map(torch.clone)
-        same_operand(encode(side, x, stats), first, f"{what}: encoding the same matrix a second time")
-        buffers = {f"the buffer {name!r}": tensor for name, tensor in first.buffers().items()}
-        untouched(buffers, first.decode, f"{what}: decode")
-        if side.transposable:
-            untouched(buffers, first.transposed, f"{what}: transposed")
+    for case in cases(side):
+        x, y = case.matrix(), case.matrix(seed=1)
+        what = f"{side}, {case}"
+        first = results(side, x, what)
+        kept = {name: tensor.clone() for name, tensor in first.items()}
+        results(side, y, what)
+        for name, copy in kept.items():
+            same(
+                first[name], copy,
+                f"{what}: {name} changed when another matrix was encoded; make it in new memory, and keep none",
+            )  # fmt: skip
+        again = results(side, x, what)
+        for name, copy in kept.items():
+            same(again[name], copy, f"{what}: encoding the same matrix a second time, {name}")
+    for dtype in DTYPES:
+        for kind, made in KINDS.items():
+            x, what = made(normal(24, 72, dtype)), f"{side}, {kind} in {dtype}"
+            first = results(side, x, what)
+            for name, tensor in results(side, x, what).items():
+                same(tensor, first[name], f"{what}: encoding the same matrix a second time, {name}")
     assert torch.equal(torch.get_rng_state(), generator), (
         f"{side}: encode draws from torch's generator; it must not: say stochastic = True and take the bits that "
         "encode_stochastic is given"
     )
 
 
-@DTYPES
-def test_strides_do_not_matter(side: Quantizer, dtype: torch.dtype) -> None:
-    """Every other row of a transposed view, a row that is repeated without a copy, and an odd place in memory."""
-    x = normal(24, 72, dtype)
-    strided = torch.empty(72, 48, dtype=dtype).t()[::2].copy_(x)
-    same_operand(encode(side, strided), encode(side, x), f"{side}: encoding the same values from a strided view")
-    expanded = x[:1].expand(24, 72)
-    repeated = encode(side, expanded.contiguous())
-    same_operand(encode(side, expanded), repeated, f"{side}: encoding an expanded view")
-    offset = torch.empty(1 + x.numel(), dtype=dtype)[1:].view(24, 72).copy_(x)
-    same_operand(encode(side, offset), encode(side, x), f"{side}: encoding a view that begins inside of its memory")
+def test_strides_do_not_matter(side: Quantizer) -> None:
+    """A transposed view, of which every column operand is made, and others: rows that lie apart, a row that is repeated
+    without a copy, and an odd place in memory. A buffer may be a view as well."""
+    for case in cases(side):
+        x, what = case.matrix(), f"{side}, {case}"
+        wanted = encode(side, x)
+        for laid in dict.fromkeys((case.laid, "transposed")):
+            if laid != "contiguous":
+                how = f"{what}: encoding the same values from a view ({laid}), beside a copy of it"
+                same_operand(encode(side, LAID[laid](x)), wanted, how)
+        turned = wanted.map(lambda buffer: buffer.clone() if buffer.dim() != 2 else LAID["transposed"](buffer))
+        same(turned.decode(), wanted.decode(), f"{what}: decoding buffers that are transposed views")
+    expanded = normal(24, 72)[:1].expand(24, 72)
+    same_operand(encode(side, expanded), encode(side, expanded.contiguous()), f"{side}: encoding an expanded view")
 
 
+def test_the_default_dtype_does_not_matter(side: Quantizer) -> None:
+    """With ``torch.set_default_dtype``, as models are made in bf16, a format does what it does without."""
+    for case in (case for case in cases(side) if case.default):
+        x, what = case.matrix(), f"{side}, {case} (give each new tensor its dtype)"
+        wanted = encode(side, x)
+        decoded = wanted.decode()
+        with case.default_dtype():
+            made = encode(side, x)
+            same_operand(made, wanted, what)
+            same(made.decode(), decoded, f"{what}, decoded")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @only(lambda side: not side.plain, "encodes: an ordinary matrix keeps the dtype that it has")
-def test_the_same_numbers_give_the_same_bytes(side: Quantizer) -> None:
-    """In fp16 and bf16 as in fp32, for numbers that these hold: what is computed is computed in fp32."""
-    for dtype in (torch.bfloat16, torch.float16):
-        x = normal(40, 96, dtype)
+def test_the_same_numbers_give_the_same_bytes(side: Quantizer, dtype: torch.dtype) -> None:
+    """In fp16 and bf16 as in fp32, for numbers that these hold, down to the least: what is computed is computed in
+    fp32."""
+    for case in (case for case in cases(side) if case.dtype == dtype):
+        x = case.matrix()
         operand, wanted = encode(side, x), encode(side, x.float())
-        what = f"{side}: numbers in {dtype}, beside the same in torch.float32 (compute in fp32, with x.float())"
-        same(operand.decode(), wanted.decode(), f"{what}, decoded")
+        what = f"{side}, {case}, beside the same numbers in torch.float32 (compute in fp32, with x.float())"
         for buffer in side.layout:
             if buffer.dtype is not None:
                 same(operand.buffers()[buffer.name], wanted.buffers()[buffer.name], f"{what}, buffer {buffer.name!r}")
+        same(operand.decode(), wanted.decode(), f"{what}, decoded")

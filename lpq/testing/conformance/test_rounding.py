@@ -5,6 +5,9 @@ A bias that is far below the error of one value adds up over the terms of a prod
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +22,8 @@ PROBES = 2048
 """Values of each sign that are tried, to see which of them come back."""
 BESIDE = 2.0**-14
 """So close to a tie, as a part of it, lie values that are equal to it in bf16."""
+SMALL = 1 << 14
+"""Values in each octave whose roundings are averaged."""
 HITS = 4
 """A value that comes back for fewer of them may have neighbours that did not come back."""
 
@@ -112,6 +117,25 @@ def test_stochastic_rounding_is_unbiased(side: Quantizer) -> None:
         f"{side}: the mean of {SEEDS} roundings is off by {mean:.4f} and a single one by {one:.4f}; it must be below a "
         "fifth of that: round up with the probability of the place between two neighbours"
     )
+
+
+@only(lambda side: side.stochastic and side.rotation is None, "rounds stochastically in its own basis")
+def test_small_values_are_kept_on_average(side: Quantizer) -> None:
+    """The mean of many roundings is the value for each magnitude by itself: small gradients beside a large one live on,
+    down to a sixteenth of the least number that is represented beside it."""
+    levels = _decoded(side, torch.logspace(-24, 0, PROBES, base=2), 1.0)
+    least = float(levels[levels > 0].min())
+    octaves = [least * 2.0**-n for n in range(4, 0, -1)]
+    octaves += [least * 2.0**n for n in range(int(math.log2(1 / least)))]
+    for sign, begin in itertools.product((1, -1), octaves):
+        values = sign * begin * torch.linspace(1, 2, SMALL)
+        rounded = _decoded(side, values, 1.0)
+        off = abs(float((rounded.mean() - values.mean()) / values.mean()))
+        assert off <= 0.15, (
+            f"{side}: the mean of {SMALL} roundings of values from {begin:.3g} to {2 * begin:.3g}, times {sign} and "
+            f"beside a value of 1, is off by {off:.2f} of it; at most 0.15 is chance: round up with the "
+            "probability of the place between two neighbours, zero among them"
+        )
 
 
 @only(lambda side: side.stochastic, "rounds stochastically")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,6 @@ from lpq.testing.operands import SEED, encode, measure, normal
 from lpq.testing.options import only
 
 REMEMBERS = only(lambda quantizer: bool(quantizer.new_state()), "keeps state across steps")
-STEPS = 8
 
 
 def branches(quantizer: Quantizer) -> Iterator[tuple[Quantizer, dict[str, Tensor]]]:
@@ -28,9 +28,26 @@ def branches(quantizer: Quantizer) -> Iterator[tuple[Quantizer, dict[str, Tensor
             yield side, {s.name: torch.zeros(s.shape) for s in side.state}
 
 
-def recall(side: Quantizer, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The statistics that a quantizer whose state moves takes from it: all that it has."""
-    return {name: there(value, f"{side}: {name} of recall") for name, value in side.recall(state).items()}
+def steps_of(side: Quantizer) -> int:
+    """So many steps that each place of a history was written to, and the first of them once more."""
+    return max(8, *(math.prod(buffer.shape) + 2 for buffer in side.state))
+
+
+def recall(side: Quantizer, state: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+    """The statistics that a matrix is encoded with: those of the state, and those of its own where ``recall`` gives
+    None."""
+    own, recalled = measure(side, x), side.recall(state)
+    for name in own:
+        assert name in recalled, (
+            f"{type(side).__name__}.recall has no {name!r}; it must have each statistic that stats declares, or None "
+            "for one that is measured nevertheless"
+        )
+    return {name: value if (value := recalled[name]) is not None else own[name] for name in own}
+
+
+def known(side: Quantizer, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The statistics that come from the state, as they are now."""
+    return {name: value.clone() for name, value in side.recall(state).items() if value is not None}
 
 
 @REMEMBERS
@@ -40,7 +57,7 @@ def test_state_gives_the_declared_statistics(quantizer: Quantizer) -> None:
     for side, state in branches(quantizer):
         name = type(side).__name__
         for _ in ("fresh", "used"):
-            recalled = recall(side, state)
+            recalled = recall(side, state, x)
             for stat in side.stats:
                 shape, grid = tuple(recalled[stat.name].shape), stat.grid(*x.shape)
                 assert shape == grid, (
@@ -60,23 +77,44 @@ def test_state_follows_the_tensor(quantizer: Quantizer) -> None:
     no statistic, and ``recall`` to no state."""
     x = normal(24, 40)
     for side, state in branches(quantizer):
-        name = type(side).__name__
-        _take(side, state, measure(side, x))
-        before = {key: value.clone() for key, value in recall(side, state).items()}
+        name, steps = type(side).__name__, steps_of(side)
+        _take(side, state, measure(side, x), steps)
+        before = known(side, state)
         stats = measure(side, x * 10)
         given = {key: value.clone() for key, value in stats.items()}
-        _take(side, state, stats)
+        _take(side, state, stats, steps)
         for key, value in given.items():
             same(stats[key], value, f"{side}: remember changed the statistic {key!r}; copy it, and change the copy")
-        after = recall(side, state)
-        assert any(not torch.equal(after[key], value) for key, value in before.items()), (
-            f"{name}.recall gives the same statistics as before, after {STEPS} steps with a tensor that is ten times "
+        after = known(side, state)
+        assert not before or any(not torch.equal(after[key], value) for key, value in before.items()), (
+            f"{name}.recall gives the same statistics as before, after {steps} steps with a tensor that is ten times "
             "as large; they must follow it: let remember write to state, in place, at every step"
         )
         kept = {key: value.clone() for key, value in state.items()}
-        recall(side, state)
+        side.recall(state)
         for key, value in kept.items():
             same(state[key], value, f"{side}: recall changed the state {key!r}; only remember may write to it")
+
+
+@REMEMBERS
+def test_a_spike_is_forgotten(quantizer: Quantizer) -> None:
+    """One step with a tensor that is a thousand times as large raises what is recalled for a while, not for ever:
+    after as many ordinary steps as a history has places, and two, it is smaller again."""
+    x = normal(24, 40)
+    for side, state in branches(quantizer):
+        steps = steps_of(side)
+        _take(side, state, measure(side, x), steps)
+        before = known(side, state)
+        _take(side, state, measure(side, x * 1000), 1)
+        spiked = known(side, state)
+        _take(side, state, measure(side, x), steps)
+        for key, value in known(side, state).items():
+            kept = (value > before[key]) & (value >= spiked[key])
+            assert not kept.any(), (
+                f"{side}: {steps} steps after one whose tensor was a thousand times as large, recall still gives a "
+                f"{key!r} of {value[kept][0]:.3g}, as directly after it, and {before[key][kept][0]:.3g} before: all "
+                "values between are lost for ever; forget the oldest statistic, or let it decay at each step"
+            )
 
 
 @only(
@@ -89,16 +127,16 @@ def test_values_beyond_what_is_remembered_saturate(quantizer: Quantizer) -> None
     x = normal(24, 40)
     for side, state in branches(quantizer):
         _take(side, state, measure(side, x))
-        recalled, known = recall(side, state), x.abs().max()
+        recalled, top = recall(side, state, x), x.abs().max()
         largest = encode(side, x, recalled).decode().abs().max()
         for larger in (x * 10, x * 2.0**20):
             decoded = encode(side, larger, recalled).decode()
-            beyond = (larger.abs() > known) & decoded.isfinite()
+            beyond = (larger.abs() > top) & decoded.isfinite()
             wrong = beyond & ((decoded.sign() != larger.sign()) | (decoded.abs() < largest / 2))
             if wrong.any():
                 value, got = larger[wrong][0].item(), decoded[wrong][0].item()
                 raise AssertionError(
-                    f"{side}: {value:.3g}, beyond the {known:.3g} that its state remembers, comes back as {got:.3g}; "
+                    f"{side}: {value:.3g}, beyond the {top:.3g} that its state remembers, comes back as {got:.3g}; "
                     "it must saturate with its sign: clamp to the range of the codes before you cast"
                 )
 
@@ -128,6 +166,6 @@ def test_static_statistics_come_from_the_state(quantizer: Quantizer) -> None:
         same(state[key], value, f"{static}: encoding changed the static statistic {key!r}")
 
 
-def _take(side: Quantizer, state: dict[str, Tensor], stats: dict[str, Tensor]) -> None:
-    for _ in range(STEPS):
+def _take(side: Quantizer, state: dict[str, Tensor], stats: dict[str, Tensor], steps: int = 8) -> None:
+    for _ in range(steps):
         side.remember(state, stats)

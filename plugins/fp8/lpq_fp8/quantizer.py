@@ -66,6 +66,13 @@ class FP8Quantizer(Quantizer):
         """The scale of a tensor in this dtype where it would be infinite."""
         return torch.finfo(dtype).max if self.scaling == "block" else FLT_MAX
 
+    @property
+    def known_failures(self) -> dict[str, str]:
+        if self.scaling != "block" or self.pow2_scales:
+            return {}
+        test = "test_the_same_numbers_give_the_same_bytes[bf16]"
+        return {test: "a scale that would be infinite is the largest number of the dtype, which in bf16 is another one"}
+
     @cached_property
     def stats(self) -> tuple[Stat, ...]:
         return STATS[self.scaled_block]
