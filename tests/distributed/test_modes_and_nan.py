@@ -1,7 +1,7 @@
-"""Weights and experts that ranks share out: a dispatch mode around backward, and a NaN on one rank.
+"""Weights and experts that ranks share out: a dispatch mode around backward, backward in parts, and a NaN on one rank.
 
-In a mode backward calls operators of the dispatcher, and its step is bound anew: it must reduce over the ranks all the
-same. A NaN on one rank reaches what it reaches in one process.
+In a mode backward calls operators of the dispatcher, and asked for some gradients it makes fewer products: it must
+reduce over the ranks all the same. A NaN on one rank reaches what it reaches in one process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import test_expert_parallel as experts
 import test_tensor_parallel as parallel
 import torch
 from ranks import on_one, spawn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpq.operations import reduce_statistics
@@ -38,6 +38,19 @@ def watched(y: Tensor, dy: Tensor) -> None:
         y.backward(dy)
 
 
+def in_parts(y: Tensor, dy: Tensor) -> None:
+    """Ask for the gradient of the input first, and for those of all weights then."""
+    nodes, leaves = [y.grad_fn], []
+    for node in nodes:  # grows while it is walked
+        if node is not None:
+            leaves += [node.variable] if hasattr(node, "variable") else []
+            nodes += [before for before, _ in node.next_functions if before not in nodes]
+    inputs = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
+    assert len(inputs) == 1
+    y.backward(dy, retain_graph=True, inputs=inputs)
+    y.backward(dy, inputs=[leaf for leaf in leaves if leaf is not inputs[0]])
+
+
 def watched_alone(y: Tensor, dy: Tensor) -> None:
     """Run backward in a mode, on each rank for itself."""
     with pytest.MonkeyPatch.context() as patch:
@@ -54,11 +67,12 @@ def changed(recipe: str, sequence: bool, backward: Callable[[Tensor, Tensor], ob
 
 def _modes(rank: int, recipe: str) -> None:
     for sequence in (False, True):
-        assert changed(recipe, sequence, watched) == []
+        for backward in (watched, in_parts):
+            assert changed(recipe, sequence, backward) == [], (sequence, backward)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4"])
-def test_a_mode_around_backward_changes_nothing(recipe: str) -> None:
+def test_a_mode_around_backward_and_parts_of_it_change_nothing(recipe: str) -> None:
     spawn(_modes, 2, recipe)
 
 
