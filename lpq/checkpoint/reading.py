@@ -18,7 +18,6 @@ from lpq.checkpoint import files
 from lpq.checkpoint.errors import CheckpointError, shown
 from lpq.checkpoint.index import read_index
 from lpq.checkpoint.pickles import check_archive
-from lpq.registry.errors import words
 
 
 class Reader(FileSystemReader):
@@ -73,8 +72,10 @@ class Reader(FileSystemReader):
         try:
             yield
         except Exception as error:
-            why = "it is not what the index says of it, so one of them was changed"
-            if isinstance(error, CheckpointError | OSError | MemoryError):
-                why = words(error)
+            why: object = "it is not what the index says of it, so one of them was changed"
+            if isinstance(error, OSError):
+                why = error.strerror or error
+            elif isinstance(error, CheckpointError | MemoryError):
+                why = error
             name = self.storage_data[index].relative_path
             raise CheckpointError(f"{name} cannot be read for its piece of {shown(index.fqn)}: {why}") from error

@@ -258,7 +258,7 @@ def test_no_record_is_inflated(path: Path, tmp_path: Path) -> None:
     found.storage_data[key] = replace(found.storage_data[key], offset=len(data), length=16_384)
     put(path, "__0_0.distcp", data + b"\0" * (16_384 - len(bomb)) + bomb)
     put(path, ".metadata", pickle.dumps(found))
-    refused(path, r"__0_0\.distcp cannot be read for its piece of 0\.weight: .* compressed")
+    refused(path, r"__0_0\.distcp cannot be read for its piece of 0\.weight: it has records that are compressed")
     (tmp_path / "one.pt").write_bytes(bomb)
     with pytest.raises(CheckpointError, match="records that are compressed"):
         checkpoint.import_file(tmp_path / "one.pt", model(0.0))
