@@ -139,7 +139,7 @@ def _one_rank_finds_damage_in_one_file(rank: int, folder: Path) -> None:
             checkpoint.import_file(path, net)
         said = _agreed(raised.value)
         finders.add(said.partition("rank ")[2][:1])
-        assert "it is damaged or was changed since it was saved: BadZipFile: Bad CRC-32" in said
+        assert "it is damaged or was changed since it was saved (BadZipFile)" in said
         assert model_differences(net, Net(2, 64, SMALL)) == {}
     assert finders == {"0", "1"}
     dist.barrier()
