@@ -33,6 +33,8 @@ class Saved(Remembering):
     """Its name in the model that was converted, for error messages."""
     gathering: Gathering | None
     """The weights that are gathered quantized together with this one; None: it is not gathered quantized."""
+    rounded: bool = False
+    """Whether ``lpq.convert`` stored its weight quantized, and dropped the values that the weight had."""
     gather: Gather | None
     """How its weight is gathered, once FSDP2 has sharded it. Compiled layers read it here, and so share code."""
     compared: Compared | None

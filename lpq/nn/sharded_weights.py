@@ -152,6 +152,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             continue
         stack = is_stack(weight.shape)
         if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1, stack) is None:
+            layer.rounded = not weight.is_meta
             weight = quantizer.quantize(weight, col=not derives_col(quantizer), stack=stack)
             weight.place = f"{name}.weight".strip(".")
         else:

@@ -31,6 +31,11 @@ from lpq.torch_private.tensors import local_part, version_of
 
 MASTER = "master"
 """The name of a master in the optimizer's state."""
+ROUNDED = (
+    "masters begin with what weights decode to, as lpq.convert(…, weights='quantized') rounded these. To begin with "
+    "the values before, call lpq.optim.load_high_precision(model, state_dict, optimizer) before the first step, with a "
+    "state dict of the model as it was. Values that were drawn at random need none"
+)
 
 
 class _Seen(NamedTuple):
@@ -87,6 +92,8 @@ class MasterWeights(Optimizer):
         """The fp32 copy of each quantized weight, which the wrapped optimizer updates in its place."""
         self._finite = Finite()
         self._seen: dict[Tensor, _Seen] = {}
+        self._rounded: set[Tensor] = set()
+        """The weights that ``lpq.convert`` rounded, whose masters begin with what these decode to."""
         self._due: set[Tensor] = set()
         """The weights to encode from their masters. Those of a step that raised remain for the next one."""
         self._shared = [dict(group) for group in self.param_groups]
@@ -125,6 +132,9 @@ class MasterWeights(Optimizer):
             copy = dtensor_over(value, weight.device_mesh, weight.placements, tuple(weight.shape))
         self._copies[weight] = copy
         self.seen(weight)
+        layer = stored.owner() if stored.owner is not None else None
+        if self.keep and layer is not None and layer.rounded and not stored.write_count:
+            self._rounded.add(weight)
         if state is not None:
             self.optimizer.state[copy] = {
                 name: value.float() if isinstance(value, Tensor) else value for name, value in state.items()
@@ -142,6 +152,7 @@ class MasterWeights(Optimizer):
         """Take note that the weight and its master belong together as they are now."""
         self._seen[weight] = _Seen.of(weight)
         self._due.discard(weight)
+        self._rounded.discard(weight)
 
     def _fresh(self, weight: Tensor) -> bool:
         """Whether nothing was written to the weight since."""
@@ -171,6 +182,9 @@ class MasterWeights(Optimizer):
                     "step would undo that: make MasterWeights after loading weights, load its state after them, or "
                     "call take(weight), or seen(weight) where it is again what it was"
                 )
+        if self._rounded:
+            self._rounded.clear()
+            warn(ROUNDED)
         self._share_options()
         with self._filled():
             self._update()
@@ -269,7 +283,7 @@ class MasterWeights(Optimizer):
         """Restore a copy, or one from a pickle, whose tensors count their writes anew."""
         fresh, due = state.pop("fresh", []), state.pop("due", [])
         super().__setstate__(state)
-        self._finite, self._seen, self._due = Finite(), {}, set()
+        self._finite, self._seen, self._due, self._rounded = Finite(), {}, set(), set()
         for weight in fresh:
             self.seen(weight)
         self._due.update(due)

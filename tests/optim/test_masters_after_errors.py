@@ -18,7 +18,7 @@ from lpq.core import QuantizedTensor
 from lpq.optim import MasterWeights
 from lpq.tensor import encode_writes as writing
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error", "ignore:masters begin with")
 
 
 class Mishap(Exception):

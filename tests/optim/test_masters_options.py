@@ -17,7 +17,7 @@ import lpq
 from lpq.core import QuantizedTensor
 from lpq.optim import MasterWeights
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error", "ignore:masters begin with")
 
 
 def _model() -> nn.Module:
