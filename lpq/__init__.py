@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lpq.importing import after_import
+from lpq.importing import after_import, keep_moved
 
 if TYPE_CHECKING:
     from lpq.calibration import calibrate
@@ -38,6 +38,21 @@ _SUBMODULES = (
     "calibration", "checkpoint", "core", "distributed", "emulation", "engines", "formats", "integrations", "kernels",
     "nn", "observe", "operations", "optim", "recipes", "registry", "tensor", "testing", "train",
 )  # fmt: skip
+
+_MOVED = {
+    "lpq.core.binding": "lpq.operations.binding", "lpq.core.blocks": "lpq.formats.blocks",
+    "lpq.core.elements": "lpq.formats.elements", "lpq.core.exact": "lpq.emulation.bf16_gemm",
+    "lpq.core.inverse": "lpq.formats.inverse", "lpq.core.layout": "lpq.formats.layout",
+    "lpq.core.multiplicand": "lpq.operations.exact_form", "lpq.core.operations": "lpq.operations",
+    "lpq.core.pairs": "lpq.operations.fused_pair", "lpq.core.philox": "lpq.formats.random_bits",
+    "lpq.core.quantize": "lpq.operations.operands", "lpq.core.quantizer": "lpq.formats.format",
+    "lpq.core.storage": "lpq.formats.format", "lpq.core.tensor": "lpq.tensor.quantized_tensor",
+    "lpq.ops": "lpq.kernels", "lpq.ops.cubins": "lpq.kernels.nvrtc_cache", "lpq.ops.cuda": "lpq.kernels.cuda",
+    "lpq.ops.errors": "lpq.kernels.errors", "lpq.ops.fragments": "lpq.kernels.fragments",
+    "lpq.ops.fresh": "lpq.kernels.fresh", "lpq.ops.table": "lpq.kernels.table",
+    "lpq.ops.triton": "lpq.kernels.triton", "lpq.ops.triton.numbers": "lpq.kernels.triton.numbers",
+}  # fmt: skip
+"""The modules that pages for authors of plugins named in earlier builds, and where their names are now."""
 
 __all__ = [
     "Policy",
@@ -96,3 +111,4 @@ if "torch" in sys.modules:
         "lpq.core"
     )  # whose operators programs need that were exported; where torch is at hand it costs little
 after_import("torch", _allow)
+keep_moved(_MOVED)

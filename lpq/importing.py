@@ -1,14 +1,39 @@
-"""Doing something once another package is imported, without importing it."""
+"""Doing something once another package is imported, without importing it; and published modules that moved."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+
+def keep_moved(now: Mapping[str, str]) -> None:
+    """Have modules be imported by their old names, too. ``now``: where what they had is now."""
+    for name in sorted(now):
+        sys.modules[name] = module = _Moved(name, now[name])
+        parent, _, leaf = name.rpartition(".")
+        if isinstance(owner := sys.modules.get(parent), _Moved):
+            vars(owner)[leaf] = module
+
+
+class _Moved(ModuleType):
+    """A module of an old name: it has what the module has that took its place, which is imported when it is used."""
+
+    def __init__(self, name: str, now: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__path__: list[str] = []
+        self.__now = now
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which somebody asks all modules for
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(self.__now), name)
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:

@@ -309,6 +309,7 @@ def in_a_fresh_process(code: str) -> set[str]:
         "import lpq",
         "import lpq.registry as r; r.formats(), r.recipes(), r.plugins()",
         "import lpq; lpq.__version__, dir(lpq)",
+        "import lpq, sys; [hasattr(m, '__file__') for m in [*sys.modules.values()]]",  # as inspect asks
     ],
 )
 def test_importing_and_listing_needs_no_torch(code: str) -> None:

@@ -20,6 +20,8 @@ from lpq.registry.showing import brief
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 """The files that are copied of a model's directory: tokenizers, templates, settings for generating and for images."""
 NOT_COPIED = (*JSON_FILES, INDEX, "*.index.json", "trainer_state.json", "lpq.json", "manifest.json")
+SNAPSHOTS, BLOBS = "snapshots", "blobs"
+"""The folders of Hugging Face's cache: directories of the first have links to files of the second, beside it."""
 DTYPE = ("dtype", "torch_dtype")
 """The keys of the model's dtype: present releases of transformers write the first."""
 MOST = 64 << 20
@@ -40,7 +42,7 @@ def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
         if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # the config has that of its loading
             found[next((key for key in DTYPE if key in found), DTYPE[0])] = _text(dtype)
     elif base is not None:
-        found = read_json(base / CONFIG) if (base / CONFIG).is_file() else {}
+        found = read_json(_own(base / CONFIG, base)) if (base / CONFIG).is_file() else {}
     else:
         found = {}
     found.pop(OURS, None)
@@ -63,12 +65,25 @@ def beside(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
     for path in sorted(base.iterdir()) if base is not None else []:
         wanted = any(fnmatchcase(path.name, pattern) for pattern in COPIED)
         if wanted and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in NOT_COPIED):
-            found[path.name] = path.read_bytes()
+            assert base is not None
+            found[path.name] = _own(path, base).read_bytes()
     generation = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
         assert generation is not None
         found["generation_config.json"] = generation.to_json_string().encode()
     return found
+
+
+def _own(path: Path, base: Path) -> Path:
+    """A file of a directory that is given to others: a link out of it is refused."""
+    folder, target = base.resolve(), path.resolve()
+    shared = [folder.parent.parent / BLOBS] if folder.parent.name == SNAPSHOTS else []
+    if not any(target.is_relative_to(allowed) for allowed in (folder, *shared)):
+        raise CheckpointError(
+            f"{path} is a link to {target}, outside of the directory, and what lies there is not copied: put the file "
+            "in its place, or give another directory, base=…"
+        )
+    return path
 
 
 def as_json(data: Mapping[str, Any]) -> bytes:

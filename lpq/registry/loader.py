@@ -86,6 +86,9 @@ class Source:
         """The error of a plugin of which ``what``, an import string, cannot be imported."""
         if isinstance(error, ModuleNotFoundError) and error.name:
             package = error.name.partition(".")[0]
+            if package == OWN:
+                cause = f"{what} needs the module {error.name}, which this lpq does not have"
+                return self.error(cause, f"{self.other_version}, for lpq as it is now")
             if package != self.module.partition(".")[0]:
                 cause = f"{what} needs the module {error.name}, which is not installed"
                 return self.error(cause, pip("install", [package], "install what brings that module"))

@@ -15,7 +15,7 @@ from torch import nn
 
 import lpq
 from lpq.__main__ import main
-from lpq.checkpoint import CheckpointError, CheckpointWarning, claim
+from lpq.checkpoint import CheckpointError, claim
 from lpq.engines import plan
 from lpq.formats.elements import unpack_nibbles
 
@@ -193,88 +193,6 @@ def test_a_weight_has_the_codes_that_autocast_multiplies() -> None:
         assert torch.equal(decoded.bfloat16(), multiplied) == equal
 
 
-def test_siblings_that_an_engine_fuses_are_told_of(tmp_path: Path) -> None:
-    model: Any = Net()
-    model.gate_proj, model.up_proj = nn.Linear(128, 128), nn.Linear(128, 128)
-    lpq.convert(model, "nvfp4")
-    with pytest.warns(CheckpointWarning, match="engines fuse gate_proj, up_proj and give them one scale"):
-        lpq.export(model, tmp_path / "x", layout="modelopt")
-    model.up_proj.weight = nn.Parameter(model.gate_proj.weight.detach().clone())
-    lpq.export(model, tmp_path / "y", layout="modelopt")
-
-
-ATTENTION = ("self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj")
-
-
-class Fused(nn.Module):
-    """A block whose layers engines fuse, by their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.self_attn = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
-        self.mlp = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("gate_proj", "up_proj", "down_proj")})
-        self.experts = nn.ModuleList(
-            nn.ModuleDict({name: nn.Linear(128, 128) for name in ("w1", "w2", "w3")}) for _ in range(2)
-        )
-
-
-@pytest.mark.parametrize(
-    ("apart", "other", "words"),
-    [
-        (
-            "*.q_proj", "fp8-row",
-            rf"one layer of {', '.join(ATTENTION)}, .*: {ATTENTION[0]}, {ATTENTION[2]} in MXFP8, inputs mxfp8; "
-            rf"{ATTENTION[1]} in FP8 per row, inputs fp8\(scaling=row\)\. .*siblings='any'",
-        ),
-        ("*.k_proj", "skip", rf"{ATTENTION[0]} in high precision; .*leave=\['{ATTENTION[1]}', '{ATTENTION[2]}'\]"),
-        ("*.gate_proj", "nvfp4", r"mlp\.gate_proj in NVFP4, inputs in high precision; mlp\.up_proj in MXFP8"),
-        ("experts.0.w3", "skip", r"experts\.1\.w3 in MXFP8, inputs mxfp8; experts\.0\.w3 in high"),
-        ("experts.1.*", "fp8-row", r"one layer of experts\.0\.w1, .*experts\.1\.w1, .* in FP8 per row"),
-        ("experts.*.w2", "skip", r"experts\.0\.w2, experts\.1\.w2 in high precision"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
-def test_layers_that_an_engine_fuses_lie_alike(apart: str, other: str, words: str, layout: str, tmp_path: Path) -> None:
-    """Engines load no others. The remedies of the message help, and other layers may have formats of their own."""
-    model = lpq.convert(
-        Fused(), {"rules": [{"match": apart, "recipe": other}, {"match": "*.o_proj", "recipe": "fp8-row"},
-        {"match": "*", "recipe": "mxfp8"}]},
-    )  # fmt: skip
-    with pytest.raises(CheckpointError, match=words):
-        lpq.export(model, tmp_path / "x", layout=layout)
-    with pytest.raises(CheckpointError, match=words):
-        lpq.export.stream(model, layout)
-    assert not [*tmp_path.iterdir()]
-    assert lpq.export(model, tmp_path / "any", layout=layout, siblings="any").layers
-    leave = [name for name in layers(model) if name.startswith(apart.partition(".")[0].replace("*", ""))]
-    rest = lpq.export(model, tmp_path / "rest", layout=layout, leave=[n for n in leave if "o_proj" not in n])
-    assert "self_attn.o_proj" in rest.layers["FP8 per row, inputs fp8(scaling=row)"]
-
-
-def test_one_sibling_that_is_left_is_refused(tmp_path: Path) -> None:
-    """Also of a checkpoint, and by the command."""
-    model = lpq.convert(Fused(), "mxfp8")
-    lpq.checkpoint.save(tmp_path / "run", model)
-    for source in (model, tmp_path / "run"):
-        with pytest.raises(CheckpointError, match=r"self_attn\.v_proj in high precision"):
-            lpq.export(source, tmp_path / "x", leave=["*.v_proj"])
-    command = ["export", str(tmp_path / "run"), str(tmp_path / "x"), "--leave", "*.v_proj"]
-    for options, code in (([], 1), (["--siblings", "any"], 0)):
-        with pytest.raises(SystemExit) as ended:
-            main([*command, *options])
-        assert ended.value.code == code
-
-
-def test_siblings_of_which_one_has_a_static_input_are_refused() -> None:
-    """An engine has one way of encoding the input that they share."""
-    model, names = lpq.convert(Fused(), "nvfp4"), ["self_attn.q_proj", "self_attn.v_proj"]
-    with pytest.raises(CheckpointError, match=r"k_proj in NVFP4, inputs in high precision"):
-        lpq.export.stream(model, "modelopt", input_amax=dict.fromkeys(names, 3.0))
-    amax = dict.fromkeys([*names, "self_attn.k_proj"], 3.0)
-    assert [*lpq.export.stream(model, "modelopt", input_amax=amax)]
-
-
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "layout": ("mxfp8", {"layout": "compresed-tensors"}, r"no layout 'compresed-tensors': did you mean 'compressed-"),
     "format": (
@@ -404,6 +322,33 @@ def test_an_export_that_ends_half_way_leaves_nothing_under_its_name(
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     with pytest.raises(CheckpointError, match="is there already"):
         lpq.export(model, tmp_path / "x", layout="modelopt")
+
+
+def test_no_link_out_of_the_base_is_followed(tmp_path: Path) -> None:
+    """Those within it are, and those of Hugging Face's cache, whose directories have nothing else."""
+    (tmp_path / "secret").write_text("{}")
+    cache = tmp_path / "models--a--b"
+    base, blobs = cache / "snapshots" / "0123", cache / "blobs"
+    base.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "ab").write_text('{"architectures": ["A"]}')
+    for name in ("config.json", "tokenizer.json"):
+        (base / name).symlink_to(Path("../../blobs/ab"))
+    (base / "again.txt").symlink_to(Path("tokenizer.json"))
+    model = lpq.convert(Net(), "mxfp8")
+    (tmp_path / "link").symlink_to(base)
+    done = lpq.export(model, tmp_path / "x", base=tmp_path / "link")
+    assert [(done.path / name).read_bytes() for name in ("tokenizer.json", "again.txt")] == [
+        (blobs / "ab").read_bytes()
+    ] * 2
+    for name in ("tokenizer.json", "config.json", "other.txt"):
+        here = tmp_path / f"base-{name}"
+        here.mkdir()
+        (here / name).symlink_to(Path("../secret"))
+        with pytest.raises(CheckpointError, match=rf"{name} is a link to .*secret, outside of the directory, .*base="):
+            lpq.export(model, tmp_path / "y", base=here)
+        assert not (tmp_path / "y").exists()
+        assert not (tmp_path / "y.partial").exists()
 
 
 def test_small_files_of_the_base_are_copied(tmp_path: Path) -> None:

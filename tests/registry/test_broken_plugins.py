@@ -39,6 +39,11 @@ BROKEN = {
         "needs the module no_such_library, which is not installed",
         "pip install no_such_library",
     ),
+    "needs a module that lpq does not have": (
+        "import lpq.no_such_part",
+        "needs the module lpq.no_such_part, which this lpq does not have",
+        "pip install --upgrade acme-formats, or report it to its authors, for lpq as it is now",
+    ),
     "is not a module of the distribution": (None, "No module named 'acme_plugin'", "pip install --upgrade"),
     "outside its namespace": (
         formats(spec("mxfp8")),

@@ -1,0 +1,42 @@
+"""Modules that pages for authors of plugins named in earlier builds are imported by their old names."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import lpq
+
+PUBLISHED = [
+    ("lpq.core.blocks", ("block_amax", "expand_blocks", "pad_blocks", "scale_blocks")),
+    ("lpq.core.elements", ("pack_nibbles", "unpack_nibbles", "E4M3")),
+    ("lpq.core.exact", ("decoded",)),
+    ("lpq.core.quantizer", ("Quantizer",)),
+    ("lpq.core.storage", ("Storage",)),
+    ("lpq.core.operations", ("measure_reference", "gemm_reference")),
+    ("lpq.ops", ("choose",)),
+    ("lpq.ops.cuda", ("CudaKernel",)),
+]
+"""What they are imported for."""
+
+
+@pytest.mark.parametrize(("module", "names"), PUBLISHED, ids=[module for module, _ in PUBLISHED])
+def test_a_published_import_is_that_of_the_module_now(module: str, names: tuple[str, ...]) -> None:
+    old, now = importlib.import_module(module), importlib.import_module(lpq._MOVED[module])
+    assert now.__spec__ is not None
+    assert now.__spec__.name == lpq._MOVED[module]
+    for name in names:
+        assert getattr(old, name) is getattr(now, name)
+
+
+@pytest.mark.parametrize("module", sorted(lpq._MOVED))
+def test_each_module_that_moved_has_a_place(module: str) -> None:
+    assert importlib.import_module(module).__name__ == module
+    importlib.import_module(lpq._MOVED[module])
+
+
+@pytest.mark.parametrize("module", ["lpq.core.nothing", "lpq.ops.nothing"])
+def test_no_other_module_is_made_up(module: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{module}'"):
+        importlib.import_module(module)
