@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lpq.distributed.compared import Compared
 from lpq.distributed.expert_rows import Dispatch, Sent, combine, dispatch, encoded_rows
 from lpq.tensor.fsdp_protocol import Gathered
 
@@ -45,9 +46,11 @@ class ExpertParallel(ParallelStyle):
         _check(module, device_mesh)
         if self.how == "encoded":
             encoded_rows(f"ExpertParallel: {type(module).__name__}", module)
+        compared = Compared(module)  # replicas, with which no rows are exchanged
         for part in module.modules():
             if hasattr(part, "dispatched"):
                 part.dispatched = self.how
+                part.compared = getattr(part, "compared", None) or compared
         if getattr(module, "routes_tokens", False):  # and so exchanges rows itself
             return distribute_module(module, device_mesh, _share_out)
         hooks = _Hooks(self.how, next(module.parameters()).shape[0])

@@ -245,6 +245,19 @@ def _two_dimensions(rank: int) -> None:
             _stepped(net)  # the other dimension has nothing to do with it
 
 
+def _replicas_of_experts(rank: int) -> None:
+    """They exchange no rows, and are compared before they are written to."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = parallelize_module(_Experts(("mxfp8", "fp8-current")[rank // 2]), mesh["ep"], ExpertParallel())
+    fully_shard(model, mesh=mesh["dp"])
+    _refused(torch.optim.SGD(model.parameters()).step, "[up: GroupedLinear", "fp8(dtype=e5m2)")
+
+
+def _four_ranks(rank: int) -> None:
+    _two_dimensions(rank)
+    _replicas_of_experts(rank)
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -258,4 +271,4 @@ def test_two_ranks(check: Callable[[int], None]) -> None:
 
 
 def test_four_ranks() -> None:
-    spawn(_two_dimensions, 4)
+    spawn(_four_ranks, 4)
